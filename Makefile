@@ -1,0 +1,39 @@
+# Everything a person or CI runs. The environment is made once, from the pinned lock.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.made-from-lock
+
+.PHONY: demo test check soak format lock clean
+
+demo: $(STAMP)
+	$(BIN)/python -m launch auto --task causal-lm --again
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Versions are pinned by requirements.lock; what a platform needs of them (CUDA wheels, say) torch itself pins.
+$(STAMP): pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25" -c requirements.lock
+	$(BIN)/python -m pip install --quiet -c requirements.lock -e '.[dev]'
+	touch $(STAMP)
+
+# Re-pins what this environment has.
+lock: $(STAMP)
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v '^nvidia-\|^triton' | sed 's/ @ .*torch-\([0-9.]*\).*/==\1/; s/+cpu$$//' > requirements.lock
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""One file per kind of data. Knows arrays, never the engine."""

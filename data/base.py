@@ -1,0 +1,216 @@
+"""The contract of data: prepare arrays once, then fetch any samples by number.
+
+A kind of data implements `read`, which returns columns per split. Prepared columns lie on disk as .npy
+files and are memory-mapped: processes share the pages, and a corpus may be larger than RAM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+WEIGHT = ".weight"
+QUANTILES = 65
+SMALL_FILE_BYTES = 4096
+
+
+class DataError(ValueError):
+    """The user's data is wrong: one line with the way out."""
+
+    exit_code = 2
+
+
+class DamagedData(RuntimeError):
+    """Prepared data is not what was prepared."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of different lengths, end to end. `offsets` (n + 1,) int64 are their borders in `values`."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+    pad: int = 0
+    """What fills short rows of a batch."""
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[np.ndarray], pad: int = 0) -> Ragged:
+        offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows], dtype=np.int64)])
+        return cls(np.concatenate(rows) if rows else np.empty(0, np.int32), offsets, pad)
+
+    @classmethod
+    def from_blocks(cls, values: np.ndarray, width: int, pad: int = 0) -> Ragged:
+        """Rows of `width` values each; the last may be shorter."""
+        return cls(values, np.append(np.arange(0, len(values), width), len(values)).astype(np.int64), pad)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def rows(self, indices: np.ndarray, pad_to: int = 0) -> np.ndarray:
+        """(len(indices), longest) padded on the right; at least `pad_to` wide."""
+        starts = self.offsets[indices]
+        lengths = self.offsets[indices + 1] - starts
+        width = int(lengths.max(initial=1))
+        if (lengths == width).all() and width >= pad_to and self._is_regular(starts, width):
+            return np.take(self.values[: len(self.values) // width * width].reshape(-1, width), starts // width, axis=0)
+        width = max(width, pad_to)
+        columns = np.arange(width)
+        inside = columns < lengths[:, None]
+        places = np.where(inside, starts[:, None] + columns, 0)
+        return np.where(inside, self.values[places] if len(self.values) else 0, self.pad).astype(self.values.dtype)
+
+    @staticmethod
+    def _is_regular(starts: np.ndarray, width: int) -> bool:
+        return not (starts % width).any()
+
+
+Column = np.ndarray | Ragged
+Columns = Mapping[str, Column]
+
+
+class Source(ABC):
+    """Where samples come from. `fetch` is the whole contract; the engine decides which, when and where."""
+
+    lengths: np.ndarray
+    """(n,) tokens per sample."""
+    weights: Mapping[str, np.ndarray]
+    """Unit -> (n,) weight of each sample in that unit, known before it is fetched."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
+        """The named arrays of these samples, one row each, in this order; rows padded to `pad_to` or longer."""
+
+
+class ArraySource(Source):
+    """Samples from columns in memory or memory-mapped; one vectorised gather per column."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = dict(columns)
+        self.count = _common_count(self.columns)
+        ragged = [c for c in self.columns.values() if isinstance(c, Ragged)]
+        self.lengths = ragged[0].lengths if ragged else np.ones(self.count, np.int64)
+        weights = {k.removesuffix(WEIGHT): c for k, c in self.columns.items() if k.endswith(WEIGHT)}
+        self.weights = {k: np.asarray(c) for k, c in weights.items() if not isinstance(c, Ragged)}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
+        batch = {
+            name: column.rows(indices, pad_to) if isinstance(column, Ragged) else np.take(column, indices, axis=0)
+            for name, column in self.columns.items()
+        }
+        return {**batch, "index": indices, "length": self.lengths[indices]}
+
+
+def _common_count(columns: Columns) -> int:
+    counts = {len(c) for c in columns.values()}
+    if len(counts) != 1:
+        sizes = ", ".join(f"{k}: {len(c)}" for k, c in columns.items())
+        raise DataError(f"the columns of a split must have one length, not {sizes}")
+    return counts.pop()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoOptions:
+    """A kind of data without flags of its own."""
+
+
+class Data(ABC):
+    """One kind of data. `read` is all that a small one needs."""
+
+    Options: ClassVar[type] = NoOptions
+    """A frozen dataclass of this kind's recipe fields; each becomes a flag."""
+    version: ClassVar[int] = 1
+    """Raise it when the prepared form changes: old caches are then left alone."""
+
+    def __init__(self, recipe: Any, options: Any) -> None:
+        self.recipe = recipe
+        self.options = options
+
+    def check(self) -> None:
+        """Raise DataError with one line if the data cannot be had; cheap, before anything heavy."""
+
+    def identity(self) -> dict[str, Any]:
+        """All that the prepared arrays depend on, in JSON form: settings, and hashes of the files' content."""
+        return {"data": self.recipe.data, "seed": self.recipe.seed}
+
+    @abstractmethod
+    def read(self) -> Mapping[str, Columns]:
+        """Columns per split: `train` always, `valid` and `test` where there are such."""
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared arrays into `folder`; returns what Facts should know besides counts and lengths."""
+        for split, columns in self.read().items():
+            save(folder / split, columns)
+        return {}
+
+    def open(self, folder: Path, split: str) -> Source:
+        """The samples of a prepared split."""
+        return ArraySource(load(folder / split))
+
+
+def save(folder: Path, columns: Columns) -> None:
+    """Write columns as .npy files with an index of their sizes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    index: dict[str, Any] = {}
+    for name, column in columns.items():
+        arrays = {"values": column.values, "offsets": column.offsets} if isinstance(column, Ragged) else {"": column}
+        files = {}
+        for part, array in arrays.items():
+            file = f"{name}-{part}.npy" if part else f"{name}.npy"
+            np.save(folder / file, np.ascontiguousarray(array))
+            files[file] = (folder / file).stat().st_size
+        index[name] = {"files": files, "pad": column.pad if isinstance(column, Ragged) else None}
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def load(folder: Path) -> dict[str, Column]:
+    """Memory-map columns; a missing or truncated file is named."""
+    columns: dict[str, Column] = {}
+    for name, entry in json.loads((folder / "index.json").read_text()).items():
+        arrays = [_open_array(folder / file, size) for file, size in entry["files"].items()]
+        columns[name] = arrays[0] if entry["pad"] is None else Ragged(arrays[0], np.asarray(arrays[1]), entry["pad"])
+    return columns
+
+
+def _open_array(file: Path, size: int) -> np.ndarray:
+    actual = file.stat().st_size if file.exists() else 0
+    if actual != size:
+        raise DataError(
+            f"prepared file {file} has {actual} bytes in place of {size}: delete {file.parent.parent} and run again"
+        )
+    # An empty array cannot be mapped, and a small one need not be.
+    return np.load(file, mmap_mode="r" if size > SMALL_FILE_BYTES else None)
+
+
+def fingerprint(folder: Path) -> str:
+    """Sixteen hex digits over the bytes of every prepared array under `folder`."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(folder.rglob("*.npy")):
+        digest.update(str(file.relative_to(folder)).encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def length_quantiles(lengths: np.ndarray) -> tuple[int, ...]:
+    """The lengths at evenly spaced ranks, shortest to longest: what a plan needs to know of a million samples."""
+    return tuple(int(v) for v in np.quantile(lengths, np.linspace(0, 1, QUANTILES), method="nearest"))

@@ -1,0 +1,82 @@
+"""Where a corpus comes from: files, the hub, or the demo. Each answers with texts per split."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data import hub, readers
+from data.base import DataError
+
+DEMO = "demo"
+DEMO_PACKAGES = ("email", "http", "json", "logging", "urllib")
+DEMO_LARGEST_FILE = 32_000
+HELD_OUT = "there is no validation split: the last 5 % of the training text is it"
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Texts per split, readable again and again. A stream is one text in pieces; otherwise documents."""
+
+    splits: Mapping[str, Callable[[], Iterable[str]]]
+    is_stream: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def demo_files() -> list[Path]:
+    """Source files of the running interpreter's standard library, about 2 MB, in a fixed order."""
+    library = Path(os.__file__).parent
+    folders = [library, *(library / name for name in DEMO_PACKAGES)]
+    files = [f for folder in folders for f in sorted(folder.glob("*.py"))]
+    small = [f for f in files if not f.name.startswith("_") and f.stat().st_size <= DEMO_LARGEST_FILE]
+    if len(small) < 10:
+        raise DataError(f"--data demo: {library} holds no source of the standard library: give --data PATH")
+    return small
+
+
+def demo() -> Corpus:
+    """Every tenth file is for validation."""
+    files = demo_files()
+    valid = files[9::10]
+    train = [f for f in files if f not in valid]
+    return Corpus({"train": partial(_whole, train), "valid": partial(_whole, valid)})
+
+
+def _whole(files: list[Path]) -> Iterator[str]:
+    return (f.read_text(encoding="utf-8") for f in files)
+
+
+def of_files(parts: dict[str, readers.Part], column: str) -> Corpus:
+    """A corpus of files found by `readers.find`."""
+    notes: tuple[str, ...] = ()
+    if "valid" not in parts:
+        train, valid = readers.hold_out(parts["train"])
+        parts, notes = {**parts, "train": train, "valid": valid}, (HELD_OUT,)
+    splits = {split: partial(readers.texts, part, column) for split, part in parts.items()}
+    return Corpus(splits, parts["train"].is_stream, notes)
+
+
+def of_hub(name: str, config: str | None, column: str) -> Corpus:
+    """A hub data set with a text column, fetched through `datasets` or opened from its cache."""
+    found = hub.load_dataset(name, config)
+    splits = {readers.SPLITS[split]: rows for split, rows in found.items() if split in readers.SPLITS}
+    if "train" not in splits:
+        raise DataError(f"--data {name}: has no train split; it has: {', '.join(found)}")
+    if column not in (names := splits["train"].column_names):
+        raise DataError(f"--text-column {column}: {name} has no such column; it has: {', '.join(names)}")
+    notes: tuple[str, ...] = ()
+    if "valid" not in splits:
+        rows = splits["train"]
+        border = len(rows) - max(1, len(rows) // readers.HELD_OUT)
+        splits["train"], splits["valid"] = rows.select(range(border)), rows.select(range(border, len(rows)))
+        notes = (HELD_OUT,)
+    return Corpus({split: partial(_column, rows, column) for split, rows in splits.items()}, notes=notes)
+
+
+def _column(rows: Any, column: str) -> Iterator[str]:
+    for batch in rows.select_columns([column]).iter(batch_size=1000):
+        yield from (text for text in batch[column] if text and text.strip())

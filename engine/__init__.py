@@ -1,0 +1,1 @@
+"""What is the same for every workload: recipe, plan, sampler, noise, loop, checkpoints."""

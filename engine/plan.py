@@ -1,0 +1,89 @@
+"""The plan: how to run a recipe on a machine. It decides how fast, never what is learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.options import Count, Positive
+
+Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Invariance = Literal["exact", "noise", "precision"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What the user may ask of the plan. `auto` leaves the choice to the planner."""
+
+    micro_batch: Positive | None = None
+    """Largest number of samples computed at once on one process."""
+    processes: Positive | None = None
+    """Worker processes in all."""
+    workers: Count | None = None
+    """Loader processes per worker process; 0 loads in a thread."""
+    prefetch: Positive | None = None
+    """Micro-batches kept ready."""
+    pin_memory: Literal["auto", "on", "off"] = "auto"
+    """Page-locked host memory for copies to a GPU."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "16-mixed", "bf16-mixed", "32"] = "auto"
+    """Number format of the arithmetic; weights, gradients and moments stay fp32."""
+    strategy: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"] = "auto"
+    """How processes share the model."""
+    compile: Literal["auto", "on", "off", "reduce-overhead"] = "auto"
+    """torch.compile the model."""
+    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more arithmetic."""
+    attention: Literal["auto", "sdpa", "eager", "flash"] = "auto"
+    """The attention kernel."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """The kind of device."""
+    memory_limit: str | None = None
+    """Device memory to stay under: 10GB or 80%."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Every choice the planner made, with its reason."""
+
+    device: Literal["cpu", "cuda", "mps"]
+    processes: int
+    """World size: processes over all nodes."""
+    nodes: int
+    strategy: Strategy
+    precision: Precision
+    micro_batch_samples: int
+    """Largest number of samples in a micro-batch."""
+    micro_batch_tokens: int
+    """Largest number of padded tokens in a micro-batch."""
+    pad_multiple: int
+    """Lengths are padded up to a multiple of this."""
+    micro_batch_cost: float
+    """Fixed cost of a micro-batch, in tokens: what a launch of its kernels is worth."""
+    workers: int
+    prefetch: int
+    pin_memory: bool
+    compile: Literal["on", "off", "reduce-overhead"]
+    activation_checkpointing: bool
+    attention: Literal["sdpa", "eager", "flash"]
+    reduction: Literal["overlapped", "explicit"]
+    """When gradients cross processes: during the last backward, or once after it."""
+    threads: int
+    """Threads of arithmetic per process; 0 leaves torch's own choice."""
+    invariance: Invariance
+    predicted_peak_memory_bytes: int
+    """Per process, on the device that trains."""
+    predicted_step_seconds: float
+    calibrated: bool
+    """Whether a measurement on this kind of device stands behind the predictions."""
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        names = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{k: v for k, v in values.items() if k in names})

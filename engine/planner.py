@@ -1,0 +1,195 @@
+"""(recipe, facts, shape, hardware, wishes) -> plan: a pure function that never changes what is learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from engine import choices as choose
+from engine.costs import Case, micro_batch_seconds, steps_per_epoch, token_seconds
+from engine.errors import UserError
+from engine.facts import Facts
+from engine.hardware import Hardware
+from engine.layout import (
+    Layout,
+    best,
+    candidates,
+    fit,
+)
+from engine.plan import Plan, PlanOptions
+from engine.reasons import (
+    does_not_fit,
+    why_checkpointing,
+    why_processes,
+    why_samples,
+    why_strategy,
+    why_tokens,
+)
+from engine.recipe import Recipe
+from models.base import Shape
+
+SCALES = (1, 2, 4, 8)
+
+
+def make_plan(
+    recipe: Recipe,
+    facts: Facts,
+    shape: Shape,
+    hardware: Hardware,
+    asked: PlanOptions,
+    *,
+    world: int | None = None,
+    foreign_noise: bool = False,
+) -> Plan:
+    """How to run this recipe on this hardware, with a reason for every field.
+
+    `world`: the size of a world that was formed already; `foreign_noise`: the model draws its own noise.
+    Raises UserError, in one line with the way out, where the recipe or the wish cannot be had.
+    """
+    case, made = _case(recipe, facts, shape, hardware, asked, world)
+    _check_processes(case, asked, world)
+    layouts = _layouts(case, asked, world)
+    compiled = choose.choose_compile(case, asked, best(layouts).seconds)
+    case, padding = _with_compile(case, compiled[0] != "off")
+    layouts = _layouts(case, asked, world)
+    chosen = best(layouts)
+    made |= {"compile": compiled, "pad_multiple": padding, **_sizes(case, asked, chosen, layouts, world)}
+    made |= _running(case, asked, chosen)
+    made["invariance"] = choose.choose_invariance(recipe, case.precision, compiled[0] != "off", foreign_noise)
+    made |= _predictions(case, chosen)
+    values: dict[str, Any] = {name: value for name, (value, _) in made.items()}
+    return Plan(**values, reasons={name: reason for name, (_, reason) in made.items()})
+
+
+Made = dict[str, tuple[Any, str]]
+"""Field of the plan -> (value, reason)."""
+
+
+def _case(
+    recipe: Recipe, facts: Facts, shape: Shape, hardware: Hardware, asked: PlanOptions, world: int | None
+) -> tuple[Case, Made]:
+    device = choose.choose_device(hardware, asked)
+    if device[0] == "cuda" and world and world > hardware.devices:
+        # A world formed by a launcher on machines that this one cannot see.
+        hardware = dataclasses.replace(hardware, nodes=-(-world // len(hardware.gpus)))
+    precision = choose.choose_precision(hardware, device[0], asked)
+    attention = choose.choose_attention(hardware, device[0], precision[0], asked)
+    case = Case(
+        recipe=recipe,
+        facts=facts,
+        shape=shape,
+        hardware=hardware,
+        device=device[0],
+        precision=precision[0],
+        attention=attention[0],
+        world_nodes=hardware.nodes if world and hardware.source == "detected" else None,
+    )
+    return _with_compile(case, False)[0], {"device": device, "precision": precision, "attention": attention}
+
+
+def _with_compile(case: Case, compiled: bool) -> tuple[Case, tuple[int, str]]:
+    padding = choose.choose_padding(case, compiled)
+    return dataclasses.replace(case, compile=compiled, pad_multiple=padding[0]), padding
+
+
+def _check_processes(case: Case, asked: PlanOptions, world: int | None) -> None:
+    processes = world or asked.processes
+    if world and asked.processes not in (None, world):
+        raise UserError(
+            f"--processes {asked.processes}: the launcher formed a world of {world}; leave the flag out"
+        )
+    if processes and case.device != "cpu" and processes > case.hardware.devices:
+        have = case.hardware.devices
+        there = "is 1 GPU" if have == 1 else f"are {have} GPUs"
+        raise UserError(
+            f"--processes {processes}: there {there}, and every process needs its own; give {have} or fewer"
+        )
+    if asked.strategy == "single" and processes and processes > 1:
+        raise UserError(f"--strategy single: is one process, not {processes}; use ddp, or --processes 1")
+    alone = processes == 1 or (processes is None and (case.device != "cuda" or case.hardware.devices == 1))
+    if alone and asked.strategy in ("zero1", "zero2", "zero3"):
+        raise UserError(
+            f"--strategy {asked.strategy}: one process has nobody to share with; use single, zero3-offload"
+        )
+    if case.device == "mps" and asked.strategy.startswith("zero"):
+        raise UserError(f"--strategy {asked.strategy}: DeepSpeed does not run on Apple GPUs; use single")
+
+
+def _layouts(case: Case, asked: PlanOptions, world: int | None) -> list[Layout]:
+    counts = candidates(case, asked, world)
+    layouts = [layout for count in counts if (layout := fit(case, asked, count))]
+    if not layouts:
+        raise UserError(does_not_fit(case, asked, counts[-1]))
+    return layouts
+
+
+def _sizes(case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout], world: int | None) -> Made:
+    processes = chosen.choices.processes
+    nodes = case.nodes(processes)
+    cost = micro_batch_seconds(case) / token_seconds(case, chosen.choices)
+    return {
+        "processes": (processes, why_processes(case, asked, chosen, layouts, world)),
+        "nodes": (
+            nodes,
+            f"{case.local(processes)} processes a node" if nodes > 1 else "everything runs on one node",
+        ),
+        "strategy": (chosen.choices.strategy, why_strategy(case, asked, chosen)),
+        "activation_checkpointing": (
+            chosen.choices.activation_checkpointing,
+            why_checkpointing(asked, chosen),
+        ),
+        "micro_batch_samples": (chosen.samples, why_samples(case, asked)),
+        "micro_batch_tokens": (chosen.tokens, why_tokens(case, asked, chosen)),
+        "micro_batch_cost": (
+            round(cost, 1),
+            f"{micro_batch_seconds(case) * 1e3:.1f} ms to launch a micro-batch and add its gradients",
+        ),
+    }
+
+
+def _running(case: Case, asked: PlanOptions, chosen: Layout) -> Made:
+    return {
+        "workers": choose.choose_workers(asked),
+        "prefetch": choose.choose_prefetch(asked),
+        "pin_memory": choose.choose_pin_memory(case.hardware, case.device, asked),
+        "threads": choose.choose_threads(case, chosen.choices.processes),
+        "reduction": choose.choose_reduction(case, chosen.choices),
+    }
+
+
+def _predictions(case: Case, chosen: Layout) -> Made:
+    measured = case.device == "cpu"
+    basis = (
+        "constants were measured on a CPU"
+        if measured
+        else "uncalibrated: no GPU measurement stands behind it"
+    )
+    return {
+        "predicted_peak_memory_bytes": (chosen.peak, f"weights, gradients, moments and activations; {basis}"),
+        "predicted_step_seconds": (chosen.seconds, f"arithmetic, launches, exchange and update; {basis}"),
+        "calibrated": (measured, basis),
+    }
+
+
+def frontier(
+    recipe: Recipe, facts: Facts, shape: Shape, hardware: Hardware, asked: PlanOptions
+) -> list[dict[str, Any]]:
+    """What other global batches would cost: processes, step seconds, hours and updates per epoch.
+
+    A larger batch is another recipe (--scale-batch); it is offered, never taken.
+    """
+    return [_point(recipe.scaled(scale, "none"), facts, shape, hardware, asked) for scale in SCALES]
+
+
+def _point(
+    recipe: Recipe, facts: Facts, shape: Shape, hardware: Hardware, asked: PlanOptions
+) -> dict[str, Any]:
+    plan = make_plan(recipe, facts, shape, hardware, asked)
+    updates = steps_per_epoch(recipe, facts)
+    return {
+        "batch_size": recipe.batch_size,
+        "processes": plan.processes,
+        "step_seconds": plan.predicted_step_seconds,
+        "epoch_hours": updates * plan.predicted_step_seconds / 3600,
+        "updates_per_epoch": updates,
+    }

@@ -1,0 +1,92 @@
+"""Redo logged steps of a run under another plan, and compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine import checkpoint, files
+from engine.plan import Plan
+from engine.run import Run
+from engine.session import Session
+from engine.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Redone:
+    """One step, as logged and as redone."""
+
+    phase: str
+    step: int
+    start: str
+    """Where the redoing began: the initial weights, or a checkpoint."""
+    logged_loss: float
+    loss: float
+    logged_norm: float
+    norm: float
+
+    @property
+    def loss_difference(self) -> float:
+        """Relative, where the loss is above one."""
+        return abs(self.loss - self.logged_loss) / max(1.0, abs(self.logged_loss))
+
+    @property
+    def norm_difference(self) -> float:
+        return abs(self.norm - self.logged_norm) / max(1e-12, abs(self.logged_norm))
+
+
+class Redo:
+    """A run's recipe under a plan of the caller's."""
+
+    def __init__(self, run: Run, plan: Plan) -> None:
+        self.run = run
+        self.world = World(plan)
+        self.session = Session(run.recipe(), run.facts(), plan, self.world)
+
+    def load_trained(self) -> bool:
+        """Weights of the newest checkpoint, or of the best where the run kept one."""
+        found = checkpoint.listed(self.run.checkpoints, self.session.phases)
+        if not found:
+            return False
+        tensors, state = checkpoint.load(found[-1])
+        best = state["judge"]["best_step"]
+        if self.session.recipe.patience and best:
+            phase = state["progress"]["phase"]
+            tensors, _ = checkpoint.load(self.run.checkpoints / checkpoint.name(phase, best))
+        checkpoint.put(tensors, self.session.model, None)
+        return True
+
+    def evaluate(self, split: str) -> dict[str, float]:
+        return self.session.evaluate(split)
+
+    def steps(self, count: int) -> list[Redone]:
+        """`count` steps from the initial weights, and as many from the last checkpoint that has logged steps after it.
+
+        The later ones come second: loading a checkpoint overwrites the weights.
+        """
+        rows = {(r["phase"], r["step"]): r for r in files.read_lines(self.run.metrics) if "loss" in r and "lr" in r}
+        first = self.session.stretches[0]
+        self.session.enter(first)
+        redone = self._from(first.name, 0, count, rows, "the initial weights")
+        for folder in reversed(checkpoint.listed(self.run.checkpoints, self.session.phases)):
+            tensors, state = checkpoint.load(folder)
+            phase, step = state["progress"]["phase"], int(state["progress"]["step"])
+            if any((phase, later) in rows for later in range(step + 1, step + count + 1)):
+                self.session.enter(next(s for s in self.session.stretches if s.name == phase))
+                self.session.put(tensors, state)
+                return redone + self._from(phase, step, count, rows, folder.name)
+        return redone
+
+    def _from(self, phase: str, start: int, count: int, rows: dict[Any, Any], place: str) -> list[Redone]:
+        session, redone = self.session, []
+        stop = min(start + count, session.stretch.steps)
+        for loaded in session.feed().steps(start, stop):
+            step = loaded.work.step
+            result = session.stepper.run(loaded, session.optimizer, session.rate(step), [])
+            row = rows.get((phase, step + 1))
+            if row is not None:
+                loss = sum(result.sums.tolist())
+                redone.append(
+                    Redone(phase, step + 1, place, row["loss"], loss, row["grad_norm"], float(result.norm))
+                )
+        return redone

@@ -1,0 +1,94 @@
+"""Where a task's name meets its files. The one place to touch when a workload is added."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.base import Data
+from engine import options as opt
+from engine.errors import UserError
+from engine.recipe import Recipe
+from models.base import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a workload lives, as `module:Class`, and what it is in a line."""
+
+    task: str
+    data: str
+    summary: str
+
+
+TASKS = {
+    "causal-lm": Entry(
+        "models.causal_lm:CausalLM", "data.text:Text", "fine-tune or train a causal language model on text"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A task with its kind of data, ready to be asked for flags, models and samples."""
+
+    name: str
+    task: type[Task]
+    data: type[Data]
+
+    def option_flags(self) -> dict[str, opt.Flag]:
+        return opt.flags_of(self.task.Options, self.name) | opt.flags_of(self.data.Options, f"{self.name} data")
+
+    def make(self, recipe: Recipe) -> tuple[Task, Data]:
+        """The task and data of a recipe."""
+        task_options = _options(self.task.Options, recipe.options, self.name)
+        data_options = _options(self.data.Options, recipe.options, self.name)
+        return self.task(recipe, task_options), self.data(recipe, data_options)
+
+
+def _options(kind: type, values: dict[str, Any], group: str) -> Any:
+    names = opt.flags_of(kind, group)
+    return opt.build(kind, {k: v for k, v in values.items() if k in names}, group)
+
+
+def workload(name: str) -> Workload:
+    """The workload called `name`, or the user's own from ./file.py:Class."""
+    if ".py:" in name:
+        task = _user_class(name)
+        data = task.data
+        if not (isinstance(data, type) and issubclass(data, Data)):
+            raise UserError(f"--task {name}: {task.__name__}.data must be a subclass of data.base.Data")
+        return Workload(name, task, data)
+    key = name.replace("_", "-").lower()
+    if key not in TASKS:
+        hint = opt.nearest(key, TASKS)
+        raise UserError(f"--task {name}: there is no such task{hint}; valid: {', '.join(TASKS)}, or ./file.py:Class")
+    entry = TASKS[key]
+    return Workload(key, _load(entry.task), _load(entry.data))
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _user_class(place: str) -> type[Task]:
+    path, _, name = place.rpartition(":")
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise UserError(f"--task {place}: there is no file {file}")
+    module_name = f"isobatch_user_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        own = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task]
+        raise UserError(f"--task {place}: no Task called {name} there{opt.nearest(name, own)}; found: {', '.join(own)}")
+    return found

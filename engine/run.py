@@ -1,0 +1,186 @@
+"""The run folder: all that a run wrote, in one place. Copying it carries the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from engine import files
+from engine.errors import UserError
+from engine.facts import Facts
+from engine.options import Count, Interval, Positive
+from engine.plan import Plan
+from engine.recipe import Recipe
+
+NONCE = "ISOBATCH_NONCE"
+"""Environment variable that ties exit.json to the launch that waits for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """Where a run is kept and how much it says. None of this changes what is learnt."""
+
+    out: str = "runs"
+    """Folder that holds the runs."""
+    name: str | None = None
+    """Name of the run; by default task and recipe hash."""
+    resume: str = "auto"
+    """auto goes on with a stopped run of the same recipe, never starts anew, or a run's folder."""
+    again: bool = False
+    """Start a new run although a finished one has this recipe."""
+    save_every: Interval = Interval(10, "minutes")
+    """How often to save a checkpoint: steps, share of an epoch, or minutes (10m)."""
+    keep: Positive = 2
+    """Checkpoints kept."""
+    log_every: Positive = 1
+    """Steps between rows of metrics.jsonl."""
+    tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = "none"
+    """Also report metrics there."""
+    ledger: bool = False
+    """Write the sample numbers of every step to samples.jsonl."""
+    anomaly: bool = False
+    """Find the operation that made a NaN; slow."""
+    hang_timeout: Count = 1800
+    """Seconds without an answer from another process after which the run ends."""
+    debug: bool = False
+    """Show tracebacks of the user's errors too."""
+    quiet: bool = False
+    """No progress on the terminal."""
+
+
+class Run:
+    """A run folder and the files in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        return self.folder / "final"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.folder / "samples.jsonl"
+
+    @property
+    def decisions(self) -> Path:
+        return self.folder / "decisions.jsonl"
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Run:
+        """An existing run."""
+        path = Path(folder).expanduser()
+        if not (path / "recipe.json").is_file():
+            raise UserError(f"{path} is not a run: it has no recipe.json (`runs` lists the runs here)")
+        return cls(path)
+
+    @classmethod
+    def create(cls, folder: Path) -> Run:
+        """A new folder. One that is in use, by a run or anything else, is left alone."""
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} exists and is another run's or not a run: choose --name or --out")
+        with files.naming_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return cls(folder)
+
+    def write_setup(self, recipe: Recipe, facts: Facts, options: Mapping[str, Any]) -> None:
+        """recipe.json last: a folder that has it has all the rest."""
+        files.write_json(self.folder / "facts.json", facts.to_dict())
+        files.write_json(self.folder / "run.json", dict(options))
+        files.write_json(self.folder / "recipe.json", {**recipe.to_dict(), "hash": recipe.hash()})
+
+    def write_plan(self, plan: Plan) -> None:
+        files.write_json(self.folder / "plan.json", plan.to_dict())
+
+    def recipe(self) -> Recipe:
+        return Recipe.from_dict(files.read_json(self.folder / "recipe.json"))
+
+    def recorded_hash(self) -> str:
+        return str(files.read_json(self.folder / "recipe.json").get("hash", ""))
+
+    def facts(self) -> Facts:
+        return Facts.from_dict(files.read_json(self.folder / "facts.json"))
+
+    def plan(self) -> Plan:
+        return Plan.from_dict(files.read_json(self.folder / "plan.json"))
+
+    def options(self) -> dict[str, Any]:
+        return files.read_json(self.folder / "run.json")
+
+    def summary(self) -> dict[str, Any] | None:
+        path = self.folder / "summary.json"
+        return files.read_json(path) if path.exists() else None
+
+    def status(self) -> str:
+        """done, stopped, failed, or unfinished: killed, or running now."""
+        summary = self.summary()
+        return str(summary["status"]) if summary else "unfinished"
+
+    def write_exit(self, code: int, reason: str = "") -> None:
+        """The launch's own exit code, for the parent that started it; written last, by one rank."""
+        nonce = os.environ.get(NONCE, "")
+        files.write_json(self.folder / "exit.json", {"nonce": nonce, "code": code, "reason": reason})
+
+    def read_exit(self, nonce: str) -> tuple[int, str] | None:
+        """The code a launch left, if it is this launch's."""
+        try:
+            verdict = files.read_json(self.folder / "exit.json")
+        except UserError:
+            return None
+        return (int(verdict["code"]), str(verdict["reason"])) if verdict.get("nonce") == nonce else None
+
+    def truncate_logs(self, phase_order: list[str], phase: str, step: int) -> None:
+        """Drop what was logged at or after `step` of `phase`: a resumed run writes it again."""
+        for path in (self.metrics, self.samples, self.decisions):
+            if path.exists():
+                rows = files.read_lines(path)
+                kept = [r for r in rows if _is_before(r, phase_order, phase, step)]
+                files.write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+
+
+def _is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int) -> bool:
+    """Rows count steps from 1: row `step` was made by the step that ended there."""
+    if "phase" not in row or row["phase"] not in phases:
+        return True
+    place, here = phases.index(row["phase"]), phases.index(phase)
+    return place < here or (place == here and int(row.get("step", 0)) <= step)
+
+
+def runs_in(folder: Path) -> Iterator[Run]:
+    """Every run in a folder, oldest first."""
+    found = [p.parent for p in folder.glob("*/recipe.json")] if folder.is_dir() else []
+    for path in sorted(found, key=lambda p: (p / "recipe.json").stat().st_mtime):
+        yield Run(path)
+
+
+def run_name(recipe: Recipe) -> str:
+    """Task and recipe hash; the same recipe has the same name everywhere."""
+    task = re.sub(r"[^A-Za-z0-9-]+", "-", recipe.task.rpartition("/")[2]).strip("-")
+    return f"{task}-{recipe.hash()}"
+
+
+def free_folder(out: Path, name: str) -> Path:
+    """`out/name`, or the first `out/name-2`, `-3`... that is not taken."""
+    folder, number = out / name, 1
+    while folder.exists():
+        number += 1
+        folder = out / f"{name}-{number}"
+    return folder
+
+
+def now() -> float:
+    return time.perf_counter()

@@ -1,0 +1,91 @@
+"""All that a process holds to run steps of a recipe by a plan; training and verifying both start here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.base import Source
+from engine import checkpoint
+from engine.evaluate import evaluate
+from engine.facts import Facts
+from engine.feed import Feed
+from engine.noise import KeyedNoise, key_dropout
+from engine.optim import learning_rate, make_optimizer
+from engine.plan import Plan
+from engine.recipe import Recipe
+from engine.registry import workload
+from engine.sampler import Sampler
+from engine.schedule import Stretch, stretches
+from engine.step import Stepper, checkpoint_activations
+from engine.world import World
+from models.base import Task
+
+
+class Session:
+    """Model, data, sampler and, once a phase is entered, its optimizer and stepper."""
+
+    def __init__(self, recipe: Recipe, facts: Facts, plan: Plan, world: World) -> None:
+        self.recipe, self.facts, self.plan, self.world = recipe, facts, plan, world
+        self.task, data = workload(recipe.task).make(recipe)
+        self.splits = {split: data.open(Path(facts.folder), split) for split in facts.samples}
+        self.sampler = make_sampler(recipe, self.splits["train"], self.task.cohort)
+        self.stretches = stretches(recipe, self.task.phases(), self.sampler.steps_per_epoch)
+        self.model, self.noise = prepare_model(self.task, recipe, facts, plan, world)
+
+    @property
+    def phases(self) -> list[str]:
+        return [s.name for s in self.stretches]
+
+    def enter(self, stretch: Stretch) -> None:
+        """Begin a phase: its own optimizer, from rest."""
+        self.stretch = stretch
+        self.optimizer = make_optimizer(self.model, self.recipe, self.plan.device)
+        self.stepper = Stepper(
+            self.task, self.recipe, self.plan, self.world, self.model, self.noise, stretch.name
+        )
+        self.model.train()
+
+    def put(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Go to where a checkpoint was."""
+        checkpoint.put(tensors, self.model, self.optimizer)
+        self.stepper.set_scaling(state["scaling"])
+
+    def feed(self) -> Feed:
+        return Feed(self.splits["train"], self.sampler.batch, self.plan, self.world.rank, self.task.cohort)
+
+    def rate(self, step: int) -> float:
+        stretch = self.stretch
+        return learning_rate(self.recipe, stretch.lr, step, stretch.steps, stretch.steps_per_epoch)
+
+    def evaluate(self, split: str, fraction: float = 1.0) -> dict[str, float]:
+        source = self.splits[split]
+        return evaluate(self.task, self.model, source, split, self.facts, self.plan, self.world, fraction)
+
+
+def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
+    """The order of a recipe's training samples."""
+    lengths = source.lengths if recipe.group_by_length else None
+    return Sampler(len(source), recipe.batch_size, recipe.seed, recipe.train_fraction, cohort, lengths)
+
+
+def prepare_model(
+    task: Task, recipe: Recipe, facts: Facts, plan: Plan, world: World
+) -> tuple[nn.Module, KeyedNoise | None]:
+    """The model with the recipe's initial weights, on its device, with noise, checkpointing and compile as planned."""
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    torch.manual_seed(recipe.seed)
+    model = task.build_model(facts).to(world.device)
+    noise = KeyedNoise(recipe.seed) if recipe.noise == "keyed" else None
+    if noise is not None:
+        key_dropout(model, noise)
+    if plan.activation_checkpointing:
+        checkpoint_activations(model, keyed=noise is not None)
+    if plan.compile != "off":
+        model.compile(mode=None if plan.compile == "on" else plan.compile)
+    world.broadcast(model)
+    return model, noise

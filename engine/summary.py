@@ -1,0 +1,75 @@
+"""summary.json: what a run came to."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from engine.plan import Plan
+from engine.recipe import Recipe
+
+HELD_OUT = ("test", "valid")
+"""Splits that can be held out; the first there is gives the summary's metrics."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where training is: all that a checkpoint must hold besides tensors."""
+
+    phase: str
+    step: int = 0
+    """Optimizer steps done in this phase."""
+    samples: int = 0
+    tokens: int = 0
+    chain: str = ""
+    """Hash over all samples seen, in order."""
+    train_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    padding: float = 0.0
+    """Sum over steps of the share of padded tokens that are no tokens."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in Progress.__slots__}
+
+
+def summarize(
+    recipe: Recipe, plan: Plan, progress: Progress, model: nn.Module, held_out: dict[str, dict[str, float]]
+) -> dict[str, Any]:
+    """The fields that follow from where training ended."""
+    seconds = max(1e-9, progress.train_seconds)
+    split = next((s for s in HELD_OUT if s in held_out), None)
+    parameters = list(model.parameters())
+    return {
+        "task": recipe.task,
+        "steps": progress.step,
+        "samples_seen": progress.samples,
+        "tokens_seen": progress.tokens,
+        "global_batch": recipe.batch_size,
+        "world_size": plan.processes,
+        "strategy": plan.strategy,
+        "precision": plan.precision,
+        "invariance": plan.invariance,
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "train_seconds": round(progress.train_seconds, 3),
+        "samples_per_second": round(progress.samples / seconds, 3),
+        "tokens_per_second": round(progress.tokens / seconds, 3),
+        "data_wait_fraction": round(progress.waited_seconds / seconds, 4),
+        "padding_fraction": round(progress.padding / max(1, progress.step), 4),
+        "predicted_peak_memory_bytes": plan.predicted_peak_memory_bytes,
+        "split": split,
+        "metrics": held_out.get(split, {}) if split else {},
+        "metrics_by_split": held_out,
+    }
+
+
+def startup_seconds(first_step: float | None) -> float:
+    """From the command to the end of the first optimizer step."""
+    import psutil
+
+    begin = float(os.environ.get("ISOBATCH_STARTED") or psutil.Process().create_time())
+    return round((first_step or time.time()) - begin, 3)

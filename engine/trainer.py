@@ -1,0 +1,307 @@
+"""The loop. One for every workload: a workload is a loss."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import shutil
+import time
+from typing import Any
+
+import torch
+
+from engine import checkpoint, files
+from engine.console import Console, clock
+from engine.errors import StopRequested, TrainingError
+from engine.journal import Journal
+from engine.judge import Judge
+from engine.run import Run, RunOptions, now
+from engine.sampler import chain
+from engine.schedule import Alarm, Stretch
+from engine.session import Session
+from engine.signals import StopFlag
+from engine.step import Result
+from engine.summary import HELD_OUT, Progress, startup_seconds, summarize
+from engine.world import World
+
+
+class Trainer:
+    """Trains a run's recipe by its plan, from wherever its last checkpoint is."""
+
+    def __init__(self, run: Run, world: World, options: RunOptions, console: Console) -> None:
+        self.run, self.world, self.options, self.console = run, world, options, console
+        self.session = Session(run.recipe(), run.facts(), run.plan(), world)
+        self.recipe, self.plan, self.task = self.session.recipe, self.session.plan, self.session.task
+        self.journal = Journal(run, world.is_main, options.log_every, options.ledger)
+        self.stop = StopFlag()
+        self.progress = Progress(self.session.phases[0])
+        self.first_step: float | None = None
+        self.peak_memory = 0
+        self.resumed_from: str | None = None
+
+    def fit(self) -> None:
+        """Train every phase, evaluate, export; leaves summary.json."""
+        self.console.say(self._headline())
+        with self.stop:
+            found = newest(self.run, self.session, self.console)
+            if found is None:
+                self.journal.go_back(self.session.phases, self.session.phases[0], 0)
+            first = self.session.phases.index(found[2]["progress"]["phase"]) if found else 0
+            for stretch in self.session.stretches[first:]:
+                self._begin(stretch)
+                if found is not None:
+                    self._go_to(*found)
+                    found = None
+                self._train(stretch)
+        self._finish()
+
+    def _begin(self, stretch: Stretch) -> None:
+        self.session.enter(stretch)
+        self.judge = Judge(self.task.monitor[1], self.recipe.patience, self.recipe.min_delta)
+        self.progress = Progress(
+            stretch.name, samples=self.progress.samples, tokens=self.progress.tokens
+        )
+        self.alarm = Alarm(self.options.save_every, stretch.steps_per_epoch, now())
+        self.saved_step = -1
+
+    def _go_to(self, name: str, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        self.session.put(tensors, state)
+        self.progress = Progress(**state["progress"])
+        self.judge = Judge(**state["judge"])
+        self.saved_step = self.progress.step
+        self.resumed_from = name
+        self.journal.go_back(self.session.phases, self.progress.phase, self.progress.step)
+        self.console.say(f"resumed from {name}: {self.progress.samples:,} samples seen")
+
+    def _train(self, stretch: Stretch) -> None:
+        """Steps until the phase ends. A step's figures are read while the next one runs, so nothing waits."""
+        session, progress = self.session, self.progress
+        self.console.begin(stretch.name, progress.step, stretch.steps)
+        self.mark = now()
+        pending: Result | None = None
+        last = progress.step if self.judge.stop else stretch.steps
+        for loaded in session.feed().steps(progress.step, last):
+            result = session.stepper.run(loaded, session.optimizer, session.rate(loaded.work.step), self._votes())
+            asked, pending = self._settle(pending), result
+            if asked or self._due(loaded.work.step + 1):
+                asked |= self._settle(pending)
+                pending = None
+                if self._stand(asked):
+                    break
+        self._settle(pending)
+        if self.saved_step != progress.step:
+            self._save()
+        self.console.end()
+
+    def _due(self, step: int) -> bool:
+        return step % self.session.stretch.eval_every == 0 or self.alarm.due_at(step)
+
+    def _votes(self) -> list[float]:
+        """What this rank asks of all: to stop, to save (rank 0's clock). Counted with the step's losses."""
+        return [float(self.stop.asked), float(self.world.is_main and self.alarm.due_by(now()))]
+
+    def _stand(self, asked: set[str]) -> bool:
+        """At a step border with everything settled: evaluate, save, stop; True ends the phase early."""
+        step, stretch = self.progress.step, self.session.stretch
+        began = now()
+        enough = step % stretch.eval_every == 0 and step < stretch.steps and self._evaluate()
+        if asked or enough or self.alarm.due_at(step):
+            self._save()
+        if "stop" in asked:
+            self.console.end()
+            self._summary("stopped", "asked to stop by a signal", {})
+            raise StopRequested(f"stopped at step {step}, saved; go on with: isobatch resume {self.run.folder}")
+        self.mark += now() - began
+        return enough
+
+    def _settle(self, result: Result | None) -> set[str]:
+        """Read a step's figures, count and log them; what the ranks asked for."""
+        if result is None:
+            return set()
+        values, norm = result.sums.tolist(), float(result.norm)
+        losses = dict(zip(result.names, values, strict=False))
+        self._refuse_nonfinite(sum(losses.values()), norm, result.loaded.work.step)
+        self.first_step = self.first_step or time.time()
+        seconds = now() - self.mark
+        self.mark = now()
+        self._count(result, seconds)
+        self._log(result, losses, norm, seconds)
+        votes = values[len(result.names) :]
+        return {name for name, votes_for in zip(("stop", "save"), votes, strict=True) if votes_for}
+
+    def _count(self, result: Result, seconds: float) -> None:
+        work, progress = result.loaded.work, self.progress
+        progress.step = work.step + 1
+        progress.chain = chain(progress.chain, work.samples)
+        progress.samples += len(work.samples)
+        progress.tokens += work.tokens
+        progress.train_seconds += seconds
+        progress.waited_seconds += result.loaded.waited
+        progress.padding += work.padding
+
+    def _refuse_nonfinite(self, loss: float, norm: float, step: int) -> None:
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise TrainingError(
+                    f"the {what} became {value} at step {step + 1} of phase {self.session.stretch.name}: lower --lr,"
+                    " lengthen --warmup, or find the operation with --anomaly; checkpoints are from before"
+                )
+
+    def _log(self, result: Result, losses: dict[str, float], norm: float, seconds: float) -> None:
+        work, progress, stretch = result.loaded.work, self.progress, self.session.stretch
+        self.peak_memory = max(self.peak_memory, memory_bytes(self.world.device))
+        row: dict[str, Any] = {
+            "phase": stretch.name,
+            "step": progress.step,
+            "epoch": round(progress.step / stretch.steps_per_epoch, 6),
+            "loss": sum(losses.values()),
+            "lr": result.rate,
+            "grad_norm": norm,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "step_seconds": round(seconds, 6),
+            "data_seconds": round(result.loaded.waited, 6),
+            "samples_per_second": round(len(work.samples) / seconds, 3),
+            "tokens_per_second": round(work.tokens / seconds, 3),
+            "padding": round(work.padding, 4),
+            "memory_bytes": self.peak_memory,
+            **gpu_reading(self.world.device),
+            **(losses if len(losses) > 1 else {}),
+            "chain": progress.chain,
+        }
+        self.journal.step(row, work.samples, progress.step == stretch.steps)
+        if self.options.tracker != "none":
+            self.world.accelerator.log({k: v for k, v in row.items() if isinstance(v, float)}, step=row["step"])
+        average = progress.train_seconds / progress.step
+        self.console.step(row, stretch.steps, (stretch.steps - progress.step) * average)
+
+    def _evaluate(self) -> bool:
+        """Evaluate on the validation split; whether to stop early."""
+        if "valid" not in self.session.splits:
+            return False
+        name, _ = self.task.monitor
+        metrics = self._measure("valid", self.recipe.eval_fraction)
+        if self.judge.see(metrics[name], self.progress.step) and self.recipe.patience:
+            self._decide("best checkpoint", metric=name, value=self.judge.best)
+            self._save()
+        if self.judge.stop:
+            why = f"{name} has not improved for {self.judge.waited} evaluations"
+            self._decide("early stop", reason=why, best_step=self.judge.best_step)
+            self.console.say(f"stopped early at step {self.progress.step}: {why}")
+        return self.judge.stop
+
+    def _measure(self, split: str, fraction: float) -> dict[str, float]:
+        metrics = self.session.evaluate(split, fraction)
+        self.journal.metrics({"phase": self.progress.phase, "step": self.progress.step, "split": split, **metrics})
+        figures = "  ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float))
+        self.console.say(f"{split} after step {self.progress.step}: {figures}")
+        return metrics
+
+    def _decide(self, decision: str, **facts: Any) -> None:
+        row = {"phase": self.progress.phase, "step": self.progress.step, "decision": decision}
+        self.journal.decision({**row, **facts})
+
+    def _save(self) -> None:
+        if self.saved_step == self.progress.step and not self.judge.stop:
+            return
+        session = self.session
+        state = {
+            "progress": self.progress.to_dict(),
+            "judge": self.judge.to_dict(),
+            "scaling": session.stepper.scaling(),
+            "recipe_hash": self.recipe.hash(),
+            "fingerprint": session.facts.fingerprint,
+            "world_size": self.world.size,
+            "strategy": self.plan.strategy,
+            "versions": {n: importlib.metadata.version(n) for n in ("torch", "accelerate", "transformers")},
+        }
+        folder = self.run.checkpoints / checkpoint.name(self.progress.phase, self.progress.step)
+        checkpoint.save(folder, checkpoint.take(session.model, session.optimizer), state, self.world)
+        if self.world.is_main:
+            checkpoint.prune(self.run.checkpoints, session.phases, self.options.keep, self._best())
+        self.saved_step = self.progress.step
+        self.alarm.reset(now())
+
+    def _best(self) -> set[str]:
+        return {checkpoint.name(self.progress.phase, self.judge.best_step)} if self.recipe.patience else set()
+
+    def _finish(self) -> None:
+        """Held-out metrics, final/, a sample, summary.json."""
+        if self.recipe.patience and self.judge.best_step not in (0, self.progress.step):
+            (best,) = self._best()
+            checkpoint.put(checkpoint.load(self.run.checkpoints / best)[0], self.session.model, None)
+            self.console.say(f"final/ is the best checkpoint, {best}")
+        held_out = {split: self._measure(split, 1.0) for split in reversed(HELD_OUT) if split in self.session.splits}
+        if self.world.is_main:
+            self._export()
+            sample = self.task.sample(self.session.model, self.session.facts, self.run.final)
+            if sample:
+                self.console.say(f"sample:\n{sample}")
+        self._summary("done", "", held_out)
+        self.world.barrier()
+
+    def _export(self) -> None:
+        """Write final/ beside its place and rename it, so that it is whole or absent."""
+        temporary = self.run.folder / ".final.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        with files.naming_errors(temporary):
+            temporary.mkdir(parents=True)
+            self.task.export(self.session.model, temporary, self.session.facts)
+        shutil.rmtree(self.run.final, ignore_errors=True)
+        os.replace(temporary, self.run.final)
+
+    def _summary(self, status: str, reason: str, held_out: dict[str, dict[str, float]]) -> None:
+        summary = {
+            "status": status,
+            "reason": reason,
+            **summarize(self.recipe, self.plan, self.progress, self.session.model, held_out),
+            "startup_seconds": startup_seconds(self.first_step),
+            "peak_memory_bytes": max(self.world.gather(self.peak_memory)),
+            "resumed_from": self.resumed_from,
+        }
+        if self.world.is_main:
+            files.write_json(self.run.folder / "summary.json", summary)
+
+    def _headline(self) -> str:
+        steps, plan = sum(s.steps for s in self.session.stretches), self.plan
+        return (
+            f"{self.recipe.task}: {self.session.facts.samples['train']:,} samples, global batch"
+            f" {self.recipe.batch_size}, {steps:,} steps on {self.world.size} x {self.world.device.type} in"
+            f" {plan.precision} ({plan.invariance}); about {clock(steps * plan.predicted_step_seconds)}"
+        )
+
+
+def newest(run: Run, session: Session, console: Console) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Name, tensors and state of the newest checkpoint that is whole."""
+    for folder in reversed(checkpoint.listed(run.checkpoints, session.phases)):
+        try:
+            tensors, state = checkpoint.load(folder)
+        except TrainingError as error:
+            console.say(f"{error}; trying the one before")
+            continue
+        if (state["recipe_hash"], state["fingerprint"]) != (session.recipe.hash(), session.facts.fingerprint):
+            raise TrainingError(f"checkpoint {folder} belongs to another recipe or other data than the run's files say")
+        return folder.name, tensors, state
+    return None
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak so far: what the allocator reserved on a GPU, what was resident of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def gpu_reading(device: torch.device) -> dict[str, float]:
+    """Utilisation and watts, where there is a GPU and its management library."""
+    if device.type != "cuda":
+        return {}
+    try:
+        return {"gpu_utilisation": torch.cuda.utilization(device), "power_watts": torch.cuda.power_draw(device) / 1000}
+    except (ModuleNotFoundError, RuntimeError):
+        return {}

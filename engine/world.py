@@ -1,0 +1,186 @@
+"""The processes of a run and every collective between them, behind one object.
+
+All communication goes through here, so that a test can record what each rank would do. One process makes
+no process group and every collective is the identity.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import UserError
+from engine.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+
+_BUCKET_BYTES = 25 << 20
+
+
+def ranks_from(environment: Mapping[str, str]) -> tuple[int, int]:
+    """(rank, world size) as torchrun, accelerate or srun formed them, before torch is imported.
+
+    A scheduler that started several processes which nobody joined is refused: each would train alone.
+    """
+    if "WORLD_SIZE" in environment and "RANK" in environment:
+        return int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        started = int(environment.get(name, 1) or 1)
+        if started > 1:
+            raise UserError(
+                f"{started} processes were started ({name}={started}) but no world was formed: each would train"
+                " alone. Start one launcher per node (torchrun or accelerate launch), or `launch slurm`"
+            )
+    return 0, 1
+
+
+def check_world(planned: int, actual: int) -> None:
+    """Refuse to train in a world other than the planned one."""
+    if planned != actual:
+        raise UserError(
+            f"the plan is for {planned} process{'es' if planned > 1 else ''} and this world has {actual}:"
+            f" start it with {planned}, or plan anew with `resume RUN --processes {actual}`"
+        )
+
+
+def agree_before_planning(choose: Callable[[], str], rank: int, size: int, cpu: bool, timeout: int) -> str:
+    """Rank 0's choice on every rank, or its error on every rank: nobody waits for one that gave up."""
+    if size == 1:
+        return choose()
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    PartialState(cpu=cpu, timeout=datetime.timedelta(seconds=max(1, timeout)))
+    box = ["", ""]
+    if rank == 0:
+        try:
+            box = [choose(), ""]
+        except ValueError as error:
+            if not hasattr(error, "exit_code"):
+                raise
+            box = ["", str(error)]
+    dist.broadcast_object_list(box, src=0)
+    if box[1]:
+        raise UserError(box[1])
+    return box[0]
+
+
+class World:
+    """This process among the others."""
+
+    def __init__(self, plan: Plan, hang_timeout: int = 1800, tracker: str = "none", folder: str = ".") -> None:
+        rank, size = ranks_from(os.environ)
+        check_world(plan.processes, size)
+        self.rank, self.size = rank, size
+        self.accelerator = _accelerator(plan, hang_timeout, tracker, folder)
+        if self.accelerator.num_processes != size:
+            check_world(size, self.accelerator.num_processes)
+        self.device: torch.device = self.accelerator.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as the strategy runs it: in DDP where there are others, itself where there are none."""
+        if self.size == 1:
+            return model
+        from torch.nn.parallel import DistributedDataParallel
+
+        # Buffers are the same on every rank by construction; broadcasting them would be a collective per forward.
+        devices = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(
+            model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=devices is not None
+        )
+
+    def broadcast(self, model: nn.Module) -> None:
+        """Rank 0's weights and buffers on every rank: no two ranks may train two separate models."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(values)
+        return values
+
+    def sum_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Sum gradients over ranks in flat buckets. A parameter no rank used keeps no gradient."""
+        if self.size == 1:
+            return
+        import torch
+
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
+        kept = [p for p, n in zip(parameters, self.sum(used).tolist(), strict=True) if n]
+        for p in kept:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        for bucket in _buckets(kept):
+            flat = self.sum(torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None]))
+            for p, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                assert p.grad is not None
+                p.grad.copy_(piece.view_as(p))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's object, on every rank."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's object, on every rank."""
+        if self.size == 1:
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """Leave the world in order; without it two-process CPU runs sometimes abort at exit."""
+        self.accelerator.end_training()
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for p in parameters:
+        if size and size + p.numel() * 4 > _BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(p)
+        size += p.numel() * 4
+    return [b for b in buckets if b]
+
+
+def _accelerator(plan: Plan, hang_timeout: int, tracker: str, folder: str) -> Accelerator:
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.utils import GradScalerKwargs
+
+    timeout = datetime.timedelta(seconds=max(1, hang_timeout))
+    return Accelerator(
+        cpu=plan.device == "cpu",
+        mixed_precision="no" if plan.precision == "fp32" else plan.precision,
+        log_with=None if tracker == "none" else tracker,
+        project_dir=folder,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout), GradScalerKwargs(enabled=False)],
+    )

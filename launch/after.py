@@ -1,0 +1,91 @@
+"""`evaluate` and `generate`: a run after it has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine import options as opt
+from engine.errors import UserError
+from engine.run import Run
+from launch.flags import own_flags, split
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateOptions:
+    """Flags of `evaluate`."""
+
+    split: str | None = None
+    """Only this split; by default every held-out one."""
+    data: str | None = None
+    """Where the data lies now, if it has moved."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions:
+    """Flags of `generate`."""
+
+    prompt: str | None = None
+    """The text to continue."""
+    tokens: opt.Positive = 60
+    """Most tokens to add."""
+    temperature: opt.Rate = 0.8
+    """0 takes the likeliest token every time."""
+    seed: opt.Count = 0
+    """Another seed, another continuation."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+def _one_run(positional: list[str], command: str) -> Run:
+    if len(positional) != 1:
+        raise UserError(f"{command}: give the folder of one run (`runs` lists them)")
+    return Run.open(positional[0])
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """Usage: evaluate RUN [--split valid] [--json]: the newest checkpoint on the held-out data."""
+    positional, flags = split(words)
+    run, own = _one_run(positional, "evaluate"), own_flags(flags, EvaluateOptions, "evaluate")
+    metrics = _evaluate(run, own)
+    if own.json:
+        print(json.dumps(metrics))
+    for name, found in {} if own.json else metrics.items():
+        print(f"{name}: " + "  ".join(f"{k} {v:.6g}" for k, v in found.items() if isinstance(v, float)))
+    return 0
+
+
+def _evaluate(run: Run, own: EvaluateOptions) -> dict[str, Any]:
+    from engine.redo import Redo
+    from launch.auto import relocate
+
+    relocate(run, run.recipe(), own.data)
+    redo = Redo(run, dataclasses.replace(run.plan(), processes=1, strategy="single", nodes=1, reduction="explicit"))
+    if not redo.load_trained():
+        raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
+    splits = [own.split] if own.split else [s for s in run.facts().samples if s != "train"]
+    if own.split and own.split not in run.facts().samples:
+        raise UserError(f"--split {own.split}: the data has {', '.join(run.facts().samples)}")
+    return {name: redo.evaluate(name) for name in splits}
+
+
+def generate(words: Sequence[str]) -> int:
+    """Usage: generate RUN --prompt "..." [--tokens 60] [--temperature 0.8] [--seed 0] [--json]"""
+    positional, flags = split(words)
+    run, own = _one_run(positional, "generate"), own_flags(flags, GenerateOptions, "generate")
+    if own.prompt is None:
+        raise UserError('generate: needs --prompt "..."')
+    if run.recipe().task != "causal-lm":
+        raise UserError(f"generate: {run.folder} trained {run.recipe().task}; this is for language models")
+    if not run.final.is_dir():
+        raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
+    from models.causal_lm import generate as continue_text
+
+    text = continue_text(run.final, own.prompt, tokens=own.tokens, temperature=own.temperature, seed=own.seed)
+    print(json.dumps({"prompt": own.prompt, "text": text}, ensure_ascii=False) if own.json else text)
+    return 0

@@ -1,0 +1,101 @@
+"""The commands. Each is a function of the words after its name that returns an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+from engine.errors import BUG, WRONG_INPUT
+
+COMMANDS = {
+    "auto": ("launch.auto:auto", "plan for this machine, train, evaluate, export (also spelt train)"),
+    "plan": ("launch.planning:plan", "show the plan and its reasons, for this machine or another; trains nothing"),
+    "prepare": ("launch.planning:prepare", "fetch, clean, tokenize and measure the data, once"),
+    "resume": ("launch.auto:resume", "go on with a run on this machine, whatever it is"),
+    "verify": ("launch.verify:verify", "redo logged steps under another cut and compare; exit 3 on a difference"),
+    "evaluate": ("launch.after:evaluate", "metrics of a finished run on its held-out data"),
+    "generate": ("launch.after:generate", "continue a prompt with a trained language model"),
+    "tasks": ("launch.listing:tasks", "the workloads there are"),
+    "runs": ("launch.listing:runs", "the runs in a folder"),
+    "describe": ("launch.listing:describe", "every flag of a task, with type, default and meaning"),
+}
+ALIASES = {"train": "auto"}
+
+USAGE = """isobatch: the recipe decides what is learnt, the plan decides how fast
+
+  python -m launch auto --task causal-lm                     train the demo on this machine
+  python -m launch plan --task causal-lm --hardware 8xh100   what would happen there
+  accelerate launch launch/train.py --task causal-lm         in a world that accelerate formed
+
+commands:
+{commands}
+
+`describe TASK` lists every flag. Exit codes: 0 done, 1 a bug, 2 wrong input, 3 training failed, 75 stopped."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    os.environ.setdefault("ISOBATCH_STARTED", str(time.time()))
+    arguments = list(sys.argv[1:] if words is None else words)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        return guarded(_print_usage)
+    name = ALIASES.get(arguments[0], arguments[0])
+    if name not in COMMANDS:
+        from engine.options import nearest
+
+        return _complain(f"there is no command {name!r}{nearest(name, [*COMMANDS, *ALIASES])}; see --help")
+    if any(word in ("-h", "--help") for word in arguments[1:]):
+        return guarded(lambda: _help(name, arguments[1:]))
+    return guarded(lambda: _command(name)(arguments[1:]), debug="--debug" in arguments)
+
+
+def usage() -> str:
+    return USAGE.format(commands="\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()))
+
+
+def _print_usage() -> int:
+    print(usage())
+    return 0
+
+
+def guarded(action: Callable[[], int], debug: bool = False) -> int:
+    """The action's code; a user's error in one line, a bug with its traceback."""
+    try:
+        return action()
+    except KeyboardInterrupt:
+        print("isobatch: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        code = getattr(error, "exit_code", BUG)
+        if code == BUG or debug:
+            traceback.print_exc()
+            return int(code)
+        return _complain(str(error), code)
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    module, _, function = COMMANDS[name][0].partition(":")
+    found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _complain(message: str, code: int = WRONG_INPUT) -> int:
+    print(f"isobatch: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _help(name: str, words: Sequence[str]) -> int:
+    print(f"isobatch {name}: {COMMANDS[name][1]}\n")
+    print((_command(name).__doc__ or "").strip())
+    task = next((b for a, b in zip(words, words[1:], strict=False) if a == "--task"), None)
+    if task:
+        print()
+        return _command("describe")([task])
+    return 0

@@ -1,0 +1,227 @@
+"""From the words on the command line to a recipe, plan options and run options, all checked.
+
+Fire splits the words; every name and value is then checked against the dataclasses, before anything heavy
+is imported and before anything runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine import options as opt
+from engine.errors import UserError
+from engine.plan import PlanOptions
+from engine.recipe import DEMO, Recipe
+from engine.registry import Workload, workload
+from engine.run import RunOptions
+
+SYNONYMS = {
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "learning_rate": "lr",
+    "warmup_steps": "warmup",
+    "lr_scheduler_type": "schedule",
+    "max_grad_norm": "clip",
+    "num_workers": "workers",
+    "dataloader_num_workers": "workers",
+    "max_sequence_length": "max_length",
+    "max_seq_length": "max_length",
+    "block_size": "max_length",
+    "devices": "processes",
+    "num_processes": "processes",
+    "mixed_precision": "precision",
+    "compile_model": "compile",
+    "torch_compile": "compile",
+    "gradient_checkpointing": "activation_checkpointing",
+    "output_dir": "out",
+    "report_to": "tracker",
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
+    "early_stopping_patience": "patience",
+    "model_name_or_path": "model",
+    "dataset": "data",
+    "pruned_model_path": "pruned",
+    "per_device_train_batch_size": "per_device_batch_size",
+}
+"""Words people bring from other tools, and ours."""
+MEANINGS: dict[str, dict[str, str]] = {
+    "fast": {"mode": "fast"},
+    "full": {"mode": "full"},
+    "load_in_8bit": {"load_bits": "8"},
+    "load_in_4bit": {"load_bits": "4"},
+    "fast_detection": {"monitor": "fast"},
+    "disable_metrics_monitoring": {"monitor": "off"},
+    "use_dynamic_padding": {},
+    "use_cache": {"text_cache": "on"},
+}
+"""Switches of other tools, and what they come to. Padding is always to the batch, so asking changes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """Flags that make a new recipe out of the one asked for."""
+
+    scale_batch: opt.Rate | None = None
+    """Train with this many times the global batch: a NEW recipe, which says what it was scaled from."""
+    lr_rule: Literal["sqrt", "linear", "none"] = "sqrt"
+    """How the learning rate follows a scaled batch: sqrt, linear or none."""
+    per_device_batch_size: opt.Positive | None = None
+    """With --gradient-accumulation-steps and --processes: the global batch in other tools' words."""
+    gradient_accumulation_steps: opt.Positive | None = None
+    """See --per-device-batch-size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A command line understood: what to learn, how fast, and where to keep it."""
+
+    workload: Workload
+    recipe: Recipe
+    plan: PlanOptions
+    run: RunOptions
+    extra: dict[str, Any]
+    """The command's own flags."""
+    notes: list[str]
+    """What the words came to, where that is not plain."""
+
+
+def split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Positional words and flags, all as text, `-` and `_` alike; Fire knows the forms (--a b, --a=b, --no-a)."""
+    import fire
+
+    found: dict[str, Any] = {}
+
+    @fire.decorators.SetParseFn(str)
+    def collect(*positional: str, **flags: str) -> None:
+        found.update(positional=positional, flags=flags)
+
+    # A lone "-" would cut the words into several calls.
+    fire.Fire(collect, command=[*words, "--", "--separator=\x00"], name="isobatch")
+    flags = {}
+    for name, value in found["flags"].items():
+        key = name.replace("-", "_")
+        negated = key.startswith(("_", "no_")) and value in ("True", "False")
+        flags[key.removeprefix("no").removeprefix("_") if negated else key] = "False" if negated else value
+    return list(found["positional"]), flags
+
+
+def own_flags(flags: Mapping[str, str], kind: type, command: str) -> Any:
+    """A command's options where it takes no recipe: unknown names are refused."""
+    known = opt.flags_of(kind, command)
+    renamed = {SYNONYMS.get(k, k): v for k, v in flags.items()}
+    _refuse_unknown(renamed, known, command)
+    return opt.build(kind, renamed, command)
+
+
+def request(words: Sequence[str], command: str, own: type | None = None) -> Request:
+    """Everything a command that needs a recipe was asked."""
+    positional, flags = split(words)
+    if positional:
+        raise UserError(f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes")
+    if "task" not in flags:
+        raise UserError(f"{command}: needs --task (`tasks` lists them)")
+    chosen = workload(flags["task"])
+    flags, notes = _translate(flags)
+    groups = _groups(chosen, command, own)
+    known = {name: group for group, names in groups.items() for name in names}
+    _refuse_unknown(flags, known, f"{command} --task {chosen.name}")
+    values = {
+        group: {k: opt.convert(known_flags[k], v) for k, v in flags.items() if k in known_flags}
+        for group, known_flags in groups.items()
+    }
+    plan = PlanOptions(**values["plan"])
+    recipe, more = make_recipe(chosen, values["recipe"], values["options"])
+    recipe = _scaled(recipe, Scaling(**values["scaling"]), plan)
+    for part in chosen.make(recipe):
+        part.check()
+    return Request(chosen, recipe, plan, RunOptions(**values["run"]), values["own"], notes + more)
+
+
+def _groups(chosen: Workload, command: str, own: type | None) -> dict[str, dict[str, opt.Flag]]:
+    return {
+        "recipe": opt.flags_of(Recipe, "recipe"),
+        "options": chosen.option_flags(),
+        "plan": opt.flags_of(PlanOptions, "plan"),
+        "run": opt.flags_of(RunOptions, "run"),
+        "scaling": opt.flags_of(Scaling, "recipe"),
+        "own": opt.flags_of(own, command) if own else {},
+    }
+
+
+def _translate(flags: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    out: dict[str, str] = {}
+    notes = []
+    for name, value in flags.items():
+        if name in MEANINGS and value != "False":
+            out.update(MEANINGS[name])
+            if not MEANINGS[name]:
+                notes.append(f"{_spell(name)} has no effect: it is always so here")
+        elif name not in MEANINGS:
+            key = SYNONYMS.get(name, name)
+            if key in out:
+                raise UserError(f"{_spell(name)} and {_spell(key)} are the same: give one of them")
+            out[key] = value
+    return out, notes
+
+
+def _refuse_unknown(flags: Mapping[str, str], known: Mapping[str, Any], where: str) -> None:
+    for name in flags:
+        if name not in known:
+            hint = opt.nearest(_spell(name), [_spell(k) for k in (*known, *SYNONYMS, *MEANINGS)])
+            raise UserError(f"{_spell(name)}: {where} has no such flag{hint}")
+
+
+def _spell(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def make_recipe(
+    chosen: Workload, asked: Mapping[str, Any], asked_options: Mapping[str, Any]
+) -> tuple[Recipe, list[str]]:
+    """The complete recipe: the task's defaults, then demo, preset and mode, then what the user asked."""
+    task, notes = chosen.task, []
+    layers = [dict(task.defaults)]
+    if asked.get("data", task.defaults.get("data", DEMO)) == DEMO:
+        layers.append(dict(task.demo))
+        notes.append(f"no --data given: {chosen.name} runs its embedded demo")
+    if asked.get("preset"):
+        if asked["preset"] not in task.presets:
+            hint = opt.nearest(str(asked["preset"]), task.presets)
+            raise UserError(f"--preset {asked['preset']}: valid for {chosen.name}: {', '.join(task.presets)}{hint}")
+        layers.append(dict(task.presets[asked["preset"]]))
+    if asked.get("mode") == "fast":
+        layers.append(dict(task.fast))
+        changes = ", ".join(f"{k} {v}" for k, v in task.fast.items() if k not in asked)
+        notes.append(f"fast mode changes the recipe: {changes or 'nothing for this task'}")
+    merged: dict[str, Any] = {}
+    for layer in (*layers, {**asked, **asked_options}):
+        # --epochs and --steps are two ways to say one thing: the later layer's way wins.
+        for one, other in (("epochs", "steps"), ("steps", "epochs")):
+            if one in layer and other not in layer:
+                merged.pop(other, None)
+        merged.update(layer)
+    return _recipe_from(chosen, merged), notes
+
+
+def _recipe_from(chosen: Workload, merged: Mapping[str, Any]) -> Recipe:
+    common, own = opt.flags_of(Recipe, "recipe"), chosen.option_flags()
+    values = {k: opt.convert(common[k], v) for k, v in merged.items() if k in common}
+    options = {
+        name: opt.plain(opt.convert(flag, merged[name]) if name in merged else flag.default)
+        for name, flag in own.items()
+    }
+    return Recipe(**{**values, "task": chosen.name, "options": options})
+
+
+def _scaled(recipe: Recipe, scaling: Scaling, plan: PlanOptions) -> Recipe:
+    if scaling.per_device_batch_size or scaling.gradient_accumulation_steps:
+        rows = scaling.per_device_batch_size or recipe.batch_size
+        batch = rows * (scaling.gradient_accumulation_steps or 1) * (plan.processes or 1)
+        recipe = dataclasses.replace(recipe, batch_size=batch)
+    if scaling.scale_batch is None:
+        return recipe
+    return recipe.scaled(scaling.scale_batch, scaling.lr_rule)

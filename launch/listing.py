@@ -1,0 +1,103 @@
+"""`tasks`, `runs` and `describe`: what there is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine import options as opt
+from engine.errors import UserError
+from engine.plan import PlanOptions
+from engine.recipe import Recipe
+from engine.registry import TASKS, workload
+from engine.run import RunOptions, runs_in
+from launch.flags import Scaling, own_flags, split
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListingOptions:
+    """Flags of the listing commands."""
+
+    json: bool = False
+    """One JSON object on standard output."""
+    out: str = "runs"
+    """Folder that holds the runs."""
+
+
+def tasks(words: Sequence[str]) -> int:
+    """Usage: tasks [--json]"""
+    own = own_flags(split(words)[1], ListingOptions, "tasks")
+    if own.json:
+        print(json.dumps({name: entry.summary for name, entry in TASKS.items()}))
+    else:
+        print("\n".join(f"{name:<14}{entry.summary}" for name, entry in TASKS.items()))
+        print(f"{'./file.py:Class':<14} your own (see the README)")
+    return 0
+
+
+def runs(words: Sequence[str]) -> int:
+    """Usage: runs [FOLDER] [--json]"""
+    positional, flags = split(words)
+    own = own_flags(flags, ListingOptions, "runs")
+    folder = Path(positional[0] if positional else own.out).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    rows = [_row(run) for run in runs_in(folder)]
+    if own.json:
+        print(json.dumps({"runs": rows}, ensure_ascii=False))
+        return 0
+    for row in rows:
+        loss = row["metrics"].get("loss")
+        figure = "" if loss is None else f"  loss {loss:.4f}"
+        print(f"{row['folder']:<44}{row['status']:<12}{row['steps'] or '-':>8} steps{figure}")
+    if not rows:
+        print(f"no runs in {folder}")
+    return 0
+
+
+def _row(run: Any) -> dict[str, Any]:
+    summary = run.summary() or {}
+    return {
+        "folder": str(run.folder),
+        "task": run.recipe().task,
+        "status": run.status(),
+        "steps": summary.get("steps"),
+        "metrics": summary.get("metrics", {}),
+    }
+
+
+def describe(words: Sequence[str]) -> int:
+    """Usage: describe TASK [--json]: every flag with type, default and meaning."""
+    positional, flags = split(words)
+    own = own_flags(flags, ListingOptions, "describe")
+    if len(positional) != 1:
+        raise UserError("describe: name one task, as in: describe causal-lm (`tasks` lists them)")
+    chosen = workload(positional[0])
+    groups = {
+        "recipe: what is learnt": opt.flags_of(Recipe, "recipe") | opt.flags_of(Scaling, "recipe"),
+        f"recipe of {chosen.name}": chosen.option_flags(),
+        "plan: how fast": opt.flags_of(PlanOptions, "plan"),
+        "run: where it is kept": opt.flags_of(RunOptions, "run"),
+    }
+    defaults = dict(chosen.task.defaults)
+    rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in groups.items()}
+    if own.json:
+        print(json.dumps({"task": chosen.name, "flags": rows}, ensure_ascii=False))
+        return 0
+    for title, found in rows.items():
+        print(f"\n{title}")
+        for row in found:
+            print(f"  {row['flag']:<28}{row['type']}, default {row['default']}\n{'':<30}{row['help']}")
+    return 0
+
+
+def _flag(flag: opt.Flag, defaults: dict[str, Any]) -> dict[str, Any]:
+    import dataclasses
+
+    value = defaults.get(flag.name, flag.default)
+    value = "required" if value is dataclasses.MISSING else opt.plain(value)
+    value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    return {"flag": flag.spelling, "type": flag.type_name, "default": value, "help": flag.help}

@@ -1,0 +1,128 @@
+"""The child that trains: `accelerate launch launch/train.py --run FOLDER`, or with plain flags.
+
+Under accelerate, torchrun or srun every process runs this; `auto` calls `train_run` in place for one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+HOME = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    # Python put launch/ first: its files would hide packages of the same name, and `engine` would not be found.
+    sys.path[0] = HOME
+
+from collections.abc import Sequence  # noqa: E402
+
+from engine import files  # noqa: E402
+from engine import options as opt  # noqa: E402
+from engine.errors import BUG, DONE, FAILED, STOPPED, UserError  # noqa: E402
+from engine.plan import PlanOptions  # noqa: E402
+from engine.run import NONCE, Run, RunOptions  # noqa: E402
+
+SPOKEN = b"\x1eisobatch\x1e"
+"""Begins each line that a child means for the person; the rest of its standard error is the launcher's noise."""
+
+
+def train_run(run: Run, options: RunOptions) -> int:
+    """Train a run's plan in this world; returns the exit code and leaves it in exit.json."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _quiet_libraries(options)
+    from engine.world import World
+
+    world = World(run.plan(), options.hang_timeout, options.tracker, str(run.folder))
+    code, reason = BUG, "a bug: see the traceback"
+    try:
+        code, reason = _train(run, options, world)
+    finally:
+        if world.is_main or code not in (DONE, STOPPED):
+            run.write_exit(code, reason)
+    world.barrier()
+    world.close()
+    return code
+
+
+def _train(run: Run, options: RunOptions, world) -> tuple[int, str]:  # type: ignore[no-untyped-def]
+    import torch
+
+    from engine.console import Console
+    from engine.trainer import Trainer
+
+    # Under `auto` the run's own lines are told from the launcher's by a mark.
+    mark = SPOKEN.decode() if NONCE in os.environ else ""
+    log = run.folder / "log.txt" if world.is_main else None
+    console = Console(log, options.quiet or not world.is_main, mark)
+    if options.tracker != "none":
+        world.accelerator.init_trackers("isobatch", config={})
+    try:
+        with torch.autograd.set_detect_anomaly(options.anomaly):
+            Trainer(run, world, options, console).fit()
+        return DONE, ""
+    except Exception as error:
+        code = getattr(error, "exit_code", None)
+        if code is None:
+            raise
+        if code == FAILED and world.is_main:
+            _mark_failed(run, str(error))
+        console.end()
+        console.say(("" if code == STOPPED else "isobatch: ") + " ".join(str(error).split()))
+        return code, str(error)
+
+
+def _mark_failed(run: Run, reason: str) -> None:
+    summary = run.summary() or {"task": run.recipe().task, "metrics": {}}
+    files.write_json(run.folder / "summary.json", {**summary, "status": "failed", "reason": reason})
+
+
+def _quiet_libraries(options: RunOptions) -> None:
+    if not options.debug:
+        import warnings
+
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def main(words: Sequence[str]) -> int:
+    """`--run FOLDER` from `auto`, or any task's flags in a world that a launcher formed."""
+    if list(words[:1]) == ["--run"] and len(words) == 2:
+        run = Run.open(words[1])
+        return train_run(run, opt.build(RunOptions, run.options(), "run"))
+    return _with_flags(words)
+
+
+def _with_flags(words: Sequence[str]) -> int:
+    from engine import hardware
+    from engine.prepare import prepare
+    from engine.world import agree_before_planning, check_world, ranks_from
+    from launch.auto import create_run, find_run, make_and_write_plan
+    from launch.flags import request
+
+    rank, size = ranks_from(os.environ)
+    asked = request(words, "train.py")
+    if asked.plan.processes:
+        check_world(asked.plan.processes, size)
+    # Every rank asks; one makes, the others wait at a file lock: no process group stands idle meanwhile.
+    prepare(asked.workload.make(asked.recipe)[1])
+    def choose() -> str:
+        run = find_run(asked) or create_run(asked)
+        if run.status() != "done":
+            make_and_write_plan(run, asked.plan, world=size)
+            files.write_json(run.folder / "run.json", opt.as_dict(asked.run))
+        return str(run.folder.resolve())
+
+    cpu = asked.plan.device == "cpu" or (asked.plan.device == "auto" and hardware.detect().kind == "cpu")
+    run = Run.open(agree_before_planning(choose, rank, size, cpu, asked.run.hang_timeout))
+    if run.status() == "done":
+        print(f"{run.folder} is done (--again for a new run)", file=sys.stderr)
+        return DONE
+    return train_run(run, asked.run)
+
+
+if __name__ == "__main__":
+    from launch.cli import guarded
+
+    code = guarded(lambda: main(sys.argv[1:]), debug="--debug" in sys.argv)
+    # torchrun takes any other code for a crash and would kill ranks that are still writing.
+    sys.exit(DONE if code == STOPPED else code)

@@ -1,0 +1,157 @@
+"""`verify`: prove that a run is what its recipe says. Also the child that redoes steps in a world of several."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+HOME = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    sys.path[0] = HOME  # as in train.py
+
+import dataclasses  # noqa: E402
+import json  # noqa: E402
+import tempfile  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from typing import Any  # noqa: E402
+
+from engine import files  # noqa: E402
+from engine.errors import DONE, FAILED, UserError  # noqa: E402
+from engine.options import Positive  # noqa: E402
+from engine.plan import Plan  # noqa: E402
+from engine.run import Run  # noqa: E402
+
+TOLERANCE = {"exact": (1e-4, 1e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
+"""Invariance -> largest difference of the loss and of the gradient's norm that rounding (or noise) explains."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyOptions:
+    """Flags of `verify`."""
+
+    steps: Positive = 3
+    """Steps to redo from each starting point."""
+    processes: Positive = 1
+    """World size to redo them in."""
+    micro_batch: Positive | None = None
+    """Samples per micro-batch; by default half of what the run used."""
+    data: str | None = None
+    """Where the data lies now, if it has moved."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+def verify(words: Sequence[str]) -> int:
+    """Usage: verify RUN [--steps 3] [--processes N] [--micro-batch M] [--json]. Exit 3 where the run is not its recipe."""
+    from engine.records import problems
+    from launch.auto import relocate
+    from launch.flags import own_flags, split
+
+    positional, flags = split(words)
+    if len(positional) != 1:
+        raise UserError("verify: give the folder of one run (`runs` lists them)")
+    run, own = Run.open(positional[0]), own_flags(flags, VerifyOptions, "verify")
+    found = problems(run) if run.recipe().hash() == run.recorded_hash() else [_changed(run)]
+    report: dict[str, Any] = {"run": str(run.folder), "problems": found, "steps": []}
+    if not found:
+        relocate(run, run.recipe(), own.data)
+        plan = _other_plan(run.plan(), own)
+        report |= {"world_size": plan.processes, "micro_batch_samples": plan.micro_batch_samples}
+        report["steps"] = _redo(run, plan, own.steps)
+        report["problems"] = _differences(report["steps"], run.plan().invariance)
+    report["verified"] = not report["problems"]
+    print(json.dumps(report) if own.json else _sheet(report, run.plan().invariance))
+    return DONE if report["verified"] else FAILED
+
+
+def _changed(run: Run) -> str:
+    return f"recipe.json was changed: its fields hash to {run.recipe().hash()}, not {run.recorded_hash()}"
+
+
+def _other_plan(plan: Plan, own: VerifyOptions) -> Plan:
+    """Another cut and world than the run's: half the micro-batch, and as many processes as asked."""
+    samples = own.micro_batch or max(1, plan.micro_batch_samples // 2)
+    return dataclasses.replace(
+        plan,
+        processes=own.processes,
+        nodes=1,
+        strategy="single" if own.processes == 1 else "ddp",
+        reduction="explicit",
+        micro_batch_samples=samples,
+        micro_batch_tokens=max(1, plan.micro_batch_tokens * samples // plan.micro_batch_samples),
+        threads=max(1, plan.threads * plan.processes // own.processes) if plan.threads else 0,
+    )
+
+
+def _redo(run: Run, plan: Plan, steps: int) -> list[dict[str, Any]]:
+    if plan.processes == 1:
+        return redone(run, plan, steps)
+    from launch.auto import start_children
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        task = {"run": str(run.folder.resolve()), "plan": plan.to_dict(), "steps": steps}
+        files.write_json(place / "task.json", task)
+        code = start_children(plan, Path(__file__), [str(place)], place)
+        if code != DONE or not (place / "report.json").exists():
+            sys.stderr.write((place / "launcher.log").read_text(errors="replace")[-4000:])
+            raise RuntimeError(f"the {plan.processes} processes that redid the steps ended with {code}")
+        steps_redone: list[dict[str, Any]] = files.read_json(place / "report.json")["steps"]
+        return steps_redone
+
+
+def redone(run: Run, plan: Plan, steps: int) -> list[dict[str, Any]]:
+    """The steps done again in this world, as JSON."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from engine.redo import Redo
+
+    redo = Redo(run, plan)
+    found = [
+        {**dataclasses.asdict(r), "loss_difference": r.loss_difference, "norm_difference": r.norm_difference}
+        for r in redo.steps(steps)
+    ]
+    redo.world.barrier()
+    redo.world.close()
+    return found
+
+
+def _differences(rows: list[dict[str, Any]], invariance: str) -> list[str]:
+    loss, norm = TOLERANCE[invariance]
+    if not rows:
+        return ["no logged step could be redone: metrics.jsonl has none after the start or a checkpoint"]
+    return [
+        f"phase {r['phase']}, step {r['step']}: loss {r['loss']:.6f} redone, {r['logged_loss']:.6f} logged"
+        for r in rows
+        if not (r["loss_difference"] <= loss and r["norm_difference"] <= norm)
+    ]
+
+
+def _sheet(report: dict[str, Any], invariance: str) -> str:
+    lines = []
+    if report["steps"]:
+        lines.append(f"redone on {report['world_size']} process(es), micro-batches of {report['micro_batch_samples']}:")
+    for r in report["steps"]:
+        lines.append(
+            f"  {r['phase']} {r['step']:>6} from {r['start']}: loss {r['loss']:.6f}, logged {r['logged_loss']:.6f},"
+            f" difference {r['loss_difference']:.1e}; gradient norm {r['norm_difference']:.1e}"
+        )
+    lines += [f"  {problem}" for problem in report["problems"]]
+    verdict = f"verified ({invariance})" if report["verified"] else "NOT what its recipe says"
+    return "\n".join([*lines, f"{report['run']}: {verdict}"])
+
+
+def _child(folder: Path) -> int:
+    task = files.read_json(folder / "task.json")
+    steps = redone(Run.open(task["run"]), Plan.from_dict(task["plan"]), task["steps"])
+    if os.environ.get("RANK", "0") == "0":
+        files.write_json(folder / "report.json", {"steps": steps})
+    return DONE
+
+
+if __name__ == "__main__":
+    from launch.cli import guarded
+
+    sys.exit(guarded(lambda: _child(Path(sys.argv[1]))))

@@ -1,0 +1,1 @@
+"""One file per workload. Knows torch, never the engine."""

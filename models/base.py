@@ -1,0 +1,189 @@
+"""The contract of a workload: a model, a loss, an evaluation.
+
+A task knows no loop, device, process group or optimizer. It imports torch and heavy libraries inside its
+methods, so that its flags can be listed and checked without them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch = Mapping[str, "Tensor"]
+"""Name -> tensor with one row per sample. Always holds `index` (B,), the samples' numbers, and `length` (B,)."""
+
+
+class ModelError(ValueError):
+    """The model asked for cannot be had: one line with the way out."""
+
+    exit_code = 2
+
+
+class Loss(NamedTuple):
+    """A loss as a SUM over the batch and the unit it is counted in.
+
+    The engine divides by the unit's weight over the whole global batch, so neither accumulation nor the
+    number of processes can change it. `sum` is a 0-d tensor. Units: `sample`, `cohort`, or a name from the
+    source's `weights` (such as `token`).
+    """
+
+    sum: Tensor
+    unit: str
+
+
+class Sum(NamedTuple):
+    """A part of an evaluation: a sum and its weight; the engine adds both over batches and processes."""
+
+    value: Any
+    weight: Any
+
+
+class Rows(NamedTuple):
+    """A part of an evaluation with one row per sample, (B, ...): the engine returns all in sample order."""
+
+    values: Tensor
+
+
+class Noise(Protocol):
+    """Random draws keyed by (seed, step, sample, site, position): the same however a batch is cut."""
+
+    def uniform(self, site: str, shape: Sequence[int]) -> Tensor:
+        """(B, *shape) in [0, 1)."""
+
+    def normal(self, site: str, shape: Sequence[int]) -> Tensor:
+        """(B, *shape), mean 0, variance 1."""
+
+    def integers(self, site: str, shape: Sequence[int], high: int) -> Tensor:
+        """(B, *shape) int64 in [0, high)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a loss may know of the moment: never how the batch was cut."""
+
+    number: int
+    phase: str
+    noise: Noise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A stretch of training with its own length and optimizer settings."""
+
+    name: str = "train"
+    epochs: float = 1.0
+    """Default length; the recipe's --epochs and --steps come first."""
+    lr: float | None = None
+    """Peak learning rate; None takes the recipe's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The size of a model, from which its memory and time follow. Zero where a notion does not apply."""
+
+    parameters: int
+    trainable: int
+    layers: int = 0
+    hidden: int = 0
+    heads: int = 0
+    intermediate: int = 0
+    vocabulary: int = 0
+    """Width of an output projection computed for every token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoOptions:
+    """A task without flags of its own."""
+
+
+class Task(ABC):
+    """A workload. Subclass, say what to build and what to minimise; the engine does the rest."""
+
+    Options: ClassVar[type] = NoOptions
+    """A frozen dataclass of this workload's recipe fields; each becomes a flag."""
+    data: ClassVar[type | str | None] = None
+    """The kind of data: a class from data/ or your own. The registry names it for the project's tasks."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Recipe values that differ from the common defaults."""
+    fast: ClassVar[Mapping[str, Any]] = {}
+    """Recipe values of --mode fast."""
+    demo: ClassVar[Mapping[str, Any]] = {}
+    """Recipe values when no data is given: small enough for a minute on two cores."""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Named recipe values for --preset."""
+    monitor: ClassVar[tuple[str, str]] = ("loss", "min")
+    """The metric that early stopping and the best checkpoint follow, and its good direction."""
+    cohort: ClassVar[int] = 1
+    """Samples that must be computed together."""
+
+    def __init__(self, recipe: Any, options: Any) -> None:
+        """`recipe`: the common fields, read by attribute; `options`: an instance of `Options`."""
+        self.recipe = recipe
+        self.options = options
+
+    def phases(self) -> list[Phase]:
+        """The stretches of training, in order."""
+        return [Phase()]
+
+    def check(self) -> None:
+        """Raise ValueError with one line if the recipe cannot be had; called before anything heavy."""
+
+    @abstractmethod
+    def build_model(self, facts: Any) -> nn.Module:
+        """The model on the CPU in fp32. The engine has seeded torch: the same weights on every machine."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        """The losses of a micro-batch, each a sum with its unit; the engine minimises their total."""
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
+        """Parts of the metrics; by default the training losses."""
+        import torch
+
+        step = Step(0, "evaluate", _NoNoise())
+        losses = self.loss(model, batch, step)
+        rows = torch.tensor(float(len(batch["index"])), dtype=torch.float64)
+        weights = {"sample": rows, **{k[:-7]: batch[k].sum() for k in batch if k.endswith(".weight")}}
+        return {name: Sum(part.sum, weights[part.unit]) for name, part in losses.items()}
+
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, float]:
+        """Named metrics from reduced parts: (value, weight) for a Sum, an array in sample order for Rows."""
+        means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
+        return means if "loss" in means else {"loss": sum(means.values()), **means}
+
+    def shape(self, facts: Any) -> Shape:
+        """The model's size, by default counted on a model without storage."""
+        import torch
+
+        with torch.device("meta"):
+            model = self.build_model(facts)
+        parameters = list(model.parameters())
+        return Shape(
+            parameters=sum(p.numel() for p in parameters),
+            trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        )
+
+    def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
+        """Write the trained model so that others can open it; by default its weights as safetensors."""
+        from safetensors.torch import save_model
+
+        save_model(model, str(folder / "model.safetensors"))
+
+    def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:
+        """A line or two that shows a person what the model learnt."""
+        return None
+
+
+class _NoNoise:
+    """Evaluation is not random: a draw there is a mistake in the task."""
+
+    def _refuse(self, site: str, *_: Any) -> Tensor:
+        raise AssertionError(f"noise {site!r} drawn while evaluating: write evaluate() without it")
+
+    uniform = normal = integers = _refuse

@@ -1,0 +1,311 @@
+"""CausalLM: sizes, loss, metrics, checks and export, on models of a few thousand weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from models import hub
+from models.base import ModelError
+from models.causal_lm import CausalLM, CausalLMOptions
+from models.decoders import PRESETS, shape_of
+from models.generation import generate
+
+VOCABULARY = 257
+
+
+def make(model: str = "tiny", **changes: Any) -> CausalLM:
+    values = {"tokenizer": None, "revision": None, "max_length": 12, "seed": 0, "dropout": None, **changes}
+    return CausalLM(SimpleNamespace(model=model, **values), CausalLMOptions())
+
+
+def facts(folder: Path | str = "", **extra: Any) -> Any:
+    found = {"vocabulary": VOCABULARY, "tokenizer": "tokenizer.json", "eos": 256, "bos": 256, **extra}
+    return SimpleNamespace(folder=str(folder), extra=found)
+
+
+def batch(lengths: list[int], width: int, fill: int = 0) -> dict[str, torch.Tensor]:
+    """Random rows of these lengths, padded to `width` with `fill`; the rows do not depend on either."""
+    rows = torch.randint(VOCABULARY, (len(lengths), 64), generator=torch.Generator().manual_seed(1))
+    length = torch.tensor(lengths)
+    inside = torch.arange(width) < length[:, None]
+    return {"tokens": rows[:, :width].masked_fill(~inside, fill), "length": length}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    return make().build_model(facts()).eval()
+
+
+@pytest.fixture(scope="module")
+def saved(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained model's folder, as export writes it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(
+        models.BPE({t: i for i, t in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    prepared = tmp_path_factory.mktemp("prepared data's")
+    tokenizer.save(str(prepared / "tokenizer.json"))
+    folder = tmp_path_factory.mktemp("final")
+    make().export(model, folder, facts(prepared))
+    return folder
+
+
+def tokenizer_of(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_parameter_formula_counts_what_is_built(name: str) -> None:
+    task = make(name, max_length=100)
+    with torch.device("meta"):
+        built = sum(p.numel() for p in task.build_model(facts()).parameters())
+    shape = task.shape(facts())
+    assert shape.parameters == shape.trainable == built
+    assert shape.intermediate == 4 * shape.hidden
+
+
+def test_gpt2_has_its_published_size() -> None:
+    assert make("gpt2-124m").shape(facts(vocabulary=50257)).parameters == 124_439_808
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gpt2", {"n_inner": 48, "tie_word_embeddings": False}),
+        ("llama", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+        ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
+        ("mistral", {"num_key_value_heads": 2}),
+        ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 16}),
+    ],
+)
+def test_other_configs_are_counted_without_building(kind: str, more: dict[str, Any]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99}
+    config = AutoConfig.for_model(
+        kind, **sizes, **({} if kind == "gpt2" else {"intermediate_size": 40}), **more
+    )
+    with torch.device("meta"):
+        built = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    shape = shape_of(json.loads(config.to_json_string(use_diff=False)))
+    assert shape is not None
+    assert (shape.parameters, shape.layers, shape.hidden, shape.heads) == (built, 3, 32, 4)
+
+
+def test_another_architecture_is_counted_by_building_it(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+    config = GPTNeoXConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=300
+    )
+    config.save_pretrained(tmp_path)
+    built = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    shape = make(str(tmp_path)).shape(facts())
+    assert (shape.parameters, shape.layers, shape.intermediate) == (built, 2, 64)
+
+
+def test_loss_is_the_sum_over_predicted_tokens(model: Any) -> None:
+    whole = batch([12, 12], 12)
+    found = make().loss(model, whole, None)["loss"]  # type: ignore[arg-type]
+    assert found.unit == "token"
+    # transformers means over the 2 x 11 predicted tokens.
+    theirs = model(input_ids=whole["tokens"], labels=whole["tokens"]).loss
+    assert found.sum.item() == pytest.approx(theirs.item() * 22, rel=1e-6)
+
+
+def test_loss_of_short_rows_by_hand(model: Any) -> None:
+    padded = batch([12, 5, 2], 12)
+    expected = 0.0
+    for tokens, length in zip(padded["tokens"], padded["length"].tolist(), strict=True):
+        logits = model(input_ids=tokens[None, :length]).logits[0]
+        expected += F.cross_entropy(logits[:-1], tokens[1:length], reduction="sum").item()
+    part = make().evaluate(model, padded)["nll"]
+    assert part.value.item() == pytest.approx(expected, rel=1e-6)
+    assert int(part.weight) == 11 + 4 + 1
+
+
+def test_loss_is_summed_in_fp32_under_bf16_arithmetic(model: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        part = make().evaluate(model, batch([12, 5], 12))["nll"]
+    assert part.value.dtype == torch.float32
+    assert part.value.item() == pytest.approx(
+        make().evaluate(model, batch([12, 5], 12))["nll"].value.item(), rel=1e-2
+    )
+
+
+def test_padding_changes_neither_loss_nor_gradient(model: Any) -> None:
+    results = []
+    for width, fill in ((7, 0), (12, 0), (12, 99)):
+        model.zero_grad()
+        loss = make().loss(model, batch([7, 4], width, fill), None)["loss"].sum  # type: ignore[arg-type]
+        loss.backward()
+        results.append((loss.item(), model.transformer.h[0].attn.c_attn.weight.grad.clone()))
+    for loss_value, gradient in results[1:]:
+        assert loss_value == pytest.approx(results[0][0], rel=1e-6)
+        torch.testing.assert_close(gradient, results[0][1], rtol=1e-4, atol=1e-6)
+
+
+def test_attention_runs_on_the_causal_kernel_without_a_mask(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    plain = F.scaled_dot_product_attention
+
+    def spy(*tensors: Any, **named: Any) -> torch.Tensor:
+        seen.append((named.get("attn_mask"), named.get("is_causal")))
+        return plain(*tensors, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    make().evaluate(model, batch([12, 3], 12))
+    assert seen == [(None, True)] * 2
+
+
+def test_metrics_spread_the_loss_over_words_and_bytes() -> None:
+    text = {"tokens": 30, "predicted": 28, "words": 10, "bytes": 60}
+    parts = {"nll": SimpleNamespace(value=14 * math.log(2), weight=14)}  # half of the tokens were evaluated
+    found = make().metrics(parts, "valid", facts(splits={"valid": text}))
+    assert found["loss"] == pytest.approx(math.log(2))
+    assert found["perplexity"] == pytest.approx(2)
+    assert found["word_perplexity"] == pytest.approx(2**3)  # 30 tokens of one bit over 10 words
+    assert found["bits_per_byte"] == pytest.approx(0.5)  # 30 bits over 60 bytes
+    diverged = make().metrics({"nll": SimpleNamespace(value=1e9, weight=1)}, "valid", facts())
+    assert math.isfinite(diverged["perplexity"])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "length", "residual", "attention"),
+    [(None, 12, 0.0, 0.0), (0.2, 12, 0.2, 0.2), (0.2, 513, 0.2, 0.0)],
+)
+def test_dropout_of_presets(chosen: float | None, length: int, residual: float, attention: float) -> None:
+    config = make(dropout=chosen, max_length=length).build_model(facts()).config
+    assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (residual, residual, attention)
+
+
+def test_a_loaded_model_keeps_its_dropout_and_its_weights(saved: Path, model: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for file in saved.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "resid_pdrop": 0.3}))
+    loaded: Any = make(str(folder)).build_model(facts())
+    assert loaded.config.resid_pdrop == 0.3
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    torch.testing.assert_close(loaded.lm_head.weight, model.lm_head.weight)
+    again: Any = make(str(folder), dropout=0.1).build_model(facts())
+    assert again.config.resid_pdrop == again.config.attn_pdrop == 0.1
+
+
+def test_export_reopens_with_equal_logits_and_tokens(saved: Path, model: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    reopened = AutoModelForCausalLM.from_pretrained(saved)
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    ids = tokenizer("def f", return_tensors="pt").input_ids
+    assert torch.equal(reopened(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert tokenizer.decode(ids[0]) == "def f"
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 256)
+    assert (saved / "model.safetensors").is_file()
+
+
+def test_a_sample_is_repeatable_and_leaves_the_random_state_alone(saved: Path, model: Any) -> None:
+    task = make()
+    found = facts(saved, prompt="def ")
+    before = torch.get_rng_state()
+    model.train()
+    samples = [task.sample(model, found, saved) for _ in range(2)]
+    assert model.training
+    model.eval()
+    assert samples[0] == samples[1]
+    assert str(samples[0]).startswith("def ")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_generate_is_greedy_at_temperature_zero_and_stops_at_the_context(saved: Path, model: Any) -> None:
+    greedy = {generate(saved, "def f", tokens=5, temperature=0, seed=seed) for seed in (0, 1)}
+    tokenizer = tokenizer_of(saved)
+    ids = torch.tensor([tokenizer.encode("def f").ids])
+    theirs = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=256, pad_token_id=256)
+    assert greedy == {tokenizer.decode(theirs[0].tolist())}
+    # 64 positions in all: the last 32 tokens of a long prompt, and at most 32 written behind it.
+    text = generate(saved, "x" * 500, tokens=1000, temperature=1.0, seed=0)
+    assert text.startswith("x" * 500)
+    assert 500 < len(text) <= 532
+    with pytest.raises(ModelError, match=r"holds no trained model"):
+        generate(saved / "nothing", "x", tokens=1, temperature=0, seed=0)
+
+
+def bad_folders(folder: Path) -> Path:
+    (folder / "bare").mkdir()
+    (folder / "no tokenizer").mkdir()
+    numbers = {"model_type": "gpt2", "n_positions": 8, "vocab_size": 100}
+    (folder / "no tokenizer" / "config.json").write_text(json.dumps(numbers))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("tinny", {}, "did you mean tiny?"),
+        ("./bare", {}, "no config.json"),
+        ("./no tokenizer", {}, "holds no tokenizer"),
+        ("./no tokenizer", {"tokenizer": "x"}, "--max-length 12: ./no tokenizer reads at most 8 tokens"),
+        ("gpt2-124m", {"max_length": 2048}, "--max-length 2048: gpt2-124m reads at most 1024 tokens"),
+        ("tiny", {"max_length": 1}, "at least 2 tokens"),
+        ("a-team/a-model", {}, "--model a-team/a-model: there is no such folder"),
+    ],
+)
+def test_bad_input_is_answered_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(bad_folders(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    with pytest.raises(ModelError) as error:
+        make(model, **changes).check()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == 2
+    assert time.monotonic() - start < 2
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(saved: Path) -> None:
+    for step in (make(str(saved)).shape, make(str(saved)).build_model):
+        with pytest.raises(ModelError, match=r"knows 257 tokens, and the tokenizer has 300"):
+            step(facts(vocabulary=300))
+
+
+def test_a_cached_hub_model_opens_without_network(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setattr(hub, "reachable", lambda: pytest.fail("asked the network"))
+    cached = tmp_path / "hub" / "models--a-team--a-model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots").mkdir()
+    (cached / "snapshots" / "abc").symlink_to(saved)
+    task = make("a-team/a-model")
+    task.check()
+    assert task.shape(facts()).layers == 2
+    loaded: Any = task.build_model(facts())
+    torch.testing.assert_close(loaded.lm_head.weight, model.lm_head.weight)

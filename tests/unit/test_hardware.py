@@ -1,0 +1,187 @@
+"""What there is: the machine table, and detection on folders of fixtures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine import detection, nvidia
+from engine.errors import UserError
+from engine.hardware import GIB, MACHINES, MIB, parse
+
+GROUP = "proc/self/cgroup"
+
+
+def fixture(root: Path, **files: str) -> Path:
+    """A root with these files (`__` in a name is a slash) and 64 GiB of physical memory."""
+    for name, text in {"proc/meminfo": f"MemTotal: {64 * 2**20} kB\n", **files}.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection, "_affinity", lambda: 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "gpus", "name"),
+    [
+        ("h100", 1, 1, "h100"),
+        ("8xH100", 1, 8, "h100"),
+        ("4x8xa100-80gb", 4, 8, "a100-80gb"),
+        ("rtx4080-laptop", 1, 1, "rtx4080-laptop"),
+        ("2xrtx4080", 1, 2, "rtx4080"),
+    ],
+)
+def test_counts_are_nodes_times_gpus(text: str, nodes: int, gpus: int, name: str) -> None:
+    machine = parse(text)
+    assert (machine.nodes, len(machine.gpus), machine.gpu.name) == (nodes, gpus, name)
+    assert machine.devices == nodes * gpus
+
+
+def test_the_table_holds_what_the_contract_names() -> None:
+    named = {"rtx4080-laptop", "rtx4080", "t4", "v100", "a100-40gb", "a100-80gb", "h100", "h200"}
+    assert set(MACHINES) == named
+    assert {name for name in named if parse(name).gpu.native_bf16} == named - {"t4", "v100"}
+    assert [name for name in named if parse(name).gpu.mobile] == ["rtx4080-laptop"]
+
+
+def test_cpu_and_apple_machines() -> None:
+    cpu = parse("cpu:2x24gb")
+    assert (cpu.kind, cpu.cpus, cpu.ram_bytes, cpu.gpus) == ("cpu", 2, 24 * GIB, ())
+    apple = parse("mps:32gb")
+    assert (apple.kind, apple.gpu.memory_bytes) == ("mps", 24 * GIB)  # three quarters of the RAM
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("a100", "a100-40gb"),
+        ("h10", "h100"),
+        ("8xrtx480", "rtx4080"),
+        ("cpu:2", "cpu:2x24gb"),
+        ("0xh100", "start at 1"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_nearest(text: str, hint: str) -> None:
+    with pytest.raises(UserError, match=hint) as caught:
+        parse(text)
+    assert str(caught.value).startswith(f"--hardware {text}")
+
+
+def test_cgroup_v2_quota_and_memory_of_a_parent_group_count(tmp_path: Path) -> None:
+    root = fixture(
+        tmp_path,
+        **{
+            GROUP: "0::/slice/job\n",
+            "sys/fs/cgroup/slice/job/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/slice/cpu.max": "250000 100000\n",
+            "sys/fs/cgroup/slice/job/memory.max": f"{8 * GIB}\n",
+            "sys/fs/cgroup/slice/memory.max": "max\n",
+        },
+    )
+    assert detection.allowed_cpus(root, {}) == 2  # 2.5 cores
+    assert detection.allowed_ram(root, {}) == 8 * GIB
+
+
+def test_cgroup_v1_quota_and_memory(tmp_path: Path) -> None:
+    root = fixture(
+        tmp_path,
+        **{
+            GROUP: "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n1:name=systemd:/\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us": "400000\n",
+            "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": f"{6 * GIB}\n",
+        },
+    )
+    assert detection.allowed_cpus(root, {}) == 4
+    assert detection.allowed_ram(root, {}) == 6 * GIB
+
+
+@pytest.mark.parametrize(
+    ("env", "cpus", "ram"),
+    [
+        ({}, 16, 64 * GIB),
+        ({"SLURM_CPUS_PER_TASK": "3"}, 3, 64 * GIB),
+        ({"SLURM_MEM_PER_NODE": "4096"}, 16, 4 * GIB),
+        ({"SLURM_MEM_PER_NODE": "0"}, 16, 64 * GIB),
+        ({"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "4"}, 4, 8 * GIB),
+    ],
+)
+def test_slurm_grants(tmp_path: Path, env: dict[str, str], cpus: int, ram: int) -> None:
+    root = fixture(tmp_path)
+    assert (detection.allowed_cpus(root, env), detection.allowed_ram(root, env)) == (cpus, ram)
+
+
+SMI = """0, GPU-aaa, NVIDIA GeForce RTX 4080 Laptop GPU, 12282, 8.9, 150.00
+1, GPU-bbb, Tesla T4, 15360, 7.5, [N/A]
+"""
+
+
+def answers(smi: str | None, probe: object = None) -> Callable[[list[str]], str | None]:
+    return lambda command: smi if command[0] == "nvidia-smi" else json.dumps(probe) if probe else None
+
+
+def test_gpus_from_nvidia_smi() -> None:
+    laptop, t4 = nvidia.detect_gpus({}, answers(SMI))
+    assert (laptop.mobile, laptop.native_bf16, laptop.power_limit_watts) == (True, True, 150.0)
+    assert laptop.memory_bytes == 12282 * MIB
+    assert (t4.mobile, t4.native_bf16, t4.power_limit_watts) == (False, False, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "count"), [("", 0), ("-1", 0), ("1", 1), ("1,0", 2), ("0,7,1", 1), ("GPU-b", 1), ("MIG-1", 1)]
+)
+def test_cuda_visible_devices(asked: str, count: int) -> None:
+    assert len(nvidia.detect_gpus({"CUDA_VISIBLE_DEVICES": asked}, answers(SMI))) == count
+
+
+def test_what_torch_sees_comes_first_and_a_build_without_kernels_is_noticed(tmp_path: Path) -> None:
+    probe = {"architectures": ["sm_80", "sm_90"], "devices": [["NVIDIA H100 MIG 1g.10gb", 10 * GIB, 9, 0]]}
+    (slice_,) = nvidia.detect_gpus({}, answers(SMI, probe))
+    assert (slice_.memory_bytes, slice_.supported) == (10 * GIB, True)
+    cpu_build = answers(SMI, {"architectures": [], "devices": []})
+    machine = detection.detect(root=fixture(tmp_path), env={}, execute=cpu_build)
+    assert (machine.kind, [gpu.supported for gpu in machine.gpus]) == ("cpu", [False, False])
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((8, 9), ["sm_80"], True),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["compute_80"], True),
+        ((7, 0), ["sm_75", "compute_90"], False),
+        ((10, 3), ["sm_100a"], False),
+        ((12, 0), ["sm_120"], True),
+    ],
+)
+def test_which_builds_run_where(capability: tuple[int, int], built: list[str], runs: bool) -> None:
+    assert nvidia.is_supported(capability, built) is runs
+
+
+def test_a_machine_without_gpu_asks_torch_nothing(tmp_path: Path) -> None:
+    commands: list[str] = []
+    root = fixture(
+        tmp_path, **{"proc/cpuinfo": "flags\t\t: avx2 avx512_bf16\n", "proc/version": "Linux Microsoft WSL2"}
+    )
+    machine = detection.detect(root=root, env={}, execute=lambda command: commands.append(command[0]))
+    assert commands == ["nvidia-smi"]
+    assert (machine.kind, machine.cpu_bf16, machine.cpu_amx, machine.wsl) == ("cpu", True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("env", "nodes"),
+    [({}, 1), ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 2), ({"SLURM_STEP_NUM_NODES": "3"}, 3)],
+)
+def test_nodes_of_a_formed_world(env: dict[str, str], nodes: int) -> None:
+    assert detection.world_nodes(env) == nodes

@@ -1,0 +1,285 @@
+"""The planner as a table: what is decided for every machine, why, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from engine.errors import UserError
+from engine.facts import Facts
+from engine.hardware import GIB, MACHINES, Hardware, parse
+from engine.plan import Plan, PlanOptions
+from engine.planner import frontier, make_plan
+from engine.recipe import Recipe
+from models.base import Shape
+
+GPT2 = Shape(
+    parameters=124_439_808,
+    trainable=124_439_808,
+    layers=12,
+    hidden=768,
+    heads=12,
+    intermediate=3072,
+    vocabulary=50257,
+)
+TINY = Shape(
+    parameters=1_000_000,
+    trainable=1_000_000,
+    layers=4,
+    hidden=128,
+    heads=2,
+    intermediate=512,
+    vocabulary=1000,
+)
+BERT6 = Shape(parameters=66_400_000, trainable=66_400_000, layers=6, hidden=768, heads=12, intermediate=3072)
+SEVEN_B = Shape(
+    parameters=6_738_000_000,
+    trainable=6_738_000_000,
+    layers=32,
+    hidden=4096,
+    heads=32,
+    intermediate=11008,
+    vocabulary=32000,
+)
+TEXTS = Facts(fingerprint="0", folder="", samples={"train": 10_000}, lengths=tuple(range(64, 129)))
+BLOCKS = Facts(fingerprint="0", folder="", samples={"train": 10_000}, lengths=(1024,) * 65)
+LAPTOP = parse("rtx4080-laptop")
+
+
+def planned(machine: str | Hardware, shape: Shape = GPT2, facts: Facts = TEXTS, **asked: Any) -> Plan:
+    recipe = Recipe(task="causal-lm", **asked.pop("recipe", {}))
+    extra = {name: asked.pop(name) for name in ("world", "foreign_noise") if name in asked}
+    hardware = parse(machine) if isinstance(machine, str) else machine
+    return make_plan(recipe, facts, shape, hardware, PlanOptions(**asked), **extra)
+
+
+DECISIONS = [
+    # machine, device, processes, strategy, precision, pad, reduction, invariance
+    ("rtx4080-laptop", "cuda", 1, "single", "bf16", 8, "explicit", "precision"),
+    ("rtx4080", "cuda", 1, "single", "bf16", 8, "explicit", "precision"),
+    ("t4", "cuda", 1, "single", "fp16", 8, "explicit", "precision"),
+    ("v100", "cuda", 1, "single", "fp16", 8, "explicit", "precision"),
+    ("a100-40gb", "cuda", 1, "single", "bf16", 8, "explicit", "precision"),
+    ("a100-80gb", "cuda", 1, "single", "bf16", 8, "explicit", "precision"),
+    ("h100", "cuda", 1, "single", "bf16", 8, "explicit", "precision"),
+    ("h200", "cuda", 1, "single", "bf16", 8, "explicit", "precision"),
+    ("8xh100", "cuda", 8, "ddp", "bf16", 8, "overlapped", "precision"),
+    ("4x8xa100-80gb", "cuda", 8, "ddp", "bf16", 8, "overlapped", "precision"),
+    ("cpu:2x24gb", "cpu", 1, "single", "fp32", 1, "explicit", "exact"),
+    ("mps:16gb", "mps", 1, "single", "fp32", 1, "explicit", "exact"),
+]
+
+
+@pytest.mark.parametrize("row", DECISIONS, ids=lambda row: row[0])
+def test_decisions_for_gpt2(row: tuple[Any, ...]) -> None:
+    plan = planned(row[0])
+    found = (plan.device, plan.processes, plan.strategy, plan.precision, plan.pad_multiple, plan.reduction)
+    assert (*found, plan.invariance) == row[1:]
+
+
+@pytest.mark.parametrize("machine", [*MACHINES, "8xh100", "8xrtx4080", "4x8xa100-80gb", "64x8xh100"])
+def test_a_tiny_model_with_a_small_batch_takes_one_gpu_or_a_few_of_one_node(machine: str) -> None:
+    plan = planned(machine, TINY)
+    assert (plan.nodes, plan.strategy in ("single", "ddp"), plan.compile) == (1, True, "off")
+    assert plan.micro_batch_tokens == 32 * 128  # the whole batch at once
+
+
+@pytest.mark.parametrize("shape", [GPT2, TINY, Shape(parameters=5_000_000, trainable=5_000_000)])
+@pytest.mark.parametrize("machine", [row[0] for row in DECISIONS])
+def test_every_field_has_its_reason_in_one_sentence(machine: str, shape: Shape) -> None:
+    plan = planned(machine, shape)
+    fields = {field.name for field in dataclasses.fields(Plan)} - {"reasons"}
+    assert set(plan.reasons) == fields
+    assert all(reason.strip() and "\n" not in reason for reason in plan.reasons.values())
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_one_of_eight_gpus_without_fast_links_and_the_numbers_why() -> None:
+    plan = planned("8xrtx4080", BERT6)
+    assert (plan.processes, plan.strategy) == (1, "single")
+    assert plan.reasons["processes"].startswith("I use 1 of 8 GPUs: this batch of 32 would take ")
+    assert planned("8xrtx4080", BERT6, recipe={"batch_size": 4096}).processes == 8
+
+
+def test_several_nodes_are_used_where_the_batch_feeds_them() -> None:
+    plan = planned("4x8xa100-80gb", recipe={"batch_size": 16_384})
+    assert (plan.processes, plan.nodes) == (32, 4)
+
+
+@pytest.mark.parametrize("machine", ["rtx4080-laptop", "t4", "v100", "a100-40gb"])
+def test_the_prediction_stays_under_four_fifths_of_the_memory(machine: str) -> None:
+    plan = planned(machine, facts=BLOCKS, recipe={"batch_size": 512})
+    assert plan.predicted_peak_memory_bytes <= 0.8 * parse(machine).gpu.memory_bytes
+    assert 1024 <= plan.micro_batch_tokens < 512 * 1024
+    assert "GiB" in plan.reasons["micro_batch_tokens"]
+
+
+def test_a_memory_limit_shrinks_the_micro_batch_only() -> None:
+    wide, narrow = planned(LAPTOP, facts=BLOCKS), planned(LAPTOP, facts=BLOCKS, memory_limit="6GB")
+    assert narrow.micro_batch_tokens < wide.micro_batch_tokens
+    assert narrow.predicted_peak_memory_bytes <= 6e9 < wide.predicted_peak_memory_bytes
+    assert planned(LAPTOP, memory_limit="80%") == planned(LAPTOP)
+
+
+def test_checkpointing_comes_where_nothing_fits_without() -> None:
+    long = dataclasses.replace(BLOCKS, lengths=(16384,) * 65)
+    shape = dataclasses.replace(GPT2, vocabulary=0)
+    plan = planned(LAPTOP, shape, long)
+    assert plan.activation_checkpointing
+    with pytest.raises(UserError, match="lower --max-length"):
+        planned(LAPTOP, shape, long, activation_checkpointing="off", strategy="single")
+
+
+def test_partitioning_comes_only_where_ddp_does_not_fit() -> None:
+    plan = planned("8xh100", SEVEN_B, recipe={"batch_size": 256})
+    assert plan.strategy.startswith("zero")
+    assert plan.reduction == "explicit"
+    assert planned("8xh100").strategy == "ddp"
+    assert planned("8xh100", strategy="zero2").reasons["strategy"] == "you asked for it"
+
+
+@pytest.mark.parametrize(
+    ("machine", "shape", "asked", "message"),
+    [
+        ("t4", GPT2, {"precision": "bf16"}, "--precision bf16: t4 only emulates it"),
+        ("v100", GPT2, {"precision": "bf16-mixed"}, "use fp16 or fp32"),
+        ("cpu:2x24gb", GPT2, {"precision": "fp16"}, "fp16 needs a GPU"),
+        ("cpu:2x24gb", GPT2, {"device": "cuda"}, "no NVIDIA GPU"),
+        ("h100", GPT2, {"device": "mps"}, "not an Apple machine"),
+        ("8xh100", GPT2, {"processes": 9}, "there are 8 GPUs"),
+        ("mps", GPT2, {"processes": 2}, "there is 1 GPU"),
+        ("8xh100", GPT2, {"strategy": "single", "processes": 2}, "--strategy single"),
+        ("h100", GPT2, {"strategy": "zero2"}, "nobody to share with"),
+        ("t4", GPT2, {"attention": "flash"}, "compute capability 8.0"),
+        ("t4", GPT2, {"memory_limit": "lots"}, "--memory-limit lots"),
+        ("t4", GPT2, {"memory_limit": "120%"}, "--memory-limit 120%"),
+        ("t4", GPT2, {"memory_limit": "1GB"}, "lower --max-length"),
+        ("rtx4080-laptop", SEVEN_B, {}, "take a smaller model"),
+        ("cpu:2x24gb", SEVEN_B, {}, "take a smaller model"),
+        ("8xh100", GPT2, {"processes": 4, "world": 8}, "the launcher formed a world of 8"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_in_one_line(
+    machine: str, shape: Shape, asked: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        planned(machine, shape, **asked)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "precision"),
+    [("16-mixed", "fp16"), ("bf16-mixed", "bf16"), ("32", "fp32"), ("fp32", "fp32"), ("auto", "bf16")],
+)
+def test_spellings_of_precision(word: str, precision: str) -> None:
+    plan = planned(LAPTOP, precision=word)
+    assert plan.precision == precision
+    assert plan.invariance == ("exact" if precision == "fp32" else "precision")
+    assert plan.pad_multiple == (1 if precision == "fp32" else 8)
+
+
+def test_noise_outranks_precision_and_compiling_ends_exactness() -> None:
+    assert planned(LAPTOP, recipe={"noise": "native"}).invariance == "noise"
+    assert planned(LAPTOP, foreign_noise=True).invariance == "noise"
+    assert planned(LAPTOP, precision="fp32", compile="on").invariance == "precision"
+
+
+def test_a_matrix_unit_makes_bf16_the_choice_on_a_cpu() -> None:
+    cpu = parse("cpu:8x64gb")
+    assert planned(dataclasses.replace(cpu, cpu_bf16=True)).precision == "fp32"
+    assert planned(dataclasses.replace(cpu, cpu_bf16=True, cpu_amx=True)).precision == "bf16"
+    assert "5 times slower" in planned(cpu, precision="bf16").reasons["precision"]
+
+
+def test_a_gpu_this_torch_cannot_use_leaves_the_cpu() -> None:
+    gpu = dataclasses.replace(LAPTOP.gpu, supported=False)
+    machine = dataclasses.replace(LAPTOP, kind="cpu", gpus=(gpu,), source="detected")
+    plan = planned(machine)
+    assert (plan.device, plan.calibrated) == ("cpu", True)
+    assert "no kernels for rtx4080-laptop" in plan.reasons["device"]
+    with pytest.raises(UserError, match="no kernels"):
+        planned(machine, device="cuda")
+
+
+@pytest.mark.parametrize(("processes", "threads"), [(None, 8), (2, 4), (3, 2), (16, 1)])
+def test_cores_are_shared_among_the_processes_asked_for(processes: int | None, threads: int) -> None:
+    plan = planned("cpu:8x64gb", TINY, processes=processes)
+    assert (plan.processes, plan.threads) == (processes or 1, threads)
+    assert (plan.strategy, plan.reduction) == ("ddp" if processes else "single", "explicit")
+
+
+def test_a_world_larger_than_the_batch_is_allowed_and_said() -> None:
+    plan = planned("cpu:8x64gb", TINY, recipe={"batch_size": 3}, processes=5)
+    assert plan.processes == 5
+    assert "2 of them idle" in plan.reasons["processes"]
+
+
+def test_a_formed_world_is_taken_even_where_one_process_would_be_faster() -> None:
+    plan = planned("8xrtx4080", BERT6, world=8)
+    assert plan.processes == 8
+    assert "one process would be faster" in plan.reasons["processes"]
+    assert planned("8xh100", world=16).nodes == 2
+    seen = dataclasses.replace(parse("8xh100"), nodes=2, source="detected")
+    assert planned(seen, world=8).nodes == 2  # four processes on each of two nodes
+
+
+def test_micro_batch() -> None:
+    plan = planned(LAPTOP, micro_batch=4)
+    assert (plan.micro_batch_samples, plan.micro_batch_tokens) == (4, 4 * 128)
+    clamped = planned(LAPTOP, micro_batch=100)
+    assert clamped.micro_batch_samples == 32
+    assert "more than the global batch" in clamped.reasons["micro_batch_samples"]
+
+
+def test_cpu_micro_batches_stay_small_and_hold_the_longest_sample() -> None:
+    assert planned("cpu:2x24gb", TINY, recipe={"batch_size": 4096}).micro_batch_tokens == 8192
+    assert (
+        planned("cpu:2x24gb", GPT2).micro_batch_tokens == 512
+    )  # 32 MiB / (4 B x 50,257) is less than the floor
+    assert planned("cpu:2x24gb", GPT2, BLOCKS).micro_batch_tokens == 1024
+
+
+def test_long_runs_compile_and_pad_to_few_shapes() -> None:
+    plan = planned("h100", recipe={"steps": (1_000_000,)})
+    assert (plan.compile, plan.pad_multiple) == ("on", 16)  # 128 / 8 shapes
+    assert planned("h100", recipe={"steps": (100,)}).compile == "off"
+    assert planned("h100", recipe={"steps": (1_000_000,)}, precision="fp32").invariance == "exact"
+    assert planned("cpu:2x24gb", recipe={"steps": (1_000_000,)}).compile == "off"
+
+
+def test_pinned_memory_but_not_under_wsl() -> None:
+    assert planned(LAPTOP).pin_memory
+    assert not planned(dataclasses.replace(LAPTOP, wsl=True)).pin_memory
+    assert not planned("cpu:2x24gb", pin_memory="on").pin_memory
+
+
+def test_more_memory_never_makes_the_micro_batch_smaller() -> None:
+    tokens = []
+    for memory in (6, 8, 12, 16, 24, 48, 80):
+        gpu = dataclasses.replace(LAPTOP.gpu, memory_bytes=memory * GIB)
+        machine = dataclasses.replace(LAPTOP, gpus=(gpu,))
+        tokens.append(planned(machine, facts=BLOCKS, recipe={"batch_size": 512}).micro_batch_tokens)
+    assert tokens == sorted(tokens)
+    assert len(set(tokens)) > 3
+
+
+def test_planning_is_pure() -> None:
+    assert planned("8xh100") == planned("8xh100")
+
+
+def test_the_frontier_counts_fewer_updates_and_hours_as_the_batch_grows() -> None:
+    recipe = Recipe(task="causal-lm", batch_size=32)
+    points = frontier(recipe, TEXTS, BERT6, parse("8xh100"), PlanOptions())
+    assert [point["batch_size"] for point in points] == [32, 64, 128, 256]
+    assert [point["updates_per_epoch"] for point in points] == [
+        313,
+        157,
+        79,
+        40,
+    ]  # 10,000 samples, rounded up
+    hours = [point["epoch_hours"] for point in points]
+    assert hours == sorted(hours, reverse=True)
+    assert points[0]["epoch_hours"] == pytest.approx(313 * points[0]["step_seconds"] / 3600)
+    assert [point["processes"] for point in points] == sorted(point["processes"] for point in points)

@@ -1,0 +1,355 @@
+"""Text: readers, tokenizers and the arithmetic of blocks, on files made here."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data import corpora, hub, readers, tokenizers
+from data.base import DataError
+from data.text import Text, TextOptions, blocks
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared" / "data"
+LINES = "".join(f"line {i} of the text with a few words\n" for i in range(200))
+
+
+def shared(name: str) -> Path:
+    folder = SHARED / name
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not on this machine")
+    return folder
+
+
+def make(data: Path | str, tokenizer: Path | str | None = None, **changes: Any) -> Text:
+    options = {k: changes.pop(k) for k in ("text_column", "vocab_size", "data_config") if k in changes}
+    values = {"model": "tiny", "revision": None, "format": None, "max_length": 16, "seed": 0, **changes}
+    recipe = SimpleNamespace(data=str(data), tokenizer=tokenizer and str(tokenizer), **values)
+    return Text(recipe, TextOptions(**options))
+
+
+def write(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(content, encoding="utf-8")
+    return folder
+
+
+def byte_tokenizer(folder: Path, *more: str) -> Path:
+    """GPT-2 style files whose tokens are the 256 bytes, one merge (h e), and `more`."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "he", *more])}
+    return write(folder, vocab__json=json.dumps(vocabulary), merges__txt="#version: 0.2\nh e\n")
+
+
+def tokens_of(text: Text, split: str, folder: Path) -> tuple[list[int], dict[str, Any]]:
+    extra = text.prepare(folder)
+    column = text.open(folder, split).columns["tokens"]
+    return column.values.tolist(), extra
+
+
+def test_blocks_are_cut_by_width_and_a_lone_last_token_is_dropped() -> None:
+    cut = blocks(np.arange(11, dtype=np.uint16), 4)  # 0-3, 4-7, 8-10
+    assert cut["tokens"].lengths.tolist() == [4, 4, 3]
+    assert cut["token.weight"].tolist() == [3, 3, 2]
+    assert cut["tokens"].rows(np.array([2, 0])).tolist() == [[8, 9, 10, 0], [0, 1, 2, 3]]
+    assert blocks(np.arange(9, dtype=np.uint16), 4)["tokens"].lengths.tolist() == [4, 4]
+
+
+def test_gpt2_files_give_gpt2_tokens() -> None:
+    tokenizer = tokenizers.open_tokenizer(shared("gpt2-bpe"))
+    assert tokenizer.encode("Hello world").ids == [15496, 995]
+    assert tokenizers.size(tokenizer) == 50257
+    assert tokenizers.special_ids(tokenizer, shared("gpt2-bpe"))["eos"] == 50256
+
+
+def test_bert_vocabulary_gives_word_pieces() -> None:
+    tokenizer = tokenizers.open_tokenizer(shared("bert-vocab") / "vocab.txt")
+    assert tokenizer.encode("Hello world", add_special_tokens=False).tokens == ["hello", "world"]
+    assert tokenizers.special_ids(tokenizer, None) == {"eos": 102, "bos": 101, "pad": 0, "unk": 100}
+
+
+@pytest.mark.parametrize("name", ["", "vocab.json", "merges.txt"])
+def test_byte_level_files_open_from_a_folder_or_either_file(tmp_path: Path, name: str) -> None:
+    folder = byte_tokenizer(tmp_path / "of her's é")
+    tokenizer = tokenizers.open_tokenizer(folder / name)
+    assert tokenizer.encode("he", add_special_tokens=False).ids == [256]
+    assert tokenizer.decode(tokenizer.encode("héhe\n").ids) == "héhe\n"
+
+
+def test_settings_beside_a_tokenizer_name_the_special_tokens(tmp_path: Path) -> None:
+    folder = byte_tokenizer(tmp_path, "<end>")
+    tokenizer = tokenizers.open_tokenizer(folder)
+    assert tokenizers.special_ids(tokenizer, folder)["eos"] is None
+    write(folder, tokenizer_config__json=json.dumps({"eos_token": {"content": "<end>"}}))
+    assert tokenizers.special_ids(tokenizer, folder)["eos"] == 257
+
+
+def test_a_trained_tokenizer_is_saved_repeatable_and_lossless(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", train__txt=LINES, valid__txt="línea 5 — «ü»\n")
+    for name in ("a", "b"):
+        extra = make(data, vocab_size=300).prepare(tmp_path / name)
+    assert 257 <= extra["vocabulary"] <= 300
+    assert extra["tokenizer"] == "tokenizer.json"
+    saved = [(tmp_path / name / "tokenizer.json").read_text() for name in ("a", "b")]
+    assert saved[0] == saved[1]
+    valid, _ = tokens_of(make(data, tmp_path / "a", vocab_size=300), "valid", tmp_path / "c")
+    reopened = tokenizers.open_tokenizer(tmp_path / "c" / "tokenizer.json")
+    assert reopened.decode(valid) == "línea 5 — «ü»\n"
+
+
+def test_a_txt_file_is_one_stream_counted_in_words_and_bytes(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "t", tokenizers.END)
+    data = write(tmp_path / "d", train__txt="he é\nhe\n", valid__txt="ab")
+    values, extra = tokens_of(make(data, tokenizer, max_length=4), "train", tmp_path / "out")
+    # he | space | two bytes of é | newline | he | newline
+    assert len(values) == 7
+    assert values[0] == values[5] == 256
+    # Blocks of 4 and 3 tokens predict 3 and 2.
+    assert extra["splits"]["train"] == {"tokens": 7, "predicted": 5, "words": 3, "bytes": 9}
+    assert extra["splits"]["valid"] == {"tokens": 2, "predicted": 1, "words": 1, "bytes": 2}
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "json", "parquet"])
+def test_rows_are_documents_with_an_end_token_behind_each(tmp_path: Path, form: str) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "t", tokenizers.END)
+    data = tmp_path / "d"
+    for split, texts in {"train": ["ab", "", "he"], "dev": ["he"]}.items():
+        write_rows(data / f"{split}.{form}", texts)
+    values, extra = tokens_of(make(data, tokenizer, text_column="words"), "train", tmp_path / "out")
+    assert [v for v in values if v >= 256] == [257, 256, 257]
+    assert len(values) == 5
+    assert extra["splits"]["train"]["bytes"] == 4
+    assert extra["notes"] == []
+
+
+def write_rows(file: Path, texts: list[str]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    records = [{"id": i, "words": text} for i, text in enumerate(texts)]
+    if file.suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), str(file))
+    elif file.suffix in (".csv", ".tsv"):
+        tab = "," if file.suffix == ".csv" else "\t"
+        file.write_text("".join(f"{a}{tab}{b}\n" for a, b in [("id", "words"), *enumerate(texts)]))
+    else:
+        lines = file.suffix == ".jsonl"
+        file.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records))
+
+
+def test_rows_end_with_a_newline_where_the_tokenizer_has_no_end_token(tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"text": t}) + "\n" for t in ["he", "ab", "he"]))
+    values, extra = tokens_of(make(data, byte_tokenizer(tmp_path / "t")), "train", tmp_path / "out")
+    tokenizer = tokenizers.open_tokenizer(tmp_path / "t")
+    assert tokenizer.decode(values) == "he\nab\n"  # the last row is the validation split
+    assert extra["splits"]["train"]["bytes"] == 6
+    assert extra["notes"] == [corpora.HELD_OUT]
+
+
+def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None:
+    file = write(tmp_path, book__txt=LINES) / "book.txt"
+    train, valid = readers.hold_out(readers.find(file, None)["train"])
+    head, tail = ("".join(readers.texts(part, "text")) for part in (train, valid))
+    assert head + tail == LINES
+    assert head.endswith("\n")
+    assert 0 < len(tail) <= 0.05 * len(LINES)
+
+
+@pytest.mark.parametrize("text", ["a b\nc d\n", "one line without end", "字" * 40, "字" * 30 + "\n"])
+def test_something_is_held_out_of_tiny_files(tmp_path: Path, text: str) -> None:
+    file = write(tmp_path, tiny__txt=text) / "tiny.txt"
+    parts = readers.hold_out(readers.find(file, None)["train"])
+    head, tail = ("".join(readers.texts(part, "text")) for part in parts)
+    assert head + tail == text
+    assert head
+    assert tail
+
+
+def test_a_long_file_is_read_in_pieces_without_losing_a_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "PIECE_BYTES", 10)
+    monkeypatch.setattr(readers, "LONGEST_LINE", 7)
+    text = "\ufeffé" * 30 + "\nshort\n\n" + "字" * 50
+    file = write(tmp_path, long__txt=text) / "long.txt"
+    pieces = list(readers.texts(readers.find(file, None)["train"], "text"))
+    assert len(pieces) > 10
+    assert "".join(pieces) == text.removeprefix("\ufeff")
+
+
+@pytest.mark.parametrize("name", ["with space", "quo'te\"", "ünï-字", "train.test"])
+def test_hostile_paths_work(tmp_path: Path, name: str) -> None:
+    data = write(tmp_path / name, train__txt=LINES, validation__txt=LINES, test__txt=LINES)
+    text = make(data, vocab_size=257)
+    text.check()
+    assert set(text.read()) == {"train", "valid", "test"}
+
+
+def bad_inputs(folder: Path) -> dict[str, tuple[Text, str]]:
+    csv = write(folder / "csv", train__csv="id,texts\n1,a\n", valid__csv="id,texts\n1,a\n")
+    good = write(folder / "good", train__txt=LINES)
+    (folder / "empty").mkdir()
+    write(folder / "both", train__txt="a", train__csv="text\n")
+    write(folder / "blank", train__txt="")
+    write(folder / "odd", corpus__xyz="a")
+    return {
+        "missing": (make(folder / "goood"), f"did you mean {folder / 'good'}"),
+        "empty": (make(folder / "empty"), "there is no train.txt"),
+        "unknown files": (make(folder / "odd"), "found: corpus.xyz"),
+        "unknown ending": (make(folder / "odd" / "corpus.xyz"), "--format"),
+        "unknown format": (make(good, format="doc"), "--format doc"),
+        "two forms": (make(folder / "both"), "csv and txt"),
+        "blank": (make(folder / "blank"), "train.txt is empty"),
+        "column": (make(csv, text_column="txts"), "did you mean texts?"),
+        "vocabulary": (make(good, vocab_size=100), "--vocab-size 100: must be at least 257"),
+        "tokenizer path": (make(good, folder / "no tokenizer"), "--tokenizer"),
+        "tokenizer folder": (make(good, folder / "empty"), "holds no tokenizer"),
+    }
+
+
+@pytest.mark.parametrize("case", range(11))
+def test_bad_input_is_answered_in_one_line(tmp_path: Path, case: int) -> None:
+    name, (text, message) = list(bad_inputs(tmp_path).items())[case]
+    with pytest.raises(DataError) as error:
+        text.check()
+    assert message in str(error.value), name
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    data = write(tmp_path / "d", train__txt=LINES)
+    (data / "train.txt").chmod(0)
+    with pytest.raises(DataError, match="no permission"):
+        make(data).check()
+
+
+def test_bytes_that_are_not_utf8_are_named_by_file_and_place(tmp_path: Path) -> None:
+    data = write(tmp_path, valid__txt=LINES)
+    (data / "train.txt").write_bytes(b"caf" + b"\xe9 au lait\n")
+    with pytest.raises(DataError, match=r"train\.txt: byte 3 is not UTF-8"):
+        make(data).read()
+
+
+def test_broken_jsonl_is_named_by_line(tmp_path: Path) -> None:
+    data = write(tmp_path, train__jsonl='{"text": "a"}\n{"text": \n')
+    with pytest.raises(DataError, match=r"train\.jsonl line 2: is not JSON"):
+        make(data).read()
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    data = write(tmp_path, train__txt=LINES, valid__txt="a")
+    with pytest.raises(DataError, match="the valid text has 1 tokens"):
+        make(data, vocab_size=257).read()
+
+
+def test_identity_follows_content_and_settings_and_not_the_place(tmp_path: Path) -> None:
+    first = write(tmp_path / "a", train__txt=LINES, valid__txt="one\n")
+    copy = write(tmp_path / "b", train__txt=LINES, valid__txt="one\n")
+    changed = write(tmp_path / "c", train__txt=LINES, valid__txt="two\n")
+    tokenizer, other = byte_tokenizer(tmp_path / "t"), byte_tokenizer(tmp_path / "u", tokenizers.END)
+    same = make(first, tokenizer).identity()
+    assert same == make(copy, tokenizer, seed=5).identity()
+    json.dumps(same)
+    for different in (
+        make(changed, tokenizer),
+        make(first, other),
+        make(first),
+        make(first, tokenizer, max_length=8),
+        make(first, tokenizer, vocab_size=500),
+        make(first, tokenizer, text_column="body"),
+    ):
+        assert different.identity() != same
+
+
+def test_both_files_of_a_tokenizer_count_for_the_identity(tmp_path: Path) -> None:
+    data, tokenizer = write(tmp_path / "d", train__txt=LINES), byte_tokenizer(tmp_path / "t")
+    before = make(data, tokenizer / "vocab.json").identity()
+    (tokenizer / "merges.txt").write_text("#version: 0.2\n")
+    assert make(data, tokenizer / "vocab.json").identity() != before
+
+
+def test_the_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
+    data, folder = write(tmp_path / "d", train__txt=LINES), byte_tokenizer(tmp_path / "model")
+    extra = make(data, model=str(folder)).prepare(tmp_path / "out")
+    assert extra["vocabulary"] == 257
+
+
+def test_the_demo_is_source_code_of_the_library() -> None:
+    files = corpora.demo_files()
+    splits = {name: list(texts()) for name, texts in corpora.demo().splits.items()}
+    assert len(splits["valid"]) == len(files) // 10
+    assert len(splits["train"]) + len(splits["valid"]) == len(files)
+    assert 1_000_000 < sum(len(t) for texts in splits.values() for t in texts) < 2_500_000
+    assert make("demo").identity() == make("demo").identity()
+
+
+def test_an_unreachable_hub_is_answered_in_two_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(socket, "create_connection", lambda *_: time.sleep(4))
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"a-team/a-corpus.*cannot be reached.*HF_HOME.*prepare"):
+        make("a-team/a-corpus").check()
+    assert time.monotonic() - start < 2
+
+
+def test_offline_asks_no_network_and_finds_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("asked the network"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    assert not hub.reachable()
+    cached = tmp_path / "hub" / "datasets--a-team--a-corpus"
+    write(cached / "refs", main="abc")
+    write(cached / "snapshots" / "abc", train__csv="text\n")
+    make("a-team/a-corpus").check()
+
+
+def test_a_hub_data_set_is_split_and_its_column_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"text": f"he {i}"} for i in range(40)])
+    monkeypatch.setattr(hub, "load_dataset", lambda *_: {"train": rows})
+    corpus = corpora.of_hub("a-team/a-corpus", None, "text")
+    assert len(list(corpus.splits["train"]())) == 38
+    assert list(corpus.splits["valid"]()) == ["he 38", "he 39"]
+    with pytest.raises(DataError, match="--text-column body"):
+        corpora.of_hub("a-team/a-corpus", None, "body")
+
+
+def test_nothing_heavy_is_imported() -> None:
+    heavy = "torch transformers datasets pyarrow tokenizers pandas"
+    code = (
+        f"import sys, data.text, models.causal_lm; print([m for m in '{heavy}'.split() if m in sys.modules])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == "[]"
+
+
+def test_wikitext_valid_has_its_known_size(tmp_path: Path) -> None:
+    data, tokenizer = shared("wikitext2") / "valid.txt", shared("gpt2-bpe")
+    extra = make(data, tokenizer, max_length=1024).prepare(tmp_path)
+    splits = extra["splits"].values()
+    assert sum(s["bytes"] for s in splits) == 1_121_681
+    assert sum(s["words"] for s in splits) == 217_646 - 3_760  # the published count has one <eos> per line
