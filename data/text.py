@@ -141,7 +141,7 @@ class Text(Data):
             "vocabulary": tokenizers.size(tokenizer),
             **special,
             "splits": sizes,
-            "prompt": "def " if self.recipe.data == DEMO else _first_words(corpus.splits["valid"]()),
+            "prompt": "def" if self.recipe.data == DEMO else _first_words(corpus.splits["valid"]()),
             "notes": list(corpus.notes),
         }
 

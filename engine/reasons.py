@@ -46,7 +46,8 @@ def why_processes(
         return f"{used}: other numbers of processes do not fit, or a batch of {batch} leaves them idle"
     other = layouts[-1] if chosen is not layouts[-1] else layouts[0]
     there, here = _milliseconds(other.seconds), _milliseconds(chosen.seconds)
-    return f"{used}: this batch of {batch} would take {there} on {other.choices.processes}, {here} on {count}"
+    end = "; so little gain is not worth them" if other.seconds < chosen.seconds else ""
+    return f"{used}: this batch of {batch} takes {there} on {other.choices.processes}, {here} on {count}{end}"
 
 
 def _slower_than_one(case: Case, chosen: Layout) -> str:

@@ -99,7 +99,7 @@ def test_every_field_has_its_reason_in_one_sentence(machine: str, shape: Shape) 
 def test_one_of_eight_gpus_without_fast_links_and_the_numbers_why() -> None:
     plan = planned("8xrtx4080", BERT6)
     assert (plan.processes, plan.strategy) == (1, "single")
-    assert plan.reasons["processes"].startswith("I use 1 of 8 GPUs: this batch of 32 would take ")
+    assert plan.reasons["processes"].startswith("I use 1 of 8 GPUs: this batch of 32 takes ")
     assert planned("8xrtx4080", BERT6, recipe={"batch_size": 4096}).processes == 8
 
 
