@@ -65,12 +65,16 @@ class Ragged:
         lengths = self.offsets[indices + 1] - starts
         width = int(lengths.max(initial=1))
         if (lengths == width).all() and width >= pad_to and self._is_regular(starts, width):
-            return np.take(self.values[: len(self.values) // width * width].reshape(-1, width), starts // width, axis=0)
+            return np.take(
+                self.values[: len(self.values) // width * width].reshape(-1, width), starts // width, axis=0
+            )
         width = max(width, pad_to)
         columns = np.arange(width)
         inside = columns < lengths[:, None]
         places = np.where(inside, starts[:, None] + columns, 0)
-        return np.where(inside, self.values[places] if len(self.values) else 0, self.pad).astype(self.values.dtype)
+        return np.where(inside, self.values[places] if len(self.values) else 0, self.pad).astype(
+            self.values.dtype
+        )
 
     @staticmethod
     def _is_regular(starts: np.ndarray, width: int) -> bool:
@@ -94,7 +98,7 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
-        """The named arrays of these samples, one row each, in this order; rows padded to `pad_to` or longer."""
+        """The named arrays of these samples, one row each, in this order, `pad_to` wide or wider."""
 
 
 class ArraySource(Source):
@@ -113,7 +117,9 @@ class ArraySource(Source):
 
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         batch = {
-            name: column.rows(indices, pad_to) if isinstance(column, Ragged) else np.take(column, indices, axis=0)
+            name: column.rows(indices, pad_to)
+            if isinstance(column, Ragged)
+            else np.take(column, indices, axis=0)
             for name, column in self.columns.items()
         }
         return {**batch, "index": indices, "length": self.lengths[indices]}
@@ -146,9 +152,10 @@ class Data(ABC):
 
     def check(self) -> None:
         """Raise DataError with one line if the data cannot be had; cheap, before anything heavy."""
+        return
 
     def identity(self) -> dict[str, Any]:
-        """All that the prepared arrays depend on, in JSON form: settings, and hashes of the files' content."""
+        """All that the prepared arrays depend on, as JSON: settings, and hashes of the files' content."""
         return {"data": self.recipe.data, "seed": self.recipe.seed}
 
     @abstractmethod
@@ -156,7 +163,7 @@ class Data(ABC):
         """Columns per split: `train` always, `valid` and `test` where there are such."""
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared arrays into `folder`; returns what Facts should know besides counts and lengths."""
+        """Write the prepared arrays into `folder`; returns what Facts should know beside counts, lengths."""
         for split, columns in self.read().items():
             save(folder / split, columns)
         return {}
@@ -171,7 +178,11 @@ def save(folder: Path, columns: Columns) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
     for name, column in columns.items():
-        arrays = {"values": column.values, "offsets": column.offsets} if isinstance(column, Ragged) else {"": column}
+        arrays = (
+            {"values": column.values, "offsets": column.offsets}
+            if isinstance(column, Ragged)
+            else {"": column}
+        )
         files = {}
         for part, array in arrays.items():
             file = f"{name}-{part}.npy" if part else f"{name}.npy"
@@ -186,7 +197,9 @@ def load(folder: Path) -> dict[str, Column]:
     columns: dict[str, Column] = {}
     for name, entry in json.loads((folder / "index.json").read_text()).items():
         arrays = [_open_array(folder / file, size) for file, size in entry["files"].items()]
-        columns[name] = arrays[0] if entry["pad"] is None else Ragged(arrays[0], np.asarray(arrays[1]), entry["pad"])
+        columns[name] = (
+            arrays[0] if entry["pad"] is None else Ragged(arrays[0], np.asarray(arrays[1]), entry["pad"])
+        )
     return columns
 
 
@@ -194,7 +207,8 @@ def _open_array(file: Path, size: int) -> np.ndarray:
     actual = file.stat().st_size if file.exists() else 0
     if actual != size:
         raise DataError(
-            f"prepared file {file} has {actual} bytes in place of {size}: delete {file.parent.parent} and run again"
+            f"prepared file {file} has {actual} bytes in place of {size}: delete"
+            f" {file.parent.parent} and run again"
         )
     # An empty array cannot be mapped, and a small one need not be.
     return np.load(file, mmap_mode="r" if size > SMALL_FILE_BYTES else None)
@@ -212,5 +226,5 @@ def fingerprint(folder: Path) -> str:
 
 
 def length_quantiles(lengths: np.ndarray) -> tuple[int, ...]:
-    """The lengths at evenly spaced ranks, shortest to longest: what a plan needs to know of a million samples."""
+    """The lengths at evenly spaced ranks, shortest to longest: all that a plan needs of a million samples."""
     return tuple(int(v) for v in np.quantile(lengths, np.linspace(0, 1, QUANTILES), method="nearest"))

@@ -22,7 +22,7 @@ LONGEST = 512
 
 def key_attention(model: nn.Module, noise: KeyedNoise) -> None:
     """Route a transformers model's attention through the keyed function, once per run."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if "transformers" not in sys.modules or not hasattr(config, "_attn_implementation"):
         return
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -33,7 +33,8 @@ def key_attention(model: nn.Module, noise: KeyedNoise) -> None:
     if plain is None:  # the eager function belongs to each model's file; SDPA computes the same
         plain = AttentionInterface._global_mapping["sdpa"]
     AttentionInterface.register(NAME, _KeyedAttention(noise, plain))
-    AttentionMaskInterface.register(NAME, AttentionMaskInterface._global_mapping.get(kernel, sdpa_mask))
+    masks: Any = AttentionMaskInterface
+    masks.register(NAME, masks._global_mapping.get(kernel, sdpa_mask))
     for name, module in model.named_modules():
         module.noise_site = noise.register(f"{name}.attention") if hasattr(module, "is_causal") else None
     model.set_attn_implementation(NAME)  # type: ignore[operator]
@@ -72,7 +73,9 @@ def _grouped(x: Tensor, query: Tensor) -> Tensor:
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) if x.shape[1] != query.shape[1] else x
 
 
-def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, causal: bool) -> Tensor:
+def _probabilities(
+    query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, causal: bool
+) -> Tensor:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, _grouped(key, query).transpose(2, 3)).float() * scale
     if mask is not None:
@@ -85,7 +88,7 @@ def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, scaling: flo
 
 
 def _mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
-    """A mask over (B, H, T, S) that padding T and S does not move: positions count in a LONGEST-wide square."""
+    """A (B, H, T, S) mask that padding T and S does not move: positions count in a LONGEST-wide square."""
     batch, heads, length, span = shape
     if max(length, span) > LONGEST:
         raise AttentionTooLong(max(length, span))

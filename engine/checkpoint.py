@@ -44,11 +44,15 @@ def put(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer | No
     """Set weights, buffers and optimizer state from portable state; names must match the model's."""
     import torch
 
-    targets = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(_persistent_buffers(model))
+    targets = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(
+        _persistent_buffers(model)
+    )
     found = {k.removeprefix(WEIGHT) for k in state if k.startswith(WEIGHT)}
     if found != set(targets):
         odd = sorted(found ^ set(targets))
-        raise TrainingError(f"the checkpoint's weights are not this model's: {', '.join(odd[:3])} ({len(odd)} names)")
+        raise TrainingError(
+            f"the checkpoint's weights are not this model's: {', '.join(odd[:3])} ({len(odd)} names)"
+        )
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(state[WEIGHT + name])
@@ -62,7 +66,7 @@ def _put_moments(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optim
         if key.startswith(MOMENT):
             kind, _, name = key.removeprefix(MOMENT).partition("/")
             p = parameters[name]
-            # torch keeps `step` on the CPU unless fused on a GPU; a 0-d tensor follows where the optimizer looks.
+            # torch keeps `step` on the CPU, unless it is fused on a GPU.
             on_host = kind == "step" and not _steps_on_device(optimizer, p)
             optimizer.state[p][kind] = value.clone() if on_host else value.to(p.device, copy=True)
 

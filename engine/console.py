@@ -12,7 +12,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Console:
-    """Lines on standard error and in log.txt, on the main process; a bar where standard error is a terminal."""
+    """Lines on standard error and in log.txt, from the main process; a bar on a terminal."""
 
     def __init__(self, log: Path | None, quiet: bool = False, mark: str = "") -> None:
         self.quiet, self.mark = quiet, mark
@@ -35,7 +35,9 @@ class Console:
         if sys.stderr.isatty() and not self.quiet:
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total, initial=start, desc=phase, unit="step", dynamic_ncols=True, file=sys.stderr)
+            self.bar = tqdm(
+                total=total, initial=start, desc=phase, unit="step", dynamic_ncols=True, file=sys.stderr
+            )
 
     def step(self, row: dict[str, Any], total: int, seconds_left: float) -> None:
         """Show a logged step: at every step on a bar, every few seconds as a line."""

@@ -1,4 +1,4 @@
-"""How a global batch is cut into micro-batches and dealt to ranks. Free of meaning: only speed depends on it."""
+"""How a global batch is cut into micro-batches and dealt to ranks: only speed depends on it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """A micro-batch of whole cohorts. An empty one is a dummy: weight zero, but the collectives take place."""
+    """A micro-batch of whole cohorts. An empty one is a dummy: weight zero, but its collectives happen."""
 
     places: np.ndarray
     """Positions in the global batch."""
@@ -52,7 +52,11 @@ def cut(lengths: np.ndarray, world: int, budget: Budget, cohort: int = 1) -> lis
     by cost. Every rank gets at least one, a dummy if need be.
     """
     groups = -(-len(lengths) // cohort)
-    longest = np.array([lengths[g * cohort : (g + 1) * cohort].max() for g in range(groups)]) if cohort > 1 else lengths
+    longest = (
+        np.array([lengths[g * cohort : (g + 1) * cohort].max() for g in range(groups)])
+        if cohort > 1
+        else lengths
+    )
     order = np.argsort(-longest, kind="stable")
     whole = _Packer(longest[order], cohort, budget)
     best = min((_deal(whole.pack(k), world) for k in whole.counts(world)), key=_slowest)
@@ -79,7 +83,9 @@ class _Packer:
         if self.lengths[0] == self.lengths[-1]:
             return [-(-fewest // world) * world]
         rounds = -(-fewest // world)
-        return sorted({world * r for r in (rounds, rounds + 1, rounds + 2, 2 * rounds, 3 * rounds, 4 * rounds)})
+        return sorted(
+            {world * r for r in (rounds, rounds + 1, rounds + 2, 2 * rounds, 3 * rounds, 4 * rounds)}
+        )
 
     def pack(self, segments: int) -> list[_Segment]:
         """At most about `segments` segments, the costliest as cheap as possible (bisection on its cost)."""
@@ -128,7 +134,9 @@ def _slowest(ranks: list[list[_Segment]]) -> float:
 def _realise(rank: list[_Segment], order: np.ndarray, count: int, cohort: int, budget: Budget) -> list[Micro]:
     if not rank:
         return [Micro(np.empty(0, np.int64), budget.width(1), 0.0)]
-    return [Micro(_members(order[s.start : s.stop], count, cohort), budget.width(s.length), s.cost) for s in rank]
+    return [
+        Micro(_members(order[s.start : s.stop], count, cohort), budget.width(s.length), s.cost) for s in rank
+    ]
 
 
 def _members(groups: np.ndarray, count: int, cohort: int) -> np.ndarray:

@@ -23,7 +23,14 @@ _BATCHES_AHEAD = 16
 
 
 def evaluate(
-    task: Task, model: nn.Module, source: Source, split: str, facts: Any, plan: Plan, world: World, fraction: float = 1.0
+    task: Task,
+    model: nn.Module,
+    source: Source,
+    split: str,
+    facts: Any,
+    plan: Plan,
+    world: World,
+    fraction: float = 1.0,
 ) -> dict[str, float]:
     """Metrics over the first `fraction` of a split; the same on every rank."""
     count = max(1, math.ceil(len(source) * fraction))
@@ -41,7 +48,7 @@ def evaluate(
 
 
 def _batches(source: Source, count: int, plan: Plan, world: World) -> Any:
-    """This rank's micro-batches: like lengths together, dealt by cost; no dummies, forwards hold no collective."""
+    """This rank's micro-batches, dealt by cost; no dummies, since a forward holds no collective."""
     budget = budget_of(plan)
     span = max(1, budget.samples * world.size * _BATCHES_AHEAD)
     for start in range(0, count, span):

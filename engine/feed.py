@@ -25,7 +25,9 @@ Order = Callable[[int], np.ndarray]
 
 
 def budget_of(plan: Plan) -> Budget:
-    return Budget(plan.micro_batch_samples, plan.micro_batch_tokens, plan.micro_batch_cost, 0.0, plan.pad_multiple)
+    return Budget(
+        plan.micro_batch_samples, plan.micro_batch_tokens, plan.micro_batch_cost, 0.0, plan.pad_multiple
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,9 @@ class Feed:
                     if work is not previous and not _offer(ready, work, closed):
                         return
                     previous = work
-                    batch = tensors(self.source.fetch(self._rows(work, micro), micro.width), self.plan.pin_memory)
+                    batch = tensors(
+                        self.source.fetch(self._rows(work, micro), micro.width), self.plan.pin_memory
+                    )
                     if not _offer(ready, batch, closed):
                         return
                 _offer(ready, None, closed)

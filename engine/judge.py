@@ -1,4 +1,4 @@
-"""Early stopping and the best checkpoint: decided from rounded values, so that float noise decides nothing."""
+"""Early stopping and the best checkpoint, decided from rounded values: float noise decides nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ class Judge:
     def see(self, value: float, step: int) -> bool:
         """Whether this evaluation is the best so far."""
         value = round(value, DIGITS)
-        gain = math.inf if self.best is None else (self.best - value if self.direction == "min" else value - self.best)
+        gain = (
+            math.inf
+            if self.best is None
+            else (self.best - value if self.direction == "min" else value - self.best)
+        )
         if not math.isfinite(value) or gain <= self.min_delta:
             self.waited += 1
             return False

@@ -43,13 +43,16 @@ class KeyedNoise:
     def bind(self, step: int, samples: np.ndarray, device: torch.device) -> None:
         """Draws from now on belong to these samples (one per row) at this optimizer step."""
         with np.errstate(over="ignore"):
-            moment = mix(mix(np.uint64([self.seed]) + np.uint64(0x9E3779B97F4A7C15)) ^ np.uint64([step]))
+            moment = mix(np.array([self.seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+            moment = mix(moment ^ np.array([step], np.uint64))
             self._row_keys = mix(moment + np.asarray(samples, np.int64).astype(np.uint64))
         self._device = device
         self.rows = len(samples)
         names = list(self.sites)
         if names:
-            self.keys = torch.from_numpy(np.stack([self._site_keys(n) for n in names])).to(device, non_blocking=True)
+            self.keys = torch.from_numpy(np.stack([self._site_keys(n) for n in names])).to(
+                device, non_blocking=True
+            )
 
     def _site_keys(self, site: str) -> np.ndarray:
         """(B, 2) int32."""
@@ -132,7 +135,9 @@ def _hash_on_device(keys: Tensor, count: int) -> Tensor:
     if torch.compiler.is_compiling():
         return _hash_formula(keys, count)
     if "hash" not in _compiled:
-        _compiled["hash"] = torch.compile(_hash_formula, dynamic=True) if _has_triton(keys.device) else _hash_formula
+        _compiled["hash"] = (
+            torch.compile(_hash_formula, dynamic=True) if _has_triton(keys.device) else _hash_formula
+        )
     return _compiled["hash"](keys, count)
 
 
@@ -156,7 +161,7 @@ class _Dropped(torch.autograd.Function):
         return (x * mask).mul_(scale)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
         return (gradient * mask).mul_(ctx.scale), None, None
 

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules. The rate is set by us, once per step: schedulers hold state, this does not."""
+"""Optimizers and learning-rate schedules: pure functions of the step, since schedulers hold state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
-    """The rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the recipe's schedule to 0."""
+    """The rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the schedule to 0."""
     warmup = recipe.warmup.steps(steps_per_epoch) if recipe.warmup.value else 0
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -54,7 +54,11 @@ def _eight_bit(groups: list[dict[str, Any]], recipe: Recipe) -> Optimizer:
         import bitsandbytes
     except ImportError:
         raise UserError(f"--optimizer {recipe.optimizer} needs: pip install bitsandbytes") from None
-    kind = bitsandbytes.optim.PagedAdamW8bit if recipe.optimizer.startswith("paged") else bitsandbytes.optim.AdamW8bit
+    kind = (
+        bitsandbytes.optim.PagedAdamW8bit
+        if recipe.optimizer.startswith("paged")
+        else bitsandbytes.optim.AdamW8bit
+    )
     optimizer: Optimizer = kind(groups, lr=recipe.lr)
     return optimizer
 

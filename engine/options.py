@@ -34,7 +34,11 @@ class Between:
     above: bool = False
 
     def allows(self, value: float) -> bool:
-        return math.isfinite(value) and (value > self.low if self.above else value >= self.low) and value <= self.high
+        return (
+            math.isfinite(value)
+            and (value > self.low if self.above else value >= self.low)
+            and value <= self.high
+        )
 
     def __str__(self) -> str:
         low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
@@ -124,7 +128,11 @@ def _field_docs(options: type) -> dict[str, str]:
             continue
         assert isinstance(body, ast.ClassDef)
         for field, doc in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(doc, ast.Expr)
+                and isinstance(doc.value, ast.Constant)
+            ):
                 docs[typing.cast(ast.Name, field.target).id] = " ".join(str(doc.value.value).split())
     return docs
 
@@ -139,11 +147,13 @@ def describe_type(kind: Any) -> str:
         return f"{describe_type(arguments[0])} (or several: a,b)"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe_type(a) for a in arguments if a is not type(None))
-    return {int: "integer", float: "number", str: "text", bool: "on|off", Interval: "interval"}.get(kind, str(kind))
+    return {int: "integer", float: "number", str: "text", bool: "on|off", Interval: "interval"}.get(
+        kind, str(kind)
+    )
 
 
 def convert(flag: Flag, value: Any) -> Any:
-    """The value of a flag from the word typed (or read from JSON); one line with the way out if it has none."""
+    """The value of a flag from the word typed, or read from JSON; UserError where it has none."""
     try:
         return _convert(flag.kind, value)
     except (ValueError, TypeError) as error:
@@ -188,7 +198,9 @@ def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:
     switch = {"true": "on", "false": "off"}.get(str(value).lower())
     if switch in choices:
         return switch
-    raise ValueError(f"is not one of {', '.join(str(c) for c in choices)}{nearest(str(value), map(str, choices))}")
+    raise ValueError(
+        f"is not one of {', '.join(str(c) for c in choices)}{nearest(str(value), map(str, choices))}"
+    )
 
 
 def _integer(value: Any) -> int:

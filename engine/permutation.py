@@ -75,7 +75,8 @@ def _walk(x: np.ndarray, count: int, rounds: _Rounds | _TableRounds) -> np.ndarr
 
 def _keys(seed: int, epoch: int) -> np.ndarray:
     with np.errstate(over="ignore"):
-        name = np.uint64([seed]) * np.uint64(0xD1B54A32D192ED03) + mix(np.uint64([epoch]) + np.uint64(1))
+        name = np.array([seed], np.uint64) * np.uint64(0xD1B54A32D192ED03)
+        name = name + mix(np.array([epoch], np.uint64) + np.uint64(1))
         return mix(np.arange(1, ROUNDS + 1, dtype=np.uint64) * _GOLDEN + mix(name))
 
 

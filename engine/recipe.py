@@ -19,6 +19,11 @@ from engine.errors import UserError
 from engine.options import Count, Fraction, Interval, Positive, Probability, Rate
 
 DEMO = "demo"
+SHORT_MODEL_NAMES = {
+    **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
+    "distilgpt2": "distilbert/distilgpt2",
+}
+"""Hub ids of the models that people still call by one word."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +95,9 @@ class Recipe:
         if self.epochs is not None and self.steps is not None:
             raise UserError("--epochs and --steps exclude each other: give one of them")
         if self.warmup.unit == "minutes" or (self.eval_every and self.eval_every.unit == "minutes"):
-            raise UserError("--warmup and --eval-every are counted in steps or epochs: minutes depend on the machine")
+            raise UserError(
+                "--warmup and --eval-every are counted in steps or epochs: minutes depend on the machine"
+            )
         if self.epochs is not None and not all(e > 0 for e in self.epochs):
             raise UserError(f"--epochs {','.join(map(str, self.epochs))}: must be above 0")
 
@@ -119,7 +126,9 @@ class Recipe:
         """
         batch = round(self.batch_size * factor)
         if batch < 1:
-            raise UserError(f"--scale-batch {factor:g}: makes the batch of {self.batch_size} smaller than one sample")
+            raise UserError(
+                f"--scale-batch {factor:g}: makes the batch of {self.batch_size} smaller than one sample"
+            )
         growth = {"sqrt": math.sqrt(factor), "linear": factor, "none": 1.0}[rule]
         origin = {"batch_size": self.batch_size, "lr": self.lr, "rule": rule}
         return dataclasses.replace(self, batch_size=batch, lr=self.lr * growth, scaled_from=origin)

@@ -25,13 +25,22 @@ def problems(run: Run) -> list[str]:
     task, data = workload(recipe.task).make(recipe)
     sampler = make_sampler(recipe, data.open(Path(run.facts().folder), "train"), task.cohort)
     rows = files.read_lines(run.metrics)
-    return [*_checkpoint_problems(run), *_seal_problems(rows), *_chain_problems(rows, sampler), *_ledger(run, sampler)]
+    return [
+        *_checkpoint_problems(run),
+        *_seal_problems(rows),
+        *_chain_problems(rows, sampler),
+        *_ledger(run, sampler),
+    ]
 
 
 def _data_problems(run: Run) -> list[str]:
     facts = run.facts()
     actual = fingerprint(Path(facts.folder))
-    return [] if actual == facts.fingerprint else [f"the data is not what was trained on: {actual}, {facts.fingerprint}"]
+    return (
+        []
+        if actual == facts.fingerprint
+        else [f"the data is not what was trained on: {actual}, {facts.fingerprint}"]
+    )
 
 
 def _checkpoint_problems(run: Run) -> list[str]:
@@ -48,7 +57,9 @@ def _seal_problems(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         before = seal(before, row)
         if row.get(SEAL) != before:
-            return [f"metrics.jsonl was changed at or before phase {row.get('phase')}, step {row.get('step')}"]
+            return [
+                f"metrics.jsonl was changed at or before phase {row.get('phase')}, step {row.get('step')}"
+            ]
     return []
 
 
@@ -63,7 +74,9 @@ def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
         while step < row["step"]:
             link, step = chain(link, sampler.batch(step)), step + 1
         if row["chain"] != link:
-            return [f"phase {phase}, step {step}: the samples seen are not the recipe's ({row['chain']}, {link})"]
+            return [
+                f"phase {phase}, step {step}: the samples seen are not the recipe's ({row['chain']}, {link})"
+            ]
     return []
 
 
@@ -72,7 +85,7 @@ def _ledger(run: Run, sampler: Sampler) -> list[str]:
         wanted = sampler.batch(row["step"] - 1).tolist()
         if row["samples"] != wanted:
             odd = sorted(set(row["samples"]) ^ set(wanted))
-            return [f"samples.jsonl: phase {row['phase']}, step {row['step']}: not the recipe's samples {odd[:4]}"]
+            return [
+                f"samples.jsonl: phase {row['phase']}, step {row['step']}: not the recipe's samples {odd[:4]}"
+            ]
     return []
-
-

@@ -60,11 +60,15 @@ class Redo:
         return self.session.evaluate(split)
 
     def steps(self, count: int) -> list[Redone]:
-        """`count` steps from the initial weights, and as many from the last checkpoint that has logged steps after it.
+        """`count` steps from the initial weights, and from the last checkpoint with logged steps after it.
 
         The later ones come second: loading a checkpoint overwrites the weights.
         """
-        rows = {(r["phase"], r["step"]): r for r in files.read_lines(self.run.metrics) if "loss" in r and "lr" in r}
+        rows = {
+            (r["phase"], r["step"]): r
+            for r in files.read_lines(self.run.metrics)
+            if "loss" in r and "lr" in r
+        }
         first = self.session.stretches[0]
         self.session.enter(first)
         redone = self._from(first.name, 0, count, rows, "the initial weights")

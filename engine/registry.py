@@ -41,7 +41,9 @@ class Workload:
     data: type[Data]
 
     def option_flags(self) -> dict[str, opt.Flag]:
-        return opt.flags_of(self.task.Options, self.name) | opt.flags_of(self.data.Options, f"{self.name} data")
+        return opt.flags_of(self.task.Options, self.name) | opt.flags_of(
+            self.data.Options, f"{self.name} data"
+        )
 
     def make(self, recipe: Recipe) -> tuple[Task, Data]:
         """The task and data of a recipe."""
@@ -66,7 +68,9 @@ def workload(name: str) -> Workload:
     key = name.replace("_", "-").lower()
     if key not in TASKS:
         hint = opt.nearest(key, TASKS)
-        raise UserError(f"--task {name}: there is no such task{hint}; valid: {', '.join(TASKS)}, or ./file.py:Class")
+        raise UserError(
+            f"--task {name}: there is no such task{hint}; valid: {', '.join(TASKS)}, or ./file.py:Class"
+        )
     entry = TASKS[key]
     return Workload(key, _load(entry.task), _load(entry.data))
 
@@ -83,12 +87,19 @@ def _user_class(place: str) -> type[Task]:
         raise UserError(f"--task {place}: there is no file {file}")
     module_name = f"isobatch_user_{file.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     spec.loader.exec_module(module)
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Task)):
-        own = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task]
-        raise UserError(f"--task {place}: no Task called {name} there{opt.nearest(name, own)}; found: {', '.join(own)}")
+        own = [
+            k
+            for k, v in vars(module).items()
+            if isinstance(v, type) and issubclass(v, Task) and v is not Task
+        ]
+        raise UserError(
+            f"--task {place}: no Task called {name} there{opt.nearest(name, own)}; found: {', '.join(own)}"
+        )
     return found

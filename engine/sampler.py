@@ -68,7 +68,9 @@ class Sampler:
         batches = math.ceil(len(samples) / self.batch_size)
         full = batches if len(samples) % self.batch_size == 0 else batches - 1
         if within < full:  # a short last batch stays last
-            within = int(permute(np.array([within]), full, self.seed + _WINDOW_SEED, epoch * 65537 + window)[0])
+            within = int(
+                permute(np.array([within]), full, self.seed + _WINDOW_SEED, epoch * 65537 + window)[0]
+            )
         return samples[within * self.batch_size : (within + 1) * self.batch_size]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import UserError
 from engine.options import Interval
@@ -30,7 +31,13 @@ def stretches(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int) -> 
         raise UserError(f"--phase {recipe.phase}: this task's phases are {', '.join(names)}")
     every = recipe.eval_every.steps(steps_per_epoch) if recipe.eval_every else steps_per_epoch
     return [
-        Stretch(p.name, _steps(recipe, place, p, len(phases), steps_per_epoch), steps_per_epoch, p.lr or recipe.lr, every)
+        Stretch(
+            p.name,
+            _steps(recipe, place, p, len(phases), steps_per_epoch),
+            steps_per_epoch,
+            p.lr or recipe.lr,
+            every,
+        )
         for place, p in enumerate(phases)
         if recipe.phase in (None, p.name)
     ]
@@ -43,9 +50,11 @@ def _steps(recipe: Recipe, place: int, phase: Phase, count: int, steps_per_epoch
     return max(1, math.ceil(round(epochs * steps_per_epoch, 6)))
 
 
-def _nth(values: Sequence, place: int, count: int, flag: str) -> int:  # type: ignore[type-arg]
+def _nth(values: Sequence[Any], place: int, count: int, flag: str) -> int:
     if len(values) not in (1, count):
-        raise UserError(f"{flag} {','.join(map(str, values))}: give one number, or one for each of {count} phases")
+        raise UserError(
+            f"{flag} {','.join(map(str, values))}: give one number, or one for each of {count} phases"
+        )
     return values[0] if len(values) == 1 else values[place]
 
 

@@ -75,7 +75,7 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
 def prepare_model(
     task: Task, recipe: Recipe, facts: Facts, plan: Plan, world: World
 ) -> tuple[nn.Module, KeyedNoise | None]:
-    """The model with the recipe's initial weights, on its device, with noise, checkpointing and compile as planned."""
+    """The model with the recipe's initial weights, on its device, set up as planned."""
     if plan.threads:
         torch.set_num_threads(plan.threads)
     torch.manual_seed(recipe.seed)

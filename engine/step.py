@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches in, reduced gradients, clip, update. `verify` redoes steps with this too."""
+"""One optimizer step: micro-batches in, reduced gradients, clip, update."""
 
 from __future__ import annotations
 
@@ -48,7 +48,14 @@ class Stepper:
     """Runs steps of one phase on one rank."""
 
     def __init__(
-        self, task: Task, recipe: Recipe, plan: Plan, world: World, model: nn.Module, noise: KeyedNoise | None, phase: str
+        self,
+        task: Task,
+        recipe: Recipe,
+        plan: Plan,
+        world: World,
+        model: nn.Module,
+        noise: KeyedNoise | None,
+        phase: str,
     ) -> None:
         self.task, self.recipe, self.plan, self.world, self.noise = task, recipe, plan, world, noise
         self.raw, self.phase = model, phase
@@ -96,7 +103,11 @@ class Stepper:
         return self._pack(parts)
 
     def _pack(self, parts: dict[str, Tensor]) -> tuple[list[str], Tensor]:
-        names = sorted(parts) if self.world.size == 1 else sorted({n for names in self._names(parts) for n in names})
+        names = (
+            sorted(parts)
+            if self.world.size == 1
+            else sorted({n for names in self._names(parts) for n in names})
+        )
         wide = torch.float32 if self.world.device.type == "mps" else torch.float64
         zero = torch.zeros((), dtype=wide, device=self.world.device)
         return names, torch.stack([parts[n].to(wide) if n in parts else zero for n in names])
@@ -144,7 +155,9 @@ class Stepper:
         for p in self.trained:
             p.grad = None
         if self.scale < SCALE_LEAST:
-            raise TrainingError("fp16 gradients overflow at every loss scale: lower --lr, or use --precision fp32")
+            raise TrainingError(
+                "fp16 gradients overflow at every loss scale: lower --lr, or use --precision fp32"
+            )
         return True
 
     def scaling(self) -> dict[str, Any]:

@@ -59,9 +59,7 @@ class Trainer:
     def _begin(self, stretch: Stretch) -> None:
         self.session.enter(stretch)
         self.judge = Judge(self.task.monitor[1], self.recipe.patience, self.recipe.min_delta)
-        self.progress = Progress(
-            stretch.name, samples=self.progress.samples, tokens=self.progress.tokens
-        )
+        self.progress = Progress(stretch.name, samples=self.progress.samples, tokens=self.progress.tokens)
         self.alarm = Alarm(self.options.save_every, stretch.steps_per_epoch, now())
         self.saved_step = -1
 
@@ -82,7 +80,9 @@ class Trainer:
         pending: Result | None = None
         last = progress.step if self.judge.stop else stretch.steps
         for loaded in session.feed().steps(progress.step, last):
-            result = session.stepper.run(loaded, session.optimizer, session.rate(loaded.work.step), self._votes())
+            result = session.stepper.run(
+                loaded, session.optimizer, session.rate(loaded.work.step), self._votes()
+            )
             asked, pending = self._settle(pending), result
             if asked or self._due(loaded.work.step + 1):
                 asked |= self._settle(pending)
@@ -111,7 +111,9 @@ class Trainer:
         if "stop" in asked:
             self.console.end()
             self._summary("stopped", "asked to stop by a signal", {})
-            raise StopRequested(f"stopped at step {step}, saved; go on with: isobatch resume {self.run.folder}")
+            raise StopRequested(
+                f"stopped at step {step}, saved; go on with: isobatch resume {self.run.folder}"
+            )
         self.mark += now() - began
         return enough
 
@@ -144,7 +146,7 @@ class Trainer:
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 raise TrainingError(
-                    f"the {what} became {value} at step {step + 1} of phase {self.session.stretch.name}: lower --lr,"
+                    f"the {what} became {value} at step {step + 1} of phase {self.progress.phase}: lower --lr,"
                     " lengthen --warmup, or find the operation with --anomaly; checkpoints are from before"
                 )
 
@@ -172,7 +174,9 @@ class Trainer:
         }
         self.journal.step(row, work.samples, progress.step == stretch.steps)
         if self.options.tracker != "none":
-            self.world.accelerator.log({k: v for k, v in row.items() if isinstance(v, float)}, step=row["step"])
+            self.world.accelerator.log(
+                {k: v for k, v in row.items() if isinstance(v, float)}, step=row["step"]
+            )
         average = progress.train_seconds / progress.step
         self.console.step(row, stretch.steps, (stretch.steps - progress.step) * average)
 
@@ -193,7 +197,9 @@ class Trainer:
 
     def _measure(self, split: str, fraction: float) -> dict[str, float]:
         metrics = self.session.evaluate(split, fraction)
-        self.journal.metrics({"phase": self.progress.phase, "step": self.progress.step, "split": split, **metrics})
+        self.journal.metrics(
+            {"phase": self.progress.phase, "step": self.progress.step, "split": split, **metrics}
+        )
         figures = "  ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float))
         self.console.say(f"{split} after step {self.progress.step}: {figures}")
         return metrics
@@ -232,7 +238,9 @@ class Trainer:
             (best,) = self._best()
             checkpoint.put(checkpoint.load(self.run.checkpoints / best)[0], self.session.model, None)
             self.console.say(f"final/ is the best checkpoint, {best}")
-        held_out = {split: self._measure(split, 1.0) for split in reversed(HELD_OUT) if split in self.session.splits}
+        held_out = {
+            split: self._measure(split, 1.0) for split in reversed(HELD_OUT) if split in self.session.splits
+        }
         if self.world.is_main:
             self._export()
             sample = self.task.sample(self.session.model, self.session.facts, self.run.final)
@@ -272,7 +280,9 @@ class Trainer:
         )
 
 
-def newest(run: Run, session: Session, console: Console) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]] | None:
+def newest(
+    run: Run, session: Session, console: Console
+) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]] | None:
     """Name, tensors and state of the newest checkpoint that is whole."""
     for folder in reversed(checkpoint.listed(run.checkpoints, session.phases)):
         try:
@@ -281,7 +291,9 @@ def newest(run: Run, session: Session, console: Console) -> tuple[str, dict[str,
             console.say(f"{error}; trying the one before")
             continue
         if (state["recipe_hash"], state["fingerprint"]) != (session.recipe.hash(), session.facts.fingerprint):
-            raise TrainingError(f"checkpoint {folder} belongs to another recipe or other data than the run's files say")
+            raise TrainingError(
+                f"checkpoint {folder} belongs to another recipe or other data than the run's files say"
+            )
         return folder.name, tensors, state
     return None
 
@@ -302,6 +314,9 @@ def gpu_reading(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return {}
     try:
-        return {"gpu_utilisation": torch.cuda.utilization(device), "power_watts": torch.cuda.power_draw(device) / 1000}
+        return {
+            "gpu_utilisation": torch.cuda.utilization(device),
+            "power_watts": torch.cuda.power_draw(device) / 1000,
+        }
     except (ModuleNotFoundError, RuntimeError):
         return {}

@@ -33,8 +33,8 @@ def ranks_from(environment: Mapping[str, str]) -> tuple[int, int]:
         started = int(environment.get(name, 1) or 1)
         if started > 1:
             raise UserError(
-                f"{started} processes were started ({name}={started}) but no world was formed: each would train"
-                " alone. Start one launcher per node (torchrun or accelerate launch), or `launch slurm`"
+                f"{started} processes were started ({name}={started}) but no world was formed: each would"
+                " train alone. Start one launcher per node (torchrun or accelerate launch), or `launch slurm`"
             )
     return 0, 1
 
@@ -73,7 +73,9 @@ def agree_before_planning(choose: Callable[[], str], rank: int, size: int, cpu: 
 class World:
     """This process among the others."""
 
-    def __init__(self, plan: Plan, hang_timeout: int = 1800, tracker: str = "none", folder: str = ".") -> None:
+    def __init__(
+        self, plan: Plan, hang_timeout: int = 1800, tracker: str = "none", folder: str = "."
+    ) -> None:
         rank, size = ranks_from(os.environ)
         check_world(plan.processes, size)
         self.rank, self.size = rank, size
@@ -92,7 +94,7 @@ class World:
             return model
         from torch.nn.parallel import DistributedDataParallel
 
-        # Buffers are the same on every rank by construction; broadcasting them would be a collective per forward.
+        # Buffers are the same on every rank; broadcasting them would be a collective per forward.
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(
             model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=devices is not None

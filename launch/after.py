@@ -10,8 +10,10 @@ from typing import Any
 
 from engine import options as opt
 from engine.errors import UserError
+from engine.registry import workload
 from engine.run import Run
 from launch.flags import own_flags, split
+from models.base import Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,9 @@ def _evaluate(run: Run, own: EvaluateOptions) -> dict[str, Any]:
     from launch.auto import relocate
 
     relocate(run, run.recipe(), own.data)
-    redo = Redo(run, dataclasses.replace(run.plan(), processes=1, strategy="single", nodes=1, reduction="explicit"))
+    redo = Redo(
+        run, dataclasses.replace(run.plan(), processes=1, strategy="single", nodes=1, reduction="explicit")
+    )
     if not redo.load_trained():
         raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
     splits = [own.split] if own.split else [s for s in run.facts().samples if s != "train"]
@@ -80,12 +84,11 @@ def generate(words: Sequence[str]) -> int:
     run, own = _one_run(positional, "generate"), own_flags(flags, GenerateOptions, "generate")
     if own.prompt is None:
         raise UserError('generate: needs --prompt "..."')
-    if run.recipe().task != "causal-lm":
-        raise UserError(f"generate: {run.folder} trained {run.recipe().task}; this is for language models")
+    task, _ = workload(run.recipe().task).make(run.recipe())
+    if type(task).generate is Task.generate:
+        raise UserError(f"generate: {run.folder} trained {run.recipe().task}, which continues no text")
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
-    from models.causal_lm import generate as continue_text
-
-    text = continue_text(run.final, own.prompt, tokens=own.tokens, temperature=own.temperature, seed=own.seed)
+    text = task.generate(run.final, own.prompt, tokens=own.tokens, temperature=own.temperature, seed=own.seed)
     print(json.dumps({"prompt": own.prompt, "text": text}, ensure_ascii=False) if own.json else text)
     return 0

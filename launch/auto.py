@@ -49,7 +49,7 @@ def auto(words: Sequence[str]) -> int:
 
 
 def resume(words: Sequence[str]) -> int:
-    """Usage: resume RUN [plan flags, run flags, --data PATH]. The recipe stays; the machine may be another."""
+    """Usage: resume RUN [plan flags, run flags, --data PATH]. The recipe stays, on any machine."""
     positional, flags = split(words)
     if len(positional) != 1:
         raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
@@ -59,7 +59,9 @@ def resume(words: Sequence[str]) -> int:
         _print_outcome(run)
         return DONE
     data = flags.pop("data", None)
-    plan = own_flags({k: v for k, v in flags.items() if k not in opt.flags_of(RunOptions, "run")}, PlanOptions, "resume")
+    plan = own_flags(
+        {k: v for k, v in flags.items() if k not in opt.flags_of(RunOptions, "run")}, PlanOptions, "resume"
+    )
     options = stored_options(run, {k: v for k, v in flags.items() if k in opt.flags_of(RunOptions, "run")})
     recipe = run.recipe()
     relocate(run, recipe, data)
@@ -102,7 +104,9 @@ def find_run(asked: Request) -> Run | None:
     if choice not in ("auto", "never"):
         run = Run.open(choice)
         if run.recipe().hash() != wanted:
-            raise UserError(f"--resume {choice}: that run has another recipe; `resume {choice}` goes on with its own")
+            raise UserError(
+                f"--resume {choice}: that run has another recipe; `resume {choice}` goes on with its own"
+            )
         return run
     if choice == "never" or asked.run.again:
         return None
@@ -188,7 +192,7 @@ def start_children(
 
 
 def _wait(command: list[str], environment: dict[str, str], folder: Path) -> int:
-    """Run the launcher in a session of its own; pass every first signal on; its noise goes to launcher.log."""
+    """Run the launcher in a session of its own; pass every first signal on; keep its noise in a log."""
     with (folder / "launcher.log").open("ab") as noise:
         child = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE)
         seen: set[int] = set()
@@ -237,7 +241,8 @@ def write_config(folder: Path, plan: Plan) -> Path:
 def _print_outcome(run: Run) -> None:
     summary = run.summary() or {}
     figures = "  ".join(f"{k} {v:.4g}" for k, v in summary.get("metrics", {}).items() if isinstance(v, float))
-    print(f"{run.folder}: {summary.get('status')}, {summary.get('steps')} steps, {summary.get('split')}: {figures}")
+    status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
+    print(f"{run.folder}: {status}, {steps} steps, {split}: {figures}")
 
 
 def _say(text: str, quiet: bool) -> None:

@@ -13,10 +13,16 @@ from engine.errors import BUG, WRONG_INPUT
 
 COMMANDS = {
     "auto": ("launch.auto:auto", "plan for this machine, train, evaluate, export (also spelt train)"),
-    "plan": ("launch.planning:plan", "show the plan and its reasons, for this machine or another; trains nothing"),
+    "plan": (
+        "launch.planning:plan",
+        "show the plan and its reasons, for this machine or another; trains nothing",
+    ),
     "prepare": ("launch.planning:prepare", "fetch, clean, tokenize and measure the data, once"),
     "resume": ("launch.auto:resume", "go on with a run on this machine, whatever it is"),
-    "verify": ("launch.verify:verify", "redo logged steps under another cut and compare; exit 3 on a difference"),
+    "verify": (
+        "launch.verify:verify",
+        "redo logged steps under another cut and compare; exit 3 on a difference",
+    ),
     "evaluate": ("launch.after:evaluate", "metrics of a finished run on its held-out data"),
     "generate": ("launch.after:generate", "continue a prompt with a trained language model"),
     "tasks": ("launch.listing:tasks", "the workloads there are"),
@@ -34,7 +40,7 @@ USAGE = """isobatch: the recipe decides what is learnt, the plan decides how fas
 commands:
 {commands}
 
-`describe TASK` lists every flag. Exit codes: 0 done, 1 a bug, 2 wrong input, 3 training failed, 75 stopped."""
+`describe TASK` lists every flag. Exit codes: 0 done, 1 bug, 2 wrong input, 3 training failed, 75 stopped."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

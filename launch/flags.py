@@ -14,7 +14,7 @@ from typing import Any, Literal
 from engine import options as opt
 from engine.errors import UserError
 from engine.plan import PlanOptions
-from engine.recipe import DEMO, Recipe
+from engine.recipe import DEMO, SHORT_MODEL_NAMES, Recipe
 from engine.registry import Workload, workload
 from engine.run import RunOptions
 
@@ -58,7 +58,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     "use_dynamic_padding": {},
     "use_cache": {"text_cache": "on"},
 }
-"""Switches of other tools, and what they come to. Padding is always to the batch, so asking changes nothing."""
+"""Switches of other tools, and what they come to. Padding is always dynamic: asking changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ class Request:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Positional words and flags, all as text, `-` and `_` alike; Fire knows the forms (--a b, --a=b, --no-a)."""
+    """Positional words and flags, all as text, `-` and `_` alike; Fire knows --a b, --a=b and --no-a."""
     import fire
 
     found: dict[str, Any] = {}
@@ -121,7 +121,9 @@ def request(words: Sequence[str], command: str, own: type | None = None) -> Requ
     """Everything a command that needs a recipe was asked."""
     positional, flags = split(words)
     if positional:
-        raise UserError(f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes")
+        raise UserError(
+            f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes"
+        )
     if "task" not in flags:
         raise UserError(f"{command}: needs --task (`tasks` lists them)")
     chosen = workload(flags["task"])
@@ -191,7 +193,9 @@ def make_recipe(
     if asked.get("preset"):
         if asked["preset"] not in task.presets:
             hint = opt.nearest(str(asked["preset"]), task.presets)
-            raise UserError(f"--preset {asked['preset']}: valid for {chosen.name}: {', '.join(task.presets)}{hint}")
+            raise UserError(
+                f"--preset {asked['preset']}: valid for {chosen.name}: {', '.join(task.presets)}{hint}"
+            )
         layers.append(dict(task.presets[asked["preset"]]))
     if asked.get("mode") == "fast":
         layers.append(dict(task.fast))
@@ -210,6 +214,8 @@ def make_recipe(
 def _recipe_from(chosen: Workload, merged: Mapping[str, Any]) -> Recipe:
     common, own = opt.flags_of(Recipe, "recipe"), chosen.option_flags()
     values = {k: opt.convert(common[k], v) for k, v in merged.items() if k in common}
+    for field in ("model", "tokenizer"):
+        values[field] = SHORT_MODEL_NAMES.get(values.get(field), values.get(field))
     options = {
         name: opt.plain(opt.convert(flag, merged[name]) if name in merged else flag.default)
         for name, flag in own.items()

@@ -23,7 +23,7 @@ class PlanningOptions:
     """Flags of `plan` beside the recipe's and the plan's."""
 
     hardware: str | None = None
-    """Plan for this machine in place of the one here: rtx4080-laptop, 8xh100, 4x8xa100-80gb, cpu:2x24gb ..."""
+    """Plan for this machine, not the one here: rtx4080-laptop, 8xh100, 4x8xa100-80gb, cpu:2x24gb ..."""
     assume_length: Positive | None = None
     """Plan for samples of this many tokens, where the data is not at hand."""
     json: bool = False
@@ -57,7 +57,11 @@ def plan(words: Sequence[str]) -> int:
         "invariance": made.invariance,
         "frontier": others,
     }
-    print(json.dumps(answer, ensure_ascii=False) if asked.extra.get("json") else _sheet(asked, facts, made, others))
+    print(
+        json.dumps(answer, ensure_ascii=False)
+        if asked.extra.get("json")
+        else _sheet(asked, facts, made, others)
+    )
     return 0
 
 
@@ -69,12 +73,18 @@ def _sheet(asked: Request, facts: Facts, made: Plan, others: list[dict[str, Any]
     ]
     shown = {k: v for k, v in made.to_dict().items() if k in made.reasons}
     width = max(map(len, shown), default=0)
-    lines += [f"  {name:<{width}}  {_value(value)!s:<12}  {made.reasons[name]}" for name, value in shown.items()]
+    lines += [
+        f"  {name:<{width}}  {_value(value)!s:<12}  {made.reasons[name]}" for name, value in shown.items()
+    ]
     lines += [
         "",
         f"predicted: {made.predicted_step_seconds:.3g} s a step,"
         f" {size(made.predicted_peak_memory_bytes)} per process"
-        + ("" if made.calibrated else " (uncalibrated: no measurement on this kind of device stands behind it)"),
+        + (
+            ""
+            if made.calibrated
+            else " (uncalibrated: no measurement on this kind of device stands behind it)"
+        ),
         "",
         "other global batches would be other recipes (--scale-batch K --lr-rule sqrt|linear|none):",
     ]
@@ -98,6 +108,9 @@ def prepare(words: Sequence[str]) -> int:
         print(json.dumps(facts.to_dict(), ensure_ascii=False))
         return 0
     counts = ", ".join(f"{n:,} {split}" for split, n in facts.samples.items())
-    print(f"{counts} samples of up to {facts.longest} tokens (mean {facts.mean_length:.0f}), {facts.fingerprint}")
+    print(
+        f"{counts} samples of up to {facts.longest} tokens (mean {facts.mean_length:.0f}),"
+        f" {facts.fingerprint}"
+    )
     print(f"in {facts.folder}")
     return 0

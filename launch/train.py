@@ -11,19 +11,18 @@ from pathlib import Path
 
 HOME = str(Path(__file__).resolve().parent.parent)
 if __name__ == "__main__":
-    # Python put launch/ first: its files would hide packages of the same name, and `engine` would not be found.
+    # Python put launch/ first: its files would hide packages, and `engine` would not be found.
     sys.path[0] = HOME
 
 from collections.abc import Sequence  # noqa: E402
 
 from engine import files  # noqa: E402
 from engine import options as opt  # noqa: E402
-from engine.errors import BUG, DONE, FAILED, STOPPED, UserError  # noqa: E402
-from engine.plan import PlanOptions  # noqa: E402
+from engine.errors import BUG, DONE, FAILED, STOPPED  # noqa: E402
 from engine.run import NONCE, Run, RunOptions  # noqa: E402
 
 SPOKEN = b"\x1eisobatch\x1e"
-"""Begins each line that a child means for the person; the rest of its standard error is the launcher's noise."""
+"""Begins each line that a child means for the person; all else on its standard error is noise."""
 
 
 def train_run(run: Run, options: RunOptions) -> int:
@@ -105,6 +104,7 @@ def _with_flags(words: Sequence[str]) -> int:
         check_world(asked.plan.processes, size)
     # Every rank asks; one makes, the others wait at a file lock: no process group stands idle meanwhile.
     prepare(asked.workload.make(asked.recipe)[1])
+
     def choose() -> str:
         run = find_run(asked) or create_run(asked)
         if run.status() != "done":

@@ -1,4 +1,4 @@
-"""`verify`: prove that a run is what its recipe says. Also the child that redoes steps in a world of several."""
+"""`verify`: prove that a run is what its recipe says; also the child that redoes steps in a world."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.plan import Plan  # noqa: E402
 from engine.run import Run  # noqa: E402
 
 TOLERANCE = {"exact": (1e-4, 1e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
-"""Invariance -> largest difference of the loss and of the gradient's norm that rounding (or noise) explains."""
+"""Invariance -> largest difference of loss and gradient norm that rounding (or noise) explains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class VerifyOptions:
 
 
 def verify(words: Sequence[str]) -> int:
-    """Usage: verify RUN [--steps 3] [--processes N] [--micro-batch M] [--json]. Exit 3 where the run is not its recipe."""
+    """Usage: verify RUN [--steps 3] [--processes N] [--micro-batch M] [--json]. Exit 3 on a difference."""
     from engine.records import problems
     from launch.auto import relocate
     from launch.flags import own_flags, split
@@ -132,10 +132,13 @@ def _differences(rows: list[dict[str, Any]], invariance: str) -> list[str]:
 def _sheet(report: dict[str, Any], invariance: str) -> str:
     lines = []
     if report["steps"]:
-        lines.append(f"redone on {report['world_size']} process(es), micro-batches of {report['micro_batch_samples']}:")
+        lines.append(
+            f"redone on {report['world_size']} process(es), micro-batches of {report['micro_batch_samples']}:"
+        )
     for r in report["steps"]:
         lines.append(
-            f"  {r['phase']} {r['step']:>6} from {r['start']}: loss {r['loss']:.6f}, logged {r['logged_loss']:.6f},"
+            f"  {r['phase']} {r['step']:>6} from {r['start']}: loss {r['loss']:.6f}, logged"
+            f" {r['logged_loss']:.6f},"
             f" difference {r['loss_difference']:.1e}; gradient norm {r['norm_difference']:.1e}"
         )
     lines += [f"  {problem}" for problem in report["problems"]]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Batch = Mapping[str, "Tensor"]
-"""Name -> tensor with one row per sample. Always holds `index` (B,), the samples' numbers, and `length` (B,)."""
+"""Name -> tensor with one row per sample; always `index` (B,), the samples' numbers, and `length` (B,)."""
 
 
 class ModelError(ValueError):
@@ -132,7 +132,8 @@ class Task(ABC):
         return [Phase()]
 
     def check(self) -> None:
-        """Raise ValueError with one line if the recipe cannot be had; called before anything heavy."""
+        """Raise ModelError with one line if the recipe cannot be had; called before anything heavy."""
+        return
 
     @abstractmethod
     def build_model(self, facts: Any) -> nn.Module:
@@ -174,6 +175,10 @@ class Task(ABC):
         from safetensors.torch import save_model
 
         save_model(model, str(folder / "model.safetensors"))
+
+    def generate(self, final: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+        """Continue a text with the exported model in `final`; for language models."""
+        raise NotImplementedError
 
     def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:
         """A line or two that shows a person what the model learnt."""

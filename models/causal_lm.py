@@ -220,6 +220,11 @@ class CausalLM(Task):
         names = {k: tokenizer.id_to_token(v) for k, v in special.items() if v is not None}
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
+    def generate(self, final: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+        from models.generation import generate
+
+        return generate(final, prompt, tokens=tokens, temperature=temperature, seed=seed)
+
     def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:
         if self.options.generate_tokens == 0:
             return None
