@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WEIGHT = "weight/"
 MOMENT = "moment/"
+CHECKSUMS = "checksums.json"
 
 
 def take(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -53,6 +54,10 @@ def put(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer | No
         raise TrainingError(
             f"the checkpoint's weights are not this model's: {', '.join(odd[:3])} ({len(odd)} names)"
         )
+    for name, target in targets.items():
+        if (shape := state[WEIGHT + name].shape) != target.shape:
+            here = tuple(target.shape)
+            raise TrainingError(f"the checkpoint's {name} has shape {tuple(shape)}, and this model's {here}")
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(state[WEIGHT + name])
@@ -161,6 +166,7 @@ def _seal(
         index[s.name]["slices"].append([s.rank, s.start, s.stop])
     files.write_json(temporary / "index.json", index)
     files.write_json(temporary / "state.json", state)
+    files.write_json(temporary / CHECKSUMS, {n: _crc32(temporary / n) for n in ("index.json", "state.json")})
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(temporary, folder)
@@ -175,6 +181,7 @@ def load(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     from safetensors import safe_open
 
     try:
+        _check_texts(folder)
         index = json.loads((folder / "index.json").read_text())
         state = json.loads((folder / "state.json").read_text())
         ranks = {rank for entry in index.values() for rank, _, _ in entry["slices"]}
@@ -187,9 +194,15 @@ def load(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             for rank, start, stop in entry["slices"]:
                 flat[start:stop] = readers[rank].get_tensor(f"{name}@{start}")
             tensors[name] = flat.view(entry["shape"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrainingError(f"checkpoint {folder} is damaged: {error}") from None
     return tensors, state
+
+
+def _check_texts(folder: Path) -> None:
+    for name, recorded in json.loads((folder / CHECKSUMS).read_text()).items():
+        if _crc32(folder / name) != recorded:
+            raise ValueError(f"{name} is not what was written")
 
 
 def _check_file(path: Path) -> None:

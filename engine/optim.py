@@ -20,7 +20,7 @@ def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_
         return peak * (step + 1) / warmup
     if recipe.schedule == "constant":
         return peak
-    progress = (step - warmup) / max(1, total - warmup)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
     return peak * (0.5 * (1 + math.cos(math.pi * progress)) if recipe.schedule == "cosine" else 1 - progress)
 
 

@@ -18,6 +18,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 from engine.errors import UserError
@@ -47,6 +48,7 @@ class Between:
 
 Positive = typing.Annotated[int, Between(1)]
 Count = typing.Annotated[int, Between(0)]
+Seed = typing.Annotated[int, Between(0, 2**63 - 1)]
 Rate = typing.Annotated[float, Between(0)]
 Fraction = typing.Annotated[float, Between(0, 1, above=True)]
 Probability = typing.Annotated[float, Between(0, 0.999)]
@@ -76,7 +78,9 @@ class Interval:
         return int(self.value) if self.unit == "steps" else max(1, round(self.value * steps_per_epoch))
 
     def __str__(self) -> str:
-        return f"{self.value:g}" + {"steps": "", "epochs": "ep", "minutes": "m"}[self.unit]
+        # Every digit and no exponent: the text goes into recipe.json, is hashed and is read again.
+        digits = f"{Decimal(repr(self.value)):f}".removesuffix(".0")
+        return digits + {"steps": "", "epochs": "ep", "minutes": "m"}[self.unit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +160,7 @@ def convert(flag: Flag, value: Any) -> Any:
     """The value of a flag from the word typed, or read from JSON; UserError where it has none."""
     try:
         return _convert(flag.kind, value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{flag.spelling} {value}: {error}") from None
 
 
@@ -213,9 +217,12 @@ def _number(value: Any) -> float:
     try:
         if isinstance(value, bool):
             raise ValueError
-        return float(value)
+        number = float(value)
     except ValueError:
         raise ValueError("is not a number") from None
+    if not math.isfinite(number):
+        raise ValueError("is not a finite number")
+    return number
 
 
 def _switch(value: Any) -> bool:

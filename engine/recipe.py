@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from engine import options as opt
 from engine.errors import UserError
-from engine.options import Count, Fraction, Interval, Positive, Probability, Rate
+from engine.options import Count, Fraction, Interval, Positive, Probability, Rate, Seed
 
 DEMO = "demo"
 SHORT_MODEL_NAMES = {
@@ -46,7 +46,7 @@ class Recipe:
     """A folder, file or hub id; by default the model's own, else one trained on the data."""
     revision: str | None = None
     """The hub revision of the model."""
-    seed: Count = 0
+    seed: Seed = 0
     """Decides the order of the samples, the initial weights and all noise."""
     epochs: tuple[Rate, ...] | None = None
     """Passes over the data; one number, or one per phase."""
@@ -98,6 +98,8 @@ class Recipe:
             raise UserError(
                 "--warmup and --eval-every are counted in steps or epochs: minutes depend on the machine"
             )
+        if self.eval_every and self.eval_every.value == 0:
+            raise UserError("--eval-every 0: must be above 0; leave it out to evaluate once an epoch")
         if self.epochs is not None and not all(e > 0 for e in self.epochs):
             raise UserError(f"--epochs {','.join(map(str, self.epochs))}: must be above 0")
 

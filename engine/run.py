@@ -53,6 +53,10 @@ class RunOptions:
     quiet: bool = False
     """No progress on the terminal."""
 
+    def __post_init__(self) -> None:
+        if self.save_every.value == 0:
+            raise UserError(f"--save-every {self.save_every}: must be above 0")
+
 
 class Run:
     """A run folder and the files in it."""

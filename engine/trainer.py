@@ -146,7 +146,7 @@ class Trainer:
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 raise TrainingError(
-                    f"the {what} became {value} at step {step + 1} of phase {self.progress.phase}: lower --lr,"
+                    f"the {what} became {value} at step {step + 1} of {self.progress.phase}: lower --lr,"
                     " lengthen --warmup, or find the operation with --anomaly; checkpoints are from before"
                 )
 

@@ -78,7 +78,7 @@ class World:
     ) -> None:
         rank, size = ranks_from(os.environ)
         check_world(plan.processes, size)
-        self.rank, self.size = rank, size
+        self.plan, self.rank, self.size = plan, rank, size
         self.accelerator = _accelerator(plan, hang_timeout, tracker, folder)
         if self.accelerator.num_processes != size:
             check_world(size, self.accelerator.num_processes)

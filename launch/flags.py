@@ -17,6 +17,7 @@ from engine.plan import PlanOptions
 from engine.recipe import DEMO, SHORT_MODEL_NAMES, Recipe
 from engine.registry import Workload, workload
 from engine.run import RunOptions
+from engine.schedule import stretches
 
 SYNONYMS = {
     "num_epochs": "epochs",
@@ -93,6 +94,8 @@ def split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Positional words and flags, all as text, `-` and `_` alike; Fire knows --a b, --a=b and --no-a."""
     import fire
 
+    if odd := [word for word in words if word == "--" or word.startswith("--=")]:
+        raise UserError(f"what is {odd[0]!r}? A flag is --name value or --name=value")
     found: dict[str, Any] = {}
 
     @fire.decorators.SetParseFn(str)
@@ -104,8 +107,12 @@ def split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     flags = {}
     for name, value in found["flags"].items():
         key = name.replace("-", "_")
-        negated = key.startswith(("_", "no_")) and value in ("True", "False")
-        flags[key.removeprefix("no").removeprefix("_") if negated else key] = "False" if negated else value
+        if key.startswith("_"):  # Fire has cut the "no" off --no-compile
+            flags[key[1:]] = "False"
+        elif key.startswith("no_") and value in ("True", "False"):
+            flags[key[3:]] = "False" if value == "True" else "True"
+        else:
+            flags[key] = value
     return list(found["positional"]), flags
 
 
@@ -113,7 +120,7 @@ def own_flags(flags: Mapping[str, str], kind: type, command: str) -> Any:
     """A command's options where it takes no recipe: unknown names are refused."""
     known = opt.flags_of(kind, command)
     renamed = {SYNONYMS.get(k, k): v for k, v in flags.items()}
-    _refuse_unknown(renamed, known, command)
+    _refuse_unknown({SYNONYMS.get(k, k): k for k in flags}, known, command)
     return opt.build(kind, renamed, command)
 
 
@@ -127,10 +134,12 @@ def request(words: Sequence[str], command: str, own: type | None = None) -> Requ
     if "task" not in flags:
         raise UserError(f"{command}: needs --task (`tasks` lists them)")
     chosen = workload(flags["task"])
-    flags, notes = _translate(flags)
+    flags, typed, notes = _translate(flags)
     groups = _groups(chosen, command, own)
     known = {name: group for group, names in groups.items() for name in names}
-    _refuse_unknown(flags, known, f"{command} --task {chosen.name}")
+    _refuse_unknown(typed, known, f"{command} --task {chosen.name}")
+    if "per_device_batch_size" in flags and "batch_size" in flags:
+        raise UserError("--per-device-batch-size and --batch-size both say how large a batch is: give one of them")
     values = {
         group: {k: opt.convert(known_flags[k], v) for k, v in flags.items() if k in known_flags}
         for group, known_flags in groups.items()
@@ -138,8 +147,10 @@ def request(words: Sequence[str], command: str, own: type | None = None) -> Requ
     plan = PlanOptions(**values["plan"])
     recipe, more = make_recipe(chosen, values["recipe"], values["options"])
     recipe = _scaled(recipe, Scaling(**values["scaling"]), plan)
-    for part in chosen.make(recipe):
-        part.check()
+    task, data = chosen.make(recipe)
+    task.check()
+    data.check()
+    stretches(recipe, task.phases(), steps_per_epoch=1)  # --phase, and as many --epochs as phases
     return Request(chosen, recipe, plan, RunOptions(**values["run"]), values["own"], notes + more)
 
 
@@ -154,27 +165,38 @@ def _groups(chosen: Workload, command: str, own: type | None) -> dict[str, dict[
     }
 
 
-def _translate(flags: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def _translate(flags: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Our name -> value, our name -> the word typed for it, and notes on words without effect."""
     out: dict[str, str] = {}
+    typed: dict[str, str] = {}
     notes = []
     for name, value in flags.items():
-        if name in MEANINGS and value != "False":
-            out.update(MEANINGS[name])
-            if not MEANINGS[name]:
-                notes.append(f"{_spell(name)} has no effect: it is always so here")
-        elif name not in MEANINGS:
-            key = SYNONYMS.get(name, name)
-            if key in out:
-                raise UserError(f"{_spell(name)} and {_spell(key)} are the same: give one of them")
-            out[key] = value
-    return out, notes
+        meaning = _meaning(name, value)
+        if name in MEANINGS and not MEANINGS[name]:
+            notes.append(f"{_spell(name)} has no effect: it is always so here")
+        for key, plain in meaning.items():
+            if key in typed:
+                raise UserError(f"{_spell(name)} and {_spell(typed[key])} say the same thing: give one of them")
+            out[key], typed[key] = plain, name
+    return out, typed, notes
 
 
-def _refuse_unknown(flags: Mapping[str, str], known: Mapping[str, Any], where: str) -> None:
-    for name in flags:
+def _meaning(name: str, value: str) -> dict[str, str]:
+    if name not in MEANINGS:
+        return {SYNONYMS.get(name, name): value}
+    return MEANINGS[name] if opt.convert(opt.Flag(name, bool, False, "", ""), value) else {}
+
+
+def _refuse_unknown(typed: Mapping[str, str], known: Mapping[str, Any], where: str) -> None:
+    """`typed`: our name -> the word that the user typed."""
+    for name, word in typed.items():
         if name not in known:
-            hint = opt.nearest(_spell(name), [_spell(k) for k in (*known, *SYNONYMS, *MEANINGS)])
-            raise UserError(f"{_spell(name)}: {where} has no such flag{hint}")
+            if f"no{name}" in known:  # Fire takes --noise without a value for "no ise"
+                raise UserError(f"{_spell('no' + name)}: needs a value")
+            synonyms = [k for k, v in SYNONYMS.items() if v in known]
+            synonyms += [k for k, v in MEANINGS.items() if all(n in known for n in v)]
+            hint = opt.nearest(_spell(word), [_spell(k) for k in (*known, *synonyms)])
+            raise UserError(f"{_spell(word)}: {where} has no such flag{hint}")
 
 
 def _spell(name: str) -> str:
@@ -215,7 +237,7 @@ def _recipe_from(chosen: Workload, merged: Mapping[str, Any]) -> Recipe:
     common, own = opt.flags_of(Recipe, "recipe"), chosen.option_flags()
     values = {k: opt.convert(common[k], v) for k, v in merged.items() if k in common}
     for field in ("model", "tokenizer"):
-        values[field] = SHORT_MODEL_NAMES.get(values.get(field), values.get(field))
+        values[field] = SHORT_MODEL_NAMES.get(str(values.get(field)), values.get(field))
     options = {
         name: opt.plain(opt.convert(flag, merged[name]) if name in merged else flag.default)
         for name, flag in own.items()

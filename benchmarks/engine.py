@@ -1,0 +1,176 @@
+"""This engine against a bare PyTorch loop and transformers' Trainer on the same model, samples and order.
+
+Each contender trains in a process of its own, in turn. Speed is that of the steps after the first few;
+memory is the process's peak until its last step. Losses must agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import ROOT, Row, interleaved, middle, paired_ratio
+from engine import hardware
+from engine import options as opt
+from engine.options import Interval
+from engine.plan import Plan, PlanOptions
+from engine.planner import make_plan
+from engine.prepare import prepare
+from engine.recipe import Recipe
+from engine.registry import workload
+from engine.run import Run, RunOptions
+from engine.session import make_sampler
+from models.decoders import PRESETS
+
+WORKLOAD = Path(__file__).with_name("workload.py")
+WARM = 3
+"""First steps that are not counted."""
+TOLERANCE = 2e-5
+"""Largest relative difference of losses between contenders: they add the same floats in other orders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison."""
+
+    name: str
+    task: str
+    batch: int
+    length: int
+    model: str
+    steps: int
+    others: tuple[tuple[str, str, int], ...]
+    """(label, kind, micro-batch) of the other contenders; micro-batch 0 is the plan's."""
+
+
+def cases(quick: bool) -> list[Case]:
+    fixed = (("bare loop", "bare", 0), ("Trainer", "trainer", 0))
+    whole = ("Trainer, batch in one", "trainer", 256)
+    varied = (whole, ("Trainer, accumulated by 32", "trainer", 32), ("bare loop, batch in one", "bare", 256))
+    if quick:
+        return [
+            Case("blocks, tiny", "BlockLM", 32, 64, "tiny", 12, fixed),
+            Case("varied", "VariedLM", 256, 512, "tiny", 6, (whole,)),
+        ]
+    return [
+        Case("blocks, small", "BlockLM", 32, 128, "small", 18, fixed),
+        Case("blocks, tiny", "BlockLM", 32, 128, "tiny", 40, fixed),
+        Case("varied", "VariedLM", 256, 512, "tiny", 12, varied),
+    ]
+
+
+def measure(quick: bool) -> list[Row]:
+    """Rows of all cases."""
+    return [row for case in cases(quick) for row in compare(case, 1 if quick else 5)]
+
+
+def compare(case: Case, repeats: int) -> list[Row]:
+    """One row per contender, ours first."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        os.environ |= {"ISOBATCH_CACHE": str(folder / "cache"), "BENCHMARK_ROWS": str(case.batch * (case.steps + 4))}
+        run, spec = setup(case, folder)
+        contenders: dict[str, Any] = {"isobatch": lambda: _ours(run, spec, folder)}
+        for label, kind, micro in case.others:
+            named = {**spec, "micro_batch": micro or spec["micro_batch"]}
+            contenders[label] = lambda kind=kind, named=named: _child(kind, named, folder)
+        found = interleaved(contenders, repeats)
+    return [_row(case, label, found) for label in contenders]
+
+
+def setup(case: Case, folder: Path) -> tuple[Run, dict[str, Any]]:
+    """A run of ours by the planner's own plan, and what the others need to train the same."""
+    recipe = Recipe(
+        task=f"{WORKLOAD}:{case.task}",
+        model=case.model,
+        steps=(case.steps,),
+        batch_size=case.batch,
+        max_length=case.length,
+        schedule="constant",
+        warmup=Interval(0, "steps"),
+        dropout=0.0,
+    )
+    task, data = workload(recipe.task).make(recipe)
+    facts = prepare(data)
+    plan = make_plan(recipe, facts, task.shape(facts), hardware.detect(), PlanOptions(device="cpu", precision="fp32"))
+    run = Run.create(folder / "run")
+    run.write_setup(recipe, facts, opt.as_dict(RunOptions(quiet=True)))
+    run.write_plan(plan)
+    order = make_sampler(recipe, data.open(Path(facts.folder), "train"), 1)
+    np.save(folder / "order.npy", np.stack([order.batch(step) for step in range(case.steps)]))
+    model = PRESETS[case.model].config(facts.extra["vocabulary"], case.length)
+    columns = Path(facts.folder) / "train"
+    return run, {
+        "tokens": str(columns / "tokens-values.npy"),
+        "offsets": str(columns / "tokens-offsets.npy"),
+        "order": str(folder / "order.npy"),
+        "folder": str(folder / "trainer"),
+        "run": str(run.folder),
+        "model": {k: v for k, v in model.items() if k != "model_type"},
+        "micro_batch": _even(plan, case),
+        **{name: getattr(recipe, name) for name in ("lr", "weight_decay", "seed")},
+        "threads": plan.threads,
+    }
+
+
+def _even(plan: Plan, case: Case) -> int:
+    """The plan's micro-batch in samples of blocks."""
+    return max(1, min(case.batch, plan.micro_batch_samples, plan.micro_batch_tokens // case.length))
+
+
+def _ours(run: Run, spec: dict[str, Any], folder: Path) -> Row:
+    for made in ("checkpoints", "final"):
+        shutil.rmtree(run.folder / made, ignore_errors=True)
+    for made in ("metrics.jsonl", "decisions.jsonl", "summary.json", "exit.json", "log.txt"):
+        (run.folder / made).unlink(missing_ok=True)
+    return _child("isobatch", spec, folder)
+
+
+def _child(kind: str, spec: dict[str, Any], folder: Path) -> Row:
+    (folder / "spec.json").write_text(json.dumps(spec))
+    command = [sys.executable, "-m", "benchmarks.contenders", kind, str(folder / "spec.json")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"{kind} failed:\n{ended.stderr[-3000:]}")
+    found: Row = json.loads(ended.stdout.splitlines()[-1])
+    found["micro_batch"] = spec["micro_batch"]
+    found["rate"] = (len(found["seconds"]) - WARM) / sum(found["seconds"][WARM:])
+    return found
+
+
+def _row(case: Case, label: str, found: dict[str, list[Row]]) -> Row:
+    """Figures of one contender; ratios are ours to its, over the rounds."""
+    ours, theirs = found["isobatch"], found[label]
+    return {
+        "case": case.name,
+        "contender": label,
+        "micro-batch": "plan" if label == "isobatch" else theirs[0]["micro_batch"],
+        "samples/s": round(middle(theirs, "rate") * case.batch, 2),
+        "ours/its speed": round(paired_ratio(ours, theirs, "rate"), 4),
+        "MB": round(middle(theirs, "peak") / 1e6),
+        "ours/its memory": round(paired_ratio(ours, theirs, "peak"), 4),
+        "data wait": round(float(np.median([_waited(r) for r in theirs])), 4) if "waited" in theirs[0] else "-",
+        "padding": round(theirs[0]["padding"], 3) if "padding" in theirs[0] else "-",
+        "loss": round(theirs[0]["losses"][-1], 5),
+        "loss difference": difference(ours[0]["losses"], theirs[0]["losses"]),
+    }
+
+
+def _waited(row: Row) -> float:
+    return float(sum(row["waited"][WARM:]) / sum(row["seconds"][WARM:]))
+
+
+def difference(ours: list[float], theirs: list[float]) -> float:
+    """Largest relative difference over the steps; contenders that learn different things are not compared."""
+    worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+    assert worst < TOLERANCE, f"losses differ by {worst:.1e}: {ours} against {theirs}"
+    return worst

@@ -1,0 +1,100 @@
+"""Tables, medians, and results with the machine they were measured on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Row = dict[str, Any]
+"""One line of a table; rows of one measurement may have different columns."""
+RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def interleaved(contenders: Mapping[str, Callable[[], Row]], repeats: int) -> dict[str, list[Row]]:
+    """Every contender in turn, `repeats` times over: what else the machine does then falls on all alike."""
+    found: dict[str, list[Row]] = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, run in contenders.items():
+            found[name].append(run())
+    return found
+
+
+def middle(rows: Sequence[Row], column: str) -> float:
+    return float(median(row[column] for row in rows))
+
+
+def paired_ratio(ours: Sequence[Row], theirs: Sequence[Row], column: str) -> float:
+    """Median over the rounds of ours / theirs: two figures of one round saw the same neighbours."""
+    return float(median(a[column] / b[column] for a, b in zip(ours, theirs, strict=True)))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Lines of text; a new head wherever the columns change."""
+    lines: list[str] = []
+    for group in _alike(rows):
+        cells = [[*group[0]], *([_cell(v) for v in row.values()] for row in group)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+        lines += ["", *("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells)]
+    return "\n".join(lines)
+
+
+def _alike(rows: Sequence[Row]) -> list[list[Row]]:
+    groups: list[list[Row]] = []
+    for row in rows:
+        if groups and list(groups[-1][0]) == list(row):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def write(name: str, rows: Sequence[Row]) -> str:
+    """Keep the rows as results/NAME-MACHINE.json; returns its place in the repository."""
+    found = machine()
+    file = RESULTS / f"{name}-{_slug(found['device'])}.json"
+    RESULTS.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"machine": found, "rows": list(rows)}, indent=1) + "\n")
+    return str(file.relative_to(ROOT))
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on; nothing that names the machine."""
+    return {
+        "device": _gpu() or _processor(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate", "numpy")},
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "load_average": [round(v, 2) for v in os.getloadavg()],
+    }
+
+
+def _gpu() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
+    return named[1].strip() if named else platform.processor() or platform.machine()
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -1,0 +1,73 @@
+"""The workloads of the engine's measurement: GPT-2 on random tokens, in blocks or in samples of varied length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from data.base import Columns, Data, Ragged
+from models.causal_lm import CausalLM
+
+VOCABULARY = 2048
+MEAN, TAIL, LONGEST = 28, 0.464, 377
+"""Lengths of samples: lognormal with this mean and spread (95 % are below 53), and one sample of LONGEST."""
+
+
+def lengths_of(count: int) -> np.ndarray:
+    """Lengths of varied samples, in order."""
+    drawn = np.random.default_rng(7).lognormal(np.log(MEAN) - TAIL**2 / 2, TAIL, count)
+    lengths = np.clip(np.rint(drawn), 2, LONGEST).astype(np.int64)
+    lengths[count // 2] = LONGEST
+    return lengths
+
+
+class Blocks(Data):
+    """Blocks of `max_length` tokens; rank-frequency like text's (Zipf), so that the loss has far to fall."""
+
+    def read(self) -> Mapping[str, Columns]:
+        rows = int(os.environ.get("BENCHMARK_ROWS", "2048"))
+        return {"train": _columns(self._lengths(rows))}
+
+    def _lengths(self, rows: int) -> np.ndarray:
+        return np.full(rows, self.recipe.max_length, np.int64)
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "rows": os.environ.get("BENCHMARK_ROWS"), "width": self.recipe.max_length}
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        return {**super().prepare(folder), "vocabulary": VOCABULARY}
+
+
+class Varied(Blocks):
+    """Samples of lognormal length."""
+
+    def _lengths(self, rows: int) -> np.ndarray:
+        return lengths_of(rows)
+
+
+def _columns(lengths: np.ndarray) -> Columns:
+    ranks = np.random.default_rng(3).zipf(1.3, int(lengths.sum())) - 1
+    tokens = Ragged((ranks % VOCABULARY).astype(np.uint16), np.append(0, np.cumsum(lengths)))
+    return {"tokens": tokens, "token.weight": (lengths - 1).astype(np.int32)}
+
+
+class BlockLM(CausalLM):
+    """The project's causal language model, without text to export or to continue."""
+
+    data: ClassVar[type | str | None] = Blocks
+
+    def export(self, model: Any, folder: Path, facts: Any) -> None:
+        model.save_pretrained(folder)
+
+    def sample(self, model: Any, facts: Any, folder: Path) -> str | None:
+        return None
+
+
+class VariedLM(BlockLM):
+    """The same on samples of varied length."""
+
+    data: ClassVar[type | str | None] = Varied

@@ -1,0 +1,66 @@
+"""Run a recipe's steps in this world and leave the losses, the samples and the first gradient on disk.
+
+Started by torchrun, or in place for one process:  measure.py SETTINGS.json
+SETTINGS: {"task", "flags": {...}, "plan": {...}, "steps", "out"}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+
+def measure(settings: dict[str, Any]) -> None:
+    """One rank's part; rank 0 writes."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import torch
+
+    from engine import hardware
+    from engine.plan import PlanOptions
+    from engine.planner import make_plan
+    from engine.prepare import prepare
+    from engine.registry import workload
+    from engine.session import Session
+    from engine.world import World, ranks_from
+    from launch.flags import make_recipe
+
+    world_size = ranks_from(os.environ)[1]
+    chosen = workload(settings["task"])
+    recipe, _ = make_recipe(chosen, settings.get("flags", {}), {})
+    task, data = chosen.make(recipe)
+    facts = prepare(data)
+    machine = hardware.parse("cpu:2x24gb")
+    plan = make_plan(recipe, facts, task.shape(facts), machine, PlanOptions(device="cpu"), world=world_size)
+    world = World(dataclasses.replace(plan, threads=1, **settings.get("plan", {})), hang_timeout=120)
+    session = Session(recipe, facts, world.plan, world)
+    session.enter(session.stretches[0])
+    losses, samples, micros, gradient = [], [], [], None
+    for loaded in session.feed().steps(0, settings["steps"]):
+        if gradient is None:
+            session.stepper.backward(loaded)
+            session.stepper.reduce()
+            gradient = torch.cat([p.grad.flatten() for p in session.model.parameters() if p.grad is not None])
+            session.optimizer.zero_grad()
+        result = session.stepper.run(loaded, session.optimizer, session.rate(loaded.work.step), [])
+        losses.append(sum(result.sums.tolist()))
+        samples.append(loaded.work.samples.tolist())
+        micros.append([len(m.places) for m in loaded.work.mine])
+    everyone = world.gather(micros)
+    if world.is_main:
+        assert gradient is not None
+        torch.save(gradient, settings["out"] + ".pt")
+        report = {"losses": losses, "samples": samples, "micros": everyone}
+        Path(settings["out"]).write_text(json.dumps(report))
+    world.barrier()
+    world.close()
+
+
+if __name__ == "__main__":
+    measure(json.loads(Path(sys.argv[1]).read_text()))
