@@ -9,7 +9,7 @@ import sys
 from benchmarks import report
 
 NAMES = {
-    "engine": "steps of this engine, a bare PyTorch loop and transformers' Trainer: speed, memory, equal losses",
+    "engine": "this engine, a bare PyTorch loop and transformers' Trainer: speed, memory, equal losses",
     "startup": "--help, and from the command to the first optimizer step",
     "sampler": "rows a second from the sampler's order and the vectorised fetch",
     "noise": "what keyed dropout costs against torch's own",

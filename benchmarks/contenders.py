@@ -1,7 +1,7 @@
-"""One contender's steps in a process of its own: `python -m benchmarks.contenders bare|trainer|isobatch SPEC`.
+"""One contender's steps in its own process: `python -m benchmarks.contenders bare|trainer|isobatch FILE`.
 
-SPEC is a JSON file with the arrays, order, model and optimizer that all contenders share. The last line
-printed is JSON: seconds and loss of every step, and peak memory. Only `isobatch` imports the project.
+FILE is a JSON file with the arrays, order, model and optimizer that all contenders share. The last line
+printed is JSON: seconds and loss of every step, processor time at the steps' borders, peak memory. Only `isobatch` imports the project.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def model_and_optimizer(spec: Spec) -> tuple[Any, Any]:
 
     torch.set_num_threads(spec["threads"])
     torch.manual_seed(spec["seed"])
-    model = GPT2LMHeadModel(GPT2Config(**spec["model"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).train()
+    model = GPT2LMHeadModel(
+        GPT2Config(**spec["model"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    ).train()
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": spec["weight_decay"]},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -72,6 +74,7 @@ def bare(spec: Spec) -> Found:
     model, optimizer = model_and_optimizer(spec)
     rows, order = rows_of(spec), np.load(spec["order"])
     seconds, losses = [], []
+    processor = [time.process_time()]
     began = time.perf_counter()
     for samples in order:
         items = sum(len(rows[i]) - 1 for i in samples)
@@ -91,7 +94,8 @@ def bare(spec: Spec) -> Found:
         losses.append(total)
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
-    return {"seconds": seconds, "losses": losses, "peak": peak_bytes()}
+        processor.append(time.process_time())
+    return {"seconds": seconds, "losses": losses, "peak": peak_bytes(), "processor": processor}
 
 
 def trainer(spec: Spec) -> Found:
@@ -105,23 +109,26 @@ def trainer(spec: Spec) -> Found:
     losses: list[float] = []
     parts: list[Any] = []
     began = [time.perf_counter()]
+    processor: list[float] = []
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             began[0] = time.perf_counter()
+            processor.append(time.process_time())
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             losses.append(float(sum(parts)))
             parts.clear()
             seconds.append(time.perf_counter() - began[0])
             began[0] = time.perf_counter()
+            processor.append(time.process_time())
 
     class Ordered(Trainer):
         def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
             return order.reshape(-1).tolist()
 
         def compute_loss(self, *arguments: Any, **named: Any) -> Any:
-            loss = super().compute_loss(*arguments, **named)
+            loss: Any = super().compute_loss(*arguments, **named)
             parts.append(loss.detach())
             return loss
 
@@ -141,20 +148,29 @@ def trainer(spec: Spec) -> Found:
     Ordered(
         model,
         settings,
-        train_dataset=rows_of(spec),  # type: ignore[arg-type]
+        train_dataset=rows_of(spec),
         data_collator=padded,
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
         callbacks=[Clock()],
     ).train()
-    return {"seconds": seconds, "losses": losses, "peak": peak_bytes()}
+    return {"seconds": seconds, "losses": losses, "peak": peak_bytes(), "processor": processor}
 
 
 def isobatch(spec: Spec) -> Found:
     """A run as `auto` makes it: journal, chain of samples, checkpoint and all."""
     from engine.run import Run, RunOptions
+    from engine.step import Stepper
     from launch.train import train_run
 
     run = Run.open(spec["run"])
+    processor: list[float] = []
+    step = Stepper.run
+
+    def clocked(self: Stepper, *arguments: Any) -> Any:
+        processor.append(time.process_time())
+        return step(self, *arguments)
+
+    Stepper.run = clocked  # type: ignore[method-assign]
     code = train_run(run, RunOptions(quiet=True))
     assert code == 0, f"the run ended with {code}"
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
@@ -162,6 +178,7 @@ def isobatch(spec: Spec) -> Found:
     return {
         "seconds": [row["step_seconds"] for row in steps],
         "losses": [row["loss"] for row in steps],
+        "processor": processor,
         "peak": steps[-1]["memory_bytes"],
         "peak_with_checkpoint": peak_bytes(),
         "waited": [row["data_seconds"] for row in steps],

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,14 +17,16 @@ from typing import Any
 Row = dict[str, Any]
 """One line of a table; rows of one measurement may have different columns."""
 RESULTS = Path(__file__).parent / "results"
+LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def interleaved(contenders: Mapping[str, Callable[[], Row]], repeats: int) -> dict[str, list[Row]]:
     """Every contender in turn, `repeats` times over: what else the machine does then falls on all alike."""
     found: dict[str, list[Row]] = {name: [] for name in contenders}
-    for _ in range(repeats):
+    for number in range(repeats):
         for name, run in contenders.items():
+            print(f"round {number + 1} of {repeats}: {name}", file=sys.stderr)
             found[name].append(run())
     return found
 
@@ -43,7 +46,9 @@ def table(rows: Sequence[Row]) -> str:
     for group in _alike(rows):
         cells = [[*group[0]], *([_cell(v) for v in row.values()] for row in group)]
         widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        lines += ["", *("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells)]
+        lines.append("")
+        for line in cells:
+            lines.append("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
     return "\n".join(lines)
 
 
@@ -78,7 +83,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate", "numpy")},
+        **{name: importlib.metadata.version(name) for name in LIBRARIES},
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "load_average": [round(v, 2) for v in os.getloadavg()],
     }

@@ -1,4 +1,4 @@
-"""The workloads of the engine's measurement: GPT-2 on random tokens, in blocks or in samples of varied length."""
+"""Workloads of the engine's measurement: GPT-2 on random tokens, in blocks or in samples of varied length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Blocks(Data):
         return np.full(rows, self.recipe.max_length, np.int64)
 
     def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "rows": os.environ.get("BENCHMARK_ROWS"), "width": self.recipe.max_length}
+        rows = os.environ.get("BENCHMARK_ROWS")
+        return {**super().identity(), "rows": rows, "width": self.recipe.max_length}
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         return {**super().prepare(folder), "vocabulary": VOCABULARY}

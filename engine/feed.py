@@ -147,12 +147,18 @@ class Feed:
             pin_memory=self.plan.pin_memory,
         )
         previous = None
-        for batch in loader:
-            work, _ = planned.popleft()
-            if work is not previous:
-                yield work
-            previous = work
-            yield batch
+        try:
+            for batch in loader:
+                if isinstance(batch, Exception):
+                    raise batch
+                work, _ = planned.popleft()
+                if work is not previous:
+                    yield work
+                previous = work
+                yield batch
+        except Exception as error:
+            # Its traceback would keep the loader, and so its processes, until some garbage collection.
+            raise error.with_traceback(None) from None
 
 
 def _offer(ready: queue.Queue[Any], item: Any, closed: threading.Event) -> bool:
@@ -169,8 +175,13 @@ class _Fetch:
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def __getitem__(self, rows: tuple[np.ndarray, int]) -> dict[str, Tensor]:
-        return tensors(self.source.fetch(*rows), pin=False)
+    def __getitem__(self, rows: tuple[np.ndarray, int]) -> dict[str, Tensor] | Exception:
+        try:
+            return tensors(self.source.fetch(*rows), pin=False)
+        except Exception as error:
+            if not hasattr(error, "exit_code"):
+                raise
+            return error  # one line for the user; raised here it would arrive wrapped in a traceback
 
 
 class _Stream:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from engine.permutation import mix
 
 _CHUNK = 1 << 15
-"""Pairs hashed at a time on a CPU: 128 KB of int32, so that all passes stay in the L2 cache."""
+"""Pairs hashed at a time on a CPU: 128 KB of uint32, so that all passes stay in the L2 cache."""
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 _RECIPROCAL = 1.0 / (1 << 32)
 
@@ -88,32 +88,35 @@ class KeyedNoise:
 
 def hash_bits(keys: Tensor, count: int) -> Tensor:
     """(B, count) int32 hashes of positions 0..count-1 under (B, 2) int32 keys."""
-    if keys.device.type != "cpu":
+    if keys.device.type != "cpu" or torch.compiler.is_compiling():
         return _hash_on_device(keys, count)
-    out = torch.arange(count, dtype=torch.int32).expand(len(keys), count).contiguous()
-    scratch = torch.empty(_CHUNK, dtype=torch.int32)
-    rows = max(1, _CHUNK // max(1, count))
-    for top in range(0, len(keys), rows):
-        for left in range(0, count, _CHUNK):
-            part = out[top : top + rows, left : left + _CHUNK]
-            _hash_in_place(part, keys[top : top + rows], scratch[: part.numel()].view(part.shape))
+    out = torch.empty(len(keys), count, dtype=torch.int32)
+    _hash_on_cpu(out.numpy().view(np.uint32), np.ascontiguousarray(keys.numpy()).view(np.uint32))
     return out
 
 
-def _hash_in_place(x: Tensor, keys: Tensor, scratch: Tensor) -> None:
-    x += keys[:, :1]
-    for half in (None, keys[:, 1:]):
-        if half is not None:
-            x ^= half
-        for multiplier, shift, mask in ((_MULTIPLIERS[0], 16, 0xFFFF), (_MULTIPLIERS[1], 15, 0x1FFFF)):
-            # int32 has no logical shift: the mask clears the copies of the sign.
-            torch.bitwise_right_shift(x, shift, out=scratch)
-            scratch &= mask
-            x ^= scratch
-            x *= multiplier
-        torch.bitwise_right_shift(x, 16, out=scratch)
-        scratch &= 0xFFFF
-        x ^= scratch
+def _hash_on_cpu(out: np.ndarray, keys: np.ndarray) -> None:
+    """Hash into `out` chunk by chunk. numpy shifts without sign, which torch cannot: fewer passes."""
+    count = out.shape[1]
+    positions = np.arange(count, dtype=np.uint32)
+    scratch = np.empty(_CHUNK, np.uint32)
+    rows = max(1, _CHUNK // max(1, count))
+    for top in range(0, len(out), rows):
+        for left in range(0, count, _CHUNK):
+            part, key = out[top : top + rows, left : left + _CHUNK], keys[top : top + rows]
+            spare = scratch[: part.size].reshape(part.shape)
+            np.add(positions[left : left + _CHUNK], key[:, :1], out=part)
+            _finalise(part, spare)
+            np.bitwise_xor(part, key[:, 1:], out=part)
+            _finalise(part, spare)
+
+
+def _finalise(x: np.ndarray, spare: np.ndarray) -> None:
+    for shift, multiplier in ((16, _MULTIPLIERS[0]), (15, _MULTIPLIERS[1] + (1 << 32)), (16, None)):
+        np.right_shift(x, shift, out=spare)
+        np.bitwise_xor(x, spare, out=x)
+        if multiplier is not None:
+            np.multiply(x, np.uint32(multiplier), out=x)
 
 
 def _hash_formula(keys: Tensor, count: int) -> Tensor:

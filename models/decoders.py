@@ -34,7 +34,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(layers=2, hidden=128, heads=4),
-    "small": Preset(layers=4, hidden=256, heads=4),
+    "small": Preset(layers=4, hidden=128, heads=4),
     "gpt2-124m": Preset(layers=12, hidden=768, heads=12, context=1024),
 }
 

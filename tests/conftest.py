@@ -1,0 +1,134 @@
+"""What every test gets: a cache of its own, a command line that is a real process, and a guard against leaks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parents[1]
+GRACE_SECONDS = 5.0
+"""How long a child that is ending may take: loader processes die a moment after their loop."""
+FORGIVEN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+"""Set by pytest for each test, and by torch when its compiler is first imported."""
+
+# The same examples on every machine, and no folder of them left behind.
+settings.register_profile("isobatch", derandomize=True, database=None, deadline=None)
+settings.load_profile("isobatch")
+
+
+def _is_installed() -> bool:
+    try:
+        importlib.metadata.distribution("isobatch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+if not _is_installed():
+    sys.path.insert(0, str(ROOT))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Prepared data of one session: nothing is taken from the user's cache, nothing left there."""
+    before = os.environ.get("ISOBATCH_CACHE")
+    os.environ["ISOBATCH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["ISOBATCH_CACHE"]
+    else:
+        os.environ["ISOBATCH_CACHE"] = before
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in FORGIVEN}
+
+
+def _children() -> set[psutil.Process]:
+    # Python's own helper for shared memory is started once and stays.
+    return {c for c in psutil.Process().children(recursive=True) if not _is_helper(c)}
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _leave_process_group() -> bool:
+    """Whether there was one; the next test has none."""
+    distributed = sys.modules.get("torch.distributed")
+    left = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if left and distributed is not None:
+        distributed.destroy_process_group()
+    return left
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(_cache: None) -> Iterator[None]:
+    """A test that leaves environment variables, processes, a process group or another folder behind fails."""
+    environment, children, folder = _environment(), _children(), Path.cwd()
+    yield
+    left = _environment()
+    changed = sorted(k for k in environment.keys() | left.keys() if environment.get(k) != left.get(k))
+    for name in changed:
+        os.environ.pop(name, None)
+        if name in environment:
+            os.environ[name] = environment[name]
+    _, alive = psutil.wait_procs(_children() - children, timeout=GRACE_SECONDS)
+    moved = Path.cwd() != folder
+    os.chdir(folder)
+    problems = [
+        f"environment variables {', '.join(changed)}" if changed else "",
+        f"processes {', '.join(str(p.pid) for p in alive)}" if alive else "",
+        "a process group" if _leave_process_group() else "",
+        "another working folder" if moved else "",
+    ]
+    if found := [p for p in problems if p]:
+        pytest.fail(f"the test leaves behind {' and '.join(found)}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Answer]
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """`cli("auto", "--task", ...)` runs `python -m launch auto --task ...` as a process of its own."""
+
+    def run(
+        *words: str, folder: Path = tmp_path, env: Mapping[str, str] | None = None, timeout: float = 300
+    ) -> Answer:
+        environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | dict(env or {})
+        command = [sys.executable, "-m", "launch", *words]
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    return run

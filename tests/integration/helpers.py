@@ -1,0 +1,44 @@
+"""Real processes: the command line as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
+
+
+def launch(*words: str, cwd: Path, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m launch WORDS` in a folder."""
+    return command([sys.executable, "-m", "launch", *words], cwd, timeout, **environment)
+
+
+def command(words: list[str], cwd: Path, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    """The training losses, one a step, in order."""
+    found = [r for r in rows(run) if "lr" in r]
+    assert [r["step"] for r in found] == list(range(1, len(found) + 1))
+    return [r["loss"] for r in found]
+
+
+def summary(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def furthest(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))

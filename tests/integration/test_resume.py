@@ -1,0 +1,123 @@
+"""Killed at any instant, a run loses nothing before its last checkpoint, and repeats and skips no sample."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
+
+SETTINGS = ["--task", RAGGED, "--epochs", "40", "--ledger", "--save-every", "5", "--eval-every", "9", "--quiet"]
+STEPS = 160  # 93 samples in batches of 24 are 4 steps an epoch
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = launch("auto", *SETTINGS, "--name", "ref", "--processes", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "ref"
+
+
+def killed_at_random(words: list[str], run: Path, generator: random.Random) -> int:
+    """Start, wait for some new steps and a random moment more, kill; returns how many steps were logged."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch", *words], cwd=run.parent.parent, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    before, deadline = logged(run), time.monotonic() + 60
+    while logged(run) <= before and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(generator.uniform(0, 0.25))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return logged(run)
+
+
+def logged(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count('"lr"') if path.exists() else 0
+
+
+def test_five_kills_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    run, generator = tmp_path / "runs" / "killed", random.Random(7)
+    words = ["auto", *SETTINGS, "--name", "killed", "--processes", "1"]
+    reached = [killed_at_random(words, run, generator) for _ in range(5)]
+    assert all(0 < r < STEPS for r in reached), reached
+    done = launch("resume", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert summary(run)["resumed_from"].startswith("train-")
+    assert (run / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
+    ledger = rows(run, "samples.jsonl")
+    for _, epoch in itertools.groupby(ledger, key=lambda r: (r["step"] - 1) // 4):
+        assert Counter(s for r in epoch for s in r["samples"]) == dict.fromkeys(range(93), 1)
+    assert (run / "final/model.safetensors").read_bytes() == (undisturbed / "final/model.safetensors").read_bytes()
+    assert losses(run) == losses(undisturbed)
+    verified = launch("verify", str(run), cwd=tmp_path)
+    assert verified.returncode == 0, verified.stdout
+
+
+def test_stopped_on_two_processes_and_resumed_on_one(undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "moved"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch", "auto", *SETTINGS, "--name", "moved", "--processes", "2"], cwd=tmp_path
+    )
+    while logged(run) < 12 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=60) == 75
+    assert summary(run)["status"] == "stopped"
+    assert summary(run)["world_size"] == 2
+    stopped_at = summary(run)["steps"]
+    assert 12 <= stopped_at < STEPS
+    done = launch("resume", str(run), "--processes", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert summary(run)["resumed_from"] == f"train-{stopped_at}"
+    assert summary(run)["world_size"] == 1
+    assert (run / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
+    assert furthest(losses(run), losses(undisturbed)) < 1e-4
+
+
+def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "ref"
+    shutil.copytree(undisturbed, run)
+    (run / "summary.json").unlink()
+    newest, before = sorted((run / "checkpoints").iterdir(), key=lambda p: -int(p.name.rpartition("-")[2]))[:2]
+    damaged = newest / "rank-00000.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    done = launch("resume", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert summary(run)["resumed_from"] == before.name
+    assert newest.name in (run / "log.txt").read_text()
+    assert (run / "final/model.safetensors").read_bytes() == (undisturbed / "final/model.safetensors").read_bytes()
+
+
+def test_a_finished_run_answers_at_once(undisturbed: Path) -> None:
+    again = launch("auto", *SETTINGS, "--name", "ref", "--processes", "1", cwd=undisturbed.parent.parent)
+    assert again.returncode == 0
+    assert "is done" in again.stderr or "done" in again.stdout
+    assert len(list(undisturbed.parent.iterdir())) == 1
+
+
+def test_early_stop_keeps_the_best(tmp_path: Path) -> None:
+    words = ["--task", RAGGED, "--steps", "400", "--lr", "0.05", "--eval-every", "4", "--patience", "2", "--quiet"]
+    done = launch("auto", *words, "--name", "early", "--schedule", "constant", cwd=tmp_path)
+    run = tmp_path / "runs" / "early"
+    assert done.returncode == 0, done.stderr
+    decisions = rows(run, "decisions.jsonl")
+    best = [d for d in decisions if d["decision"] == "best checkpoint"][-1]
+    (stop,) = [d for d in decisions if d["decision"] == "early stop"]
+    assert stop["best_step"] == best["step"] == stop["step"] - 2 * 4
+    assert summary(run)["steps"] == stop["step"] < 400
+    # final/ is the best checkpoint, so the held-out loss is the best one seen.
+    assert summary(run)["metrics"]["loss"] == pytest.approx(best["value"], abs=2e-6)

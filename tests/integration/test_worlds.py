@@ -1,0 +1,60 @@
+"""However the world is formed, the losses are one process's; a wrong world is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.helpers import RAGGED, ROOT, command, furthest, launch, losses, rows, summary
+
+SETTINGS = ["--task", RAGGED, "--steps", "12", "--quiet", "--name", "run", "--ledger"]
+TRAIN = str(ROOT / "launch" / "train.py")
+LAUNCHERS = {
+    "accelerate": [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--config_file", str(ROOT / "configs/accelerate/cpu.yaml"), "--main_process_port", "0", TRAIN),
+    ],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN],
+    "auto": [sys.executable, "-m", "launch", "auto", "--processes", "2"],
+    "plain": [sys.executable, TRAIN],
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    assert launch("auto", *SETTINGS, "--processes", "1", cwd=folder).returncode == 0
+    return folder / "runs" / "run"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_same_losses_under_every_launcher(launcher: str, alone: Path, tmp_path: Path) -> None:
+    done = command([*LAUNCHERS[launcher], *SETTINGS], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "runs" / "run"
+    assert summary(run)["world_size"] == (1 if launcher == "plain" else 2)
+    assert furthest(losses(run), losses(alone)) < 1e-5
+    assert rows(run, "samples.jsonl") == rows(alone, "samples.jsonl")
+    # One run, not one per process.
+    assert [p.name for p in run.parent.iterdir()] == ["run"]
+
+
+def test_verify_in_another_world(alone: Path) -> None:
+    done = launch("verify", str(alone), "--processes", "2", "--micro-batch", "4", cwd=alone)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 process(es), micro-batches of 4" in done.stdout
+
+
+def test_a_wrong_world_is_refused_with_both_numbers(alone: Path) -> None:
+    done = command([*LAUNCHERS["accelerate"], "--run", str(alone)], cwd=alone)
+    assert done.returncode != 0
+    assert "the plan is for 1 process and this world has 2" in done.stderr
+
+
+def test_processes_that_nobody_joined_are_refused(tmp_path: Path) -> None:
+    done = command([sys.executable, TRAIN, *SETTINGS], cwd=tmp_path, SLURM_STEP_NUM_TASKS="2")
+    assert done.returncode == 2
+    assert "2 processes were started" in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,122 @@
+"""Worlds of several ranks as threads of one process: what each rank would communicate, and what comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engine.world import World
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models of a few weights gain nothing from more, and on a busy machine they wait for them."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+WAIT_SECONDS = 30.0
+"""A rank that waits longer for the others has been left alone: in a real world it would hang."""
+Call = tuple[Any, ...]
+
+
+class Meeting:
+    """Where the ranks of one world exchange values."""
+
+    def __init__(self, size: int) -> None:
+        self.slots: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=WAIT_SECONDS)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.slots[rank] = value
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        return found
+
+
+class ThreadWorld(World):
+    """A rank that really exchanges with the others, and records every collective."""
+
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+        import torch
+
+        self.rank, self.size, self.meeting = rank, size, meeting
+        self.device = torch.device("cpu")
+        self.accelerator: Any = SimpleNamespace(autocast=contextlib.nullcontext)
+        self.calls: list[Call] = []
+
+    def _meet(self, value: Any, *call: Any) -> list[Any]:
+        self.calls.append(call)
+        return self.meeting.exchange(self.rank, value)
+
+    def sum(self, values: Tensor) -> Tensor:
+        import torch
+
+        parts = self._meet(values.clone(), "sum", tuple(values.shape), values.dtype)
+        return values.copy_(torch.stack(parts).sum(0))
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._meet(value, "gather")
+
+    def agree(self, value: Any) -> Any:
+        return self._meet(value, "agree")[0]
+
+    def barrier(self) -> None:
+        self._meet(None, "barrier")
+
+    def broadcast(self, model: nn.Module) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class Outcome:
+    """Per rank: what its part returned, and the collectives that it took part in."""
+
+    values: list[Any] = field(default_factory=list)
+    calls: list[list[Call]] = field(default_factory=list)
+
+
+Together = Callable[[int, Callable[[ThreadWorld], Any]], Outcome]
+
+
+@pytest.fixture
+def together() -> Together:
+    """`together(3, part)` runs `part(world)` on three ranks at once; an error on one rank ends all."""
+
+    def run(size: int, part: Callable[[ThreadWorld], Any]) -> Outcome:
+        meeting = Meeting(size)
+        worlds = [ThreadWorld(rank, size, meeting) for rank in range(size)]
+        errors: list[BaseException] = []
+
+        def guarded(world: ThreadWorld) -> Any:
+            try:
+                return part(world)
+            except threading.BrokenBarrierError:
+                raise
+            except BaseException as error:
+                errors.append(error)
+                meeting.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(size) as pool:
+            futures = [pool.submit(guarded, world) for world in worlds]
+        if errors:
+            raise errors[0]
+        return Outcome([f.result() for f in futures], [w.calls for w in worlds])
+
+    return run

@@ -1,0 +1,173 @@
+"""The feed: the same batches from a thread and from workers, errors in the loop, nothing left running."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.base import ArraySource, DataError, Ragged
+from engine.feed import Feed, Loaded, tensors, to_device
+from engine.plan import Plan
+from engine.sampler import Sampler
+
+COUNT = 50
+
+
+def plan(**changes: Any) -> Plan:
+    values = {
+        "device": "cpu",
+        "processes": 1,
+        "nodes": 1,
+        "strategy": "single",
+        "precision": "fp32",
+        "micro_batch_samples": 4,
+        "micro_batch_tokens": 60,
+        "pad_multiple": 1,
+        "micro_batch_cost": 4.0,
+        "workers": 0,
+        "prefetch": 2,
+        "pin_memory": False,
+        "compile": "off",
+        "activation_checkpointing": False,
+        "attention": "sdpa",
+        "reduction": "explicit",
+        "threads": 1,
+        "invariance": "exact",
+        "predicted_peak_memory_bytes": 0,
+        "predicted_step_seconds": 1.0,
+        "calibrated": False,
+    }
+    return Plan(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Slow(ArraySource):
+    """Rows that name their sample; may take its time, or fail at a sample."""
+
+    def __init__(self, seconds: float = 0.0, broken: int = -1) -> None:
+        rows = [np.full(n, i, np.uint16) for i, n in enumerate(np.random.default_rng(0).integers(1, 20, COUNT))]
+        tokens = Ragged.from_rows(rows)
+        super().__init__({"tokens": tokens, "token.weight": tokens.lengths - 1})
+        self.seconds, self.broken = seconds, broken
+
+    def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
+        time.sleep(self.seconds)
+        if self.broken in indices:
+            raise DataError(f"sample {self.broken} is damaged")
+        return super().fetch(indices, pad_to)
+
+
+def feed(source: ArraySource, rank: int = 0, **changes: Any) -> Feed:
+    return Feed(source, Sampler(COUNT, 12, seed=0).batch, plan(**changes), rank)
+
+
+def told(steps: Iterator[Loaded]) -> list[Any]:
+    return [
+        (s.work.step, s.work.samples.tolist(), [{k: t.tolist() for k, t in b.items()} for b in s.batches])
+        for s in steps
+    ]
+
+
+def feed_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "feed"]
+
+
+def wait_until_quiet() -> None:
+    deadline = time.monotonic() + 5
+    while feed_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not feed_threads()
+
+
+def test_a_thread_and_workers_give_the_same_batches() -> None:
+    threaded = told(feed(Slow()).steps(0, 6))
+    assert [step for step, _, _ in threaded] == [0, 1, 2, 3, 4, 5]
+    assert told(feed(Slow(), workers=2).steps(0, 6)) == threaded
+
+
+def test_a_stream_may_begin_anywhere() -> None:
+    assert told(feed(Slow()).steps(3, 6)) == told(feed(Slow()).steps(0, 6))[3:]
+
+
+def test_every_sample_of_a_batch_is_fetched_by_some_rank_and_padded_as_cut() -> None:
+    steps = [list(feed(Slow(), rank, processes=3).steps(0, 2)) for rank in range(3)]
+    for same in zip(*steps, strict=True):
+        fetched = np.concatenate([b["index"].numpy() for s in same for b in s.batches])
+        assert sorted(fetched) == sorted(same[0].work.samples)
+        for loaded in same:
+            assert [b["tokens"].shape[1] for b in loaded.batches] == [m.width for m in loaded.work.mine]
+            assert loaded.work.totals == same[0].work.totals
+
+
+def test_the_totals_are_of_the_whole_batch() -> None:
+    source = Slow()
+    work = feed(source, processes=3).work(0)
+    tokens = int((source.lengths[work.samples] - 1).sum())
+    assert work.totals == {"sample": 12.0, "cohort": 12.0, "token": float(tokens)}
+    assert work.tokens == tokens + 12  # each row has one token more than it predicts
+    cohorts = Feed(source, lambda step: np.arange(11), plan(), 0, cohort=4).work(0)
+    assert cohorts.totals["cohort"] == 3.0  # 4 + 4 + 3 samples
+
+
+def test_a_rank_without_samples_computes_one_with_weight_zero() -> None:
+    empty = Feed(Slow(), lambda step: np.array([7]), plan(processes=2), rank=1)
+    (loaded,) = empty.steps(0, 1)
+    assert [len(m.places) for m in loaded.work.mine] == [0]
+    assert len(loaded.batches[0]["index"]) == 1
+    assert loaded.work.totals["sample"] == 1.0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_while_fetching_is_raised_in_the_loop(workers: int) -> None:
+    source = Slow(broken=int(Sampler(COUNT, 12, seed=0).batch(2)[5]))
+    seen = []
+    with pytest.raises(DataError, match=r"^sample \d+ is damaged$"):
+        for loaded in feed(source, workers=workers).steps(0, 4):
+            seen.append(loaded.work.step)
+    assert seen == [0, 1]  # the steps before are whole
+    wait_until_quiet()
+
+
+def test_an_error_of_the_order_is_raised_in_the_loop() -> None:
+    def order(step: int) -> np.ndarray:
+        raise DataError("no order")
+
+    with pytest.raises(DataError, match="no order"):
+        list(Feed(Slow(), order, plan(), 0).steps(0, 1))
+
+
+def test_waiting_for_data_is_counted_and_the_loops_own_time_is_not() -> None:
+    slow = [s.waited for s in feed(Slow(seconds=0.02), prefetch=1).steps(0, 2)]
+    micros = len(feed(Slow()).work(1).mine)
+    assert slow[1] >= 0.02 * (micros - 1) * 0.5  # at most a micro or two were ready
+    busy = []
+    for loaded in feed(Slow(), prefetch=8).steps(0, 4):
+        busy.append(loaded.waited)
+        time.sleep(0.05)
+    assert max(busy[1:]) < 0.04  # loaded while the loop slept
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_stops_early_leaves_nothing_running(workers: int) -> None:
+    steps = feed(Slow(), workers=workers).steps(0, 1000)
+    next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    wait_until_quiet()  # the leak guard looks for worker processes
+
+
+def test_a_finished_stream_leaves_no_thread() -> None:
+    told(feed(Slow()).steps(0, 3))
+    wait_until_quiet()
+
+
+def test_narrow_numbers_travel_narrow_and_arrive_as_int64() -> None:
+    host = tensors({"a": np.arange(3, dtype=np.uint16), "b": np.ones(2, np.float32)}, pin=False)
+    assert host["a"].dtype == torch.uint16
+    moved = to_device(host, torch.device("cpu"))
+    assert (moved["a"].dtype, moved["b"].dtype) == (torch.int64, torch.float32)
+    assert moved["a"].tolist() == [0, 1, 2]

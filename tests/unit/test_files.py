@@ -1,0 +1,164 @@
+"""Small files are whole or absent, and logs survive a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import files
+from engine.errors import UserError
+from engine.run import Run, RunOptions, free_folder, run_name, runs_in
+from engine.options import Interval
+from engine.recipe import Recipe
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_a_write_that_is_cut_short_leaves_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    files.write_text(path, "old")
+
+    def killed(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            files.write_text(path, "new " * 10_000)
+    assert path.read_text() == "old"
+    files.write_text(path, "new")
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["a.json"]
+
+
+def test_content_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda d: (order.append("sync"), sync(d))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append("replace"), replace(a, b))[1])
+    files.write_text(tmp_path / "a", "x")
+    assert order == ["sync", "replace"]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot write .*gone/a.json: No such file or directory; choose"):
+        files.write_json(tmp_path / "gone" / "a.json", {})
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(None, "there is no file"), ("{", "cannot be read as JSON"), ("[1]", "holds no JSON object"), (b"\xff", "JSON")],
+)
+def test_an_unreadable_file_is_named(content: str | bytes | None, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(UserError, match=problem) as refused:
+        files.read_json(path)
+    assert str(path) in str(refused.value)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+ROWS = st.lists(st.dictionaries(TEXT, TEXT | st.floats(allow_nan=False) | st.integers()), max_size=5)
+
+
+@given(ROWS, st.integers(1, 40))
+def test_a_log_cut_short_anywhere_loses_its_last_line_only(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "a.jsonl"
+    lines = ["".join([json.dumps(row, ensure_ascii=False), "\n"]).encode() for row in rows]
+    path.write_bytes(b"".join(lines))
+    assert files.read_lines(path) == rows
+    if rows:
+        last = lines[-1][: -min(cut, len(lines[-1]))]  # perhaps within a character of several bytes
+        path.write_bytes(b"".join(lines[:-1]) + last)
+        whole = rows if last == lines[-1][:-1] else rows[:-1]
+        assert files.read_lines(path) == whole
+
+
+def test_ends_of_lines_within_text_are_text(tmp_path: Path) -> None:
+    rows = [{"text": "a\u2028b\u2029c\x85d\x0be"}, {"step": 2}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
+    assert files.read_lines(path) == rows
+
+
+def test_no_log_has_no_lines(tmp_path: Path) -> None:
+    assert files.read_lines(tmp_path / "none.jsonl") == []
+
+
+def log(path: Path, *steps: tuple[str, int], **more: Any) -> None:
+    rows = [{"phase": phase, "step": step, **more} for phase, step in steps]
+    files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_going_back_drops_what_will_be_written_again(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    log(run.metrics, ("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 2), ("b", 3), ("c", 1))
+    log(run.samples, ("b", 3))
+    files.write_text(run.decisions, json.dumps({"decision": "without a place"}) + '\n{"phase": "b", "st')
+    run.truncate_logs(["a", "b", "c"], "b", 2)
+    kept = [(r["phase"], r["step"]) for r in files.read_lines(run.metrics)]
+    assert kept == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 2)]
+    assert run.samples.read_text() == ""
+    assert run.decisions.read_text() == '{"decision": "without a place"}\n'  # the cut line is gone too
+
+
+def test_going_back_to_the_start_drops_all(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    log(run.metrics, ("a", 1), ("b", 1))
+    run.truncate_logs(["a", "b"], "a", 0)
+    assert files.read_lines(run.metrics) == []
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    with pytest.raises(UserError, match="exists and is another run's or not a run"):
+        Run.create(tmp_path / "mine")
+    Run.create(tmp_path / "empty")
+    assert free_folder(tmp_path, "mine") == tmp_path / "mine-2"
+    assert free_folder(tmp_path, "new") == tmp_path / "new"
+
+
+def test_a_run_is_known_by_its_recipe_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is not a run: it has no recipe.json"):
+        Run.open(tmp_path)
+    for name in ("b", "a"):
+        files.write_json(Run.create(tmp_path / name).folder / "recipe.json", Recipe(task="t").to_dict())
+        os.utime(tmp_path / name / "recipe.json", (len(name), ord(name)))
+    assert [r.folder.name for r in runs_in(tmp_path)] == ["a", "b"]  # by age
+    assert Run.open(tmp_path / "a").status() == "unfinished"
+    assert list(runs_in(tmp_path / "nowhere")) == []
+
+
+def test_a_run_has_a_name_that_any_file_system_takes() -> None:
+    recipe = Recipe(task="/home/me/my tasks/mine.py:MyTask")
+    assert run_name(recipe) == f"mine-py-MyTask-{recipe.hash()}"
+
+
+def test_an_exit_is_answered_to_its_own_launch_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    assert run.read_exit("mine") is None
+    monkeypatch.setenv("ISOBATCH_NONCE", "mine")
+    run.write_exit(3, "a reason")
+    assert run.read_exit("mine") == (3, "a reason")
+    assert run.read_exit("another") is None
+
+
+def test_a_save_interval_of_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="--save-every 0ep: must be above 0"):
+        RunOptions(save_every=Interval(0, "epochs"))

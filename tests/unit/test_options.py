@@ -1,0 +1,192 @@
+"""Flags from dataclasses: every type, its text forms, its refusals and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import options as opt
+from engine.errors import UserError
+from engine.options import Count, Fraction, Interval, Positive, Probability, Rate, Seed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The older half of the sample's fields."""
+
+    whole: int = 1
+    """A whole
+    number."""
+    hidden: int = 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample(Base):
+    """A field of every type that there is."""
+
+    positive: Positive = 1
+    count: Count = 0
+    seed: Seed = 0
+    rate: Rate = 0.0
+    fraction: Fraction = 1.0
+    probability: Probability | None = None
+    number: float = 0.0
+    switch: bool = False
+    text: str = "x"
+    maybe: str | None = None
+    choice: Literal["auto", "on", "off"] = "auto"
+    bits: Literal[16, 8] = 16
+    several: tuple[Positive, ...] | None = None
+    interval: Interval = Interval(1, "steps")
+    """How often."""
+
+
+FLAGS = opt.flags_of(Sample, "sample")
+
+GOOD: list[tuple[str, Any, Any]] = [
+    ("whole", "-3", -3),
+    ("whole", "+3", 3),
+    ("whole", " 3 ", 3),
+    ("whole", "1_000", 1000),
+    ("whole", 3, 3),
+    ("seed", str(2**63 - 1), 2**63 - 1),
+    ("rate", "3e-4", 3e-4),
+    ("rate", ".5", 0.5),
+    ("rate", "0", 0.0),
+    ("rate", 2, 2.0),
+    ("number", "-1", -1.0),
+    ("fraction", "1", 1.0),
+    ("probability", "none", None),
+    ("probability", "0.999", 0.999),
+    ("switch", "True", True),
+    ("switch", "off", False),
+    ("switch", "NO", False),
+    ("switch", "1", True),
+    ("text", " a b ", " a b "),
+    ("text", "none", "none"),
+    ("maybe", "None", None),
+    ("maybe", None, None),
+    ("maybe", 'it\'s "ünï" 日本', 'it\'s "ünï" 日本'),
+    ("choice", "ON", "on"),
+    ("choice", "True", "on"),
+    ("choice", "false", "off"),
+    ("bits", "8", 8),
+    ("bits", 8, 8),
+    ("several", "2,3", (2, 3)),
+    ("several", "2", (2,)),
+    ("several", [2, 3], (2, 3)),
+    ("interval", "200", Interval(200, "steps")),
+    ("interval", "0.1ep", Interval(0.1, "epochs")),
+    ("interval", "10m", Interval(10, "minutes")),
+]
+
+
+@pytest.mark.parametrize(("name", "word", "value"), GOOD)
+def test_a_word_becomes_a_value(name: str, word: Any, value: Any) -> None:
+    found = opt.convert(FLAGS[name], word)
+    assert found == value
+    assert type(found) is type(value)
+
+
+BAD: list[tuple[str, Any, str]] = [
+    ("whole", "3.0", "is not an integer"),
+    ("whole", "1e3", "is not an integer"),
+    ("whole", "", "is not an integer"),
+    ("whole", "²", "is not an integer"),
+    ("whole", True, "is not an integer"),
+    ("positive", "0", "must be at least 1"),
+    ("positive", "-4", "must be at least 1"),
+    ("positive", "9" * 400, "too large"),
+    ("positive", "9" * 5000, "limit"),
+    ("count", "-1", "must be at least 0"),
+    ("seed", str(2**63), "must be at least 0 and at most"),
+    ("rate", "nan", "is not a finite number"),
+    ("rate", "inf", "is not a finite number"),
+    ("rate", "-inf", "is not a finite number"),
+    ("rate", "1e999", "is not a finite number"),
+    ("number", "nan", "is not a finite number"),
+    ("rate", "-0.1", "must be at least 0"),
+    ("rate", "one", "is not a number"),
+    ("fraction", "0", "must be above 0 and at most 1"),
+    ("fraction", "1.01", "must be above 0 and at most 1"),
+    ("probability", "1", "at most 0.999"),
+    ("switch", "maybe", "is neither on nor off"),
+    ("text", "  ", "is empty"),
+    ("choice", "onn", "is not one of auto, on, off (did you mean on?)"),
+    ("bits", "4", "is not one of 16, 8"),
+    ("several", "2,0", "must be at least 1"),
+    ("several", "2,", "is not an integer"),
+    ("interval", "-3", "is not an interval"),
+    ("interval", "1.5", "is not a whole number of steps"),
+    ("interval", "ten", "is not an interval"),
+    ("interval", "nan", "is not an interval"),
+]
+
+
+@pytest.mark.parametrize(("name", "word", "problem"), BAD)
+def test_a_refusal_names_the_flag_the_value_and_the_way_out(name: str, word: Any, problem: str) -> None:
+    with pytest.raises(UserError) as refused:
+        opt.convert(FLAGS[name], word)
+    message = str(refused.value)
+    assert message.startswith(f"--{name} {word}: ")
+    assert problem in message
+
+
+def test_help_comes_from_the_string_under_the_field_and_from_bases() -> None:
+    assert FLAGS["whole"].help == "A whole number."  # one line, however it is broken in the source
+    assert FLAGS["hidden"].help == ""
+    assert FLAGS["interval"].help == "How often."
+
+
+def test_types_are_described_in_words() -> None:
+    assert {name: flag.type_name for name, flag in FLAGS.items()} == {
+        "whole": "integer",
+        "hidden": "integer",
+        "positive": "integer, at least 1",
+        "count": "integer, at least 0",
+        "seed": "integer, at least 0 and at most 9.22337e+18",
+        "rate": "number, at least 0",
+        "fraction": "number, above 0 and at most 1",
+        "probability": "number, at least 0 and at most 0.999",
+        "number": "number",
+        "switch": "on|off",
+        "text": "text",
+        "maybe": "text",
+        "choice": "auto|on|off",
+        "bits": "16|8",
+        "several": "integer, at least 1 (or several: a,b)",
+        "interval": "interval",
+    }
+
+
+def test_a_spelling_has_hyphens() -> None:
+    assert opt.Flag("max_length", int, 0, "", "").spelling == "--max-length"
+
+
+def test_intervals_in_steps() -> None:
+    assert Interval.parse("200").steps(1000) == 200
+    assert Interval.parse("0.1ep").steps(1000) == 100  # 0.1 * 1000
+    assert Interval.parse("0.1ep").steps(3) == 1  # round(0.3) is 0, and never is no interval
+
+
+@given(st.integers(0, 2**53))
+def test_whole_intervals_keep_every_digit_in_their_text(steps: int) -> None:
+    assert str(Interval.parse(str(steps))) == str(steps)  # %g would make 1234567 into 1.23457e+06
+
+
+@given(st.floats(0, 1e20, allow_nan=False), st.sampled_from(["epochs", "minutes"]))
+def test_shares_keep_every_digit_in_their_text(value: float, unit: Any) -> None:
+    assert Interval.parse(str(Interval(value, unit))) == Interval(value, unit)
+
+
+@given(st.text(), st.sampled_from(sorted(FLAGS)))
+def test_any_word_is_a_value_or_one_refusal(word: str, name: str) -> None:
+    try:
+        value = opt.convert(FLAGS[name], word)
+    except UserError:
+        return
+    assert opt.convert(FLAGS[name], opt.plain(value)) == value  # what recipe.json holds gives the value again

@@ -1,0 +1,152 @@
+"""The recipe: what it refuses, its hash, its file, and what it never mentions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import UserError
+from engine.options import Interval
+from engine.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+BASE = Recipe(task="causal-lm", options={"generate_tokens": 60})
+OTHER: dict[str, Any] = {
+    "task": "classifier",
+    "mode": "fast",
+    "preset": "finetune",
+    "data": "text.txt",
+    "format": "jsonl",
+    "model": "small",
+    "tokenizer": "tokenizer.json",
+    "revision": "main",
+    "seed": 1,
+    "epochs": (2.0,),
+    "steps": (2,),
+    "phase": "train",
+    "batch_size": 33,
+    "max_length": 129,
+    "lr": 2e-3,
+    "weight_decay": 0.02,
+    "warmup": Interval(1, "steps"),
+    "schedule": "cosine",
+    "clip": 2.0,
+    "dropout": 0.0,
+    "optimizer": "sgd",
+    "train_fraction": 0.5,
+    "eval_fraction": 0.5,
+    "eval_every": Interval(0.5, "epochs"),
+    "patience": 1,
+    "min_delta": 0.1,
+    "group_by_length": True,
+    "noise": "native",
+    "options": {"generate_tokens": 61},
+    "scaled_from": {"batch_size": 32, "lr": 1e-3, "rule": "sqrt"},
+}
+"""Another value for every field. A new field belongs here: it must change the hash."""
+FIELDS = [f.name for f in dataclasses.fields(Recipe)]
+
+
+def test_every_field_has_another_value_here() -> None:
+    assert sorted(OTHER) == sorted(FIELDS)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_changes_the_hash_and_survives_the_file(field: str) -> None:
+    changed = dataclasses.replace(BASE, **{field: OTHER[field]})
+    assert changed.hash() != BASE.hash()
+    again = Recipe.from_dict(json.loads(json.dumps(changed.to_dict())))
+    assert again == changed
+    assert again.hash() == changed.hash()
+
+
+def test_the_hash_is_twelve_digits_and_the_same_in_every_process() -> None:
+    code = "import engine.recipe as r; print(r.Recipe(task='causal-lm').hash())"
+    here = Recipe(task="causal-lm").hash()
+    assert len(here) == 12
+    for python_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": python_seed, "PYTHONPATH": str(ROOT)}
+        there = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert there.stdout.strip() == here
+
+
+def test_the_order_of_a_tasks_options_does_not_change_the_hash() -> None:
+    one = dataclasses.replace(BASE, options={"a": 1, "b": 2})
+    assert dataclasses.replace(BASE, options={"b": 2, "a": 1}).hash() == one.hash()
+
+
+def test_a_recipe_file_with_a_field_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(UserError, match="unknown fields: colour"):
+        Recipe.from_dict({**BASE.to_dict(), "colour": "red"})
+
+
+def test_a_recipe_file_with_an_impossible_value_is_refused() -> None:
+    with pytest.raises(UserError, match="--batch-size 0: must be at least 1"):
+        Recipe.from_dict({**BASE.to_dict(), "batch_size": 0})
+
+
+def test_the_hash_in_the_file_is_no_field() -> None:
+    assert Recipe.from_dict({**BASE.to_dict(), "hash": BASE.hash()}) == BASE
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"epochs": (1.0,), "steps": (5,)}, "--epochs and --steps exclude each other"),
+        ({"warmup": Interval(1, "minutes")}, "minutes depend on the machine"),
+        ({"eval_every": Interval(1, "minutes")}, "minutes depend on the machine"),
+        ({"eval_every": Interval(0, "steps")}, "--eval-every 0: must be above 0"),
+        ({"eval_every": Interval(0, "epochs")}, "--eval-every 0: must be above 0"),
+        ({"epochs": (2.0, 0.0)}, "--epochs 2.0,0.0: must be above 0"),
+    ],
+)
+def test_fields_that_cannot_go_together(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        Recipe(task="causal-lm", **values)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rate"),
+    [
+        ("sqrt", 1e-3 * 2),  # sqrt(4)
+        ("linear", 1e-3 * 4),
+        ("none", 1e-3),
+    ],
+)
+def test_a_scaled_batch_is_another_recipe_with_plain_numbers(rule: Any, rate: float) -> None:
+    scaled = BASE.scaled(4, rule)
+    assert (scaled.batch_size, scaled.lr) == (128, pytest.approx(rate))  # 4 * 32
+    assert scaled.scaled_from == {"batch_size": 32, "lr": 1e-3, "rule": rule}
+    assert scaled.hash() != BASE.hash()
+    assert Recipe.from_dict(json.loads(json.dumps(scaled.to_dict()))) == scaled
+
+
+@given(st.floats(0.05, 64), st.integers(16, 4096))
+def test_scaling_there_and_back_keeps_the_rate(factor: float, batch: int) -> None:
+    there = Recipe(task="t", batch_size=batch, lr=1e-3).scaled(factor, "sqrt")
+    assert math.isclose(there.scaled(1 / factor, "sqrt").lr, 1e-3)
+    assert there.batch_size == round(batch * factor)
+
+
+def test_scaling_below_one_sample_is_refused() -> None:
+    with pytest.raises(UserError, match="--scale-batch 0.001: makes the batch of 32 smaller than one sample"):
+        BASE.scaled(0.001, "sqrt")
+
+
+def test_a_recipe_mentions_no_hardware() -> None:
+    machine = {"processes", "world", "rank", "device", "gpu", "gpus", "cuda", "nodes", "workers", "threads"}
+    machine |= {"precision", "strategy", "micro", "compile", "memory", "attention", "prefetch", "pin"}
+    words = {word for name in FIELDS for word in name.split("_")}
+    assert not words & machine

@@ -1,0 +1,157 @@
+"""A run's records against its recipe: what was changed is found, on runs that only look trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import files
+from engine.journal import SEAL, Journal, seal
+from engine.prepare import prepare
+from engine.records import problems
+from engine.registry import workload
+from engine.run import Run
+from engine.sampler import chain
+from engine.session import make_sampler
+from launch.flags import make_recipe
+
+TASK = Path(__file__).parents[1] / "tasks" / "ragged.py"
+STEPS = 9  # two epochs of 4 steps (93 samples in batches of 24), and one
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run folder with the records of a training that never was."""
+    chosen = workload(f"{TASK}:RaggedLM")
+    recipe, _ = make_recipe(chosen, {"steps": STEPS}, {})
+    task, data = chosen.make(recipe)
+    facts = prepare(data)
+    made = Run.create(tmp_path / "a run")
+    made.write_setup(recipe, facts, {})
+    sampler = make_sampler(recipe, data.open(Path(facts.folder), "train"), task.cohort)
+    journal = Journal(made, writes=True, every=2, ledger=True)
+    link = ""
+    for step in range(STEPS):
+        samples = sampler.batch(step)
+        link = chain(link, samples)
+        row = {"phase": "train", "step": step + 1, "loss": 4.0 - 0.1 * step, "lr": 1e-3, "chain": link}
+        journal.step(row, samples, last=step + 1 == STEPS)
+        if step % 4 == 3:
+            journal.metrics({"phase": "train", "step": step + 1, "split": "valid", "loss": 3.9})
+    checkpoint = made.checkpoints / "train-9"
+    checkpoint.mkdir(parents=True)
+    state = {"recipe_hash": recipe.hash(), "fingerprint": facts.fingerprint}
+    files.write_json(checkpoint / "state.json", state)
+    return made
+
+
+def change(path: Path, edit: Callable[[list[dict[str, Any]]], Any]) -> None:
+    rows = files.read_lines(path)
+    edit(rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def reseal(rows: list[dict[str, Any]]) -> None:
+    """As a forger would who knows the code."""
+    before = ""
+    for row in rows:
+        before = row[SEAL] = seal(before, row)
+
+
+def test_true_records_have_no_problems(run: Run) -> None:
+    assert [r["step"] for r in files.read_lines(run.metrics) if "split" not in r] == [1, 2, 4, 6, 8, 9]
+    assert problems(run) == []
+
+
+def test_a_loss_made_better_is_found(run: Run) -> None:
+    change(run.metrics, lambda rows: rows[2].update(loss=1.0))
+    assert problems(run) == ["metrics.jsonl was changed at or before phase train, step 4"]
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_row_left_out_is_found(run: Run, place: int) -> None:
+    change(run.metrics, lambda rows: rows.pop(place))
+    assert "metrics.jsonl was changed at or before" in problems(run)[0]
+
+
+def test_rows_in_another_order_are_found(run: Run) -> None:
+    change(run.metrics, lambda rows: rows.insert(1, rows.pop(2)))
+    assert "metrics.jsonl was changed at or before" in problems(run)[0]
+
+
+def test_other_samples_are_found_even_under_a_true_seal(run: Run) -> None:
+    def edit(rows: list[dict[str, Any]]) -> None:
+        rows[3]["chain"] = "0" * 16
+        reseal(rows)
+
+    change(run.metrics, edit)
+    (problem,) = problems(run)
+    assert problem.startswith("phase train, step ")
+    assert "the samples seen are not the recipe's" in problem
+
+
+def test_the_ledger_is_compared_with_the_sampler(run: Run) -> None:
+    row = files.read_lines(run.samples)[4]
+    other = (row["samples"][0] + 1) % 93
+
+    def edit(rows: list[dict[str, Any]]) -> None:
+        rows[4]["samples"][0] = other
+
+    change(run.samples, edit)
+    assert problems(run)[0].startswith("samples.jsonl: phase train, step 5: not the recipe's samples [")
+    change(run.samples, lambda rows: rows[4].update(samples=row["samples"][::-1]))
+    assert problems(run)[0].startswith("samples.jsonl: phase train, step 5: ")  # the order counts too
+
+
+def test_a_changed_recipe_is_found_first(run: Run) -> None:
+    path = run.folder / "recipe.json"
+    recipe = files.read_json(path)
+    files.write_json(path, {**recipe, "lr": 0.5})
+    (problem,) = problems(run)
+    assert problem.startswith("recipe.json was changed: its fields hash to ")
+    assert recipe["hash"] in problem
+
+
+def test_changed_data_is_found(run: Run, tmp_path: Path) -> None:
+    import shutil
+
+    facts = files.read_json(run.folder / "facts.json")
+    shutil.copytree(facts["folder"], tmp_path / "copy")
+    files.write_json(run.folder / "facts.json", {**facts, "folder": str(tmp_path / "copy")})
+    assert problems(run) == []
+    path = next((tmp_path / "copy" / "train").glob("tokens-values.npy"))
+    values = np.load(path)
+    values[100] ^= 1
+    np.save(path, values)
+    assert problems(run)[0].startswith("the data is not what was trained on: ")
+
+
+def test_a_checkpoint_of_another_recipe_is_found(run: Run) -> None:
+    path = run.checkpoints / "train-9" / "state.json"
+    files.write_json(path, {**files.read_json(path), "recipe_hash": "0" * 12})
+    assert problems(run) == ["checkpoint train-9 belongs to another recipe or other data"]
+
+
+def test_a_resumed_journal_goes_on_with_the_seal(run: Run) -> None:
+    rows = files.read_lines(run.metrics)
+    journal = Journal(run, writes=True)
+    journal.go_back(["train"], "train", 6)
+    for row in rows[len(files.read_lines(run.metrics)) :]:
+        journal.metrics({k: v for k, v in row.items() if k != SEAL})
+    assert files.read_lines(run.metrics) == rows
+    change(run.samples, list.clear)
+    assert problems(run) == []
+
+
+def test_only_one_rank_writes(tmp_path: Path) -> None:
+    journal = Journal(Run(tmp_path), writes=False, ledger=True)
+    journal.go_back(["train"], "train", 0)
+    journal.step({"phase": "train", "step": 1}, np.arange(3), last=True)
+    journal.metrics({"loss": 1.0})
+    journal.decision({"decision": "stop"})
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,114 @@
+"""The sampler: every sample once an epoch, the same subset, and nothing remembered."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.permutation import permute
+from engine.sampler import LENGTH_WINDOW, Sampler, chain
+
+
+def epoch(sampler: Sampler, number: int) -> list[np.ndarray]:
+    first = number * sampler.steps_per_epoch
+    return [sampler.batch(step) for step in range(first, first + sampler.steps_per_epoch)]
+
+
+@given(st.integers(1, 500), st.integers(1, 64), st.integers(0, 2**63 - 1), st.integers(0, 3), st.booleans())
+def test_every_sample_comes_once_an_epoch(count: int, size: int, seed: int, number: int, like: bool) -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, count) if like else None
+    batches = epoch(Sampler(count, size, seed, lengths=lengths), number)
+    assert np.array_equal(np.sort(np.concatenate(batches)), np.arange(count))
+    assert [len(b) for b in batches[:-1]] == [size] * (len(batches) - 1)
+    assert len(batches[-1]) == count - size * (len(batches) - 1)  # the last is kept, with what is left
+
+
+def test_steps_per_epoch_count_the_short_batch() -> None:
+    assert Sampler(93, 24, 0).steps_per_epoch == 4  # 24 + 24 + 24 + 21
+    assert Sampler(96, 24, 0).steps_per_epoch == 4
+    assert Sampler(10, 24, 0).steps_per_epoch == 1
+    assert Sampler(93, 24, 0, fraction=0.5).steps_per_epoch == 2  # round(46.5) = 46 samples
+    assert Sampler(93, 24, 0, fraction=0.001).used == 1
+
+
+def test_epochs_differ_in_order() -> None:
+    sampler = Sampler(100, 100, 0)
+    assert not np.array_equal(sampler.batch(0), sampler.batch(1))
+    assert not np.array_equal(sampler.batch(0), Sampler(100, 100, 1).batch(0))
+
+
+def test_a_fraction_is_a_prefix_of_the_permutation_of_epoch_0_and_stays() -> None:
+    sampler = Sampler(100, 8, seed=5, fraction=0.3)
+    subset = set(permute(np.arange(30), 100, 5, 0).tolist())
+    for number in range(3):
+        assert set(np.concatenate(epoch(sampler, number)).tolist()) == subset
+    more = Sampler(100, 8, seed=5, fraction=0.6)
+    assert subset < set(np.concatenate(epoch(more, 0)).tolist())  # more data holds the less
+
+
+def test_a_batch_is_a_function_of_the_step_alone() -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, 1000)
+    forwards = [Sampler(1000, 24, 3, 0.7, lengths=lengths).batch(k) for k in range(90)]
+    fresh = Sampler(1000, 24, 3, 0.7, lengths=lengths)
+    for step in reversed(range(90)):  # as a resumed run would: begin anywhere
+        assert np.array_equal(fresh.batch(step), forwards[step])
+
+
+def spread(batches: list[np.ndarray], lengths: np.ndarray) -> float:
+    return float(np.mean([np.ptp(lengths[b]) for b in batches]))
+
+
+def test_grouping_by_length_gives_batches_of_like_length_in_mixed_order() -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, 3000)
+    plain, like = Sampler(3000, 16, 0), Sampler(3000, 16, 0, lengths=lengths)
+    assert spread(epoch(like, 0), lengths) < spread(epoch(plain, 0), lengths) / 10
+    means = np.array([lengths[b].mean() for b in epoch(like, 0)[:LENGTH_WINDOW]])
+    # In order of length the correlation would be 1; 5 standard errors of chance is 5 / sqrt(64).
+    assert abs(np.corrcoef(means, np.arange(LENGTH_WINDOW))[0, 1]) < 5 / np.sqrt(LENGTH_WINDOW)
+    assert not np.array_equal(np.concatenate(epoch(like, 0)), np.concatenate(epoch(like, 1)))
+
+
+@pytest.mark.parametrize("last", [0, 5])
+def test_a_window_holds_what_it_would_without_grouping(last: int) -> None:
+    count = LENGTH_WINDOW * 4 * 2 + last
+    lengths = np.random.default_rng(0).integers(1, 500, count)
+    like, plain = epoch(Sampler(count, 4, 0, lengths=lengths), 0), epoch(Sampler(count, 4, 0), 0)
+    for start in range(0, len(plain), LENGTH_WINDOW):
+        part = slice(start, start + LENGTH_WINDOW)
+        assert sorted(np.concatenate(like[part])) == sorted(np.concatenate(plain[part]))
+    assert len(like[-1]) == (last % 4 or 4)
+
+
+def test_a_batch_holds_whole_cohorts() -> None:
+    Sampler(100, 24, 0, cohort=8)
+    with pytest.raises(AssertionError, match="whole cohorts"):
+        Sampler(100, 20, 0, cohort=8)
+
+
+def test_cohorts_change_no_order() -> None:
+    """A cohort is consecutive samples of the batch: the plan keeps them together, the sampler need not know."""
+    assert np.array_equal(Sampler(100, 24, 0, cohort=8).batch(2), Sampler(100, 24, 0).batch(2))
+
+
+def test_the_chain_names_one_order() -> None:
+    one = chain(chain("", np.array([1, 2])), np.array([3]))
+    assert one == chain(chain("", np.array([1, 2], np.int32)), np.array([3], np.uint16))
+    others = [
+        chain(chain("", np.array([2, 1])), np.array([3])),
+        chain(chain("", np.array([3])), np.array([1, 2])),
+        chain("", np.array([1, 2, 3])),
+        chain(chain("", np.array([1, 2])), np.array([4])),
+    ]
+    assert one not in others
+    assert len({*others, one}) == 5
+    assert len(one) == 16
+
+
+def test_the_order_is_frozen() -> None:
+    """Every run made so far saw its samples in this order."""
+    assert Sampler(93, 6, seed=0).batch(20).tolist() == [27, 3, 60, 62, 0, 32]
+    assert Sampler(93, 6, seed=0, fraction=0.5).batch(20).tolist() == [7, 85, 31, 38, 56, 4]
+    assert Sampler(93, 6, seed=0, lengths=np.arange(93) % 7).batch(20).tolist() == [19, 61, 68, 12, 75, 82]
+    assert chain("", np.arange(3)) == "ab25350e3e65efeb"

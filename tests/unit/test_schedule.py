@@ -1,0 +1,130 @@
+"""Phases, learning rates and alarms, by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import UserError
+from engine.optim import learning_rate
+from engine.options import Interval
+from engine.recipe import Recipe
+from engine.schedule import Alarm, stretches
+from models.base import Phase
+
+TWO = [Phase(name="freeze", epochs=1.0), Phase(name="tune", epochs=0.5, lr=1e-5)]
+
+
+def recipe(**values: Any) -> Recipe:
+    return Recipe(task="t", **values)
+
+
+def rates(total: int, peak: float = 1.0, per_epoch: int = 10, **values: Any) -> list[float]:
+    made = recipe(**values)
+    return [learning_rate(made, peak, step, total, per_epoch) for step in range(total)]
+
+
+def test_linear_falls_to_one_step_above_zero() -> None:
+    assert rates(4, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25])  # 1 - step / 4
+
+
+def test_cosine_by_hand() -> None:
+    expected = [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]  # (1 + cos(pi step / 4)) / 2
+    assert rates(4, schedule="cosine") == pytest.approx(expected)
+
+
+def test_constant_stays() -> None:
+    assert rates(5, peak=0.3, schedule="constant") == [0.3] * 5
+
+
+def test_warmup_rises_to_the_peak_and_then_the_schedule_begins() -> None:
+    found = rates(6, schedule="linear", warmup=Interval(2, "steps"))
+    assert found == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])  # 1/2, 2/2, then 1 - (step - 2) / 4
+
+
+def test_warmup_as_a_share_of_an_epoch() -> None:
+    found = rates(20, per_epoch=10, schedule="constant", warmup=Interval(0.4, "epochs"))
+    assert found[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])  # 0.4 * 10 = 4 steps
+
+
+def test_a_warmup_longer_than_the_run_never_reaches_the_peak() -> None:
+    assert rates(3, warmup=Interval(4, "steps")) == pytest.approx([0.25, 0.5, 0.75])
+
+
+@given(
+    st.sampled_from(["linear", "cosine", "constant"]), st.integers(1, 60), st.integers(0, 80), st.integers(0, 200)
+)
+def test_a_rate_is_never_negative_nor_above_the_peak(
+    schedule: Any, total: int, warmup: int, step: int
+) -> None:
+    made = recipe(schedule=schedule, warmup=Interval(warmup, "steps"))
+    assert 0 <= learning_rate(made, 0.1, step, total, 10) <= 0.1 + 1e-12
+
+
+def lengths(made: Recipe, per_epoch: int = 10) -> dict[str, int]:
+    return {s.name: s.steps for s in stretches(made, TWO, per_epoch)}
+
+
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        ({}, {"freeze": 10, "tune": 5}),  # the task's own: 1.0 and 0.5 epochs of 10
+        ({"epochs": (2.0,)}, {"freeze": 20, "tune": 20}),
+        ({"epochs": (2.0, 3.0)}, {"freeze": 20, "tune": 30}),
+        ({"epochs": (0.25, 0.01)}, {"freeze": 3, "tune": 1}),  # 2.5 and 0.1 rounded up
+        ({"epochs": (0.3, 0.7)}, {"freeze": 3, "tune": 7}),  # 0.7 * 10 is 7.000000000000001 in floats elsewhere
+        ({"steps": (7,)}, {"freeze": 7, "tune": 7}),
+        ({"steps": (7, 8)}, {"freeze": 7, "tune": 8}),
+        ({"phase": "tune"}, {"tune": 5}),
+        ({"phase": "tune", "steps": (7, 8)}, {"tune": 8}),
+    ],
+)
+def test_how_long_each_phase_is(values: dict[str, Any], steps: dict[str, int]) -> None:
+    assert lengths(recipe(**values)) == steps
+
+
+def test_a_whole_number_of_epochs_is_not_rounded_up_by_float_noise() -> None:
+    assert lengths(recipe(epochs=(0.29, 0.57)), per_epoch=100) == {"freeze": 29, "tune": 57}
+
+
+def test_a_phase_has_its_own_rate_and_shares_the_intervals() -> None:
+    freeze, tune = stretches(recipe(lr=0.5), TWO, 10)
+    assert (freeze.lr, tune.lr) == (0.5, 1e-5)
+    assert (freeze.eval_every, tune.eval_every) == (10, 10)  # once an epoch
+    (one, _) = stretches(recipe(eval_every=Interval(0.25, "epochs")), TWO, 10)
+    assert one.eval_every == 2  # round(2.5) is 2
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"phase": "warm"}, "--phase warm: this task's phases are freeze, tune"),
+        ({"epochs": (1.0, 2.0, 3.0)}, "--epochs 1.0,2.0,3.0: give one number, or one for each of 2 phases"),
+        ({"steps": (1, 2, 3)}, "--steps 1,2,3: give one number, or one for each of 2 phases"),
+    ],
+)
+def test_what_a_task_has_no_phases_for(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        stretches(recipe(**values), TWO, 10)
+
+
+def test_an_alarm_by_steps_is_the_same_on_every_rank() -> None:
+    for clock in (0.0, 1e6):
+        alarm = Alarm(Interval(3, "steps"), 10, clock)
+        assert [step for step in range(1, 10) if alarm.due_at(step)] == [3, 6, 9]
+        assert not alarm.due_by(clock + 1e9)
+    assert Alarm(Interval(0.5, "epochs"), 10, 0.0).due_at(5)
+
+
+def test_an_alarm_by_the_clock() -> None:
+    alarm = Alarm(Interval(10, "minutes"), 10, clock=1000.0)
+    assert not alarm.due_at(10)
+    assert not alarm.due_by(1000 + 599)
+    assert alarm.due_by(1000 + 600)  # 10 minutes are 600 s
+    alarm.reset(1600.0)
+    assert not alarm.due_by(1600 + 599)
+    assert alarm.due_by(1600 + 600)

@@ -1,0 +1,318 @@
+"""One optimizer step on worlds of several ranks: the same numbers as on one, by the same collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data.base import ArraySource, Ragged
+from engine import step as step_module
+from engine.errors import TrainingError
+from engine.feed import Feed
+from engine.noise import KeyedNoise, key_dropout
+from engine.optim import make_optimizer
+from engine.plan import Plan
+from engine.recipe import Recipe
+from engine.sampler import Sampler
+from engine.step import SCALE_START, Stepper
+from models.base import Batch, Loss, Step, Task
+
+VOCABULARY, COUNT = 11, 40
+RECIPE = Recipe(task="tiny", batch_size=16, lr=0.1, clip=0.0, optimizer="sgd", dropout=0.2)
+
+
+def plan(processes: int = 1, **changes: Any) -> Plan:
+    values = {
+        "device": "cpu",
+        "processes": processes,
+        "nodes": 1,
+        "strategy": "ddp" if processes > 1 else "single",
+        "precision": "fp32",
+        "micro_batch_samples": 4,
+        "micro_batch_tokens": 40,
+        "pad_multiple": 1,
+        "micro_batch_cost": 2.0,
+        "workers": 0,
+        "prefetch": 2,
+        "pin_memory": False,
+        "compile": "off",
+        "activation_checkpointing": False,
+        "attention": "sdpa",
+        "reduction": "explicit",
+        "threads": 1,
+        "invariance": "exact",
+        "predicted_peak_memory_bytes": 0,
+        "predicted_step_seconds": 1.0,
+        "calibrated": False,
+    }
+    return Plan(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def source() -> ArraySource:
+    generator = np.random.default_rng(0)
+    rows = [generator.integers(0, VOCABULARY, n).astype(np.uint16) for n in generator.integers(2, 20, COUNT)]
+    tokens = Ragged.from_rows(rows)
+    return ArraySource({"tokens": tokens, "token.weight": tokens.lengths - 1})
+
+
+class Model(nn.Module):
+    """A next-token model with dropout, a part that only long rows use, and one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.drop = nn.Dropout(0.2)
+        self.hidden = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.long = nn.Linear(8, 8)
+        self.idle = nn.Linear(8, 8)
+        self.out = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor, length: Tensor) -> Tensor:
+        x = self.norm(self.hidden(self.drop(self.embedding(tokens))).tanh())
+        far = length > 15
+        if far.any():
+            x = x + self.long(x) * far[:, None, None]
+        return self.out(self.drop(x))
+
+
+class Tiny(Task):
+    """Two losses with units of their own: one per token, one per sample."""
+
+    def build_model(self, facts: Any) -> nn.Module:
+        return Model()
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        logits = model(batch["tokens"], batch["length"])[:, :-1]
+        targets = batch["tokens"][:, 1:].clone()
+        targets[torch.arange(targets.shape[1]) >= batch["length"][:, None] - 1] = -100
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        shake = step.noise.uniform("shake", (1,))[:, 0]
+        return {"next": Loss(total, "token"), "first": Loss((logits[:, 0, 0] * shake).sum(), "sample")}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model()
+
+
+def stepper(world: Any, made: nn.Module, recipe: Recipe = RECIPE, **changes: Any) -> Stepper:
+    noise = KeyedNoise(recipe.seed)
+    key_dropout(made, noise)
+    made.train()
+    return Stepper(Tiny(recipe, None), recipe, plan(world.size, **changes), world, made, noise, "train")
+
+
+def trained(recipe: Recipe = RECIPE, steps: int = 3, **changes: Any) -> Callable[[Any], dict[str, Any]]:
+    """A rank's part: some steps; its losses, norms and weights."""
+    models = {rank: model() for rank in range(16)}  # made here: seeding is global, threads would mix it up
+
+    def part(world: Any) -> dict[str, Any]:
+        runner = stepper(world, models[world.rank], recipe, **changes)
+        sampler = Sampler(COUNT, recipe.batch_size, recipe.seed)
+        feed = Feed(source(), sampler.batch, runner.plan, world.rank)
+        optimizer = make_optimizer(runner.raw, recipe, "cpu")
+        found: dict[str, Any] = {"sums": [], "norms": [], "votes": [], "scale": []}
+        for loaded in feed.steps(0, steps):
+            result = runner.run(loaded, optimizer, recipe.lr, [float(world.rank == 1), 1.0])
+            found["sums"].append(dict(zip(result.names, result.sums.tolist(), strict=False)))
+            found["votes"].append(result.sums.tolist()[len(result.names) :])
+            found["norms"].append(float(result.norm))
+            found["scale"].append(runner.scale)
+        return {**found, "weights": {n: p.detach().clone() for n, p in runner.raw.named_parameters()}}
+
+    return part
+
+
+@pytest.fixture
+def alone(together: Any) -> dict[str, Any]:
+    """The whole batch at once on one rank."""
+    (found,) = together(1, trained(micro_batch_samples=1000, micro_batch_tokens=10**6, micro_batch_cost=1e9)).values
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_any_cut_and_world_takes_the_same_steps(size: int, together: Any, alone: dict[str, Any]) -> None:
+    outcome = together(size, trained())
+    for found in outcome.values:
+        assert [sorted(s) for s in found["sums"]] == [["first", "next"]] * 3
+        for one, other in zip(found["sums"], alone["sums"], strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+        assert found["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        for name, weight in found["weights"].items():
+            assert torch.allclose(weight, alone["weights"][name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 16])
+def test_every_rank_issues_the_same_collectives(size: int, together: Any) -> None:
+    outcome = together(size, trained(steps=2))
+    first = outcome.calls[0]
+    assert all(calls == first for calls in outcome.calls)
+    # Loss names once; then each step: who used which parameter, one bucket of gradients, the losses and votes.
+    parameters = list(model().parameters())
+    used = sum(p.numel() for n, p in model().named_parameters() if not n.startswith("idle"))
+    one = [
+        ("sum", (len(parameters),), torch.int32),
+        ("sum", (used,), torch.float32),
+        ("sum", (4,), torch.float64),  # two losses and two votes
+    ]
+    assert first == [("gather",), *one, *one]
+
+
+def test_ranks_without_samples_take_part(together: Any) -> None:
+    recipe = Recipe(task="tiny", batch_size=3, lr=0.1, clip=0.0, optimizer="sgd")
+    (single,) = together(1, trained(recipe)).values
+    outcome = together(5, trained(recipe))
+    assert all(calls == outcome.calls[0] for calls in outcome.calls)
+    assert outcome.values[4]["norms"] == pytest.approx(single["norms"], rel=1e-5)
+
+
+def test_the_reduction_comes_in_buckets_of_bounded_size(
+    together: Any, monkeypatch: pytest.MonkeyPatch, alone: dict[str, Any]
+) -> None:
+    from engine import world as world_module
+
+    monkeypatch.setattr(world_module, "_BUCKET_BYTES", 400)
+    outcome = together(2, trained())
+    parameters = [p.numel() for n, p in model().named_parameters() if not n.startswith("idle")]
+    floats = [c[1][0] for c in outcome.calls[0] if c[0] == "sum" and c[2] == torch.float32]
+    assert max(floats) <= max(100, *parameters)  # 400 bytes are 100 numbers; a larger tensor goes alone
+    assert sum(floats) == 3 * sum(parameters)  # three steps
+    assert outcome.values[0]["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+
+
+def test_votes_are_counted_over_the_ranks(together: Any) -> None:
+    outcome = together(3, trained(steps=1))
+    assert [v["votes"] for v in outcome.values] == [[[1.0, 3.0]]] * 3  # rank 1 asks for one thing, all for another
+
+
+def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(together: Any) -> None:
+    recipe = Recipe(task="tiny", batch_size=16, noise="keyed", clip=0.0, lr=0.0, optimizer="sgd")
+    rows = source()
+    samples = Sampler(COUNT, 16, 0).batch(0)
+
+    def part(world: Any) -> tuple[dict[str, float], float]:
+        made = model()
+        runner = stepper(world, made, recipe)
+        made.eval()  # without dropout, so that the sum can be taken here
+        (loaded,) = Feed(rows, lambda _: samples, runner.plan, 0).steps(0, 1)
+        result = runner.run(loaded, make_optimizer(made, recipe, "cpu"), 0.0, [])
+        total = 0.0
+        for i in samples:
+            row = torch.from_numpy(rows.fetch(np.array([i]))["tokens"].astype(np.int64))
+            logits = made(row, torch.tensor([row.shape[1]]))[0, :-1]
+            total += nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
+        return dict(zip(result.names, result.sums.tolist(), strict=False)), total
+
+    ((losses, total),) = together(1, part).values
+    assert losses["next"] == pytest.approx(total / (rows.lengths[samples] - 1).sum(), rel=1e-5)
+
+
+def test_clipping_uses_the_norm_of_the_whole_gradient(together: Any) -> None:
+    recipe = Recipe(task="tiny", batch_size=16, lr=1.0, clip=0.01, optimizer="sgd", weight_decay=0.0)
+    for size in (1, 3):
+        found = together(size, trained(recipe, steps=1)).values[-1]
+        before = dict(model().named_parameters())
+        moved = torch.cat([(found["weights"][n] - before[n]).flatten() for n in before])
+        assert found["norms"][0] > 0.05  # reported as it was before
+        assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)  # lr 1 times the clipped norm
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_overflow_redoes_the_same_step_at_half_the_scale(
+    size: int, together: Any, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # fp32 arithmetic overflows too where the scale is out of bounds: 2^128 is no float.
+    monkeypatch.setattr(step_module, "SCALE_START", 2.0**130)
+    outcome = together(size, trained(precision="fp16"))
+    for found in outcome.values:
+        assert 2.0**100 < found["scale"][0] < 2.0**130
+        assert found["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        assert [s["next"] for s in found["sums"]] == pytest.approx([s["next"] for s in alone["sums"]], rel=1e-5)
+    assert all(calls == outcome.calls[0] for calls in outcome.calls)
+
+
+def test_a_gradient_that_overflows_at_every_scale_has_a_name(
+    together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_module, "SCALE_LEAST", 2.0**200)
+    monkeypatch.setattr(step_module, "SCALE_START", 2.0**201)
+    with pytest.raises(TrainingError, match="fp16 gradients overflow at every loss scale"):
+        together(1, trained(precision="fp16"))
+
+
+def test_the_scale_doubles_after_enough_good_steps_and_is_saved(
+    together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_module, "SCALE_PATIENCE", 2)
+
+    def part(world: Any) -> list[Any]:
+        first, again = (stepper(world, model(), precision="fp16") for _ in range(2))
+        scales = [first._overflowed(torch.tensor(1.0)) or first.scale for _ in range(3)]
+        first._overflowed(torch.tensor(torch.inf))
+        again.set_scaling(first.scaling())
+        other = stepper(world, model())
+        other.set_scaling(first.scaling())
+        return [scales, again.scale, again.good_steps, other.scale]
+
+    # Doubled by the second good step, halved by the overflow; fp32 has no scale whatever was saved.
+    ((scales, scale, good, plain),) = together(1, part).values
+    assert scales == [SCALE_START, 2 * SCALE_START, 2 * SCALE_START]
+    assert (scale, good, plain) == (SCALE_START, 0, 1.0)
+
+
+def test_native_noise_is_drawn_again_by_a_resumed_run_and_refused_to_tasks(together: Any) -> None:
+    recipe = Recipe(task="tiny", batch_size=16, noise="native")
+
+    def part(world: Any) -> list[float]:
+        made = model().train()
+        runner = Stepper(Tiny(recipe, None), recipe, plan(), world, made, None, "train")
+        drawn = []
+        for _ in range(2):
+            runner._bind(3, np.arange(4), 1)
+            drawn.append(float(torch.rand(())))
+        with pytest.raises(TrainingError, match=r"draws noise \(shake\) of its own: use --noise keyed"):
+            runner._step(0).noise.uniform("shake", (1,))
+        return drawn
+
+    ((one, other),) = together(1, part).values
+    assert one == other
+
+
+def test_keyed_dropout_trains_like_native_dropout() -> None:
+    """Final losses over seeds: their means differ by less than three standard errors."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 6, generator=generator)
+    y = x[:, :1] * x[:, 1:2] + 0.1 * torch.randn(64, 1, generator=generator)
+    held = torch.randn(256, 6, generator=generator)
+
+    def final_loss(seed: int, keyed: bool) -> tuple[float, float]:
+        torch.manual_seed(1000 + seed)
+        net = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Dropout(0.3), nn.Linear(24, 1))
+        noise = KeyedNoise(seed)
+        if keyed:
+            key_dropout(net, noise)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+        torch.manual_seed(5000 + seed)
+        losses = []
+        for number in range(120):
+            noise.bind(number, np.arange(64), torch.device("cpu"))
+            loss = (net(x) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        with torch.no_grad():
+            valid = (net.eval()(held) - held[:, :1] * held[:, 1:2]).square().mean()
+        return float(np.mean(losses[-40:])), float(valid)
+
+    keyed, native = (np.array([final_loss(s, k) for s in range(12)]) for k in (True, False))
+    difference = np.abs(keyed.mean(0) - native.mean(0))
+    error = np.sqrt((keyed.var(0, ddof=1) + native.var(0, ddof=1)) / 12)
+    assert (difference < 3 * error).all()
+    assert (error < 0.2 * native.mean(0)).all()  # a spread that could show a difference
