@@ -1,7 +1,8 @@
 """One contender's steps in its own process: `python -m benchmarks.contenders bare|trainer|isobatch FILE`.
 
 FILE is a JSON file with the arrays, order, model and optimizer that all contenders share. The last line
-printed is JSON: seconds and loss of every step, processor time at the steps' borders, peak memory. Only `isobatch` imports the project.
+printed is JSON: seconds and loss of every step, processor time at the steps' borders, peak memory. Only
+`isobatch` imports the project.
 """
 
 from __future__ import annotations

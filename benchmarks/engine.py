@@ -64,9 +64,9 @@ def cases(quick: bool) -> list[Case]:
             Case("varied", "VariedLM", 256, 512, "tiny", 6, (whole,)),
         ]
     return [
-        Case("blocks, small", "BlockLM", 32, 128, "small", 12, fixed),
-        Case("blocks, tiny", "BlockLM", 32, 128, "tiny", 30, fixed),
-        Case("varied", "VariedLM", 256, 512, "tiny", 9, varied),
+        Case("blocks, small", "BlockLM", 32, 128, "small", 10, fixed),
+        Case("blocks, tiny", "BlockLM", 32, 128, "tiny", 24, fixed),
+        Case("varied", "VariedLM", 256, 512, "tiny", 7, varied),
     ]
 
 

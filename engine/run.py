@@ -93,19 +93,18 @@ class Run:
         return cls(path)
 
     @classmethod
-    def create(cls, folder: Path) -> Run:
-        """A new folder. One that is in use, by a run or anything else, is left alone."""
+    def create(cls, folder: Path, recipe: Recipe, facts: Facts, options: Mapping[str, Any]) -> Run:
+        """A new folder, whole from the moment it is there. One that is in use by anything is left alone."""
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} exists and is another run's or not a run: choose --name or --out")
+        fresh = cls(folder.with_name(f".{folder.name}.{os.getpid()}.new"))
         with files.naming_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            fresh.folder.mkdir(parents=True)
+            files.write_json(fresh.folder / "facts.json", facts.to_dict())
+            files.write_json(fresh.folder / "run.json", options)
+            files.write_json(fresh.folder / "recipe.json", {**recipe.to_dict(), "hash": recipe.hash()})
+            os.replace(fresh.folder, folder)
         return cls(folder)
-
-    def write_setup(self, recipe: Recipe, facts: Facts, options: Mapping[str, Any]) -> None:
-        """recipe.json last: a folder that has it has all the rest."""
-        files.write_json(self.folder / "facts.json", facts.to_dict())
-        files.write_json(self.folder / "run.json", dict(options))
-        files.write_json(self.folder / "recipe.json", {**recipe.to_dict(), "hash": recipe.hash()})
 
     def write_plan(self, plan: Plan) -> None:
         files.write_json(self.folder / "plan.json", plan.to_dict())

@@ -80,6 +80,9 @@ def prepare_model(
         torch.set_num_threads(plan.threads)
     torch.manual_seed(recipe.seed)
     model = task.build_model(facts).to(world.device)
+    choose_attention: Any = getattr(model, "set_attn_implementation", None)
+    if plan.attention != "sdpa" and choose_attention is not None:
+        choose_attention({"flash": "flash_attention_2"}.get(plan.attention, plan.attention))
     noise = KeyedNoise(recipe.seed) if recipe.noise == "keyed" else None
     if noise is not None:
         key_dropout(model, noise)

@@ -36,12 +36,13 @@ class Result:
 
     loaded: Loaded
     rate: float
-    seconds: float
     names: list[str]
     sums: Tensor
     """(len(names) + extra,): global loss sums over their weights, then the votes."""
     norm: Tensor
     """0-d: norm of the whole reduced gradient before clipping."""
+    seconds: float = 0.0
+    """From the end of the step before to the end of this one, as the host saw it."""
 
 
 class Stepper:
@@ -79,7 +80,7 @@ class Stepper:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         pulse = torch.cat([sums, torch.tensor(votes, dtype=sums.dtype, device=sums.device)])
-        return Result(loaded, rate, 0.0, names, self.world.sum(pulse), norm)
+        return Result(loaded, rate, names, self.world.sum(pulse), norm)
 
     def backward(self, loaded: Loaded) -> tuple[list[str], Tensor]:
         """Gradients of this rank's share, and its share of each loss over the global weight."""

@@ -83,6 +83,7 @@ class Trainer:
             result = session.stepper.run(
                 loaded, session.optimizer, session.rate(loaded.work.step), self._votes()
             )
+            result.seconds, self.mark = now() - self.mark, now()
             asked, pending = self._settle(pending), result
             if asked or self._due(loaded.work.step + 1):
                 asked |= self._settle(pending)
@@ -125,20 +126,18 @@ class Trainer:
         losses = dict(zip(result.names, values, strict=False))
         self._refuse_nonfinite(sum(losses.values()), norm, result.loaded.work.step)
         self.first_step = self.first_step or time.time()
-        seconds = now() - self.mark
-        self.mark = now()
-        self._count(result, seconds)
-        self._log(result, losses, norm, seconds)
+        self._count(result)
+        self._log(result, losses, norm)
         votes = values[len(result.names) :]
         return {name for name, votes_for in zip(("stop", "save"), votes, strict=True) if votes_for}
 
-    def _count(self, result: Result, seconds: float) -> None:
+    def _count(self, result: Result) -> None:
         work, progress = result.loaded.work, self.progress
         progress.step = work.step + 1
         progress.chain = chain(progress.chain, work.samples)
         progress.samples += len(work.samples)
         progress.tokens += work.tokens
-        progress.train_seconds += seconds
+        progress.train_seconds += result.seconds
         progress.waited_seconds += result.loaded.waited
         progress.padding += work.padding
 
@@ -150,8 +149,9 @@ class Trainer:
                     " lengthen --warmup, or find the operation with --anomaly; checkpoints are from before"
                 )
 
-    def _log(self, result: Result, losses: dict[str, float], norm: float, seconds: float) -> None:
-        work, progress, stretch = result.loaded.work, self.progress, self.session.stretch
+    def _log(self, result: Result, losses: dict[str, float], norm: float) -> None:
+        seconds, work, progress = max(1e-9, result.seconds), result.loaded.work, self.progress
+        stretch = self.session.stretch
         self.peak_memory = max(self.peak_memory, memory_bytes(self.world.device))
         row: dict[str, Any] = {
             "phase": stretch.name,

@@ -21,6 +21,7 @@ from engine.plan import Plan, PlanOptions
 from engine.planner import make_plan
 from engine.prepare import prepare
 from engine.recipe import Recipe
+from engine.registry import workload
 from engine.run import NONCE, Run, RunOptions, free_folder, run_name, runs_in
 from launch.flags import Request, own_flags, request, split
 
@@ -39,13 +40,20 @@ def auto(words: Sequence[str]) -> int:
         _say(f"{run.folder} has this recipe and is done (--again for a new run)", asked.run.quiet)
         _print_outcome(run)
         return DONE
-    if run is None:
-        run = create_run(asked)
-    else:
+    if run is not None:
         _say(f"going on with {run.folder} ({run.status()})", asked.run.quiet)
-        check_data(run, prepare(asked.workload.make(asked.recipe)[1]))
-    make_and_write_plan(run, asked.plan)
-    return launch(run, asked.run)
+    return launch(set_up(asked, run), asked.run)
+
+
+def set_up(asked: Request, run: Run | None, world: int | None = None) -> Run:
+    """Facts and plan for this machine in the run's folder; a new one where `run` is None."""
+    facts = prepare(asked.workload.make(asked.recipe)[1])
+    if run is not None:
+        check_data(run, facts)
+    plan = make_plan_here(asked.recipe, facts, asked.plan, world)
+    run = run or create_run(asked, facts)
+    run.write_plan(plan)
+    return run
 
 
 def resume(words: Sequence[str]) -> int:
@@ -65,7 +73,7 @@ def resume(words: Sequence[str]) -> int:
     options = stored_options(run, {k: v for k, v in flags.items() if k in opt.flags_of(RunOptions, "run")})
     recipe = run.recipe()
     relocate(run, recipe, data)
-    make_and_write_plan(run, plan)
+    run.write_plan(make_plan_here(recipe, run.facts(), plan))
     return launch(run, options)
 
 
@@ -77,8 +85,6 @@ def stored_options(run: Run, changes: Mapping[str, Any]) -> RunOptions:
 
 def relocate(run: Run, recipe: Recipe, data: str | None) -> None:
     """Find the prepared data again, from another place if told; it must be the same samples."""
-    from engine.registry import workload
-
     place = dataclasses.replace(recipe, data=data) if data else recipe
     task, source = workload(recipe.task).make(place)
     facts = run.facts()
@@ -116,24 +122,23 @@ def find_run(asked: Request) -> Run | None:
     return same[-1] if same else None
 
 
-def create_run(asked: Request) -> Run:
+def create_run(asked: Request, facts: Facts) -> Run:
     """A new run folder with recipe and facts, named after the recipe unless the user named it."""
-    facts = prepare(asked.workload.make(asked.recipe)[1])
     out = Path(asked.run.out).expanduser()
     name = asked.run.name or run_name(asked.recipe)
-    run = Run.create(out / name if asked.run.name else free_folder(out, name))
-    run.write_setup(asked.recipe, facts, opt.as_dict(asked.run))
-    return run
+    folder = out / name if asked.run.name else free_folder(out, name)
+    return Run.create(folder, asked.recipe, facts, opt.as_dict(asked.run))
 
 
-def make_and_write_plan(run: Run, asked: PlanOptions, world: int | None = None) -> Plan:
-    from engine.registry import workload
-
-    recipe, facts = run.recipe(), run.facts()
+def make_plan_here(recipe: Recipe, facts: Facts, asked: PlanOptions, world: int | None = None) -> Plan:
+    """The plan for this machine, which can be run by this version."""
     task, _ = workload(recipe.task).make(recipe)
-    machine = hardware.detect()
-    plan = make_plan(recipe, facts, task.shape(facts), machine, asked, world=world)
-    run.write_plan(plan)
+    plan = make_plan(recipe, facts, task.shape(facts), hardware.detect(), asked, world=world)
+    if plan.strategy.startswith("zero"):
+        raise UserError(
+            f"this recipe needs --strategy {plan.strategy} here ({plan.reasons['strategy']}), which can be"
+            " planned but not yet run: take a smaller model, or devices with more memory"
+        )
     return plan
 
 

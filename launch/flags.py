@@ -7,6 +7,7 @@ is imported and before anything runs.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -139,7 +140,9 @@ def request(words: Sequence[str], command: str, own: type | None = None) -> Requ
     known = {name: group for group, names in groups.items() for name in names}
     _refuse_unknown(typed, known, f"{command} --task {chosen.name}")
     if "per_device_batch_size" in flags and "batch_size" in flags:
-        raise UserError("--per-device-batch-size and --batch-size both say how large a batch is: give one of them")
+        raise UserError(
+            "--per-device-batch-size and --batch-size both say how large a batch is: give one of them"
+        )
     values = {
         group: {k: opt.convert(known_flags[k], v) for k, v in flags.items() if k in known_flags}
         for group, known_flags in groups.items()
@@ -150,8 +153,14 @@ def request(words: Sequence[str], command: str, own: type | None = None) -> Requ
     task, data = chosen.make(recipe)
     task.check()
     data.check()
+    _check_tracker(values["run"].get("tracker", "none"))
     stretches(recipe, task.phases(), steps_per_epoch=1)  # --phase, and as many --epochs as phases
     return Request(chosen, recipe, plan, RunOptions(**values["run"]), values["own"], notes + more)
+
+
+def _check_tracker(name: str) -> None:
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise UserError(f"--tracker {name} needs: pip install {name}")
 
 
 def _groups(chosen: Workload, command: str, own: type | None) -> dict[str, dict[str, opt.Flag]]:
@@ -176,7 +185,9 @@ def _translate(flags: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]
             notes.append(f"{_spell(name)} has no effect: it is always so here")
         for key, plain in meaning.items():
             if key in typed:
-                raise UserError(f"{_spell(name)} and {_spell(typed[key])} say the same thing: give one of them")
+                raise UserError(
+                    f"{_spell(name)} and {_spell(typed[key])} say the same thing: give one of them"
+                )
             out[key], typed[key] = plain, name
     return out, typed, notes
 

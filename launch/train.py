@@ -18,7 +18,7 @@ from collections.abc import Sequence  # noqa: E402
 
 from engine import files  # noqa: E402
 from engine import options as opt  # noqa: E402
-from engine.errors import BUG, DONE, FAILED, STOPPED  # noqa: E402
+from engine.errors import BUG, DONE, FAILED, STOPPED, UserError  # noqa: E402
 from engine.run import NONCE, Run, RunOptions  # noqa: E402
 
 SPOKEN = b"\x1eisobatch\x1e"
@@ -95,10 +95,14 @@ def _with_flags(words: Sequence[str]) -> int:
     from engine import hardware
     from engine.prepare import prepare
     from engine.world import agree_before_planning, check_world, ranks_from
-    from launch.auto import create_run, find_run, make_and_write_plan
+    from launch.auto import find_run, set_up
     from launch.flags import request
 
     rank, size = ranks_from(os.environ)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        raise UserError(
+            "this config asks for DeepSpeed, which can be planned but not yet run: use a DDP config"
+        )
     asked = request(words, "train.py")
     if asked.plan.processes:
         check_world(asked.plan.processes, size)
@@ -106,9 +110,9 @@ def _with_flags(words: Sequence[str]) -> int:
     prepare(asked.workload.make(asked.recipe)[1])
 
     def choose() -> str:
-        run = find_run(asked) or create_run(asked)
-        if run.status() != "done":
-            make_and_write_plan(run, asked.plan, world=size)
+        run = find_run(asked)
+        if run is None or run.status() != "done":
+            run = set_up(asked, run, size)
             files.write_json(run.folder / "run.json", opt.as_dict(asked.run))
         return str(run.folder.resolve())
 

@@ -212,9 +212,15 @@ class CausalLM(Task):
 
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
         """A folder for AutoModelForCausalLM and AutoTokenizer."""
+        from safetensors.torch import save_model
         from transformers import PreTrainedTokenizerFast
 
-        model.save_pretrained(folder)  # type: ignore[operator]
+        # save_pretrained would import deepspeed, two seconds and a warning, to find that nothing is sharded.
+        save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        configured: Any = model
+        configured.config.architectures = [type(model).__name__]
+        configured.config.save_pretrained(folder)
+        configured.generation_config.save_pretrained(folder)
         tokenizer = _tokenizer(facts)
         special = {f"{role}_token": facts.extra.get(role) for role in ("eos", "bos", "pad", "unk")}
         names = {k: tokenizer.id_to_token(v) for k, v in special.items() if v is not None}

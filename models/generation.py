@@ -21,7 +21,9 @@ def generate(folder: Path, prompt: str, *, tokens: int = 60, temperature: float 
         raise ModelError(f"{folder} holds no trained model (config.json): has the run finished?")
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return continuation(model, tokenizer, prompt, tokens, temperature, seed)

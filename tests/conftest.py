@@ -1,4 +1,4 @@
-"""What every test gets: a cache of its own, a command line that is a real process, and a guard against leaks."""
+"""What every test gets: a cache of its own, a command line that is a real process, a guard against leaks."""
 
 from __future__ import annotations
 
@@ -55,6 +55,10 @@ def _environment() -> dict[str, str]:
 
 
 def _children() -> set[psutil.Process]:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # none at all: most often so, and found without looking at every process
+        return set()
     # Python's own helper for shared memory is started once and stays.
     return {c for c in psutil.Process().children(recursive=True) if not _is_helper(c)}
 

@@ -13,14 +13,24 @@ ROOT = Path(__file__).resolve().parents[2]
 RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 
 
-def launch(*words: str, cwd: Path, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    *words: str, cwd: Path, timeout: float = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """`python -m launch WORDS` in a folder."""
     return command([sys.executable, "-m", "launch", *words], cwd, timeout, **environment)
 
 
-def command(words: list[str], cwd: Path, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+def command(
+    words: list[str], cwd: Path, timeout: float = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=timeout, check=False
+        words,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 

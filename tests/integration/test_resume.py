@@ -16,7 +16,18 @@ import pytest
 
 from tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
 
-SETTINGS = ["--task", RAGGED, "--epochs", "40", "--ledger", "--save-every", "5", "--eval-every", "9", "--quiet"]
+SETTINGS = [
+    "--task",
+    RAGGED,
+    "--epochs",
+    "40",
+    "--ledger",
+    "--save-every",
+    "5",
+    "--eval-every",
+    "9",
+    "--quiet",
+]
 STEPS = 160  # 93 samples in batches of 24 are 4 steps an epoch
 
 
@@ -31,7 +42,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def killed_at_random(words: list[str], run: Path, generator: random.Random) -> int:
     """Start, wait for some new steps and a random moment more, kill; returns how many steps were logged."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "launch", *words], cwd=run.parent.parent, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "launch", *words],
+        cwd=run.parent.parent,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
     )
     before, deadline = logged(run), time.monotonic() + 60
     while logged(run) <= before and process.poll() is None and time.monotonic() < deadline:
@@ -59,7 +73,9 @@ def test_five_kills_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
     ledger = rows(run, "samples.jsonl")
     for _, epoch in itertools.groupby(ledger, key=lambda r: (r["step"] - 1) // 4):
         assert Counter(s for r in epoch for s in r["samples"]) == dict.fromkeys(range(93), 1)
-    assert (run / "final/model.safetensors").read_bytes() == (undisturbed / "final/model.safetensors").read_bytes()
+    assert (run / "final/model.safetensors").read_bytes() == (
+        undisturbed / "final/model.safetensors"
+    ).read_bytes()
     assert losses(run) == losses(undisturbed)
     verified = launch("verify", str(run), cwd=tmp_path)
     assert verified.returncode == 0, verified.stdout
@@ -68,7 +84,8 @@ def test_five_kills_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
 def test_stopped_on_two_processes_and_resumed_on_one(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "moved"
     process = subprocess.Popen(
-        [sys.executable, "-m", "launch", "auto", *SETTINGS, "--name", "moved", "--processes", "2"], cwd=tmp_path
+        [sys.executable, "-m", "launch", "auto", *SETTINGS, "--name", "moved", "--processes", "2"],
+        cwd=tmp_path,
     )
     while logged(run) < 12 and process.poll() is None:
         time.sleep(0.01)
@@ -90,7 +107,9 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) 
     run = tmp_path / "runs" / "ref"
     shutil.copytree(undisturbed, run)
     (run / "summary.json").unlink()
-    newest, before = sorted((run / "checkpoints").iterdir(), key=lambda p: -int(p.name.rpartition("-")[2]))[:2]
+    newest, before = sorted((run / "checkpoints").iterdir(), key=lambda p: -int(p.name.rpartition("-")[2]))[
+        :2
+    ]
     damaged = newest / "rank-00000.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
@@ -99,7 +118,9 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert summary(run)["resumed_from"] == before.name
     assert newest.name in (run / "log.txt").read_text()
-    assert (run / "final/model.safetensors").read_bytes() == (undisturbed / "final/model.safetensors").read_bytes()
+    assert (run / "final/model.safetensors").read_bytes() == (
+        undisturbed / "final/model.safetensors"
+    ).read_bytes()
 
 
 def test_a_finished_run_answers_at_once(undisturbed: Path) -> None:
@@ -110,7 +131,19 @@ def test_a_finished_run_answers_at_once(undisturbed: Path) -> None:
 
 
 def test_early_stop_keeps_the_best(tmp_path: Path) -> None:
-    words = ["--task", RAGGED, "--steps", "400", "--lr", "0.05", "--eval-every", "4", "--patience", "2", "--quiet"]
+    words = [
+        "--task",
+        RAGGED,
+        "--steps",
+        "400",
+        "--lr",
+        "0.05",
+        "--eval-every",
+        "4",
+        "--patience",
+        "2",
+        "--quiet",
+    ]
     done = launch("auto", *words, "--name", "early", "--schedule", "constant", cwd=tmp_path)
     run = tmp_path / "runs" / "early"
     assert done.returncode == 0, done.stderr

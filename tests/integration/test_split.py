@@ -24,10 +24,18 @@ class Measured(NamedTuple):
     gradient: torch.Tensor
 
 
-def run(folder: Path, world: int, steps: int = STEPS, flags: dict[str, Any] | None = None, **plan: Any) -> Measured:
+def run(
+    folder: Path, world: int, steps: int = STEPS, flags: dict[str, Any] | None = None, **plan: Any
+) -> Measured:
     """Steps of the test task in a world of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"task": TASK, "flags": {"steps": [steps], **(flags or {})}, "plan": plan, "steps": steps, "out": str(folder / "out.json")}
+    settings = {
+        "task": TASK,
+        "flags": {"steps": [steps], **(flags or {})},
+        "plan": plan,
+        "steps": steps,
+        "out": str(folder / "out.json"),
+    }
     (folder / "settings.json").write_text(json.dumps(settings))
     script = [str(ROOT / "tests" / "tasks" / "measure.py"), str(folder / "settings.json")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
@@ -52,7 +60,13 @@ def assert_same(found: Measured, reference: Measured) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """One process, every global batch in one micro-batch."""
-    found = run(tmp_path_factory.mktemp("whole"), 1, micro_batch_samples=24, micro_batch_tokens=10**6, micro_batch_cost=1e9)
+    found = run(
+        tmp_path_factory.mktemp("whole"),
+        1,
+        micro_batch_samples=24,
+        micro_batch_tokens=10**6,
+        micro_batch_cost=1e9,
+    )
     assert all(len(step) == 1 for step in found.micros[0])
     # 93 samples in batches of 24: the last batch of an epoch has 21, and is kept.
     assert [len(s) for s in found.samples[:4]] == [24, 24, 24, 21]
@@ -65,7 +79,12 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two processes": (2, {"micro_batch_samples": 5}),
     "two processes, overlapped, recomputed": (
         2,
-        {"micro_batch_samples": 5, "micro_batch_tokens": 110, "reduction": "overlapped", "activation_checkpointing": True},
+        {
+            "micro_batch_samples": 5,
+            "micro_batch_tokens": 110,
+            "reduction": "overlapped",
+            "activation_checkpointing": True,
+        },
     ),
     "three processes": (3, {"micro_batch_tokens": 100}),
     "five processes, overlapped": (5, {"micro_batch_samples": 3, "reduction": "overlapped"}),
@@ -81,7 +100,7 @@ def test_any_cut_learns_the_same(name: str, whole: Measured, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("reduction", ["explicit", "overlapped"])
 def test_ranks_with_nothing_to_do(reduction: str, tmp_path: Path) -> None:
-    """Batches of 4 and, at the end of an epoch, of 1, on five processes: some ranks hold a dummy or nothing."""
+    """Batches of 4, at the end of an epoch of 1, on five processes: some ranks hold a dummy or nothing."""
     flags = {"batch_size": 4}
     alone = run(tmp_path / "alone", 1, steps=30, flags=flags)
     found = run(tmp_path / "five", 5, steps=30, flags=flags, reduction=reduction, micro_batch_samples=1)

@@ -16,7 +16,15 @@ LAUNCHERS = {
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(ROOT / "configs/accelerate/cpu.yaml"), "--main_process_port", "0", TRAIN),
     ],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN],
+    "torchrun": [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        TRAIN,
+    ],
     "auto": [sys.executable, "-m", "launch", "auto", "--processes", "2"],
     "plain": [sys.executable, TRAIN],
 }

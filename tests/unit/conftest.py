@@ -1,4 +1,4 @@
-"""Worlds of several ranks as threads of one process: what each rank would communicate, and what comes of it."""
+"""Worlds of several ranks as threads of one process: what each would communicate, and what comes of it."""
 
 from __future__ import annotations
 

@@ -114,11 +114,16 @@ def test_without_dropout_the_plain_kernel_is_asked() -> None:
     keyed, module = attention([1], plain)
     keyed(module, *rows([1], 4), None, dropout=0.0, scaling=0.5)
     keyed(module.eval(), *rows([1], 4), None, dropout=0.3, is_causal=True)
-    assert [(a["dropout"], a["scaling"], a["is_causal"]) for a in asked] == [(0.0, 0.5, None), (0.0, None, True)]
+    assert [(a["dropout"], a["scaling"], a["is_causal"]) for a in asked] == [
+        (0.0, 0.5, None),
+        (0.0, None, True),
+    ]
 
 
 def test_lengths_beyond_the_square_are_refused() -> None:
-    with pytest.raises(AttentionTooLong, match=f"keyed up to {LONGEST} tokens, and this batch has {LONGEST + 1}"):
+    with pytest.raises(
+        AttentionTooLong, match=f"keyed up to {LONGEST} tokens, and this batch has {LONGEST + 1}"
+    ):
         masks([1], LONGEST + 1)
 
 

@@ -98,7 +98,9 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(
     ended = []
 
     def part(world: Any) -> None:
-        with pytest.raises(UserError, match=r"cannot write .*: No space left on device; choose another place"):
+        with pytest.raises(
+            UserError, match=r"cannot write .*: No space left on device; choose another place"
+        ):
             checkpoint.save(tmp_path / "train-3", tensors(), {"progress": {"step": 9}}, world)
         ended.append(world.rank)
 
@@ -208,7 +210,9 @@ def listed(folder: Path) -> list[str]:
 
 
 def test_checkpoints_are_listed_in_the_order_they_were_made(tmp_path: Path) -> None:
-    make(tmp_path, "train-10", "train-9", "warm-up-100", "train-x", "other-5", ".train-11.tmp", ".train-8.old")
+    make(
+        tmp_path, "train-10", "train-9", "warm-up-100", "train-x", "other-5", ".train-11.tmp", ".train-8.old"
+    )
     (tmp_path / "train-12").mkdir()  # no index: not one of ours
     (tmp_path / "notes.txt").write_text("")
     assert listed(tmp_path) == ["warm-up-100", "train-9", "train-10"]

@@ -13,44 +13,19 @@ import torch
 
 from data.base import ArraySource, DataError, Ragged
 from engine.feed import Feed, Loaded, tensors, to_device
-from engine.plan import Plan
 from engine.sampler import Sampler
+from tests.unit.helpers import plan
 
 COUNT = 50
-
-
-def plan(**changes: Any) -> Plan:
-    values = {
-        "device": "cpu",
-        "processes": 1,
-        "nodes": 1,
-        "strategy": "single",
-        "precision": "fp32",
-        "micro_batch_samples": 4,
-        "micro_batch_tokens": 60,
-        "pad_multiple": 1,
-        "micro_batch_cost": 4.0,
-        "workers": 0,
-        "prefetch": 2,
-        "pin_memory": False,
-        "compile": "off",
-        "activation_checkpointing": False,
-        "attention": "sdpa",
-        "reduction": "explicit",
-        "threads": 1,
-        "invariance": "exact",
-        "predicted_peak_memory_bytes": 0,
-        "predicted_step_seconds": 1.0,
-        "calibrated": False,
-    }
-    return Plan(**{**values, **changes})  # type: ignore[arg-type]
 
 
 class Slow(ArraySource):
     """Rows that name their sample; may take its time, or fail at a sample."""
 
     def __init__(self, seconds: float = 0.0, broken: int = -1) -> None:
-        rows = [np.full(n, i, np.uint16) for i, n in enumerate(np.random.default_rng(0).integers(1, 20, COUNT))]
+        rows = [
+            np.full(n, i, np.uint16) for i, n in enumerate(np.random.default_rng(0).integers(1, 20, COUNT))
+        ]
         tokens = Ragged.from_rows(rows)
         super().__init__({"tokens": tokens, "token.weight": tokens.lengths - 1})
         self.seconds, self.broken = seconds, broken
@@ -125,11 +100,10 @@ def test_a_rank_without_samples_computes_one_with_weight_zero() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_while_fetching_is_raised_in_the_loop(workers: int) -> None:
     source = Slow(broken=int(Sampler(COUNT, 12, seed=0).batch(2)[5]))
-    seen = []
+    steps = feed(source, workers=workers).steps(0, 4)
+    assert [next(steps).work.step, next(steps).work.step] == [0, 1]  # the steps before are whole
     with pytest.raises(DataError, match=r"^sample \d+ is damaged$"):
-        for loaded in feed(source, workers=workers).steps(0, 4):
-            seen.append(loaded.work.step)
-    assert seen == [0, 1]  # the steps before are whole
+        next(steps)
     wait_until_quiet()
 
 

@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 
 from engine import files
 from engine.errors import UserError
-from engine.run import Run, RunOptions, free_folder, run_name, runs_in
+from engine.facts import Facts
 from engine.options import Interval
 from engine.recipe import Recipe
+from engine.run import Run, RunOptions, free_folder, run_name, runs_in
+
+RECIPE = Recipe(task="t", epochs=(2.0,))
+FACTS = Facts(fingerprint="0", folder="", samples={"train": 9}, lengths=(1, 2, 3), extra={"vocabulary": 5})
 
 
 def names(folder: Path) -> list[str]:
@@ -59,7 +63,12 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(None, "there is no file"), ("{", "cannot be read as JSON"), ("[1]", "holds no JSON object"), (b"\xff", "JSON")],
+    [
+        (None, "there is no file"),
+        ("{", "cannot be read as JSON"),
+        ("[1]", "holds no JSON object"),
+        (b"\xff", "JSON"),
+    ],
 )
 def test_an_unreadable_file_is_named(content: str | bytes | None, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
@@ -128,8 +137,13 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
     with pytest.raises(UserError, match="exists and is another run's or not a run"):
-        Run.create(tmp_path / "mine")
-    Run.create(tmp_path / "empty")
+        Run.create(tmp_path / "mine", RECIPE, FACTS, {})
+    assert names(tmp_path) == ["mine"]
+    (tmp_path / "empty").mkdir()
+    made = Run.create(tmp_path / "empty", RECIPE, FACTS, {"keep": 3})
+    assert (made.recipe(), made.facts(), made.options()) == (RECIPE, FACTS, {"keep": 3})
+    assert made.recorded_hash() == RECIPE.hash()
+    assert names(tmp_path) == ["empty", "mine"]
     assert free_folder(tmp_path, "mine") == tmp_path / "mine-2"
     assert free_folder(tmp_path, "new") == tmp_path / "new"
 
@@ -138,7 +152,7 @@ def test_a_run_is_known_by_its_recipe_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a run: it has no recipe.json"):
         Run.open(tmp_path)
     for name in ("b", "a"):
-        files.write_json(Run.create(tmp_path / name).folder / "recipe.json", Recipe(task="t").to_dict())
+        Run.create(tmp_path / name, RECIPE, FACTS, {})
         os.utime(tmp_path / name / "recipe.json", (len(name), ord(name)))
     assert [r.folder.name for r in runs_in(tmp_path)] == ["a", "b"]  # by age
     assert Run.open(tmp_path / "a").status() == "unfinished"

@@ -1,4 +1,4 @@
-"""Keyed noise: as good as random, and the same however a batch is cut. All bounds are five standard errors."""
+"""Keyed noise: as good as random, and the same however a batch is cut. Bounds are five standard errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def test_the_numbers_are_frozen() -> None:
     """A change of the formula changes every run: `verify` would find all older ones different."""
     keys = torch.tensor([[0, 0], [1, -2]], dtype=torch.int32)
     assert hash_bits(keys, 3).tolist() == [[0, 1492470133, 911671261], [-1887344078, -941092132, -998513790]]
-    assert noise([0, 7], seed=1, step=2).bits("site", 2).tolist() == [[-823463141, -599114401], [-1281855627, 9313153]]
+    assert noise([0, 7], seed=1, step=2).bits("site", 2).tolist() == [
+        [-823463141, -599114401],
+        [-1281855627, 9313153],
+    ]
     assert noise([5], seed=3, step=4).integers("x", (6,), 100).tolist() == [[34, 69, 98, 21, 45, 89]]
     kept = keep_mask(noise([5], sites=["d"]).site(0), 12, 0.5)
     assert kept[0].int().tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1]
@@ -69,7 +72,9 @@ def test_uniform_has_the_mean_and_variance_of_a_uniform() -> None:
     assert x.min() >= 0
     assert x.max() < 1
     assert abs(x.mean() - 0.5) < 5 * (1 / 12 / total) ** 0.5
-    assert abs(x.var() - 1 / 12) < 5 * (1 / 180 / total) ** 0.5  # the fourth central moment less the variance squared
+    assert (
+        abs(x.var() - 1 / 12) < 5 * (1 / 180 / total) ** 0.5
+    )  # the fourth central moment less the variance squared
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])

@@ -98,7 +98,7 @@ def test_nothing_asked_is_nothing_found() -> None:
 
 
 def test_the_numbers_are_frozen() -> None:
-    """Every run made so far saw its samples in this order: another formula would break `verify` and resuming."""
+    """Every run so far saw its samples in this order: another formula would break `verify` and resuming."""
     assert permute(np.arange(8), 8, seed=0, epoch=1).tolist() == [6, 3, 0, 4, 7, 5, 2, 1]
     assert permute(np.arange(5), 1000, seed=42, epoch=3).tolist() == [912, 294, 942, 784, 523]
     assert permute(np.arange(3), 2**33, seed=42, epoch=3).tolist() == [4850807304, 7589483212, 1405206514]

@@ -31,8 +31,7 @@ def run(tmp_path: Path) -> Run:
     recipe, _ = make_recipe(chosen, {"steps": STEPS}, {})
     task, data = chosen.make(recipe)
     facts = prepare(data)
-    made = Run.create(tmp_path / "a run")
-    made.write_setup(recipe, facts, {})
+    made = Run.create(tmp_path / "a run", recipe, facts, {})
     sampler = make_sampler(recipe, data.open(Path(facts.folder), "train"), task.cohort)
     journal = Journal(made, writes=True, every=2, ledger=True)
     link = ""

@@ -88,7 +88,7 @@ def test_a_batch_holds_whole_cohorts() -> None:
 
 
 def test_cohorts_change_no_order() -> None:
-    """A cohort is consecutive samples of the batch: the plan keeps them together, the sampler need not know."""
+    """A cohort is consecutive samples of a batch: the plan keeps them together, the sampler need not know."""
     assert np.array_equal(Sampler(100, 24, 0, cohort=8).batch(2), Sampler(100, 24, 0).batch(2))
 
 

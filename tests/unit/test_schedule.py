@@ -56,7 +56,10 @@ def test_a_warmup_longer_than_the_run_never_reaches_the_peak() -> None:
 
 
 @given(
-    st.sampled_from(["linear", "cosine", "constant"]), st.integers(1, 60), st.integers(0, 80), st.integers(0, 200)
+    st.sampled_from(["linear", "cosine", "constant"]),
+    st.integers(1, 60),
+    st.integers(0, 80),
+    st.integers(0, 200),
 )
 def test_a_rate_is_never_negative_nor_above_the_peak(
     schedule: Any, total: int, warmup: int, step: int
@@ -76,7 +79,10 @@ def lengths(made: Recipe, per_epoch: int = 10) -> dict[str, int]:
         ({"epochs": (2.0,)}, {"freeze": 20, "tune": 20}),
         ({"epochs": (2.0, 3.0)}, {"freeze": 20, "tune": 30}),
         ({"epochs": (0.25, 0.01)}, {"freeze": 3, "tune": 1}),  # 2.5 and 0.1 rounded up
-        ({"epochs": (0.3, 0.7)}, {"freeze": 3, "tune": 7}),  # 0.7 * 10 is 7.000000000000001 in floats elsewhere
+        (
+            {"epochs": (0.3, 0.7)},
+            {"freeze": 3, "tune": 7},
+        ),  # 0.7 * 10 is 7.000000000000001 in floats elsewhere
         ({"steps": (7,)}, {"freeze": 7, "tune": 7}),
         ({"steps": (7, 8)}, {"freeze": 7, "tune": 8}),
         ({"phase": "tune"}, {"tune": 5}),

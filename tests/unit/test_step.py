@@ -16,41 +16,14 @@ from engine.errors import TrainingError
 from engine.feed import Feed
 from engine.noise import KeyedNoise, key_dropout
 from engine.optim import make_optimizer
-from engine.plan import Plan
 from engine.recipe import Recipe
 from engine.sampler import Sampler
 from engine.step import SCALE_START, Stepper
 from models.base import Batch, Loss, Step, Task
+from tests.unit.helpers import plan
 
 VOCABULARY, COUNT = 11, 40
 RECIPE = Recipe(task="tiny", batch_size=16, lr=0.1, clip=0.0, optimizer="sgd", dropout=0.2)
-
-
-def plan(processes: int = 1, **changes: Any) -> Plan:
-    values = {
-        "device": "cpu",
-        "processes": processes,
-        "nodes": 1,
-        "strategy": "ddp" if processes > 1 else "single",
-        "precision": "fp32",
-        "micro_batch_samples": 4,
-        "micro_batch_tokens": 40,
-        "pad_multiple": 1,
-        "micro_batch_cost": 2.0,
-        "workers": 0,
-        "prefetch": 2,
-        "pin_memory": False,
-        "compile": "off",
-        "activation_checkpointing": False,
-        "attention": "sdpa",
-        "reduction": "explicit",
-        "threads": 1,
-        "invariance": "exact",
-        "predicted_peak_memory_bytes": 0,
-        "predicted_step_seconds": 1.0,
-        "calibrated": False,
-    }
-    return Plan(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def source() -> ArraySource:
@@ -105,7 +78,8 @@ def stepper(world: Any, made: nn.Module, recipe: Recipe = RECIPE, **changes: Any
     noise = KeyedNoise(recipe.seed)
     key_dropout(made, noise)
     made.train()
-    return Stepper(Tiny(recipe, None), recipe, plan(world.size, **changes), world, made, noise, "train")
+    chosen = plan(**{"processes": world.size, "micro_batch_tokens": 40, **changes})
+    return Stepper(Tiny(recipe, None), recipe, chosen, world, made, noise, "train")
 
 
 def trained(recipe: Recipe = RECIPE, steps: int = 3, **changes: Any) -> Callable[[Any], dict[str, Any]]:
@@ -132,7 +106,9 @@ def trained(recipe: Recipe = RECIPE, steps: int = 3, **changes: Any) -> Callable
 @pytest.fixture
 def alone(together: Any) -> dict[str, Any]:
     """The whole batch at once on one rank."""
-    (found,) = together(1, trained(micro_batch_samples=1000, micro_batch_tokens=10**6, micro_batch_cost=1e9)).values
+    (found,) = together(
+        1, trained(micro_batch_samples=1000, micro_batch_tokens=10**6, micro_batch_cost=1e9)
+    ).values
     return found
 
 
@@ -153,7 +129,7 @@ def test_every_rank_issues_the_same_collectives(size: int, together: Any) -> Non
     outcome = together(size, trained(steps=2))
     first = outcome.calls[0]
     assert all(calls == first for calls in outcome.calls)
-    # Loss names once; then each step: who used which parameter, one bucket of gradients, the losses and votes.
+    # Loss names once; then each step: who used which parameter, one bucket of gradients, losses and votes.
     parameters = list(model().parameters())
     used = sum(p.numel() for n, p in model().named_parameters() if not n.startswith("idle"))
     one = [
@@ -188,7 +164,9 @@ def test_the_reduction_comes_in_buckets_of_bounded_size(
 
 def test_votes_are_counted_over_the_ranks(together: Any) -> None:
     outcome = together(3, trained(steps=1))
-    assert [v["votes"] for v in outcome.values] == [[[1.0, 3.0]]] * 3  # rank 1 asks for one thing, all for another
+    assert [v["votes"] for v in outcome.values] == [
+        [[1.0, 3.0]]
+    ] * 3  # rank 1 asks for one thing, all for another
 
 
 def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(together: Any) -> None:
@@ -233,7 +211,9 @@ def test_an_overflow_redoes_the_same_step_at_half_the_scale(
     for found in outcome.values:
         assert 2.0**100 < found["scale"][0] < 2.0**130
         assert found["norms"] == pytest.approx(alone["norms"], rel=1e-5)
-        assert [s["next"] for s in found["sums"]] == pytest.approx([s["next"] for s in alone["sums"]], rel=1e-5)
+        assert [s["next"] for s in found["sums"]] == pytest.approx(
+            [s["next"] for s in alone["sums"]], rel=1e-5
+        )
     assert all(calls == outcome.calls[0] for calls in outcome.calls)
 
 

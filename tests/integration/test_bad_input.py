@@ -1,0 +1,142 @@
+"""Whatever a user gets wrong is answered in one line with the way out; nothing is written over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.helpers import RAGGED, ROOT, launch, summary
+
+LM = ["--task", "causal-lm"]
+WORDS = {
+    "unknown flag": (["auto", *LM, "--epohs", "3"], "did you mean --epochs?"),
+    "wrong type": (["auto", *LM, "--lr", "fast"], "--lr fast: is not a number"),
+    "negative": (["auto", *LM, "--batch-size", "-4"], "--batch-size -4: must be at least 1"),
+    "zero": (["auto", *LM, "--max-length", "0"], "--max-length 0: must be at least 1"),
+    "epochs and steps": (["auto", *LM, "--epochs", "1", "--steps", "5"], "exclude each other"),
+    "unknown task": (["auto", "--task", "causallm"], "did you mean causal-lm?"),
+    "unknown command": (["trian"], "did you mean train?"),
+    "unknown machine": (["plan", *LM, "--hardware", "8xh10"], "did you mean"),
+    "unknown preset": (["auto", *LM, "--model", "tny"], "did you mean tiny?"),
+    "no such data": (["auto", *LM, "--data", "no where/ü"], "no where/ü"),
+    "no such run": (["resume", "nothing"], "nothing is not a run"),
+    "emulated bf16": (["plan", *LM, "--hardware", "t4", "--precision", "bf16"], "bf16"),
+    "no gpu": (["auto", *LM, "--device", "cuda"], "cuda"),
+    "no such tracker": (["auto", *LM, "--tracker", "wandb"], "pip install wandb"),
+}
+
+
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line on standard error; notes of what the words came to may stand before it."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert [line.startswith("isobatch: ") for line in lines].count(True) == 1, done.stderr
+    return lines[-1]
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_wrong_words(name: str, tmp_path: Path) -> None:
+    words, hint = WORDS[name]
+    if name == "no such tracker":
+        pytest.importorskip("tensorboard")
+    assert hint in complaint(launch(*words, cwd=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unreachable_hub_is_answered_within_two_seconds(tmp_path: Path) -> None:
+    began = time.monotonic()
+    text = complaint(
+        launch("auto", *LM, "--model", "owner/name", cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    )
+    assert time.monotonic() - began < 2 + 1  # the interpreter's own start included
+    assert "owner/name" in text
+    assert "prepare" in text
+
+
+def test_data_folders(tmp_path: Path) -> None:
+    empty, odd, latin = tmp_path / "empty", tmp_path / "odd", tmp_path / 'it\'s "latin" ü'
+    for folder in (empty, odd, latin):
+        folder.mkdir()
+    (odd / "notes.pdf").write_bytes(b"%PDF")
+    (latin / "train.txt").write_bytes("caf\xe9 ".encode("latin-1") * 50)
+    for folder, hint in ((empty, str(empty)), (odd, str(odd)), (latin, "UTF-8")):
+        assert hint in complaint(launch("auto", *LM, "--data", str(folder), cwd=tmp_path))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_data(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("text")
+    (tmp_path / "train.txt").chmod(0)
+    assert "train.txt" in complaint(launch("auto", *LM, "--data", str(tmp_path), cwd=tmp_path))
+
+
+def test_a_truncated_prepared_file_is_named(tmp_path: Path) -> None:
+    cache = {"ISOBATCH_CACHE": str(tmp_path / "cache")}
+    assert launch("prepare", *LM, cwd=tmp_path, **cache).returncode == 0
+    (tokens,) = (tmp_path / "cache").rglob("train/tokens-values.npy")
+    tokens.write_bytes(tokens.read_bytes()[:-100])
+    text = complaint(launch("auto", *LM, "--steps", "2", cwd=tmp_path, **cache))
+    assert "tokens-values.npy" in text
+    assert "delete" in text
+
+
+def test_another_runs_folder_is_left_alone(tmp_path: Path) -> None:
+    taken = tmp_path / "runs" / "mine"
+    taken.mkdir(parents=True)
+    (taken / "thesis.txt").write_text("precious")
+    text = complaint(launch("auto", "--task", RAGGED, "--steps", "1", "--name", "mine", cwd=tmp_path))
+    assert "mine" in text
+    assert [p.name for p in taken.iterdir()] == ["thesis.txt"]
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "none", str(disk)], check=False).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        done = launch("auto", "--task", RAGGED, "--steps", "4", "--out", str(disk), "--quiet", cwd=tmp_path)
+        assert "No space left" in complaint(done)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_nan_is_a_named_failure(tmp_path: Path) -> None:
+    words = ["--task", RAGGED, "--steps", "30", "--lr", "1e30", "--clip", "0", "--name", "nan", "--quiet"]
+    done = launch("auto", *words, "--optimizer", "sgd", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "became" in summary(tmp_path / "runs" / "nan")["reason"]
+    assert summary(tmp_path / "runs" / "nan")["status"] == "failed"
+
+
+def test_a_users_models_and_data_do_not_hide_ours(tmp_path: Path) -> None:
+    (tmp_path / "models.py").write_text("raise SystemExit('the wrong models')")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "__init__.py").write_text("raise SystemExit('the wrong data')")
+    (tmp_path / "engine.py").write_text("raise SystemExit('the wrong engine')")
+    done = launch("describe", "causal-lm", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["task"] == "causal-lm"
+    script = subprocess.run(
+        [sys.executable, str(ROOT / "launch/train.py"), "--task", "nothing"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert script.returncode == 2
+    assert "there is no such task" in script.stderr
+
+
+def test_words_with_spaces_quotes_and_unicode(tmp_path: Path) -> None:
+    name = 'it\'s a "näme" 中'
+    done = launch("auto", "--task", RAGGED, "--steps", "2", "--name", name, "--quiet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "runs" / name)["status"] == "done"

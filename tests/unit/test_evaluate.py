@@ -1,0 +1,98 @@
+"""Evaluation: every sample once and in order, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from data.base import ArraySource, Ragged
+from engine.evaluate import evaluate
+from models.base import Batch, Loss, Rows, Step, Sum, Task
+from tests.unit.helpers import plan
+
+COUNT = 37
+
+
+def source() -> ArraySource:
+    generator = np.random.default_rng(0)
+    tokens = Ragged.from_rows(
+        [generator.integers(1, 9, n).astype(np.int64) for n in generator.integers(1, 20, COUNT)]
+    )
+    return ArraySource({"tokens": tokens, "token.weight": tokens.lengths})
+
+
+class Counting(Task):
+    """Sums tokens, and returns each row's own."""
+
+    def build_model(self, facts: Any) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        return {"tokens": Loss(batch["tokens"].sum(), "token"), "rows": Loss(batch["length"].sum(), "sample")}
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        total = batch["tokens"].sum()
+        return {"mean": Sum(total, batch["length"].sum()), "each": Rows(batch["tokens"].sum(1))}
+
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
+        mean = parts["mean"]
+        return {"mean": mean.value / mean.weight, "weight": mean.weight, "each": parts["each"].tolist()}
+
+
+def measured(world: Any, task: Task, fraction: float = 1.0) -> dict[str, Any]:
+    model = task.build_model(None).train()
+    chosen = plan(processes=world.size, micro_batch_samples=3, micro_batch_tokens=40, pad_multiple=4)
+    found = evaluate(task, model, source(), "valid", None, chosen, world, fraction)
+    assert model.training  # as it was before
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.001])
+def test_every_sample_once_and_in_order_on_any_world(size: int, fraction: float, together: Any) -> None:
+    rows = [int(source().fetch(np.array([i]))["tokens"].sum()) for i in range(COUNT)]
+    count = {1.0: 37, 0.5: 19, 0.001: 1}[fraction]  # ceil(37 / 2) = 19; at least one
+    outcome = together(size, lambda world: measured(world, Counting(None, None), fraction))
+    for found in outcome.values:
+        assert found["each"] == rows[:count]
+        assert found["weight"] == source().lengths[:count].sum()
+        assert found["mean"] == pytest.approx(sum(rows[:count]) / found["weight"])
+    assert all(calls == outcome.calls[0] for calls in outcome.calls)
+
+
+class Plain(Counting):
+    """With the contract's own evaluation: the training losses, each over its unit."""
+
+    evaluate = Task.evaluate
+    metrics = Task.metrics
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_by_default_the_losses_are_the_metrics(size: int, together: Any) -> None:
+    found = together(size, lambda world: measured(world, Plain(None, None))).values[0]
+    tokens = int(source().columns["tokens"].values.sum())
+    lengths = int(source().lengths.sum())
+    assert found["tokens"] == pytest.approx(tokens / lengths)
+    assert found["rows"] == pytest.approx(lengths / COUNT)
+    assert found["loss"] == pytest.approx(found["tokens"] + found["rows"])
+
+
+class Noisy(Counting):
+    """Draws noise where none may be drawn."""
+
+    evaluate = Task.evaluate
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        return {"x": Loss(step.noise.uniform("mask", (1,)).sum(), "sample")}
+
+
+def test_noise_in_an_evaluation_is_a_mistake(together: Any) -> None:
+    with pytest.raises(AssertionError, match="noise 'mask' drawn while evaluating"):
+        together(1, lambda world: measured(world, Noisy(None, None)))
