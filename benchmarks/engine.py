@@ -109,8 +109,7 @@ def setup(case: Case, folder: Path) -> tuple[Run, dict[str, Any]]:
     plan = make_plan(
         recipe, facts, task.shape(facts), hardware.detect(), PlanOptions(device="cpu", precision="fp32")
     )
-    run = Run.create(folder / "run")
-    run.write_setup(recipe, facts, opt.as_dict(RunOptions(quiet=True)))
+    run = Run.create(folder / "run", recipe, facts, opt.as_dict(RunOptions(quiet=True)))
     run.write_plan(plan)
     order = make_sampler(recipe, data.open(Path(facts.folder), "train"), 1)
     np.save(folder / "order.npy", np.stack([order.batch(step) for step in range(case.steps)]))

@@ -20,10 +20,10 @@ class Console:
         self.bar: Any = None
         self._last = -1e9
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, always: bool = False) -> None:
         if self.stream:
             self.stream.write(text + "\n")
-        if self.quiet:
+        if self.quiet and not always:
             return
         if self.bar is not None:
             self.bar.write(text, file=sys.stderr)

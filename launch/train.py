@@ -66,7 +66,8 @@ def _train(run: Run, options: RunOptions, world) -> tuple[int, str]:  # type: ig
         if code == FAILED and world.is_main:
             _mark_failed(run, str(error))
         console.end()
-        console.say(("" if code == STOPPED else "isobatch: ") + " ".join(str(error).split()))
+        line = " ".join(str(error).split())
+        console.say(line if code == STOPPED else f"isobatch: {line}", always=world.is_main)
         return code, str(error)
 
 

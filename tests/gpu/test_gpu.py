@@ -1,0 +1,57 @@
+"""What only a GPU can show. Skipped where there is none: python -m pytest tests/gpu"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.noise import KeyedDropout, KeyedNoise, hash_bits
+from tests.integration.helpers import RAGGED, furthest, launch, losses, summary
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+STEPS = ["--task", RAGGED, "--steps", "60", "--quiet", "--again"]
+
+
+def trained(folder: Path, name: str, *words: str) -> Path:
+    done = launch("auto", *STEPS, "--name", name, *words, cwd=folder, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / name
+
+
+def test_noise_is_the_same_numbers_as_on_the_cpu() -> None:
+    keys = torch.randint(-(2**31), 2**31 - 1, (7, 2), dtype=torch.int32)
+    assert torch.equal(hash_bits(keys, 1001), hash_bits(keys.cuda(), 1001).cpu())
+    noise = KeyedNoise(3)
+    layer = KeyedDropout(0.1, noise, "here")
+    x = torch.ones(5, 17, 32)
+    noise.bind(4, np.arange(5), torch.device("cpu"))
+    on_cpu = layer(x)
+    noise.bind(4, np.arange(5), torch.device("cuda"))
+    assert torch.equal(on_cpu, layer(x.cuda()).cpu())
+
+
+def test_fp32_on_the_gpu_learns_what_the_cpu_learns(tmp_path: Path) -> None:
+    gpu = trained(tmp_path, "gpu", "--precision", "fp32", "--compile", "off")
+    cut = trained(tmp_path, "cut", "--precision", "fp32", "--compile", "off", "--micro-batch", "5")
+    cpu = trained(tmp_path, "cpu", "--device", "cpu", "--processes", "1")
+    assert summary(gpu)["invariance"] == "exact"
+    assert furthest(losses(gpu), losses(cut)) < 1e-4
+    assert furthest(losses(gpu), losses(cpu)) < 1e-3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_stays_close(precision: str, tmp_path: Path) -> None:
+    exact = trained(tmp_path, "exact", "--precision", "fp32", "--compile", "off")
+    half = trained(tmp_path, "half", "--precision", precision, "--compile", "off")
+    assert summary(half)["invariance"] == "precision"
+    assert furthest(losses(half), losses(exact)) < 5e-2
+
+
+def test_compiled_training_draws_the_same_noise(tmp_path: Path) -> None:
+    eager = trained(tmp_path, "eager", "--precision", "fp32", "--compile", "off")
+    compiled = trained(tmp_path, "compiled", "--precision", "fp32", "--compile", "on")
+    assert furthest(losses(compiled), losses(eager)) < 1e-3
