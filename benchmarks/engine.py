@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import ROOT, Row, interleaved, middle, paired_ratio
-from engine import hardware
 from engine import options as opt
+from engine.detection import detect
 from engine.options import Interval
 from engine.plan import Plan, PlanOptions
 from engine.planner import make_plan
@@ -106,9 +106,7 @@ def setup(case: Case, folder: Path) -> tuple[Run, dict[str, Any]]:
     )
     task, data = workload(recipe.task).make(recipe)
     facts = prepare(data)
-    plan = make_plan(
-        recipe, facts, task.shape(facts), hardware.detect(), PlanOptions(device="cpu", precision="fp32")
-    )
+    plan = make_plan(recipe, facts, task.shape(facts), detect(), PlanOptions(device="cpu", precision="fp32"))
     run = Run.create(folder / "run", recipe, facts, opt.as_dict(RunOptions(quiet=True)))
     run.write_plan(plan)
     order = make_sampler(recipe, data.open(Path(facts.folder), "train"), 1)

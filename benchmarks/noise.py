@@ -19,7 +19,8 @@ from torch.nn import functional  # noqa: E402
 
 from benchmarks.report import Row  # noqa: E402
 from engine import attention, noise  # noqa: E402
-from engine.noise import KeyedNoise, drop, keep_mask, key_dropout  # noqa: E402
+from engine.keying import key_dropout  # noqa: E402
+from engine.noise import KeyedNoise, drop, keep_mask  # noqa: E402
 
 PROBABILITY = 0.1
 ARMS = {"no dropout": (0.0, None), "native": (PROBABILITY, False), "keyed": (PROBABILITY, True)}

@@ -8,6 +8,8 @@ from typing import Any
 
 from engine.run import now
 
+SPOKEN = "\x1eisobatch\x1e"
+"""Begins each line that a child under `auto` means for the person; all else there is noise."""
 _SECONDS_BETWEEN_LINES = 5.0
 
 

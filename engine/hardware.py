@@ -189,13 +189,6 @@ def mps(ram_bytes: int, cpus: int, source: Literal["detected", "asked"] = "asked
     return Hardware(kind="mps", gpus=(gpu,), cpus=cpus, ram_bytes=ram_bytes, source=source)
 
 
-def detect(**roots: Any) -> Hardware:
-    """This machine, as engine.detection finds it."""
-    from engine import detection
-
-    return detection.detect(**roots)
-
-
 def is_mobile(name: str) -> bool:
     return re.search(r"laptop|mobile|max-q", name, re.IGNORECASE) is not None
 

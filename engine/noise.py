@@ -204,18 +204,3 @@ class NotPerSample(ValueError):
             f"dropout {site} sees a tensor of shape {shape} in a micro-batch of {rows} samples, so its noise"
             " cannot be keyed by sample: use --noise native (the plan then says `noise`) or --dropout 0"
         )
-
-
-def key_dropout(model: nn.Module, noise: KeyedNoise) -> int:
-    """Replace every nn.Dropout of a model, in place; returns how many. Attention is keyed in its kernel."""
-    from engine.attention import key_attention
-
-    replaced = 0
-    for name, module in list(model.named_modules()):
-        for child_name, child in list(module.named_children()):
-            if type(child) is nn.Dropout:
-                site = f"{name}.{child_name}" if name else child_name
-                setattr(module, child_name, KeyedDropout(child.p, noise, site))
-                replaced += 1
-    key_attention(model, noise)
-    return replaced

@@ -13,7 +13,8 @@ from engine import checkpoint
 from engine.evaluate import evaluate
 from engine.facts import Facts
 from engine.feed import Feed
-from engine.noise import KeyedNoise, key_dropout
+from engine.keying import key_dropout
+from engine.noise import KeyedNoise
 from engine.optim import learning_rate, make_optimizer
 from engine.plan import Plan
 from engine.recipe import Recipe

@@ -64,7 +64,7 @@ def evaluate(words: Sequence[str]) -> int:
 
 def _evaluate(run: Run, own: EvaluateOptions) -> dict[str, Any]:
     from engine.redo import Redo
-    from launch.auto import relocate
+    from launch.setting_up import relocate
 
     relocate(run, run.recipe(), own.data)
     redo = Redo(

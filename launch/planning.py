@@ -9,6 +9,7 @@ from typing import Any
 
 from engine import hardware
 from engine.console import clock, size
+from engine.detection import detect
 from engine.facts import Facts
 from engine.options import Positive
 from engine.plan import Plan
@@ -45,7 +46,7 @@ def plan(words: Sequence[str]) -> int:
     task, data = asked.workload.make(asked.recipe)
     facts = assumed(length) if length else prepare_data(data)
     wanted = asked.extra.get("hardware")
-    machine = hardware.parse(wanted) if wanted else hardware.detect()
+    machine = hardware.parse(wanted) if wanted else detect()
     shape = task.shape(facts)
     made = make_plan(asked.recipe, facts, shape, machine, asked.plan)
     others = frontier(asked.recipe, facts, shape, machine, asked.plan)

@@ -21,9 +21,6 @@ from engine import options as opt  # noqa: E402
 from engine.errors import BUG, DONE, FAILED, STOPPED, UserError  # noqa: E402
 from engine.run import NONCE, Run, RunOptions  # noqa: E402
 
-SPOKEN = b"\x1eisobatch\x1e"
-"""Begins each line that a child means for the person; all else on its standard error is noise."""
-
 
 def train_run(run: Run, options: RunOptions) -> int:
     """Train a run's plan in this world; returns the exit code and leaves it in exit.json."""
@@ -46,11 +43,11 @@ def train_run(run: Run, options: RunOptions) -> int:
 def _train(run: Run, options: RunOptions, world) -> tuple[int, str]:  # type: ignore[no-untyped-def]
     import torch
 
-    from engine.console import Console
+    from engine.console import SPOKEN, Console
     from engine.trainer import Trainer
 
     # Under `auto` the run's own lines are told from the launcher's by a mark.
-    mark = SPOKEN.decode() if NONCE in os.environ else ""
+    mark = SPOKEN if NONCE in os.environ else ""
     log = run.folder / "log.txt" if world.is_main else None
     console = Console(log, options.quiet or not world.is_main, mark)
     if options.tracker != "none":
@@ -93,11 +90,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _with_flags(words: Sequence[str]) -> int:
-    from engine import hardware
-    from engine.prepare import prepare
+    from engine.detection import detect
     from engine.world import agree_before_planning, check_world, ranks_from
-    from launch.auto import find_run, set_up
     from launch.flags import request
+    from launch.setting_up import facts_of, find_run, set_up
 
     rank, size = ranks_from(os.environ)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -108,16 +104,16 @@ def _with_flags(words: Sequence[str]) -> int:
     if asked.plan.processes:
         check_world(asked.plan.processes, size)
     # Every rank asks; one makes, the others wait at a file lock: no process group stands idle meanwhile.
-    prepare(asked.workload.make(asked.recipe)[1])
+    facts = facts_of(asked)
 
     def choose() -> str:
-        run = find_run(asked)
+        run = find_run(asked, facts)
         if run is None or run.status() != "done":
-            run = set_up(asked, run, size)
+            run = set_up(asked, facts, run, size)
             files.write_json(run.folder / "run.json", opt.as_dict(asked.run))
         return str(run.folder.resolve())
 
-    cpu = asked.plan.device == "cpu" or (asked.plan.device == "auto" and hardware.detect().kind == "cpu")
+    cpu = asked.plan.device == "cpu" or (asked.plan.device == "auto" and detect().kind == "cpu")
     run = Run.open(agree_before_planning(choose, rank, size, cpu, asked.run.hang_timeout))
     if run.status() == "done":
         print(f"{run.folder} is done (--again for a new run)", file=sys.stderr)

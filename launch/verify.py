@@ -46,8 +46,8 @@ class VerifyOptions:
 def verify(words: Sequence[str]) -> int:
     """Usage: verify RUN [--steps 3] [--processes N] [--micro-batch M] [--json]. Exit 3 on a difference."""
     from engine.records import problems
-    from launch.auto import relocate
     from launch.flags import own_flags, split
+    from launch.setting_up import relocate
 
     positional, flags = split(words)
     if len(positional) != 1:
@@ -88,7 +88,7 @@ def _other_plan(plan: Plan, own: VerifyOptions) -> Plan:
 def _redo(run: Run, plan: Plan, steps: int) -> list[dict[str, Any]]:
     if plan.processes == 1:
         return redone(run, plan, steps)
-    from launch.auto import start_children
+    from launch.children import start_children
 
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)

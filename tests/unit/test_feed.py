@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,15 +50,17 @@ def told(steps: Iterator[Loaded]) -> list[Any]:
     ]
 
 
-def feed_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "feed"]
+def running() -> list[Any]:
+    """Threads and processes that a feed started."""
+    threads = [t for t in threading.enumerate() if t.name == "feed"]
+    return [*threads, *multiprocessing.active_children()]
 
 
 def wait_until_quiet() -> None:
     deadline = time.monotonic() + 5
-    while feed_threads() and time.monotonic() < deadline:
+    while running() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not feed_threads()
+    assert not running()
 
 
 def test_a_thread_and_workers_give_the_same_batches() -> None:
@@ -107,6 +111,22 @@ def test_an_error_while_fetching_is_raised_in_the_loop(workers: int) -> None:
     wait_until_quiet()
 
 
+class Wrong(Slow):
+    """A source with a bug in it."""
+
+    def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
+        raise IndexError("a bug")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bug_in_a_source_is_shown_with_its_place_and_leaves_nothing_running(workers: int) -> None:
+    with pytest.raises(IndexError, match="a bug") as raised:
+        list(feed(Wrong(), workers=workers).steps(0, 1))
+    wait_until_quiet()
+    told_where = str(raised.value) if workers else "".join(traceback.format_exception(raised.value))
+    assert "in fetch" in told_where
+
+
 def test_an_error_of_the_order_is_raised_in_the_loop() -> None:
     def order(step: int) -> np.ndarray:
         raise DataError("no order")
@@ -131,7 +151,7 @@ def test_a_loop_that_stops_early_leaves_nothing_running(workers: int) -> None:
     steps = feed(Slow(), workers=workers).steps(0, 1000)
     next(steps)
     steps.close()  # type: ignore[attr-defined]
-    wait_until_quiet()  # the leak guard looks for worker processes
+    wait_until_quiet()
 
 
 def test_a_finished_stream_leaves_no_thread() -> None:

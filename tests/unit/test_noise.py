@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from engine.keying import key_dropout
 from engine.noise import (
     KeyedDropout,
     KeyedNoise,
@@ -19,7 +20,6 @@ from engine.noise import (
     drop,
     hash_bits,
     keep_mask,
-    key_dropout,
 )
 from engine.step import checkpoint_activations
 

@@ -14,7 +14,8 @@ from data.base import ArraySource, Ragged
 from engine import step as step_module
 from engine.errors import TrainingError
 from engine.feed import Feed
-from engine.noise import KeyedNoise, key_dropout
+from engine.keying import key_dropout
+from engine.noise import KeyedNoise
 from engine.optim import make_optimizer
 from engine.recipe import Recipe
 from engine.sampler import Sampler

@@ -1,0 +1,104 @@
+"""Where a run comes from: found again by its recipe and data, or made new; with a plan for this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine import files
+from engine import options as opt
+from engine.detection import detect
+from engine.errors import UserError
+from engine.facts import Facts
+from engine.plan import Plan, PlanOptions
+from engine.planner import make_plan
+from engine.prepare import prepare
+from engine.recipe import Recipe
+from engine.registry import workload
+from engine.run import Run, RunOptions, free_folder, run_name, runs_in
+from launch.flags import Request
+
+
+def facts_of(asked: Request) -> Facts:
+    """The facts of the data asked for, prepared if need be."""
+    return prepare(asked.workload.make(asked.recipe)[1])
+
+
+def set_up(asked: Request, facts: Facts, run: Run | None, world: int | None = None) -> Run:
+    """The run's folder with a plan for this machine; a new folder where `run` is None."""
+    plan = make_plan_here(asked.recipe, facts, asked.plan, world)
+    run = run or create_run(asked, facts)
+    run.write_plan(plan)
+    return run
+
+
+def find_run(asked: Request, facts: Facts) -> Run | None:
+    """The run to go on with: the one named by --resume, else the newest here with this recipe and data."""
+    choice, wanted = asked.run.resume, (asked.recipe.hash(), facts.fingerprint)
+    if choice not in ("auto", "never"):
+        run = Run.open(choice)
+        if _identity(run) != wanted:
+            raise UserError(
+                f"--resume {choice}: that run has another recipe or other data;"
+                f" `resume {choice}` goes on with its own"
+            )
+        return run
+    if choice == "never" or asked.run.again:
+        return None
+    same = [r for r in runs_in(Path(asked.run.out).expanduser()) if _identity(r) == wanted]
+    if asked.run.name:
+        same = [r for r in same if r.folder.name == asked.run.name]
+    return same[-1] if same else None
+
+
+def _identity(run: Run) -> tuple[str, str]:
+    return run.recorded_hash(), run.facts().fingerprint
+
+
+def create_run(asked: Request, facts: Facts) -> Run:
+    """A new run folder with recipe and facts, named after the recipe unless the user named it."""
+    out = Path(asked.run.out).expanduser()
+    name = asked.run.name or run_name(asked.recipe)
+    folder = out / name if asked.run.name else free_folder(out, name)
+    return Run.create(folder, asked.recipe, facts, opt.as_dict(asked.run))
+
+
+def make_plan_here(recipe: Recipe, facts: Facts, asked: PlanOptions, world: int | None = None) -> Plan:
+    """The plan for this machine, which can be run by this version."""
+    task, _ = workload(recipe.task).make(recipe)
+    plan = make_plan(recipe, facts, task.shape(facts), detect(), asked, world=world)
+    if plan.strategy.startswith("zero"):
+        raise UserError(
+            f"this recipe needs --strategy {plan.strategy} here ({plan.reasons['strategy']}), which can be"
+            " planned but not yet run: take a smaller model, or devices with more memory"
+        )
+    return plan
+
+
+def stored_options(run: Run, changes: Mapping[str, Any]) -> RunOptions:
+    """The run's own options, with what was asked anew."""
+    names = opt.flags_of(RunOptions, "run")
+    return opt.build(RunOptions, {k: v for k, v in {**run.options(), **changes}.items() if k in names}, "run")
+
+
+def relocate(run: Run, recipe: Recipe, data: str | None) -> None:
+    """Find the prepared data again, from another place if told; it must be the same samples."""
+    place = dataclasses.replace(recipe, data=data) if data else recipe
+    task, source = workload(recipe.task).make(place)
+    facts = run.facts()
+    if not data and Path(facts.folder).is_dir() and (Path(facts.folder) / "facts.json").exists():
+        return
+    source.check()
+    fresh = prepare(source)
+    check_data(run, fresh)
+    files.write_json(run.folder / "facts.json", fresh.to_dict())
+
+
+def check_data(run: Run, fresh: Facts) -> None:
+    if fresh.fingerprint != run.facts().fingerprint:
+        raise UserError(
+            f"the data is not what {run.folder} was trained on (fingerprint {fresh.fingerprint} against"
+            f" {run.facts().fingerprint}): --again starts a new run"
+        )
