@@ -16,6 +16,7 @@ from engine.console import Console, clock
 from engine.errors import StopRequested, TrainingError
 from engine.journal import Journal
 from engine.judge import Judge
+from engine.meters import gpu_reading, memory_bytes, step_row
 from engine.run import Run, RunOptions, now
 from engine.sampler import chain
 from engine.schedule import Alarm, Stretch
@@ -44,7 +45,7 @@ class Trainer:
         """Train every phase, evaluate, export; leaves summary.json."""
         self.console.say(self._headline())
         with self.stop:
-            found = newest(self.run, self.session, self.console)
+            found = self._newest()
             if found is None:
                 self.journal.go_back(self.session.phases, self.session.phases[0], 0)
             first = self.session.phases.index(found[2]["progress"]["phase"]) if found else 0
@@ -55,6 +56,24 @@ class Trainer:
                     found = None
                 self._train(stretch)
         self._finish()
+
+    def _newest(self) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]] | None:
+        """Name, tensors and state of the newest checkpoint that is whole."""
+        for folder in reversed(checkpoint.listed(self.run.checkpoints, self.session.phases)):
+            try:
+                tensors, state = checkpoint.load(folder)
+            except TrainingError as error:
+                self.console.say(f"{error}; trying the one before")
+                continue
+            if (state["recipe_hash"], state["fingerprint"]) != (
+                self.recipe.hash(),
+                self.session.facts.fingerprint,
+            ):
+                raise TrainingError(
+                    f"checkpoint {folder} belongs to another recipe or other data than the run's files say"
+                )
+            return folder.name, tensors, state
+        return None
 
     def _begin(self, stretch: Stretch) -> None:
         self.session.enter(stretch)
@@ -96,7 +115,14 @@ class Trainer:
         self.console.end()
 
     def _due(self, step: int) -> bool:
-        return step % self.session.stretch.eval_every == 0 or self.alarm.due_at(step)
+        return self._evaluation_is_due(step) or self.alarm.due_at(step)
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        """The end of training is measured anyway, unless the best checkpoint is looked for."""
+        stretch = self.session.stretch
+        if step == stretch.steps:
+            return self.recipe.patience > 0
+        return step % stretch.eval_every == 0
 
     def _votes(self) -> list[float]:
         """What this rank asks of all: to stop, to save (rank 0's clock). Counted with the step's losses."""
@@ -104,9 +130,9 @@ class Trainer:
 
     def _stand(self, asked: set[str]) -> bool:
         """At a step border with everything settled: evaluate, save, stop; True ends the phase early."""
-        step, stretch = self.progress.step, self.session.stretch
+        step = self.progress.step
         began = now()
-        enough = step % stretch.eval_every == 0 and step < stretch.steps and self._evaluate()
+        enough = self._evaluation_is_due(step) and self._evaluate()
         if asked or enough or self.alarm.due_at(step):
             self._save()
         if "stop" in asked:
@@ -150,29 +176,11 @@ class Trainer:
                 )
 
     def _log(self, result: Result, losses: dict[str, float], norm: float) -> None:
-        seconds, work, progress = max(1e-9, result.seconds), result.loaded.work, self.progress
-        stretch = self.session.stretch
+        progress, stretch = self.progress, self.session.stretch
         self.peak_memory = max(self.peak_memory, memory_bytes(self.world.device))
-        row: dict[str, Any] = {
-            "phase": stretch.name,
-            "step": progress.step,
-            "epoch": round(progress.step / stretch.steps_per_epoch, 6),
-            "loss": sum(losses.values()),
-            "lr": result.rate,
-            "grad_norm": norm,
-            "samples": progress.samples,
-            "tokens": progress.tokens,
-            "step_seconds": round(seconds, 6),
-            "data_seconds": round(result.loaded.waited, 6),
-            "samples_per_second": round(len(work.samples) / seconds, 3),
-            "tokens_per_second": round(work.tokens / seconds, 3),
-            "padding": round(work.padding, 4),
-            "memory_bytes": self.peak_memory,
-            **gpu_reading(self.world.device),
-            **(losses if len(losses) > 1 else {}),
-            "chain": progress.chain,
-        }
-        self.journal.step(row, work.samples, progress.step == stretch.steps)
+        row = step_row(result, losses, norm, progress, stretch)
+        row |= {"memory_bytes": self.peak_memory, **gpu_reading(self.world.device)}
+        self.journal.step(row, result.loaded.work.samples, progress.step == stretch.steps)
         if self.options.tracker != "none":
             self.world.accelerator.log(
                 {k: v for k, v in row.items() if isinstance(v, float)}, step=row["step"]
@@ -278,45 +286,3 @@ class Trainer:
             f" {self.recipe.batch_size}, {steps:,} steps on {self.world.size} x {self.world.device.type} in"
             f" {plan.precision} ({plan.invariance}); about {clock(steps * plan.predicted_step_seconds)}"
         )
-
-
-def newest(
-    run: Run, session: Session, console: Console
-) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]] | None:
-    """Name, tensors and state of the newest checkpoint that is whole."""
-    for folder in reversed(checkpoint.listed(run.checkpoints, session.phases)):
-        try:
-            tensors, state = checkpoint.load(folder)
-        except TrainingError as error:
-            console.say(f"{error}; trying the one before")
-            continue
-        if (state["recipe_hash"], state["fingerprint"]) != (session.recipe.hash(), session.facts.fingerprint):
-            raise TrainingError(
-                f"checkpoint {folder} belongs to another recipe or other data than the run's files say"
-            )
-        return folder.name, tensors, state
-    return None
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Peak so far: what the allocator reserved on a GPU, what was resident of this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def gpu_reading(device: torch.device) -> dict[str, float]:
-    """Utilisation and watts, where there is a GPU and its management library."""
-    if device.type != "cuda":
-        return {}
-    try:
-        return {
-            "gpu_utilisation": torch.cuda.utilization(device),
-            "power_watts": torch.cuda.power_draw(device) / 1000,
-        }
-    except (ModuleNotFoundError, RuntimeError):
-        return {}

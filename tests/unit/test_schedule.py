@@ -79,10 +79,7 @@ def lengths(made: Recipe, per_epoch: int = 10) -> dict[str, int]:
         ({"epochs": (2.0,)}, {"freeze": 20, "tune": 20}),
         ({"epochs": (2.0, 3.0)}, {"freeze": 20, "tune": 30}),
         ({"epochs": (0.25, 0.01)}, {"freeze": 3, "tune": 1}),  # 2.5 and 0.1 rounded up
-        (
-            {"epochs": (0.3, 0.7)},
-            {"freeze": 3, "tune": 7},
-        ),  # 0.7 * 10 is 7.000000000000001 in floats elsewhere
+        ({"epochs": (0.3, 0.7)}, {"freeze": 3, "tune": 7}),
         ({"steps": (7,)}, {"freeze": 7, "tune": 7}),
         ({"steps": (7, 8)}, {"freeze": 7, "tune": 8}),
         ({"phase": "tune"}, {"tune": 5}),
