@@ -167,12 +167,24 @@ def _seal(
     files.write_json(temporary / "index.json", index)
     files.write_json(temporary / "state.json", state)
     files.write_json(temporary / CHECKSUMS, {n: _crc32(temporary / n) for n in ("index.json", "state.json")})
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(temporary, folder)
+    _replace(temporary, folder)
     descriptor = os.open(folder.parent, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def _replace(fresh: Path, folder: Path) -> None:
+    if folder.exists():
+        _remove(folder)
+    os.replace(fresh, folder)
+
+
+def _remove(folder: Path) -> None:
+    """Renamed first: a delete cut short must not leave a folder that looks complete."""
+    gone = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.replace(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def load(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -242,8 +254,4 @@ def prune(folder: Path, phases: list[str], keep: int, spare: set[str]) -> None:
     """Delete all but the newest `keep` checkpoints and those named in `spare`."""
     for path in listed(folder, phases)[:-keep]:
         if path.name not in spare:
-            # Renamed first: a delete cut short must not leave a folder that looks complete.
-            gone = path.with_name(f".{path.name}.old")
-            shutil.rmtree(gone, ignore_errors=True)
-            os.replace(path, gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            _remove(path)

@@ -10,7 +10,7 @@ from typing import cast
 from engine.costs import Case, step_seconds
 from engine.errors import UserError
 from engine.footprint import MOMENT_BYTES, Choices, footprint
-from engine.plan import PlanOptions, Strategy
+from engine.plan import MEMORY_LIMIT, PlanOptions, Strategy
 
 CPU_TENSOR_BYTES = 32 * 2**20
 """Larger blocks are mapped and page-faulted anew each time (glibc's DEFAULT_MMAP_THRESHOLD_MAX).
@@ -49,7 +49,7 @@ def memory_limit(case: Case, asked: PlanOptions, processes: int) -> float:
     memory, text = device_memory(case, processes), asked.memory_limit
     if text is None:
         return 0.8 * memory
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)", text.strip().lower())
+    match = re.fullmatch(MEMORY_LIMIT, text.strip().lower())
     if match is None or float(match[1]) == 0 or (match[2] == "%" and float(match[1]) > 100):
         raise UserError(f"--memory-limit {text}: is not a size such as 10GB or a share such as 80%")
     if match[2] == "%":

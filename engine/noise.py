@@ -22,7 +22,8 @@ from engine.permutation import mix
 _CHUNK = 1 << 15
 """Pairs hashed at a time on a CPU: 128 KB of uint32, so that all passes stay in the L2 cache."""
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
-_RECIPROCAL = 1.0 / (1 << 32)
+_CALL_STRIDE = 0x3C6EF372
+"""Added to both halves of a key for each further call of one module in one forward."""
 
 
 class KeyedNoise:
@@ -33,6 +34,8 @@ class KeyedNoise:
         self.sites: dict[str, int] = {}
         self.keys: Tensor | None = None
         self.rows = 0
+        self.turn = 0
+        """Counts the micro-batches bound so far."""
         self._row_keys = np.empty(0, np.uint64)
         self._device = torch.device("cpu")
 
@@ -48,6 +51,7 @@ class KeyedNoise:
             self._row_keys = mix(moment + np.asarray(samples, np.int64).astype(np.uint64))
         self._device = device
         self.rows = len(samples)
+        self.turn += 1
         names = list(self.sites)
         if names:
             self.keys = torch.from_numpy(np.stack([self._site_keys(n) for n in names])).to(
@@ -181,17 +185,43 @@ class KeyedDropout(nn.Module):
         super().__init__()
         self.p, self.noise, self.site = p, noise, site
         self.number = noise.register(site)
+        self.turn, self.calls = -1, 0
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
         keys = self.noise.site(self.number)
+        if not torch.compiler.is_compiling():
+            keys = self._keys_of_call(keys)
         if len(keys) != len(x):
             raise NotPerSample(self.site, tuple(x.shape), len(keys))
         return drop(x, keep_mask(keys, x[0].numel(), self.p), self.p)
 
+    def _keys_of_call(self, keys: Tensor) -> Tensor:
+        """A module that a forward calls again draws other noise; one that is recomputed draws the same."""
+        if torch._C._current_graph_task_id() != -1:  # inside a backward: activations are being recomputed
+            if self.calls > 1:
+                raise CalledTwice(self.site)
+            return keys
+        if self.turn != self.noise.turn:
+            self.turn, self.calls = self.noise.turn, 0
+        self.calls += 1
+        return keys if self.calls == 1 else keys + (self.calls - 1) * _CALL_STRIDE
+
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site!r}"
+
+
+class CalledTwice(ValueError):
+    """Which of its calls a recomputed dropout belongs to cannot be told."""
+
+    exit_code = 2
+
+    def __init__(self, site: str) -> None:
+        super().__init__(
+            f"dropout {site} is called several times in a forward, so its noise cannot be recomputed:"
+            " use --activation-checkpointing off or --noise native"
+        )
 
 
 class NotPerSample(ValueError):

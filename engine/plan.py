@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.errors import UserError
 from engine.options import Count, Positive
 
+MEMORY_LIMIT = r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)"
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Invariance = Literal["exact", "noise", "precision"]
@@ -42,6 +45,11 @@ class PlanOptions:
     """The kind of device."""
     memory_limit: str | None = None
     """Device memory to stay under: 10GB or 80%."""
+
+    def __post_init__(self) -> None:
+        limit = self.memory_limit
+        if limit is not None and not re.fullmatch(MEMORY_LIMIT, limit.strip().lower()):
+            raise UserError(f"--memory-limit {limit}: is not a size such as 10GB or a share such as 80%")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,8 +19,7 @@ def problems(run: Run) -> list[str]:
     recipe = run.recipe()
     if recipe.hash() != run.recorded_hash():
         return [f"recipe.json was changed: its fields hash to {recipe.hash()}, not {run.recorded_hash()}"]
-    found = _data_problems(run) or []
-    if found:
+    if found := _data_problems(run):
         return found
     task, data = workload(recipe.task).make(recipe)
     sampler = make_sampler(recipe, data.open(Path(run.facts().folder), "train"), task.cohort)
@@ -28,6 +27,7 @@ def problems(run: Run) -> list[str]:
     return [
         *_checkpoint_problems(run),
         *_seal_problems(rows),
+        *_missing_rows(run, rows),
         *_chain_problems(rows, sampler),
         *_ledger(run, sampler),
     ]
@@ -61,6 +61,15 @@ def _seal_problems(rows: list[dict[str, Any]]) -> list[str]:
                 f"metrics.jsonl was changed at or before phase {row.get('phase')}, step {row.get('step')}"
             ]
     return []
+
+
+def _missing_rows(run: Run, rows: list[dict[str, Any]]) -> list[str]:
+    """The last step of a run is always logged."""
+    summary = run.summary()
+    last = max((r["step"] for r in rows if "chain" in r), default=0)
+    if summary is None or summary["status"] != "done" or last >= summary["steps"]:
+        return []
+    return [f"metrics.jsonl ends at step {last}, and summary.json says {summary['steps']} steps"]
 
 
 def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:

@@ -65,6 +65,8 @@ class Stepper:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.scale = SCALE_START if plan.precision == "fp16" else 1.0
         self.good_steps = 0
+        self.foreign_noise: bool | None = None
+        """Whether the model was seen to draw from torch's own generators, once it has been looked at."""
 
     def run(self, loaded: Loaded, optimizer: Optimizer, rate: float, votes: list[float]) -> Result:
         """A whole step. `votes` are added up over the ranks beside the losses."""
@@ -94,7 +96,7 @@ class Stepper:
             self._bind(work.step, host["index"].numpy(), place)
             with self._synced(place == len(work.mine) - 1):
                 total = torch.zeros((), device=self.world.device)
-                with self.world.accelerator.autocast():
+                with self.world.accelerator.autocast(), self._watching_generators():
                     losses = self.task.loss(self.model, batch, self._step(work.step))
                 for name, loss in losses.items():
                     share = loss.sum * (0.0 if dummy else 1 / work.totals[loss.unit])
@@ -127,6 +129,17 @@ class Stepper:
             self.noise.bind(step, samples, self.world.device)
         else:  # torch's own noise: at least a resumed run draws what an undisturbed one would
             torch.manual_seed(hash((self.recipe.seed, step, self.world.rank, place)) & 0x7FFFFFFF)
+
+    @contextlib.contextmanager
+    def _watching_generators(self) -> Iterator[None]:
+        """Find out, in the first forward, whether the model draws noise that is not keyed."""
+        if self.noise is None or self.foreign_noise is not None:
+            yield
+            return
+        before = _generator_states(self.world.device)
+        yield
+        after = _generator_states(self.world.device)
+        self.foreign_noise = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
     @contextlib.contextmanager
     def _synced(self, last: bool) -> Iterator[None]:
@@ -168,6 +181,11 @@ class Stepper:
         """A saved loss scale means something only where this precision scales."""
         if self.plan.precision == "fp16" and state:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
+
+def _generator_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 class _TorchNoise:

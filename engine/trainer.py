@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import math
 import os
@@ -151,11 +152,23 @@ class Trainer:
         values, norm = result.sums.tolist(), float(result.norm)
         losses = dict(zip(result.names, values, strict=False))
         self._refuse_nonfinite(sum(losses.values()), norm, result.loaded.work.step)
-        self.first_step = self.first_step or time.time()
+        if self.first_step is None:
+            self.first_step = time.time()
+            self._own_up_to_foreign_noise()
         self._count(result)
         self._log(result, losses, norm)
         votes = values[len(result.names) :]
         return {name for name, votes_for in zip(("stop", "save"), votes, strict=True) if votes_for}
+
+    def _own_up_to_foreign_noise(self) -> None:
+        """A model with noise of its own (a GRU's dropout, say) learns the same only in distribution."""
+        if self.session.stepper.foreign_noise and self.plan.invariance == "exact":
+            reason = "this model draws noise of its own, from torch's generators, which the cut changes"
+            reasons = {**self.plan.reasons, "invariance": reason}
+            self.plan = dataclasses.replace(self.plan, invariance="noise", reasons=reasons)
+            self.console.say(f"invariance is noise, not exact: {reason}")
+            if self.world.is_main:
+                self.run.write_plan(self.plan)
 
     def _count(self, result: Result) -> None:
         work, progress = result.loaded.work, self.progress

@@ -6,6 +6,7 @@ no process group and every collective is the identity.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from collections.abc import Callable, Mapping
@@ -158,8 +159,20 @@ class World:
             self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
-        """Leave the world in order; without it two-process CPU runs sometimes abort at exit."""
+        """Leave the world together; without it runs of several CPU processes sometimes abort at exit."""
+        if self.size > 1:
+            self._wait_for_the_last()
         self.accelerator.end_training()
+
+    def _wait_for_the_last(self) -> None:
+        """Nobody closes a connection that another may still read: gloo's threads abort when one is reset."""
+        import torch.distributed as dist
+
+        store = dist.distributed_c10d._get_default_store()
+        with contextlib.suppress(RuntimeError):  # whoever kept the store may have left already
+            store.set(f"isobatch/left/{self.rank}", "1")
+            everyone = [f"isobatch/left/{rank}" for rank in range(self.size)]
+            store.wait(everyone, datetime.timedelta(seconds=60))
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -139,6 +139,11 @@ def request(words: Sequence[str], command: str, own: type | None = None) -> Requ
     groups = _groups(chosen, command, own)
     known = {name: group for group, names in groups.items() for name in names}
     _refuse_unknown(typed, known, f"{command} --task {chosen.name}")
+    if "gradient_accumulation_steps" in flags and "per_device_batch_size" not in flags:
+        raise UserError(
+            "--gradient-accumulation-steps: the batch is global here and the plan accumulates as it needs;"
+            " with --per-device-batch-size it names a global batch"
+        )
     if "per_device_batch_size" in flags and "batch_size" in flags:
         raise UserError(
             "--per-device-batch-size and --batch-size both say how large a batch is: give one of them"
