@@ -30,6 +30,8 @@ COMMANDS = {
     "describe": ("launch.listing:describe", "every flag of a task, with type, default and meaning"),
 }
 ALIASES = {"train": "auto"}
+SLEEPING_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
+"""Idle threads sleep, not spin: beside a busy neighbour on two cores 17,100 against 9,000 tokens/s."""
 
 USAGE = """isobatch: the recipe decides what is learnt, the plan decides how fast
 
@@ -46,6 +48,7 @@ commands:
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     os.environ.setdefault("ISOBATCH_STARTED", str(time.time()))
+    os.environ.setdefault(*SLEEPING_THREADS)
     arguments = list(sys.argv[1:] if words is None else words)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return guarded(_print_usage)

@@ -122,8 +122,9 @@ def _with_flags(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from launch.cli import guarded
+    from launch.cli import SLEEPING_THREADS, guarded
 
+    os.environ.setdefault(*SLEEPING_THREADS)
     code = guarded(lambda: main(sys.argv[1:]), debug="--debug" in sys.argv)
     # torchrun takes any other code for a crash and would kill ranks that are still writing.
     sys.exit(DONE if code == STOPPED else code)

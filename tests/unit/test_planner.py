@@ -234,7 +234,7 @@ def test_micro_batch() -> None:
 
 
 def test_cpu_micro_batches_stay_small_and_hold_the_longest_sample() -> None:
-    assert planned("cpu:2x24gb", TINY, recipe={"batch_size": 4096}).micro_batch_tokens == 8192
+    assert planned("cpu:2x24gb", TINY, recipe={"batch_size": 4096}).micro_batch_tokens == 24 * 2**20 // 4000
     assert (
         planned("cpu:2x24gb", GPT2).micro_batch_tokens == 512
     )  # 32 MiB / (4 B x 50,257) is less than the floor
