@@ -55,7 +55,12 @@ class Case:
 
 
 def cases(quick: bool) -> list[Case]:
-    fixed = (("bare loop", "bare", 0), ("Trainer", "trainer", 0))
+    fixed = (
+        ("bare loop, batch in one", "bare", 32),
+        ("Trainer, batch in one", "trainer", 32),
+        ("bare loop, same micro-batch", "bare", 0),
+        ("Trainer, same micro-batch", "trainer", 0),
+    )
     whole = ("Trainer, batch in one", "trainer", 256)
     varied = (whole, ("Trainer, accumulated by 32", "trainer", 32), ("bare loop, batch in one", "bare", 256))
     if quick:
@@ -127,8 +132,9 @@ def setup(case: Case, folder: Path) -> tuple[Run, dict[str, Any]]:
 
 
 def _even(plan: Plan, case: Case) -> int:
-    """The plan's micro-batch in samples of blocks."""
-    return max(1, min(case.batch, plan.micro_batch_samples, plan.micro_batch_tokens // case.length))
+    """The plan's micro-batch in samples of blocks, made a divisor of the batch: Trainer knows no other."""
+    most = max(1, min(case.batch, plan.micro_batch_samples, plan.micro_batch_tokens // case.length))
+    return max(k for k in range(1, most + 1) if case.batch % k == 0)
 
 
 def _ours(run: Run, spec: dict[str, Any], folder: Path) -> Row:
