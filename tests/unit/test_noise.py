@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.keying import key_dropout
 from engine.noise import (
+    CalledTwice,
     KeyedDropout,
     KeyedNoise,
     NotPerSample,
@@ -275,3 +276,40 @@ def test_recomputed_activations_see_the_same_mask() -> None:
         model(torch.ones(5, 4, 8)).square().sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert torch.equal(*gradients)
+
+
+class Twice(nn.Module):
+    """One dropout module, called twice in a forward."""
+
+    def __init__(self, noise: KeyedNoise) -> None:
+        super().__init__()
+        self.drop = KeyedDropout(0.5, noise, "drop")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.drop(x), self.drop(x)])
+
+
+def test_a_module_called_twice_draws_twice_and_the_same_next_time() -> None:
+    made = KeyedNoise(0)
+    model = Twice(made).train()
+    made.bind(3, np.arange(4), torch.device("cpu"))
+    first, second = model(torch.ones(4, 500))
+    # Independent halves: both kept in a quarter of the places, five standard errors around it.
+    assert float(((first > 0) & (second > 0)).float().mean()) == pytest.approx(
+        0.25, abs=5 * (0.1875 / 2000) ** 0.5
+    )
+    made.bind(3, np.arange(4), torch.device("cpu"))
+    assert torch.equal(model(torch.ones(4, 500)), torch.stack([first, second]))
+
+
+def test_recomputing_a_module_called_twice_is_refused() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    made = KeyedNoise(0)
+    model = Twice(made).train()
+    made.bind(0, np.arange(4), torch.device("cpu"))
+    out = checkpoint(
+        model, torch.ones(4, 5, requires_grad=True), use_reentrant=False, preserve_rng_state=False
+    )
+    with pytest.raises(CalledTwice, match="called several times"):
+        out.sum().backward()

@@ -297,3 +297,27 @@ def test_keyed_dropout_trains_like_native_dropout() -> None:
     error = np.sqrt((keyed.var(0, ddof=1) + native.var(0, ddof=1)) / 12)
     assert (difference < 3 * error).all()
     assert (error < 0.2 * native.mean(0)).all()  # a spread that could show a difference
+
+
+class Recurrent(nn.Module):
+    """Dropout inside torch's own GRU: nobody can key it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.gru = nn.GRU(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+        self.out = nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor, length: Tensor) -> Tensor:
+        return self.out(self.gru(self.embed(tokens))[0])
+
+
+@pytest.mark.parametrize(("kind", "foreign"), [(Recurrent, True), (Model, False)])
+def test_noise_of_the_models_own_is_noticed(kind: type[nn.Module], foreign: bool, together: Any) -> None:
+    def part(world: Any) -> bool | None:
+        runner = stepper(world, kind())
+        assert runner.foreign_noise is None
+        runner.backward(next(iter(Feed(source(), lambda step: np.arange(8), runner.plan, 0).steps(0, 1))))
+        return runner.foreign_noise
+
+    assert together(1, part).values == [foreign]
