@@ -216,6 +216,8 @@ def _open_array(file: Path, size: int) -> np.ndarray:
 
 def fingerprint(folder: Path) -> str:
     """Sixteen hex digits over the bytes of every prepared array under `folder`."""
+    if not folder.is_dir():
+        raise DataError(f"there is no prepared data in {folder}")
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(folder.rglob("*.npy")):
         digest.update(str(file.relative_to(folder)).encode())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +123,8 @@ def save(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any], 
     problem = _try_write(temporary, tensors, share, world.rank)
     problems = [p for p in world.gather(problem) if p]
     if problems:
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(problems[0])
     if world.is_main:
         _seal(temporary, folder, tensors, share, state)
@@ -143,7 +144,7 @@ def _try_write(folder: Path, tensors: Mapping[str, Tensor], share: list[Slice], 
 def _write_share(folder: Path, tensors: Mapping[str, Tensor], share: list[Slice], rank: int) -> None:
     from safetensors.torch import save_file
 
-    parts = {s.key: tensors[s.name].reshape(-1)[s.start : s.stop].cpu().contiguous() for s in share}
+    parts = {s.key: tensors[s.name].reshape(-1)[s.start : s.stop].cpu().clone() for s in share}
     path = folder / _file(rank)
     try:
         save_file(parts, str(path))
@@ -152,7 +153,7 @@ def _write_share(folder: Path, tensors: Mapping[str, Tensor], share: list[Slice]
         raise UserError(f"cannot write {path}: {reason}") from None
     with path.open("rb+") as stream:
         os.fsync(stream.fileno())
-    files.write_json(path.with_suffix(".json"), {"bytes": path.stat().st_size, "crc32": _crc32(path)})
+    files.write_json(path.with_suffix(".json"), {"bytes": path.stat().st_size, "crc32": files.crc32(path)})
 
 
 def _seal(
@@ -166,11 +167,19 @@ def _seal(
         index[s.name]["slices"].append([s.rank, s.start, s.stop])
     files.write_json(temporary / "index.json", index)
     files.write_json(temporary / "state.json", state)
-    files.write_json(temporary / CHECKSUMS, {n: _crc32(temporary / n) for n in ("index.json", "state.json")})
+    files.write_json(
+        temporary / CHECKSUMS, {n: files.crc32(temporary / n) for n in ("index.json", "state.json")}
+    )
     _replace(temporary, folder)
     descriptor = os.open(folder.parent, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a save or a delete cut short by a kill left behind."""
+    for path in folder.glob(".*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _replace(fresh: Path, folder: Path) -> None:
@@ -213,22 +222,14 @@ def load(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _check_texts(folder: Path) -> None:
     for name, recorded in json.loads((folder / CHECKSUMS).read_text()).items():
-        if _crc32(folder / name) != recorded:
+        if files.crc32(folder / name) != recorded:
             raise ValueError(f"{name} is not what was written")
 
 
 def _check_file(path: Path) -> None:
     recorded = json.loads(path.with_suffix(".json").read_text())
-    if path.stat().st_size != recorded["bytes"] or _crc32(path) != recorded["crc32"]:
+    if path.stat().st_size != recorded["bytes"] or files.crc32(path) != recorded["crc32"]:
         raise ValueError(f"{path.name} is not what was written")
-
-
-def _crc32(path: Path) -> int:
-    value = 0
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def _file(rank: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return rows
+
+
+def crc32(path: Path) -> int:
+    """Checksum of a file's bytes, read in pieces."""
+    value = 0
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def checksums(folder: Path) -> dict[str, int]:
+    """Relative path -> crc32 of every file under a folder."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): crc32(p) for p in paths}
 
 
 @contextlib.contextmanager

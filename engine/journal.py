@@ -22,6 +22,8 @@ class Journal:
     def __init__(self, run: Run, writes: bool, every: int = 1, ledger: bool = False) -> None:
         self.run, self.writes, self.every, self.ledger = run, writes, every, ledger
         self.seal = ""
+        self.skipped: Mapping[str, Any] | None = None
+        """The newest step, where it was not due to be logged."""
 
     def go_back(self, phases: list[str], phase: str, step: int) -> None:
         """Drop what was logged after `step`: it will be trained and written again."""
@@ -30,15 +32,23 @@ class Journal:
             rows = files.read_lines(self.run.metrics)
             self.seal = rows[-1].get(SEAL, "") if rows else ""
 
-    def step(self, row: Mapping[str, Any], samples: np.ndarray, last: bool) -> None:
+    def step(self, row: Mapping[str, Any], samples: np.ndarray) -> None:
         """Log a step where it is due, and its samples where a ledger is kept."""
         if not self.writes:
             return
-        if row["step"] % self.every == 0 or row["step"] == 1 or last:
+        due = row["step"] % self.every == 0 or row["step"] == 1
+        self.skipped = None if due else row
+        if due:
             self.metrics(row)
         if self.ledger:
             entry = {"phase": row["phase"], "step": row["step"], "samples": samples.tolist()}
             self._append(self.run.samples, entry)
+
+    def settle(self) -> None:
+        """Log the newest step even if it was not due: where training stands is always on record."""
+        if self.skipped is not None:
+            row, self.skipped = self.skipped, None
+            self.metrics(row)
 
     def metrics(self, row: Mapping[str, Any]) -> None:
         if self.writes:

@@ -10,12 +10,11 @@ from engine.noise import KeyedDropout, KeyedNoise
 
 def key_dropout(model: nn.Module, noise: KeyedNoise) -> int:
     """Replace every nn.Dropout of a model, in place; returns how many. Attention is keyed in its kernel."""
-    replaced = 0
+    keyed: dict[int, KeyedDropout] = {}  # a module registered under several names stays one module
     for name, module in list(model.named_modules()):
-        for child_name, child in list(module.named_children()):
+        for child_name, child in list(module._modules.items()):
             if type(child) is nn.Dropout:
                 site = f"{name}.{child_name}" if name else child_name
-                setattr(module, child_name, KeyedDropout(child.p, noise, site))
-                replaced += 1
+                setattr(module, child_name, keyed.setdefault(id(child), KeyedDropout(child.p, noise, site)))
     key_attention(model, noise)
-    return replaced
+    return len(keyed)

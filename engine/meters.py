@@ -18,7 +18,7 @@ def step_row(
 ) -> dict[str, Any]:
     """A step as it is logged; the parts of a loss that has several stand beside their sum."""
     seconds, work = max(1e-9, result.seconds), result.loaded.work
-    return {
+    row = {
         "phase": stretch.name,
         "step": progress.step,
         "epoch": round(progress.step / stretch.steps_per_epoch, 6),
@@ -32,9 +32,9 @@ def step_row(
         "samples_per_second": round(len(work.samples) / seconds, 3),
         "tokens_per_second": round(work.tokens / seconds, 3),
         "padding": round(work.padding, 4),
-        **(losses if len(losses) > 1 else {}),
         "chain": progress.chain,
     }
+    return {**losses, **row} if len(losses) > 1 else row
 
 
 def memory_bytes(device: torch.device) -> int:

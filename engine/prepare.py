@@ -29,7 +29,7 @@ def prepare(data: Data) -> Facts:
     from filelock import FileLock
 
     identity = {"kind": f"{type(data).__module__}.{type(data).__qualname__}", "version": data.version}
-    key = _hash({**identity, **data.identity()})
+    key = _hash({**identity, **data.identity(), "code": data.recipe.options.get("code")})
     folder = cache_folder() / "prepared" / key
     with files.naming_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)

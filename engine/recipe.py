@@ -113,6 +113,8 @@ class Recipe:
         derived = {"options", "scaled_from"}
         if unknown := set(values) - set(flags) - derived - {"hash"}:
             raise UserError(f"recipe.json has unknown fields: {', '.join(sorted(unknown))}")
+        if "task" not in values:
+            raise UserError("recipe.json names no task")
         known = {k: opt.convert(flags[k], v) for k, v in values.items() if k in flags}
         return cls(**known, **{k: values[k] for k in derived if k in values})
 

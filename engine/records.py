@@ -8,26 +8,36 @@ from typing import Any
 from data.base import fingerprint
 from engine import files
 from engine.journal import SEAL, seal
-from engine.registry import workload
+from engine.registry import code_of, workload
 from engine.run import Run
 from engine.sampler import Sampler, chain
 from engine.session import make_sampler
 
 
+def recipe_problems(run: Run) -> list[str]:
+    """What is wrong with recipe.json; a sentence each."""
+    recipe, recorded = run.recipe(), run.recorded_hash()
+    if recipe.hash() != recorded:
+        return [f"recipe.json was changed: its fields hash to {recipe.hash()}, not {recorded}"]
+    if code_of(recipe.task) != recipe.options.get("code"):
+        return [f"{recipe.task} is not the code that was trained: {code_of(recipe.task)}"]
+    return []
+
+
 def problems(run: Run) -> list[str]:
     """What is wrong with the records, a sentence each; nothing if all agree."""
-    recipe = run.recipe()
-    if recipe.hash() != run.recorded_hash():
-        return [f"recipe.json was changed: its fields hash to {recipe.hash()}, not {run.recorded_hash()}"]
     if found := _data_problems(run):
         return found
+    recipe, rows = run.recipe(), files.read_lines(run.metrics)
+    if not all(isinstance(row, dict) and "phase" in row for row in rows):
+        return ["metrics.jsonl holds lines that no run wrote"]
     task, data = workload(recipe.task).make(recipe)
     sampler = make_sampler(recipe, data.open(Path(run.facts().folder), "train"), task.cohort)
-    rows = files.read_lines(run.metrics)
     return [
         *_checkpoint_problems(run),
         *_seal_problems(rows),
         *_missing_rows(run, rows),
+        *_outcome_problems(run, rows),
         *_chain_problems(rows, sampler),
         *_ledger(run, sampler),
     ]
@@ -64,12 +74,35 @@ def _seal_problems(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _missing_rows(run: Run, rows: list[dict[str, Any]]) -> list[str]:
-    """The last step of a run is always logged."""
+    """Where training stood, at the end and at each checkpoint, is always logged."""
+    logged = {(r["phase"], r["step"]) for r in rows if "chain" in r}
+    last = max((step for _, step in logged), default=0)
+    for path in run.checkpoints.glob("[!.]*/state.json"):
+        progress = files.read_json(path)["progress"]
+        if progress["step"] and (progress["phase"], progress["step"]) not in logged:
+            return [f"metrics.jsonl lacks step {progress['step']}, where {path.parent.name} was saved"]
     summary = run.summary()
-    last = max((r["step"] for r in rows if "chain" in r), default=0)
     if summary is None or summary["status"] != "done" or last >= summary["steps"]:
         return []
     return [f"metrics.jsonl ends at step {last}, and summary.json says {summary['steps']} steps"]
+
+
+def _outcome_problems(run: Run, rows: list[dict[str, Any]]) -> list[str]:
+    """summary.json and final/ against the last rows, which are sealed."""
+    summary = run.summary()
+    if summary is None or summary["status"] != "done":
+        return []
+    for split, metrics in summary["metrics_by_split"].items():
+        measured = [r for r in rows if r.get("split") == split]
+        if not measured or any(measured[-1].get(k) != v for k, v in metrics.items()):
+            return [f"summary.json: the metrics of {split} are not the logged ones"]
+    if summary["split"] and summary["metrics"] != summary["metrics_by_split"][summary["split"]]:
+        return ["summary.json: the metrics are not the logged ones"]
+    final = next((r["final"] for r in reversed(rows) if "final" in r), None)
+    found = files.checksums(run.final)
+    if final is None or any(found.get(name) != crc for name, crc in final.items()):
+        return ["final/ is not what the run wrote"]
+    return []
 
 
 def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
@@ -90,11 +123,13 @@ def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
 
 
 def _ledger(run: Run, sampler: Sampler) -> list[str]:
+    step, phase = 0, None
     for row in files.read_lines(run.samples):
-        wanted = sampler.batch(row["step"] - 1).tolist()
+        step, phase = (step + 1 if row["phase"] == phase else 1), row["phase"]
+        if row["step"] != step:
+            return [f"samples.jsonl: phase {phase}: step {row['step']} stands where {step} should"]
+        wanted = sampler.batch(step - 1).tolist()
         if row["samples"] != wanted:
             odd = sorted(set(row["samples"]) ^ set(wanted))
-            return [
-                f"samples.jsonl: phase {row['phase']}, step {row['step']}: not the recipe's samples {odd[:4]}"
-            ]
+            return [f"samples.jsonl: phase {phase}, step {step}: not the recipe's samples {odd[:4]}"]
     return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -80,6 +81,14 @@ def _load(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def code_of(name: str) -> str | None:
+    """The hash of a user's task file, part of its recipe and data; None for the project's own."""
+    if ".py:" not in name:
+        return None
+    file = Path(name.rpartition(":")[0]).expanduser()
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else None
+
+
 def _user_class(place: str) -> type[Task]:
     path, _, name = place.rpartition(":")
     file = Path(path).expanduser().resolve()
@@ -91,6 +100,10 @@ def _user_class(place: str) -> type[Task]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(
+            str(file.parent)
+        )  # so that it may import its neighbours; last, so that none hides ours
     spec.loader.exec_module(module)
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Task)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -29,7 +30,7 @@ class RunOptions:
     out: str = "runs"
     """Folder that holds the runs."""
     name: str | None = None
-    """Name of the run; by default task and recipe hash."""
+    """Name of the run's folder; by default task and recipe hash."""
     resume: str = "auto"
     """auto goes on with a stopped run of the same recipe, never starts anew, or a run's folder."""
     again: bool = False
@@ -56,6 +57,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.save_every.value == 0:
             raise UserError(f"--save-every {self.save_every}: must be above 0")
+        if self.name is not None and (self.name.startswith(".") or {"/", os.sep} & set(self.name)):
+            raise UserError(f"--name {self.name}: is a folder's name in --out, without / and no dot in front")
 
 
 class Run:
@@ -105,6 +108,22 @@ class Run:
             files.write_json(fresh.folder / "recipe.json", {**recipe.to_dict(), "hash": recipe.hash()})
             os.replace(fresh.folder, folder)
         return cls(folder)
+
+    @contextlib.contextmanager
+    def held(self, role: str) -> Iterator[None]:
+        """Be the only one to launch, or to train, this run; the operating system lets go when we die."""
+        from filelock import FileLock, Timeout
+
+        try:
+            with FileLock(self.folder / f".{role}.lock", timeout=0):
+                yield
+        except Timeout:
+            raise UserError(f"{self.folder} is being trained by another process") from None
+
+    def refuse_if_training(self) -> None:
+        """Workers may have outlived the command that started them."""
+        with self.held("train"):
+            pass
 
     def write_plan(self, plan: Plan) -> None:
         files.write_json(self.folder / "plan.json", plan.to_dict())
@@ -165,7 +184,8 @@ def _is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int)
 
 def runs_in(folder: Path) -> Iterator[Run]:
     """Every run in a folder, oldest first."""
-    found = [p.parent for p in folder.glob("*/recipe.json")] if folder.is_dir() else []
+    found = [p.parent for p in folder.glob("[!.]*/recipe.json")] if folder.is_dir() else []
+    found = [p for p in found if (p / "facts.json").is_file()]
     for path in sorted(found, key=lambda p: (p / "recipe.json").stat().st_mtime):
         yield Run(path)
 

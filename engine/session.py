@@ -10,6 +10,7 @@ from torch import nn
 
 from data.base import Source
 from engine import checkpoint
+from engine.errors import UserError
 from engine.evaluate import evaluate
 from engine.facts import Facts
 from engine.feed import Feed
@@ -84,6 +85,7 @@ def prepare_model(
     choose_attention: Any = getattr(model, "set_attn_implementation", None)
     if plan.attention != "sdpa" and choose_attention is not None:
         choose_attention({"flash": "flash_attention_2"}.get(plan.attention, plan.attention))
+    _refuse_batch_statistics(model)
     noise = KeyedNoise(recipe.seed) if recipe.noise == "keyed" else None
     if noise is not None:
         key_dropout(model, noise)
@@ -93,3 +95,13 @@ def prepare_model(
         model.compile(mode=None if plan.compile == "on" else plan.compile)
     world.broadcast(model)
     return model, noise
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    """Batch norm computes over a micro-batch, which the plan cuts as it likes."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UserError(
+                f"{name} is a {type(module).__name__}: its statistics follow the micro-batch, so no two"
+                " machines would learn the same; use GroupNorm or LayerNorm"
+            )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine.errors import TrainingError
 from engine.feed import Loaded, to_device
 from engine.noise import KeyedNoise
-from models.base import Step, Task
+from models.base import Loss, Step, Task
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -60,11 +60,15 @@ class Stepper:
     ) -> None:
         self.task, self.recipe, self.plan, self.world, self.noise = task, recipe, plan, world, noise
         self.raw, self.phase = model, phase
-        self.overlapped = plan.reduction == "overlapped" and world.size > 1
-        self.model = world.wrap(model) if self.overlapped else model
+        self.overlapped = False
+        """Never in the first step, which shows whether DDP can follow: it needs all gradients."""
+        self.undecided = plan.reduction == "overlapped" and world.size > 1
+        self.model = model
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.scale = SCALE_START if plan.precision == "fp16" else 1.0
         self.good_steps = 0
+        self.names: list[str] | None = None
+        """Names of the losses, on all ranks the same."""
         self.foreign_noise: bool | None = None
         """Whether the model was seen to draw from torch's own generators, once it has been looked at."""
 
@@ -99,27 +103,32 @@ class Stepper:
                 with self.world.accelerator.autocast(), self._watching_generators():
                     losses = self.task.loss(self.model, batch, self._step(work.step))
                 for name, loss in losses.items():
-                    share = loss.sum * (0.0 if dummy else 1 / work.totals[loss.unit])
+                    share = self._share(loss, work.totals) * (0.0 if dummy else 1.0)
                     parts[name] = parts.get(name, torch.zeros_like(share.detach())) + share.detach()
                     total = total + share
                 (total * (self.scale * (self.world.size if self.overlapped else 1))).backward()
         return self._pack(parts)
 
     def _pack(self, parts: dict[str, Tensor]) -> tuple[list[str], Tensor]:
-        names = (
-            sorted(parts)
-            if self.world.size == 1
-            else sorted({n for names in self._names(parts) for n in names})
-        )
+        """The parts in one order on every rank; a rank with nothing to do has seen none of them."""
+        if self.names is None:
+            self.names = sorted({name for names in self.world.gather(sorted(parts)) for name in names})
+            if not self.names:
+                raise TrainingError("the task's loss() returned no part: return {name: Loss(sum, unit)}")
+        if odd := set(parts) - set(self.names):
+            raise TrainingError(
+                f"loss() returned {', '.join(odd)} at a later step only: return all parts always"
+            )
         wide = torch.float32 if self.world.device.type == "mps" else torch.float64
         zero = torch.zeros((), dtype=wide, device=self.world.device)
-        return names, torch.stack([parts[n].to(wide) if n in parts else zero for n in names])
+        return self.names, torch.stack([parts[n].to(wide) if n in parts else zero for n in self.names])
 
-    def _names(self, parts: dict[str, Tensor]) -> list[list[str]]:
-        """Loss names on every rank: asked once, since a rank with nothing to do has seen none."""
-        if not hasattr(self, "_known_names"):
-            self._known_names = self.world.gather(sorted(parts))
-        return self._known_names
+    def _share(self, loss: Loss, totals: dict[str, float]) -> Tensor:
+        """A part over its weight in the whole global batch; a batch that weighs nothing teaches nothing."""
+        if loss.unit not in totals:
+            raise TrainingError(f"loss() counts in {loss.unit!r}, and this data weighs {', '.join(totals)}")
+        weight = totals[loss.unit]
+        return loss.sum * (1 / weight if weight else 0.0)
 
     def _step(self, number: int) -> Step:
         return Step(number, self.phase, self.noise or _TorchNoise(self.world.device))
@@ -127,7 +136,8 @@ class Stepper:
     def _bind(self, step: int, samples: np.ndarray, place: int) -> None:
         if self.noise is not None:
             self.noise.bind(step, samples, self.world.device)
-        else:  # torch's own noise: at least a resumed run draws what an undisturbed one would
+        if self.noise is None or self.foreign_noise is not False:
+            # At least a resumed run draws what an undisturbed one would, and no two ranks draw alike.
             torch.manual_seed(hash((self.recipe.seed, step, self.world.rank, place)) & 0x7FFFFFFF)
 
     @contextlib.contextmanager
@@ -152,7 +162,10 @@ class Stepper:
     def reduce(self) -> Tensor:
         """The whole gradient, summed over ranks and unscaled, and its norm."""
         if not self.overlapped:
-            self.world.sum_gradients(self.trained)
+            everything_used = self.world.sum_gradients(self.trained)
+            if self.undecided:
+                self.undecided, self.overlapped = False, everything_used
+                self.model = self.world.wrap(self.raw) if everything_used else self.raw
         gradients = [p.grad for p in self.trained if p.grad is not None]
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
@@ -193,7 +206,6 @@ class _TorchNoise:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.rows = 0
 
     def _refuse(self, site: str, *_: Any) -> Tensor:
         raise TrainingError(f"this task draws noise ({site}) of its own: use --noise keyed")

@@ -46,6 +46,8 @@ class Trainer:
         """Train every phase, evaluate, export; leaves summary.json."""
         self.console.say(self._headline())
         with self.stop:
+            if self.world.is_main:
+                checkpoint.sweep(self.run.checkpoints)
             found = self._newest()
             if found is None:
                 self.journal.go_back(self.session.phases, self.session.phases[0], 0)
@@ -56,7 +58,7 @@ class Trainer:
                     self._go_to(*found)
                     found = None
                 self._train(stretch)
-        self._finish()
+            self._finish()
 
     def _newest(self) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]] | None:
         """Name, tensors and state of the newest checkpoint that is whole."""
@@ -137,13 +139,20 @@ class Trainer:
         if asked or enough or self.alarm.due_at(step):
             self._save()
         if "stop" in asked:
-            self.console.end()
-            self._summary("stopped", "asked to stop by a signal", {})
-            raise StopRequested(
-                f"stopped at step {step}, saved; go on with: isobatch resume {self.run.folder}"
-            )
+            self._stop()
         self.mark += now() - began
         return enough
+
+    def _stop_if_asked(self) -> None:
+        """Between the parts of the end, where no step carries the vote."""
+        if any(self.world.gather(self.stop.asked)):
+            self._stop()
+
+    def _stop(self) -> None:
+        self.console.end()
+        self._summary("stopped", "asked to stop by a signal", {})
+        step, folder = self.progress.step, self.run.folder
+        raise StopRequested(f"stopped at step {step}, saved; go on with: isobatch resume {folder}")
 
     def _settle(self, result: Result | None) -> set[str]:
         """Read a step's figures, count and log them; what the ranks asked for."""
@@ -193,7 +202,7 @@ class Trainer:
         self.peak_memory = max(self.peak_memory, memory_bytes(self.world.device))
         row = step_row(result, losses, norm, progress, stretch)
         row |= {"memory_bytes": self.peak_memory, **gpu_reading(self.world.device)}
-        self.journal.step(row, result.loaded.work.samples, progress.step == stretch.steps)
+        self.journal.step(row, result.loaded.work.samples)
         if self.options.tracker != "none":
             self.world.accelerator.log(
                 {k: v for k, v in row.items() if isinstance(v, float)}, step=row["step"]
@@ -232,6 +241,7 @@ class Trainer:
     def _save(self) -> None:
         if self.saved_step == self.progress.step and not self.judge.stop:
             return
+        self.journal.settle()
         session = self.session
         state = {
             "progress": self.progress.to_dict(),
@@ -259,9 +269,11 @@ class Trainer:
             (best,) = self._best()
             checkpoint.put(checkpoint.load(self.run.checkpoints / best)[0], self.session.model, None)
             self.console.say(f"final/ is the best checkpoint, {best}")
-        held_out = {
-            split: self._measure(split, 1.0) for split in reversed(HELD_OUT) if split in self.session.splits
-        }
+        held_out = {}
+        for split in (s for s in reversed(HELD_OUT) if s in self.session.splits):
+            self._stop_if_asked()
+            held_out[split] = self._measure(split, 1.0)
+        self._stop_if_asked()
         if self.world.is_main:
             self._export()
             sample = self.task.sample(self.session.model, self.session.facts, self.run.final)
@@ -279,6 +291,8 @@ class Trainer:
             self.task.export(self.session.model, temporary, self.session.facts)
         shutil.rmtree(self.run.final, ignore_errors=True)
         os.replace(temporary, self.run.final)
+        where = {"phase": self.progress.phase, "step": self.progress.step}
+        self.journal.metrics({**where, "final": files.checksums(self.run.final)})
 
     def _summary(self, status: str, reason: str, held_out: dict[str, dict[str, float]]) -> None:
         summary = {

@@ -117,14 +117,20 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def sum_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Sum gradients over ranks in flat buckets. A parameter no rank used keeps no gradient."""
+    def sum_gradients(self, parameters: list[nn.Parameter]) -> bool:
+        """Sum gradients over ranks in flat buckets. A parameter no rank used keeps no gradient.
+
+        Returns whether every rank that had work used every parameter.
+        """
         if self.size == 1:
-            return
+            return all(p.grad is not None for p in parameters)
         import torch
 
-        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
-        kept = [p for p, n in zip(parameters, self.sum(used).tolist(), strict=True) if n]
+        mine = [p.grad is not None for p in parameters]
+        *used, busy = self.sum(
+            torch.tensor([*mine, any(mine)], dtype=torch.int32, device=self.device)
+        ).tolist()
+        kept = [p for p, n in zip(parameters, used, strict=True) if n]
         for p in kept:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -133,6 +139,7 @@ class World:
             for p, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 assert p.grad is not None
                 p.grad.copy_(piece.view_as(p))
+        return all(n == busy for n in used)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's object, on every rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from engine import options as opt
 from engine.errors import UserError
+from engine.plan import PlanOptions
 from engine.registry import workload
 from engine.run import Run
 from launch.flags import own_flags, split
@@ -64,12 +64,11 @@ def evaluate(words: Sequence[str]) -> int:
 
 def _evaluate(run: Run, own: EvaluateOptions) -> dict[str, Any]:
     from engine.redo import Redo
-    from launch.setting_up import relocate
+    from launch.setting_up import make_plan_here, relocate
 
     relocate(run, run.recipe(), own.data)
-    redo = Redo(
-        run, dataclasses.replace(run.plan(), processes=1, strategy="single", nodes=1, reduction="explicit")
-    )
+    here = make_plan_here(run.recipe(), run.facts(), PlanOptions(processes=1, compile="off"))
+    redo = Redo(run, here)
     if not redo.load_trained():
         raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
     splits = [own.split] if own.split else [s for s in run.facts().samples if s != "train"]

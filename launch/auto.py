@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine import files
 from engine import options as opt
@@ -13,23 +15,36 @@ from engine.plan import PlanOptions
 from engine.run import NONCE, Run, RunOptions
 from launch.children import HOME, start_children
 from launch.flags import own_flags, request, split
-from launch.setting_up import facts_of, find_run, make_plan_here, relocate, set_up, stored_options
+from launch.setting_up import facts_of, find_run, make_plan_here, relocate, set_up, stored_options, write_plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerOptions:
+    """Flags of `auto` and `resume` beside the recipe's, the plan's and the run's."""
+
+    json: bool = False
+    """At the end, summary.json on standard output."""
 
 
 def auto(words: Sequence[str]) -> int:
     """Usage: auto --task TASK [flags]. Without --data the task's demo runs. Try: auto --task causal-lm"""
-    asked = request(words, "auto")
+    asked = request(words, "auto", AnswerOptions)
+    answer = AnswerOptions(**asked.extra)
     for note in asked.notes:
         _say(note, asked.run.quiet)
     facts = facts_of(asked)
     run = find_run(asked, facts)
     if run is not None and run.status() == "done":
         _say(f"{run.folder} has this recipe and is done (--again for a new run)", asked.run.quiet)
-        _print_outcome(run)
-        return DONE
-    if run is not None:
-        _say(f"going on with {run.folder} ({run.status()})", asked.run.quiet)
-    return launch(set_up(asked, facts, run), asked.run)
+        return _answered(run, DONE, answer)
+    if run is None:
+        run = set_up(asked, facts, None)
+        with run.held("launch"):
+            return _answered(run, launch(run, asked.run), answer)
+    _say(f"going on with {run.folder} ({run.status()})", asked.run.quiet)
+    with run.held("launch"):
+        run.refuse_if_training()
+        return _answered(run, launch(set_up(asked, facts, run), asked.run), answer)
 
 
 def resume(words: Sequence[str]) -> int:
@@ -38,40 +53,39 @@ def resume(words: Sequence[str]) -> int:
     if len(positional) != 1:
         raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
     run = Run.open(positional[0])
+    data, known = flags.pop("data", None), opt.flags_of(RunOptions, "run")
+    answer = own_flags({k: flags.pop(k) for k in ("json",) if k in flags}, AnswerOptions, "resume")
+    plan = own_flags({k: v for k, v in flags.items() if k not in known}, PlanOptions, "resume")
+    options = stored_options(run, {k: v for k, v in flags.items() if k in known})
     if run.status() == "done":
-        _say(f"{run.folder} is done", False)
-        _print_outcome(run)
-        return DONE
-    data = flags.pop("data", None)
-    plan = own_flags(
-        {k: v for k, v in flags.items() if k not in opt.flags_of(RunOptions, "run")}, PlanOptions, "resume"
-    )
-    options = stored_options(run, {k: v for k, v in flags.items() if k in opt.flags_of(RunOptions, "run")})
-    recipe = run.recipe()
-    relocate(run, recipe, data)
-    run.write_plan(make_plan_here(recipe, run.facts(), plan))
-    return launch(run, options)
+        _say(f"{run.folder} is done", options.quiet)
+        return _answered(run, DONE, answer)
+    with run.held("launch"):
+        run.refuse_if_training()
+        recipe = run.recipe()
+        relocate(run, recipe, data)
+        write_plan(run, make_plan_here(recipe, run.facts(), plan))
+        return _answered(run, launch(run, options), answer)
 
 
 def launch(run: Run, options: RunOptions) -> int:
     """Train by the run's plan and answer with the run's own exit code."""
-    from filelock import FileLock, Timeout
-
     files.write_json(run.folder / "run.json", opt.as_dict(options))
-    try:
-        with FileLock(run.folder / ".lock", timeout=0):
-            return _in_place(run, options) if run.plan().processes == 1 else _in_children(run)
-    except Timeout:
-        raise UserError(f"{run.folder} is being trained by another process") from None
+    return _in_place(run, options) if run.plan().processes == 1 else _in_children(run)
+
+
+def _answered(run: Run, code: int, answer: AnswerOptions) -> int:
+    if answer.json:
+        print(json.dumps(run.summary() or {"status": run.status()}, ensure_ascii=False))
+    elif code == DONE:
+        _print_outcome(run)
+    return code
 
 
 def _in_place(run: Run, options: RunOptions) -> int:
     from launch.train import train_run
 
-    code = train_run(run, options)
-    if code == DONE:
-        _print_outcome(run)
-    return code
+    return train_run(run, options)
 
 
 def _in_children(run: Run) -> int:
@@ -83,8 +97,6 @@ def _in_children(run: Run) -> int:
     if verdict is None or verdict[0] == BUG:
         sys.stderr.write((run.folder / "launcher.log").read_text(errors="replace")[-6000:])
         return BUG
-    if verdict[0] == DONE:
-        _print_outcome(run)
     return verdict[0]
 
 

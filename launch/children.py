@@ -16,6 +16,7 @@ from engine.console import SPOKEN
 from engine.plan import Plan
 
 HOME = Path(__file__).resolve().parent.parent
+PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 120
 """How long children may take to save after a signal before they are killed."""
 
@@ -42,7 +43,13 @@ def start_children(
 def _wait(command: list[str], environment: dict[str, str], folder: Path) -> int:
     """Run the launcher in a session of its own; pass every first signal on; keep its noise in a log."""
     with (folder / "launcher.log").open("ab") as noise:
-        child = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE)
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            start_new_session=True,
+            stderr=subprocess.PIPE,
+            preexec_fn=_die_with_parent,
+        )
         seen: set[int] = set()
 
         def forward(number: int, frame: FrameType | None) -> None:
@@ -59,6 +66,14 @@ def _wait(command: list[str], environment: dict[str, str], folder: Path) -> int:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _die_with_parent() -> None:
+    """In the child, on Linux: be told to stop (and save) should the command that waits for us be killed."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _copy_progress(child: subprocess.Popen[bytes], noise: Any) -> None:

@@ -16,7 +16,7 @@ from engine import options as opt
 from engine.errors import UserError
 from engine.plan import PlanOptions
 from engine.recipe import DEMO, SHORT_MODEL_NAMES, Recipe
-from engine.registry import Workload, workload
+from engine.registry import Workload, code_of, workload
 from engine.run import RunOptions
 from engine.schedule import stretches
 
@@ -258,6 +258,8 @@ def _recipe_from(chosen: Workload, merged: Mapping[str, Any]) -> Recipe:
         name: opt.plain(opt.convert(flag, merged[name]) if name in merged else flag.default)
         for name, flag in own.items()
     }
+    code = code_of(chosen.name)
+    options |= {"code": code} if code else {}
     return Recipe(**{**values, "task": chosen.name, "options": options})
 
 

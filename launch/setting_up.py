@@ -20,6 +20,8 @@ from engine.registry import workload
 from engine.run import Run, RunOptions, free_folder, run_name, runs_in
 from launch.flags import Request
 
+LOOSENESS = ("exact", "precision", "noise")
+
 
 def facts_of(asked: Request) -> Facts:
     """The facts of the data asked for, prepared if need be."""
@@ -30,8 +32,18 @@ def set_up(asked: Request, facts: Facts, run: Run | None, world: int | None = No
     """The run's folder with a plan for this machine; a new folder where `run` is None."""
     plan = make_plan_here(asked.recipe, facts, asked.plan, world)
     run = run or create_run(asked, facts)
-    run.write_plan(plan)
+    write_plan(run, plan)
     return run
+
+
+def write_plan(run: Run, plan: Plan) -> None:
+    """plan.json; what a run was once trained with in another precision is never called exact again."""
+    if (run.folder / "plan.json").exists() and any(run.checkpoints.glob("*-*")):
+        before = run.plan().invariance
+        if LOOSENESS.index(before) > LOOSENESS.index(plan.invariance):
+            reasons = {**plan.reasons, "invariance": f"part of this run was trained as {before}"}
+            plan = dataclasses.replace(plan, invariance=before, reasons=reasons)
+    run.write_plan(plan)
 
 
 def find_run(asked: Request, facts: Facts) -> Run | None:

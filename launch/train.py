@@ -14,6 +14,8 @@ if __name__ == "__main__":
     # Python put launch/ first: its files would hide packages, and `engine` would not be found.
     sys.path[0] = HOME
 
+import contextlib  # noqa: E402
+import time  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
 from engine import files  # noqa: E402
@@ -21,22 +23,30 @@ from engine import options as opt  # noqa: E402
 from engine.errors import BUG, DONE, FAILED, STOPPED, UserError  # noqa: E402
 from engine.run import NONCE, Run, RunOptions  # noqa: E402
 
+RANK_0_SPEAKS_FIRST_SECONDS = 3
+
 
 def train_run(run: Run, options: RunOptions) -> int:
     """Train a run's plan in this world; returns the exit code and leaves it in exit.json."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _quiet_libraries(options)
-    from engine.world import World
+    from engine.world import World, ranks_from
 
-    world = World(run.plan(), options.hang_timeout, options.tracker, str(run.folder))
-    code, reason = BUG, "a bug: see the traceback"
-    try:
-        code, reason = _train(run, options, world)
-    finally:
-        if world.is_main or code not in (DONE, STOPPED):
-            run.write_exit(code, reason)
-    world.barrier()
-    world.close()
+    main = ranks_from(os.environ)[0] == 0
+    with run.held("train") if main else contextlib.nullcontext():
+        world = World(run.plan(), options.hang_timeout, options.tracker, str(run.folder))
+        code, reason = BUG, "a bug: see the traceback"
+        try:
+            code, reason = _train(run, options, world)
+        finally:
+            if main or code not in (DONE, STOPPED):
+                run.write_exit(code, reason)
+        if code not in (DONE, STOPPED) and world.size > 1:
+            # The others may stand in a collective that will never end: leave, and the launcher ends them.
+            sys.stderr.flush()
+            os._exit(code)
+        world.barrier()
+        world.close()
     return code
 
 
@@ -63,8 +73,12 @@ def _train(run: Run, options: RunOptions, world) -> tuple[int, str]:  # type: ig
         if code == FAILED and world.is_main:
             _mark_failed(run, str(error))
         console.end()
+        if (
+            not world.is_main
+        ):  # an error of all ranks is rank 0's to tell; it leaves and we are ended meanwhile
+            time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
         line = " ".join(str(error).split())
-        console.say(line if code == STOPPED else f"isobatch: {line}", always=world.is_main)
+        console.say(line if code == STOPPED else f"isobatch: {line}", always=True)
         return code, str(error)
 
 
@@ -109,6 +123,8 @@ def _with_flags(words: Sequence[str]) -> int:
     def choose() -> str:
         run = find_run(asked, facts)
         if run is None or run.status() != "done":
+            if run is not None:
+                run.refuse_if_training()
             run = set_up(asked, facts, run, size)
             files.write_json(run.folder / "run.json", opt.as_dict(asked.run))
         return str(run.folder.resolve())

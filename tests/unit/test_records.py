@@ -13,7 +13,7 @@ import pytest
 from engine import files
 from engine.journal import SEAL, Journal, seal
 from engine.prepare import prepare
-from engine.records import problems
+from engine.records import problems, recipe_problems
 from engine.registry import workload
 from engine.run import Run
 from engine.sampler import chain
@@ -39,12 +39,14 @@ def run(tmp_path: Path) -> Run:
         samples = sampler.batch(step)
         link = chain(link, samples)
         row = {"phase": "train", "step": step + 1, "loss": 4.0 - 0.1 * step, "lr": 1e-3, "chain": link}
-        journal.step(row, samples, last=step + 1 == STEPS)
+        journal.step(row, samples)
         if step % 4 == 3:
             journal.metrics({"phase": "train", "step": step + 1, "split": "valid", "loss": 3.9})
+    journal.settle()
     checkpoint = made.checkpoints / "train-9"
     checkpoint.mkdir(parents=True)
     state = {"recipe_hash": recipe.hash(), "fingerprint": facts.fingerprint}
+    state["progress"] = {"phase": "train", "step": 9}
     files.write_json(checkpoint / "state.json", state)
     return made
 
@@ -111,7 +113,7 @@ def test_a_changed_recipe_is_found_first(run: Run) -> None:
     path = run.folder / "recipe.json"
     recipe = files.read_json(path)
     files.write_json(path, {**recipe, "lr": 0.5})
-    (problem,) = problems(run)
+    (problem,) = recipe_problems(run)
     assert problem.startswith("recipe.json was changed: its fields hash to ")
     assert recipe["hash"] in problem
 
@@ -150,7 +152,7 @@ def test_a_resumed_journal_goes_on_with_the_seal(run: Run) -> None:
 def test_only_one_rank_writes(tmp_path: Path) -> None:
     journal = Journal(Run(tmp_path), writes=False, ledger=True)
     journal.go_back(["train"], "train", 0)
-    journal.step({"phase": "train", "step": 1}, np.arange(3), last=True)
+    journal.step({"phase": "train", "step": 1}, np.arange(3))
     journal.metrics({"loss": 1.0})
     journal.decision({"decision": "stop"})
     assert list(tmp_path.iterdir()) == []

@@ -134,7 +134,7 @@ def test_every_rank_issues_the_same_collectives(size: int, together: Any) -> Non
     parameters = list(model().parameters())
     used = sum(p.numel() for n, p in model().named_parameters() if not n.startswith("idle"))
     one = [
-        ("sum", (len(parameters),), torch.int32),
+        ("sum", (len(parameters) + 1,), torch.int32),  # and whether there was work
         ("sum", (used,), torch.float32),
         ("sum", (4,), torch.float64),  # two losses and two votes
     ]
