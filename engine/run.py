@@ -153,9 +153,18 @@ class Run:
         return str(summary["status"]) if summary else "unfinished"
 
     def write_exit(self, code: int, reason: str = "") -> None:
-        """The launch's own exit code, for the parent that started it; written last, by one rank."""
+        """The launch's own exit code, for the parent that started it.
+
+        The first verdict of a launch stands: what other ranks meet once one has left is its echo.
+        """
+        if not self.has_verdict():
+            verdict = {"nonce": os.environ.get(NONCE, ""), "code": code, "reason": reason}
+            files.write_json(self.folder / "exit.json", verdict)
+
+    def has_verdict(self) -> bool:
+        """Whether a process of this very launch has left its exit code."""
         nonce = os.environ.get(NONCE, "")
-        files.write_json(self.folder / "exit.json", {"nonce": nonce, "code": code, "reason": reason})
+        return bool(nonce) and self.read_exit(nonce) is not None
 
     def read_exit(self, nonce: str) -> tuple[int, str] | None:
         """The code a launch left, if it is this launch's."""

@@ -73,13 +73,16 @@ def _train(run: Run, options: RunOptions, world) -> tuple[int, str]:  # type: ig
         if code == FAILED and world.is_main:
             _mark_failed(run, str(error))
         console.end()
-        if (
-            not world.is_main
-        ):  # an error of all ranks is rank 0's to tell; it leaves and we are ended meanwhile
-            time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
         line = " ".join(str(error).split())
-        console.say(line if code == STOPPED else f"isobatch: {line}", always=True)
+        if world.is_main or _is_ours_alone(run):
+            console.say(line if code == STOPPED else f"isobatch: {line}", always=True)
         return code, str(error)
+
+
+def _is_ours_alone(run: Run) -> bool:
+    """An error that all ranks meet is rank 0's to tell; this rank speaks where rank 0 has nothing to say."""
+    time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
+    return not run.has_verdict()
 
 
 def _mark_failed(run: Run, reason: str) -> None:

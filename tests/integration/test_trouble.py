@@ -1,0 +1,143 @@
+"""Something dies, fails on one process only, or is not what it says: the run ends in order and tells."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
+
+TASKS = f"{ROOT}/tests/tasks/troubled.py"
+
+
+def words(task: str, *more: str) -> list[str]:
+    return ["auto", "--task", f"{TASKS}:{task}", "--name", "run", "--quiet", *more]
+
+
+@pytest.mark.parametrize(
+    ("task", "hint"), [("OneRankFails", "rank 1 has had enough"), ("ExportFails", "nothing to export to")]
+)
+def test_an_error_on_one_rank_ends_all(task: str, hint: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = launch(*words(task, "--processes", "2", "--micro-batch", "2"), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(f"isobatch: {hint}") == 1
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - began < 60
+
+
+def test_workers_do_not_outlive_the_command(tmp_path: Path) -> None:
+    """Killed without a chance, `auto` leaves workers that save and stop, and no second training may start."""
+    run = tmp_path / "runs" / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch", *words("Slow", "--processes", "2", "--steps", "2000")], cwd=tmp_path
+    )
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        time.sleep(0.05)
+    workers = [
+        p for p in psutil.Process(process.pid).children(recursive=True) if "train.py" in " ".join(p.cmdline())
+    ]
+    assert len(workers) >= 2
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    at_once = launch("resume", str(run), "--processes", "1", cwd=tmp_path)
+    assert at_once.returncode == 2
+    assert "is being trained by another process" in at_once.stderr
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive
+    assert summary(run)["status"] == "stopped"
+    steps = [r["step"] for r in rows(run) if "lr" in r]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_refused_command_leaves_the_plan_alone(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch", *words("Slow", "--steps", "1000")], cwd=tmp_path
+    )
+    while process.poll() is None and not (run / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    plan = (run / "plan.json").read_text()
+    refused = launch(
+        *words("Slow", "--steps", "1000", "--processes", "2", "--micro-batch", "1"), cwd=tmp_path
+    )
+    assert refused.returncode == 2
+    assert (run / "plan.json").read_text() == plan
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 75
+
+
+def test_eight_bit_states_are_saved_and_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    common = ["--optimizer", "adamw8bit", "--save-every", "10", "--keep", "9", "--processes", "1"]
+    assert launch(*words("Wide", *common), cwd=tmp_path).returncode == 0
+    run = tmp_path / "runs" / "run"
+    before = losses(run)
+    for newer in ("train-20", "train-30", "train-40"):
+        shutil.rmtree(run / "checkpoints" / newer)
+    (run / "summary.json").unlink()
+    again = launch("resume", str(run), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert summary(run)["resumed_from"] == "train-10"
+    assert furthest(losses(run), before) < 1e-6
+
+
+def test_an_edited_task_is_another_recipe(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(Path(TASKS).read_text())
+    command = ["auto", "--task", "./mine.py:Line", "--quiet"]
+    assert launch(*command, cwd=tmp_path).returncode == 0
+    mine.write_text(mine.read_text().replace("x.sum(1, keepdims=True)", "100 * x.sum(1, keepdims=True)"))
+    assert launch(*command, cwd=tmp_path).returncode == 0
+    first, second = sorted((tmp_path / "runs").iterdir(), key=lambda p: p.stat().st_mtime)
+    assert losses(second)[0] > 1000 * losses(first)[0]
+    changed = launch("verify", str(first), cwd=tmp_path)
+    assert changed.returncode == 3
+    assert "not the code that was trained" in changed.stdout
+
+
+def test_verify_notices_a_changed_outcome_and_a_moved_cache(tmp_path: Path) -> None:
+    cache = {"ISOBATCH_CACHE": str(tmp_path / "cache")}
+    assert launch(*words("Line", "--log-every", "7", "--ledger"), cwd=tmp_path, **cache).returncode == 0
+    run = tmp_path / "runs" / "run"
+    shutil.rmtree(tmp_path / "cache")
+    assert launch("verify", str(run), cwd=tmp_path, **cache).returncode == 0
+    weights = run / "final" / "model.safetensors"
+    honest = weights.read_bytes()
+    save_file({k: v * 0 for k, v in load_file(weights).items()}, weights)
+    changed = launch("verify", str(run), cwd=tmp_path, **cache)
+    assert (changed.returncode, "final/ is not what the run wrote" in changed.stdout) == (3, True)
+    weights.write_bytes(honest)
+    path = run / "summary.json"
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({**kept, "metrics": {**kept["metrics"], "loss": 0.5}}))
+    assert launch("verify", str(run), cwd=tmp_path, **cache).returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "code", "hint"),
+    [("Normed", 2, "BatchNorm1d: its statistics"), ("WrongUnit", 3, "loss() counts in 'tokens'")],
+)
+def test_what_a_task_may_not_do_is_one_line(task: str, code: int, hint: str, tmp_path: Path) -> None:
+    done = launch(*words(task), cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert hint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_json_answers_with_one_object(tmp_path: Path) -> None:
+    done = launch(*words("Unused", "--json"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == "done"
+    again = launch("resume", str(tmp_path / "runs" / "run"), "--json", "--quiet", cwd=tmp_path)
+    assert json.loads(again.stdout) == json.loads(done.stdout)
