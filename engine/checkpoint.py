@@ -31,12 +31,14 @@ CHECKSUMS = "checksums.json"
 
 def take(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Name -> tensor for everything that training changes. Frozen weights come from their source again."""
+    import torch
+
     state = {WEIGHT + name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     state |= {WEIGHT + name: b.detach() for name, b in _persistent_buffers(model)}
     for name, p in model.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
-            if hasattr(value, "detach"):
-                state[f"{MOMENT}{key}/{name}"] = value.detach()
+            if value is not None:  # some optimizers count steps in a plain number
+                state[f"{MOMENT}{key}/{name}"] = torch.as_tensor(value).detach()
     return state
 
 
@@ -70,6 +72,9 @@ def _put_moments(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optim
         if key.startswith(MOMENT):
             kind, _, name = key.removeprefix(MOMENT).partition("/")
             p = parameters[name]
+            if value.ndim == 0 and not value.is_floating_point():  # a plain number it was
+                optimizer.state[p][kind] = value.item()
+                continue
             # torch keeps `step` on the CPU, unless it is fused on a GPU.
             on_host = kind == "step" and not _steps_on_device(optimizer, p)
             optimizer.state[p][kind] = value.clone() if on_host else value.to(p.device, copy=True)

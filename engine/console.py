@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ class Console:
             self.stream.write(text + "\n")
         if self.quiet and not always:
             return
+        with contextlib.suppress(OSError):  # whoever was reading may be gone; training and the log are not
+            self._show(text)
+
+    def _show(self, text: str) -> None:
         if self.bar is not None:
             self.bar.write(text, file=sys.stderr)
         else:
@@ -46,7 +51,8 @@ class Console:
         figures = _figures(row)
         if self.bar is not None:
             self.bar.set_postfix_str(figures, refresh=False)
-            self.bar.update(row["step"] - self.bar.n)
+            with contextlib.suppress(OSError):
+                self.bar.update(row["step"] - self.bar.n)
         if now() - self._last >= _SECONDS_BETWEEN_LINES or row["step"] == total:
             self._last = now()
             line = f"{row['phase']} {row['step']}/{total}  {figures}  ETA {clock(seconds_left)}"

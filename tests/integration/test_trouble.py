@@ -38,9 +38,8 @@ def test_an_error_on_one_rank_ends_all(task: str, hint: str, tmp_path: Path) -> 
 def test_workers_do_not_outlive_the_command(tmp_path: Path) -> None:
     """Killed without a chance, `auto` leaves workers that save and stop, and no second training may start."""
     run = tmp_path / "runs" / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch", *words("Slow", "--processes", "2", "--steps", "2000")], cwd=tmp_path
-    )
+    command = [sys.executable, "-m", "launch", *words("Slow", "--processes", "2", "--steps", "2000")]
+    process = subprocess.Popen([w for w in command if w != "--quiet"], cwd=tmp_path)
     metrics = run / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 3):
         time.sleep(0.05)
@@ -56,6 +55,7 @@ def test_workers_do_not_outlive_the_command(tmp_path: Path) -> None:
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
     assert summary(run)["status"] == "stopped"
+    assert json.loads((run / "exit.json").read_text())["code"] == 75
     steps = [r["step"] for r in rows(run) if "lr" in r]
     assert steps == list(range(1, len(steps) + 1))
 
