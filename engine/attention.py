@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.noise import KeyedNoise, drop, hash_bits
+from engine.noise import KeyedNoise, Site, drop, hash_bits
 
 NAME = "keyed"
 LONGEST = 512
@@ -32,7 +32,7 @@ def key_attention(model: nn.Module, noise: KeyedNoise) -> None:
     plain = AttentionInterface._global_mapping.get(kernel)
     if plain is None:  # the eager function belongs to each model's file; SDPA computes the same
         plain = AttentionInterface._global_mapping["sdpa"]
-    AttentionInterface.register(NAME, _KeyedAttention(noise, plain))
+    AttentionInterface.register(NAME, _KeyedAttention(plain))
     masks: Any = AttentionMaskInterface
     masks.register(NAME, masks._global_mapping.get(kernel, sdpa_mask))
     for name, module in model.named_modules():
@@ -41,8 +41,8 @@ def key_attention(model: nn.Module, noise: KeyedNoise) -> None:
 
 
 class _KeyedAttention:
-    def __init__(self, noise: KeyedNoise, plain: Any) -> None:
-        self.noise, self.plain = noise, plain
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
 
     def __call__(
         self,
@@ -63,8 +63,8 @@ class _KeyedAttention:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         probabilities = _probabilities(query, key, attention_mask, scaling, causal and query.shape[2] > 1)
         site = module.noise_site
-        assert isinstance(site, int)
-        mask = _mask(self.noise.site(site), probabilities.shape, dropout)
+        assert isinstance(site, Site)
+        mask = _mask(site.draw(), probabilities.shape, dropout)
         dropped = drop(probabilities, mask, dropout).to(value.dtype)
         return torch.matmul(dropped, _grouped(value, query)).transpose(1, 2).contiguous(), None
 

@@ -31,17 +31,15 @@ class KeyedNoise:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.sites: dict[str, int] = {}
+        self.sites: dict[str, Site] = {}
         self.keys: Tensor | None = None
         self.rows = 0
-        self.turn = 0
-        """Counts the micro-batches bound so far."""
         self._row_keys = np.empty(0, np.uint64)
         self._device = torch.device("cpu")
 
-    def register(self, site: str) -> int:
-        """The number of a site, so that its keys are made together with all others', once per micro-batch."""
-        return self.sites.setdefault(site, len(self.sites))
+    def register(self, site: str) -> Site:
+        """A site whose keys are made together with all others', once per micro-batch."""
+        return self.sites.setdefault(site, Site(self, site, len(self.sites)))
 
     def bind(self, step: int, samples: np.ndarray, device: torch.device) -> None:
         """Draws from now on belong to these samples (one per row) at this optimizer step."""
@@ -51,23 +49,17 @@ class KeyedNoise:
             self._row_keys = mix(moment + np.asarray(samples, np.int64).astype(np.uint64))
         self._device = device
         self.rows = len(samples)
-        self.turn += 1
-        names = list(self.sites)
-        if names:
-            self.keys = torch.from_numpy(np.stack([self._site_keys(n) for n in names])).to(
-                device, non_blocking=True
-            )
+        for site in self.sites.values():
+            site.calls = 0
+        if self.sites:
+            keys = np.stack([self._site_keys(name) for name in self.sites])
+            self.keys = torch.from_numpy(keys).to(device, non_blocking=True)
 
     def _site_keys(self, site: str) -> np.ndarray:
         """(B, 2) int32."""
         name = np.frombuffer(hashlib.blake2b(site.encode(), digest_size=8).digest(), np.uint64)
         with np.errstate(over="ignore"):
             return mix(self._row_keys ^ name).view(np.int32).reshape(-1, 2)
-
-    def site(self, number: int) -> Tensor:
-        """(B, 2) int32 keys of a registered site."""
-        assert self.keys is not None, "noise drawn outside a bound micro-batch"
-        return self.keys[number]
 
     def bits(self, site: str, count: int, salt: int = 0) -> Tensor:
         """(B, count) int32 of random bits."""
@@ -88,6 +80,27 @@ class KeyedNoise:
         """(B, *shape) int64 in [0, high); the bias is below high / 2^32."""
         bits = self.bits(site, math.prod(shape)).to(torch.int64) & 0xFFFFFFFF
         return ((bits * high) >> 32).view(self.rows, *shape)
+
+
+class Site:
+    """One place of a model that draws noise."""
+
+    def __init__(self, noise: KeyedNoise, name: str, number: int) -> None:
+        self.noise, self.name, self.number = noise, name, number
+        self.calls = 0
+        """Times it drew for the bound micro-batch."""
+
+    def draw(self) -> Tensor:
+        """(B, 2) int32 keys. A forward that draws again gets others; one that is recomputed gets the same."""
+        assert self.noise.keys is not None, "noise drawn outside a bound micro-batch"
+        keys = self.noise.keys[self.number]
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            # Inside a backward: activations are being recomputed.
+            if self.calls > 1:
+                raise CalledTwice(self.name)
+            return keys
+        self.calls += 1
+        return keys if self.calls == 1 else keys + (self.calls - 1) * _CALL_STRIDE
 
 
 def hash_bits(keys: Tensor, count: int) -> Tensor:
@@ -183,37 +196,22 @@ class KeyedDropout(nn.Module):
 
     def __init__(self, p: float, noise: KeyedNoise, site: str) -> None:
         super().__init__()
-        self.p, self.noise, self.site = p, noise, site
-        self.number = noise.register(site)
-        self.turn, self.calls = -1, 0
+        self.p, self.site = p, noise.register(site)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        keys = self.noise.site(self.number)
-        if not torch.compiler.is_compiling():
-            keys = self._keys_of_call(keys)
+        keys = self.site.draw()
         if len(keys) != len(x):
-            raise NotPerSample(self.site, tuple(x.shape), len(keys))
+            raise NotPerSample(self.site.name, tuple(x.shape), len(keys))
         return drop(x, keep_mask(keys, x[0].numel(), self.p), self.p)
 
-    def _keys_of_call(self, keys: Tensor) -> Tensor:
-        """A module that a forward calls again draws other noise; one that is recomputed draws the same."""
-        if torch._C._current_graph_task_id() != -1:  # inside a backward: activations are being recomputed
-            if self.calls > 1:
-                raise CalledTwice(self.site)
-            return keys
-        if self.turn != self.noise.turn:
-            self.turn, self.calls = self.noise.turn, 0
-        self.calls += 1
-        return keys if self.calls == 1 else keys + (self.calls - 1) * _CALL_STRIDE
-
     def extra_repr(self) -> str:
-        return f"p={self.p}, site={self.site!r}"
+        return f"p={self.p}, site={self.site.name!r}"
 
 
 class CalledTwice(ValueError):
-    """Which of its calls a recomputed dropout belongs to cannot be told."""
+    """Which of its calls recomputed noise belongs to cannot be told."""
 
     exit_code = 2
 

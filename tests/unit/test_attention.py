@@ -26,7 +26,7 @@ def attention(samples: Sequence[int], plain: Any = refused) -> tuple[_KeyedAtten
     noise, module = KeyedNoise(0), nn.Module()
     module.noise_site = noise.register("layer.attention")  # type: ignore[assignment]
     noise.bind(3, np.array(samples), CPU)
-    return _KeyedAttention(noise, plain), module.train()
+    return _KeyedAttention(plain), module.train()
 
 
 def rows(samples: Sequence[int], length: int, heads: int = HEADS) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,9 +82,9 @@ def test_company_and_order_move_nothing() -> None:
 
 def masks(samples: Sequence[int], length: int, probability: float = 0.3) -> Tensor:
     noise = KeyedNoise(0)
-    number = noise.register("a")
+    site = noise.register("a")
     noise.bind(0, np.array(samples), CPU)
-    return _mask(noise.site(number), torch.Size((len(samples), HEADS, length, length)), probability)
+    return _mask(site.draw(), torch.Size((len(samples), HEADS, length, length)), probability)
 
 
 def test_the_mask_is_a_corner_of_the_largest_one() -> None:

@@ -58,7 +58,7 @@ def test_the_numbers_are_frozen() -> None:
         [-1281855627, 9313153],
     ]
     assert noise([5], seed=3, step=4).integers("x", (6,), 100).tolist() == [[34, 69, 98, 21, 45, 89]]
-    kept = keep_mask(noise([5], sites=["d"]).site(0), 12, 0.5)
+    kept = keep_mask(noise([5], sites=["d"]).sites["d"].draw(), 12, 0.5)
     assert kept[0].int().tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1]
 
 
@@ -80,7 +80,7 @@ def test_uniform_has_the_mean_and_variance_of_a_uniform() -> None:
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 def test_the_kept_share_is_what_was_asked(p: float) -> None:
-    keys = noise(MANY, sites=["d"]).site(0)
+    keys = noise(MANY, sites=["d"]).sites["d"].draw()
     kept = keep_mask(keys, COUNT, p).double()
     share = 1 - round(p * 65536) / 65536
     error = (share * (1 - share)) ** 0.5
@@ -300,6 +300,19 @@ def test_a_module_called_twice_draws_twice_and_the_same_next_time() -> None:
     )
     made.bind(3, np.arange(4), torch.device("cpu"))
     assert torch.equal(model(torch.ones(4, 500)), torch.stack([first, second]))
+
+
+def test_compiling_changes_no_draw() -> None:
+    made = KeyedNoise(0)
+    model = Twice(made).train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.ones(4, 50)
+    for step in range(3):
+        made.bind(step, np.arange(4), CPU)
+        plain = model(x)
+        made.bind(step, np.arange(4), CPU)
+        with torch.compiler.set_stance("default" if step == 0 else "fail_on_recompile"):
+            assert torch.equal(compiled(x), plain)
 
 
 def test_recomputing_a_module_called_twice_is_refused() -> None:
