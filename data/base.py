@@ -19,6 +19,8 @@ import numpy as np
 WEIGHT = ".weight"
 QUANTILES = 65
 SMALL_FILE_BYTES = 4096
+NUMBERS = "biuf"
+"""numpy's kinds that a tensor can hold: bool, signed, unsigned, floating."""
 
 
 class DataError(ValueError):
@@ -185,6 +187,8 @@ def save(folder: Path, columns: Columns) -> None:
         )
         files = {}
         for part, array in arrays.items():
+            if array.dtype.kind not in NUMBERS:
+                raise DataError(f"column {name} holds {array.dtype}: encode it as numbers")
             file = f"{name}-{part}.npy" if part else f"{name}.npy"
             np.save(folder / file, np.ascontiguousarray(array))
             files[file] = (folder / file).stat().st_size

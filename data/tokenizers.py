@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data import hub
 from data.base import DataError
+from hub import cache
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -68,13 +68,13 @@ def locate(tokenizer: str | None, model: str | None, revision: str | None) -> Pl
 
 
 def _on_hub(flag: str, name: str, revision: str | None) -> Place:
-    if not hub.is_id(name):
+    if not cache.is_id(name):
         raise DataError(f"{flag} {name}: there is no such folder or file")
-    if folder := hub.snapshot("models", name, revision):
+    if folder := cache.snapshot("models", name, revision):
         return Place(path=folder) if _present(folder) else Place(hub_id=name, revision=revision)
-    if not hub.reachable():
+    if not cache.reachable():
         raise DataError(
-            f"{flag} {name}: no such folder, not in the cache {hub.home()}, and the hub cannot be reached: "
+            f"{flag} {name}: no such folder, not in the cache {cache.home()}, and the hub cannot be reached: "
             "give a folder, set HF_HOME to a cache that holds it, or run `prepare` on a machine with internet"
         )
     return Place(hub_id=name, revision=revision)

@@ -41,16 +41,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file. A last line cut short by a kill, even within a character, is left out."""
+    """The objects of a .jsonl file. A line cut short by a kill, even within a character, is left out."""
     if not path.exists():
         return []
     rows = []
     # Not splitlines(): text may hold U+2028 and others that it takes for ends of lines.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
+        with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
-        except ValueError:
-            break
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -175,11 +176,11 @@ class Run:
         return (int(verdict["code"]), str(verdict["reason"])) if verdict.get("nonce") == nonce else None
 
     def truncate_logs(self, phase_order: list[str], phase: str, step: int) -> None:
-        """Drop what was logged at or after `step` of `phase`: a resumed run writes it again."""
+        """Cut off what was logged after `step` of `phase`: a resumed run writes it again."""
         for path in (self.metrics, self.samples, self.decisions):
             if path.exists():
                 rows = files.read_lines(path)
-                kept = [r for r in rows if _is_before(r, phase_order, phase, step)]
+                kept = itertools.takewhile(lambda r: _is_before(r, phase_order, phase, step), rows)
                 files.write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
 
 

@@ -171,7 +171,8 @@ class Trainer:
 
     def _own_up_to_foreign_noise(self) -> None:
         """A model with noise of its own (a GRU's dropout, say) learns the same only in distribution."""
-        if self.session.stepper.foreign_noise and self.plan.invariance == "exact":
+        seen = any(self.world.gather(self.session.stepper.foreign_noise))
+        if seen and self.plan.invariance == "exact":
             reason = "this model draws noise of its own, from torch's generators, which the cut changes"
             reasons = {**self.plan.reasons, "invariance": reason}
             self.plan = dataclasses.replace(self.plan, invariance="noise", reasons=reasons)
@@ -215,7 +216,7 @@ class Trainer:
         if "valid" not in self.session.splits:
             return False
         name, _ = self.task.monitor
-        metrics = self._measure("valid", self.recipe.eval_fraction)
+        metrics = self._measure("valid", self.recipe.eval_fraction, self.progress.step)
         if self.judge.see(metrics[name], self.progress.step) and self.recipe.patience:
             self._decide("best checkpoint", metric=name, value=self.judge.best)
             self._save()
@@ -225,13 +226,12 @@ class Trainer:
             self.console.say(f"stopped early at step {self.progress.step}: {why}")
         return self.judge.stop
 
-    def _measure(self, split: str, fraction: float) -> dict[str, float]:
+    def _measure(self, split: str, fraction: float, step: int) -> dict[str, float]:
+        """Metrics of a split; `step` is the one the weights are from."""
         metrics = self.session.evaluate(split, fraction)
-        self.journal.metrics(
-            {"phase": self.progress.phase, "step": self.progress.step, "split": split, **metrics}
-        )
+        self.journal.metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
         figures = "  ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float))
-        self.console.say(f"{split} after step {self.progress.step}: {figures}")
+        self.console.say(f"{split} after step {step}: {figures}")
         return metrics
 
     def _decide(self, decision: str, **facts: Any) -> None:
@@ -265,14 +265,16 @@ class Trainer:
 
     def _finish(self) -> None:
         """Held-out metrics, final/, a sample, summary.json."""
+        exported = self.progress.step
         if self.recipe.patience and self.judge.best_step not in (0, self.progress.step):
             (best,) = self._best()
             checkpoint.put(checkpoint.load(self.run.checkpoints / best)[0], self.session.model, None)
+            exported = self.judge.best_step
             self.console.say(f"final/ is the best checkpoint, {best}")
         held_out = {}
         for split in (s for s in reversed(HELD_OUT) if s in self.session.splits):
             self._stop_if_asked()
-            held_out[split] = self._measure(split, 1.0)
+            held_out[split] = self._measure(split, 1.0, exported)
         self._stop_if_asked()
         if self.world.is_main:
             self._export()

@@ -1,76 +1,33 @@
-"""Model ids: what the local cache holds, and whether the hub answers. Standard library only, never a hang.
-
-Mirrors huggingface_hub's cache layout and environment variables. data/hub.py asks the same of data sets:
-models and data may not import each other.
-"""
+"""Models of the hub: in the cache, or to be had."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import socket
-import threading
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from hub import cache
 from models.base import ModelError
-
-TIMEOUT_SECONDS = 1.5
-TRUE = ("1", "ON", "YES", "TRUE")
 
 
 def is_id(name: str) -> bool:
     """Whether `name` has the form `owner/name`."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
-
-
-def home() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
+    return cache.is_id(name) and "/" in name
 
 
 def snapshot(name: str, revision: str | None = None) -> Path | None:
     """The cached folder of a model, or None."""
-    cache = Path(os.environ.get("HF_HUB_CACHE", home() / "hub")).expanduser()
-    folder = cache / f"models--{name.replace('/', '--')}"
-    reference = folder / "refs" / (revision or "main")
-    commit = reference.read_text().strip() if reference.is_file() else revision or "main"
-    found = folder / "snapshots" / commit
-    return found if (found / "config.json").is_file() else None
-
-
-def reachable() -> bool:
-    """Whether the hub, or the proxy on the way to it, takes a connection within 1.5 s."""
-    if any(os.environ.get(name, "").upper() in TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
-        return False
-    address = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    url = urlsplit(address or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    port = url.port or (80 if url.scheme == "http" else 443)
-    answered = threading.Event()
-
-    def connect() -> None:
-        try:
-            with socket.create_connection((url.hostname or "", port), TIMEOUT_SECONDS):
-                answered.set()
-        except OSError:
-            pass
-
-    # A thread, because looking up a name may take far longer than any timeout a socket takes.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(TIMEOUT_SECONDS)
-    return answered.is_set()
+    found = cache.snapshot("models", name, revision)
+    return found if found and (found / "config.json").is_file() else None
 
 
 def require(name: str, revision: str | None) -> None:
     """Raise unless the model is in the cache or the hub answers."""
-    if snapshot(name, revision) is None and not reachable():
+    if snapshot(name, revision) is None and not cache.reachable():
         raise ModelError(
-            f"--model {name}: there is no such folder; as a hub id it is not in the cache {home()}, and the "
-            "hub cannot be reached: give a folder, set HF_HOME to a cache that holds it, or run `prepare` on "
-            "a machine with internet"
+            f"--model {name}: there is no such folder; as a hub id it is not in the cache"
+            f" {cache.home()}, and the hub cannot be reached: give a folder, set HF_HOME to a cache that holds"
+            " it, or run `prepare` on a machine with internet"
         )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from models import hub
+from hub import cache
 from models.base import ModelError
 from models.causal_lm import CausalLM, CausalLMOptions
 from models.decoders import PRESETS, shape_of
@@ -298,7 +298,7 @@ def test_a_cached_hub_model_opens_without_network(
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setattr(hub, "reachable", lambda: pytest.fail("asked the network"))
+    monkeypatch.setattr(cache, "reachable", lambda: pytest.fail("asked the network"))
     cached = tmp_path / "hub" / "models--a-team--a-model"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("abc")

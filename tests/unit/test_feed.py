@@ -7,13 +7,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from data.base import ArraySource, DataError, Ragged
+from data.base import ArraySource, DataError, Ragged, save
 from engine.feed import Feed, Loaded, tensors, to_device
 from engine.sampler import Sampler
 from tests.unit.helpers import plan
@@ -165,3 +166,8 @@ def test_narrow_numbers_travel_narrow_and_arrive_as_int64() -> None:
     moved = to_device(host, torch.device("cpu"))
     assert (moved["a"].dtype, moved["b"].dtype) == (torch.int64, torch.float32)
     assert moved["a"].tolist() == [0, 1, 2]
+
+
+def test_a_column_of_words_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="column name holds <U3: encode it as numbers"):
+        save(tmp_path, {"name": np.array(["ann", "bob"])})

@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "launch": {"engine", "models", "data"},
     "engine": {"models", "data"},
-    "models": set(),
-    "data": set(),
+    "models": {"hub"},
+    "data": {"hub"},
+    "hub": set(),
 }
 """Package -> the others it may import."""
 FILES = sorted(f for package in PACKAGES for f in (ROOT / package).rglob("*.py"))
@@ -172,7 +173,7 @@ def test_help_answers_at_once(cli) -> None:  # type: ignore[no-untyped-def]
 
 def test_users_own_folders_of_our_names_do_not_hide_ours(cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     folder = tmp_path / 'it\'s my "project" 日本'
-    for package in ("engine", "models", "data"):
+    for package in ("engine", "models", "data", "hub"):
         (folder / package).mkdir(parents=True)
         (folder / package / "__init__.py").write_text("raise RuntimeError('the wrong one')")
     (folder / "fire.py").write_text("raise RuntimeError('the wrong one')")

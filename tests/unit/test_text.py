@@ -18,6 +18,7 @@ import pytest
 from data import corpora, hub, readers, tokenizers
 from data.base import DataError
 from data.text import Text, TextOptions, blocks
+from hub import cache
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -323,7 +324,7 @@ def test_offline_asks_no_network_and_finds_the_cache(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("asked the network"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    assert not hub.reachable()
+    assert not cache.reachable()
     cached = tmp_path / "hub" / "datasets--a-team--a-corpus"
     write(cached / "refs", main="abc")
     write(cached / "snapshots" / "abc", train__csv="text\n")

@@ -1,0 +1,61 @@
+"""Hub ids: what the local cache holds, and whether the hub answers. Standard library only, never a hang.
+
+Mirrors huggingface_hub's cache layout and environment variables, so that a question costs milliseconds and
+no import.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+TIMEOUT_SECONDS = 1.5
+TRUE = ("1", "ON", "YES", "TRUE")
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def is_id(name: str) -> bool:
+    """Whether `name` has the form of a hub id: `owner/name`, or one word."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+
+
+def home() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
+
+
+def snapshot(kind: str, name: str, revision: str | None = None) -> Path | None:
+    """The cached folder of a `models` or `datasets` repository, or None."""
+    cache = Path(os.environ.get("HF_HUB_CACHE", home() / "hub")).expanduser()
+    folder = cache / f"{kind}--{name.replace('/', '--')}"
+    reference = folder / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision or "main"
+    found = folder / "snapshots" / commit
+    return found if found.is_dir() and any(found.iterdir()) else None
+
+
+def reachable() -> bool:
+    """Whether the hub, or the proxy on the way to it, takes a connection within 1.5 s."""
+    if any(os.environ.get(name, "").upper() in TRUE for name in OFFLINE):
+        return False
+    address = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    url = urlsplit(address or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    port = url.port or (80 if url.scheme == "http" else 443)
+    answered = threading.Event()
+
+    def connect() -> None:
+        try:
+            with socket.create_connection((url.hostname or "", port), TIMEOUT_SECONDS):
+                answered.set()
+        except OSError:
+            pass
+
+    # A thread, because looking up a name may take far longer than any timeout a socket takes.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_SECONDS)
+    return answered.is_set()
