@@ -25,9 +25,9 @@ def require(name: str, revision: str | None) -> None:
     """Raise unless the model is in the cache or the hub answers."""
     if snapshot(name, revision) is None and not cache.reachable():
         raise ModelError(
-            f"--model {name}: there is no such folder; as a hub id it is not in the cache"
-            f" {cache.home()}, and the hub cannot be reached: give a folder, set HF_HOME to a cache that holds"
-            " it, or run `prepare` on a machine with internet"
+            f"--model {name}: there is no such folder; as a hub id it is not in the cache {cache.home()},"
+            " and the hub cannot be reached: give a folder, set HF_HOME to a cache that holds it,"
+            " or run `prepare` on a machine with internet"
         )
 
 
