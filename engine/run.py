@@ -62,6 +62,16 @@ class RunOptions:
             raise UserError(f"--name {self.name}: is a folder's name in --out, without / and no dot in front")
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How an attempt ended: exit.json."""
+
+    code: int
+    reason: str
+    cause: str = ""
+    """memory, lost or hang where another attempt may fare better."""
+
+
 class Run:
     """A run folder and the files in it."""
 
@@ -153,27 +163,29 @@ class Run:
         summary = self.summary()
         return str(summary["status"]) if summary else "unfinished"
 
-    def write_exit(self, code: int, reason: str = "") -> None:
+    def write_exit(self, code: int, reason: str = "", cause: str = "") -> None:
         """The launch's own exit code, for the parent that started it.
 
         The first verdict of a launch stands: what other ranks meet once one has left is its echo.
         """
         if not self.has_verdict():
-            verdict = {"nonce": os.environ.get(NONCE, ""), "code": code, "reason": reason}
-            files.write_json(self.folder / "exit.json", verdict)
+            verdict = {"code": code, "reason": reason, "cause": cause}
+            files.write_json(self.folder / "exit.json", {"nonce": os.environ.get(NONCE, ""), **verdict})
 
     def has_verdict(self) -> bool:
         """Whether a process of this very launch has left its exit code."""
         nonce = os.environ.get(NONCE, "")
         return bool(nonce) and self.read_exit(nonce) is not None
 
-    def read_exit(self, nonce: str) -> tuple[int, str] | None:
-        """The code a launch left, if it is this launch's."""
+    def read_exit(self, nonce: str) -> Verdict | None:
+        """The verdict a launch left, if it is this launch's."""
         try:
             verdict = files.read_json(self.folder / "exit.json")
         except UserError:
             return None
-        return (int(verdict["code"]), str(verdict["reason"])) if verdict.get("nonce") == nonce else None
+        if verdict.get("nonce") != nonce:
+            return None
+        return Verdict(int(verdict["code"]), str(verdict["reason"]), str(verdict.get("cause", "")))
 
     def truncate_logs(self, phase_order: list[str], phase: str, step: int) -> None:
         """Cut off what was logged after `step` of `phase`: a resumed run writes it again."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine import files
 from engine import options as opt
-from engine.errors import BUG, DONE, UserError
+from engine.errors import DONE, UserError
 from engine.plan import PlanOptions
-from engine.run import NONCE, Run, RunOptions
-from launch.children import HOME, start_children
+from engine.run import Run, RunOptions
+from launch.attempts import in_children, train
 from launch.flags import own_flags, request, split
 from launch.setting_up import facts_of, find_run, make_plan_here, relocate, set_up, stored_options, write_plan
 
@@ -71,7 +70,7 @@ def resume(words: Sequence[str]) -> int:
 def launch(run: Run, options: RunOptions) -> int:
     """Train by the run's plan and answer with the run's own exit code."""
     files.write_json(run.folder / "run.json", opt.as_dict(options))
-    return _in_place(run, options) if run.plan().processes == 1 else _in_children(run)
+    return _in_place(run, options) if run.plan().processes == 1 else train(run, in_children)
 
 
 def _answered(run: Run, code: int, answer: AnswerOptions) -> int:
@@ -86,18 +85,6 @@ def _in_place(run: Run, options: RunOptions) -> int:
     from launch.train import train_run
 
     return train_run(run, options)
-
-
-def _in_children(run: Run) -> int:
-    nonce = secrets.token_hex(8)
-    arguments = ["--run", str(run.folder.resolve())]
-    # accelerate's own code says only 0 or 1, and 1 for a clean stop too: the run's own file is the truth.
-    start_children(run.plan(), HOME / "launch" / "train.py", arguments, run.folder, {NONCE: nonce})
-    verdict = run.read_exit(nonce)
-    if verdict is None or verdict[0] == BUG:
-        sys.stderr.write((run.folder / "launcher.log").read_text(errors="replace")[-6000:])
-        return BUG
-    return verdict[0]
 
 
 def _print_outcome(run: Run) -> None:

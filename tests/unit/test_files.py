@@ -16,7 +16,7 @@ from engine.errors import UserError
 from engine.facts import Facts
 from engine.options import Interval
 from engine.recipe import Recipe
-from engine.run import Run, RunOptions, free_folder, run_name, runs_in
+from engine.run import Run, RunOptions, Verdict, free_folder, run_name, runs_in
 
 RECIPE = Recipe(task="t", epochs=(2.0,))
 FACTS = Facts(fingerprint="0", folder="", samples={"train": 9}, lengths=(1, 2, 3), extra={"vocabulary": 5})
@@ -169,7 +169,7 @@ def test_an_exit_is_answered_to_its_own_launch_only(tmp_path: Path, monkeypatch:
     assert run.read_exit("mine") is None
     monkeypatch.setenv("ISOBATCH_NONCE", "mine")
     run.write_exit(3, "a reason")
-    assert run.read_exit("mine") == (3, "a reason")
+    assert run.read_exit("mine") == Verdict(3, "a reason")
     assert run.read_exit("another") is None
 
 
