@@ -1,4 +1,4 @@
-"""A run's attempts: it is started again from its last checkpoint when memory ran out or a process was lost."""
+"""A run's attempts: begun again from its last checkpoint when memory ran out or a process was lost."""
 
 from __future__ import annotations
 
