@@ -1,158 +1,118 @@
-"""Portable checkpoints: fp32 weights and optimizer state by parameter name, in slices, without pickle.
+"""Portable checkpoints: fp32 weights and optimizer state by parameter name, in pieces, without pickle.
 
-A checkpoint folder holds one safetensors file per rank that wrote it, an index that maps names to slices,
-and state.json. It does not know which strategy or world wrote it. It is written beside its place and
-renamed when every rank has written and synced, so a folder of its final name is complete.
+A checkpoint folder holds one safetensors file per rank that wrote it, index.json with every tensor's shape,
+and state.json. It does not know which strategy or world wrote it. It is written beside its place, in the
+background, and renamed when every rank has written and synced, so a folder of its final name is complete.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from engine import files
 from engine.errors import TrainingError, UserError
+from engine.portable import Entry, State
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+    from torch import Tensor
 
     from engine.world import World
 
-WEIGHT = "weight/"
-MOMENT = "moment/"
 CHECKSUMS = "checksums.json"
+TEXTS = ("index.json", "state.json")
 
 
-def take(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Name -> tensor for everything that training changes. Frozen weights come from their source again."""
-    import torch
+class Writer:
+    """Writes one checkpoint at a time while training goes on. All ranks call every method alike."""
 
-    state = {WEIGHT + name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    state |= {WEIGHT + name: b.detach() for name, b in _persistent_buffers(model)}
-    for name, p in model.named_parameters():
-        for key, value in optimizer.state.get(p, {}).items():
-            if value is not None:  # some optimizers count steps in a plain number
-                state[f"{MOMENT}{key}/{name}"] = torch.as_tensor(value).detach()
-    return state
+    def __init__(self, world: World, sealed: Callable[[], None] = lambda: None) -> None:
+        self.world = world
+        self.sealed = sealed
+        """Called on the main rank once a checkpoint is complete."""
+        self._folder: Path | None = None
+        self._thread = threading.Thread()
+        self._problem = ""
 
+    def begin(self, folder: Path, state: State, facts: Mapping[str, Any]) -> None:
+        """Copy this rank's pieces to the host and write them in the background."""
+        self.finish()
+        self._folder, self._problem = folder, ""
+        parts = {f"{p.name}@{p.start}": p.values.detach().to("cpu", copy=True) for p in state.pieces}
+        entries = state.entries if self.world.is_main else None
+        self._thread = threading.Thread(target=self._write, args=(folder, parts, entries, facts))
+        self._thread.start()
 
-def put(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Set weights, buffers and optimizer state from portable state; names must match the model's."""
-    import torch
+    def _write(
+        self,
+        folder: Path,
+        parts: Mapping[str, Tensor],
+        entries: Mapping[str, Entry] | None,
+        facts: Mapping[str, Any],
+    ) -> None:
+        temporary = _beside(folder)
+        try:
+            with files.naming_errors(temporary):
+                temporary.mkdir(parents=True, exist_ok=True)
+                _write_parts(temporary / _file(self.world.rank), parts)
+                if entries is not None:
+                    _write_texts(temporary, entries, facts, self.world.size)
+        except UserError as error:
+            self._problem = str(error)
+        except Exception as error:
+            self._problem = f"cannot write {temporary}: {error!r}"
 
-    targets = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(
-        _persistent_buffers(model)
-    )
-    found = {k.removeprefix(WEIGHT) for k in state if k.startswith(WEIGHT)}
-    if found != set(targets):
-        odd = sorted(found ^ set(targets))
-        raise TrainingError(
-            f"the checkpoint's weights are not this model's: {', '.join(odd[:3])} ({len(odd)} names)"
-        )
-    for name, target in targets.items():
-        if (shape := state[WEIGHT + name].shape) != target.shape:
-            here = tuple(target.shape)
-            raise TrainingError(f"the checkpoint's {name} has shape {tuple(shape)}, and this model's {here}")
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(state[WEIGHT + name])
-    if optimizer is not None:
-        _put_moments(state, model, optimizer)
+    def votes(self) -> list[float]:
+        """This rank's say on whether the checkpoint that is being written is written, or cannot be."""
+        ended = self._folder is not None and not self._thread.is_alive()
+        return [float(ended), float(bool(ended and self._problem))]
 
+    def settle(self, written: float, failed: float) -> None:
+        """Complete the checkpoint where the votes of all ranks, added up, allow it."""
+        if self._folder is not None and (failed or written == self.world.size):
+            self._end()
 
-def _put_moments(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
-    parameters = dict(model.named_parameters())
-    for key, value in state.items():
-        if key.startswith(MOMENT):
-            kind, _, name = key.removeprefix(MOMENT).partition("/")
-            p = parameters[name]
-            if value.ndim == 0 and not value.is_floating_point():  # a plain number it was
-                optimizer.state[p][kind] = value.item()
-                continue
-            # torch keeps `step` on the CPU, unless it is fused on a GPU.
-            on_host = kind == "step" and not _steps_on_device(optimizer, p)
-            optimizer.state[p][kind] = value.clone() if on_host else value.to(p.device, copy=True)
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete and every rank can see it."""
+        if self._folder is not None:
+            self._end()
+            self.world.barrier()
 
-
-def _steps_on_device(optimizer: Optimizer, p: Tensor) -> bool:
-    return p.device.type != "cpu" and bool(optimizer.param_groups[0].get("fused") or False)
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    saved = set(model.state_dict(keep_vars=True))
-    return ((name, b) for name, b in model.named_buffers() if name in saved and b is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Elements start..stop of a flattened tensor, in one rank's file."""
-
-    name: str
-    rank: int
-    start: int
-    stop: int
-
-    @property
-    def key(self) -> str:
-        return f"{self.name}@{self.start}"
+    def _end(self) -> None:
+        """A full disk on one rank ends the save on all."""
+        self._thread.join()
+        folder, self._folder = self._folder, None
+        assert folder is not None
+        problems = [p for p in self.world.gather(self._problem) if p]
+        if problems:
+            if self.world.is_main:
+                shutil.rmtree(_beside(folder), ignore_errors=True)
+            raise UserError(problems[0])
+        if self.world.is_main:
+            _replace(_beside(folder), folder)
+            self.sealed()
 
 
-def slices(sizes: Mapping[str, int], world: int) -> list[Slice]:
-    """Consecutive shares of all elements, one per rank, equal to within one element."""
-    total, found, position = sum(sizes.values()), [], 0
-    borders = [total * r // world for r in range(world + 1)]
-    for name, size in sizes.items():
-        for rank in range(world):
-            start, stop = max(borders[rank], position), min(borders[rank + 1], position + size)
-            if start < stop:
-                found.append(Slice(name, rank, start - position, stop - position))
-        position += size
-    return found
+def save(folder: Path, state: State, facts: Mapping[str, Any], world: World) -> None:
+    """Write a checkpoint together and wait for it. All ranks call this."""
+    writer = Writer(world)
+    writer.begin(folder, state, facts)
+    writer.finish()
 
 
-def save(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any], world: World) -> None:
-    """Write a checkpoint together: every rank its share, then one rename. All ranks call this."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    if world.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        with files.naming_errors(temporary):
-            temporary.mkdir(parents=True)
-    world.barrier()
-    share = slices({name: t.numel() for name, t in tensors.items()}, world.size)
-    problem = _try_write(temporary, tensors, share, world.rank)
-    problems = [p for p in world.gather(problem) if p]
-    if problems:
-        if world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(problems[0])
-    if world.is_main:
-        _seal(temporary, folder, tensors, share, state)
-    world.barrier()
-
-
-def _try_write(folder: Path, tensors: Mapping[str, Tensor], share: list[Slice], rank: int) -> str:
-    """Every rank votes, so that a full disk on one ends the save on all. Returns the problem, or nothing."""
-    try:
-        with files.naming_errors(folder):
-            _write_share(folder, tensors, [s for s in share if s.rank == rank], rank)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def _write_share(folder: Path, tensors: Mapping[str, Tensor], share: list[Slice], rank: int) -> None:
+def _write_parts(path: Path, parts: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    parts = {s.key: tensors[s.name].reshape(-1)[s.start : s.stop].cpu().clone() for s in share}
-    path = folder / _file(rank)
     try:
-        save_file(parts, str(path))
+        save_file(dict(parts), str(path))
     except Exception as error:  # safetensors wraps the operating system's error in its own class
         reason = "No space left on device" if "No space left" in str(error) else str(error)
         raise UserError(f"cannot write {path}: {reason}") from None
@@ -161,24 +121,90 @@ def _write_share(folder: Path, tensors: Mapping[str, Tensor], share: list[Slice]
     files.write_json(path.with_suffix(".json"), {"bytes": path.stat().st_size, "crc32": files.crc32(path)})
 
 
-def _seal(
-    temporary: Path, folder: Path, tensors: Mapping[str, Tensor], share: list[Slice], state: Mapping[str, Any]
-) -> None:
-    index: dict[str, Any] = {
-        name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), "slices": []}
-        for name, t in tensors.items()
-    }
-    for s in share:
-        index[s.name]["slices"].append([s.rank, s.start, s.stop])
-    files.write_json(temporary / "index.json", index)
-    files.write_json(temporary / "state.json", state)
-    files.write_json(
-        temporary / CHECKSUMS, {n: files.crc32(temporary / n) for n in ("index.json", "state.json")}
-    )
-    _replace(temporary, folder)
-    descriptor = os.open(folder.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+def _write_texts(folder: Path, entries: Mapping[str, Entry], facts: Mapping[str, Any], world: int) -> None:
+    tensors = {name: {"shape": list(e.shape), "dtype": e.dtype} for name, e in entries.items()}
+    files.write_json(folder / "index.json", {"world_size": world, "tensors": tensors})
+    files.write_json(folder / "state.json", facts)
+    files.write_json(folder / CHECKSUMS, {name: files.crc32(folder / name) for name in TEXTS})
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.tmp")
+
+
+class Saved:
+    """A checkpoint on disk, read one tensor, or one part of it, at a time.
+
+    Raises TrainingError where anything is missing or damaged; `check` reads the weights' files for that.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with self._naming_damage():
+            for name, recorded in json.loads((folder / CHECKSUMS).read_text()).items():
+                if files.crc32(folder / name) != recorded:
+                    raise ValueError(f"{name} is not what was written")
+            index = json.loads((folder / "index.json").read_text())
+            self.facts: dict[str, Any] = json.loads((folder / "state.json").read_text())
+            self.entries = {n: Entry(tuple(e["shape"]), e["dtype"]) for n, e in index["tensors"].items()}
+            self._paths = [folder / _file(rank) for rank in range(index["world_size"])]
+            for path in self._paths:
+                if path.stat().st_size != json.loads(path.with_suffix(".json").read_text())["bytes"]:
+                    raise ValueError(f"{path.name} is not what was written")
+            self._readers = [safe_open(str(path), framework="pt") for path in self._paths]
+            self._pieces = self._find_pieces()
+
+    def _find_pieces(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Name -> (start, stop, reader) of its pieces, in order and without a gap."""
+        pieces: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self.entries}
+        for number, reader in enumerate(self._readers):
+            for key in reader.keys():  # noqa: SIM118 (no mapping)
+                name, _, start = key.rpartition("@")
+                (length,) = reader.get_slice(key).get_shape()
+                pieces[name].append((int(start), int(start) + length, number))
+        for name, found in pieces.items():
+            found.sort()
+            borders = [0, *(stop for _, stop, _ in found)]
+            if borders[:-1] != [start for start, _, _ in found] or borders[-1] != self._size(name):
+                raise ValueError(f"parts of {name} are missing")
+        return pieces
+
+    def _size(self, name: str) -> int:
+        count = 1
+        for n in self.entries[name].shape:
+            count *= n
+        return count
+
+    @contextlib.contextmanager
+    def _naming_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise TrainingError(f"checkpoint {self.folder} is damaged: {error}") from None
+
+    def check(self, rank: int = 0, world: int = 1) -> None:
+        """Compare checksums of this rank's share of the files."""
+        with self._naming_damage():
+            for path in self._paths[rank::world]:
+                if files.crc32(path) != json.loads(path.with_suffix(".json").read_text())["crc32"]:
+                    raise ValueError(f"{path.name} is not what was written")
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor."""
+        return self.part(name, 0, self._size(name)).view(self.entries[name].shape)
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements start..stop of the flattened tensor."""
+        import torch
+
+        out = torch.empty(stop - start, dtype=getattr(torch, self.entries[name].dtype))
+        with self._naming_damage():
+            for first, last, number in self._pieces[name]:
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    piece = self._readers[number].get_slice(f"{name}@{first}")
+                    out[low - start : high - start] = piece[low - first : high - first]
+        return out
 
 
 def sweep(folder: Path) -> None:
@@ -191,6 +217,9 @@ def _replace(fresh: Path, folder: Path) -> None:
     if folder.exists():
         _remove(folder)
     os.replace(fresh, folder)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:
@@ -199,42 +228,6 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     os.replace(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def load(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors by name and state.json. Raises TrainingError where anything is missing or damaged."""
-    import torch
-    from safetensors import safe_open
-
-    try:
-        _check_texts(folder)
-        index = json.loads((folder / "index.json").read_text())
-        state = json.loads((folder / "state.json").read_text())
-        ranks = {rank for entry in index.values() for rank, _, _ in entry["slices"]}
-        for rank in ranks:
-            _check_file(folder / _file(rank))
-        readers = {r: safe_open(str(folder / _file(r)), framework="pt") for r in ranks}
-        tensors = {}
-        for name, entry in index.items():
-            flat = torch.empty(torch.Size(entry["shape"]).numel(), dtype=getattr(torch, entry["dtype"]))
-            for rank, start, stop in entry["slices"]:
-                flat[start:stop] = readers[rank].get_tensor(f"{name}@{start}")
-            tensors[name] = flat.view(entry["shape"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TrainingError(f"checkpoint {folder} is damaged: {error}") from None
-    return tensors, state
-
-
-def _check_texts(folder: Path) -> None:
-    for name, recorded in json.loads((folder / CHECKSUMS).read_text()).items():
-        if files.crc32(folder / name) != recorded:
-            raise ValueError(f"{name} is not what was written")
-
-
-def _check_file(path: Path) -> None:
-    recorded = json.loads(path.with_suffix(".json").read_text())
-    if path.stat().st_size != recorded["bytes"] or files.crc32(path) != recorded["crc32"]:
-        raise ValueError(f"{path.name} is not what was written")
 
 
 def _file(rank: int) -> str:

@@ -131,9 +131,14 @@ def _slowest(ranks: list[list[_Segment]]) -> float:
     return max(sum(s.cost for s in rank) for rank in ranks)
 
 
+def dummy(budget: Budget) -> Micro:
+    """A micro-batch without samples: a rank's part in collectives that others need."""
+    return Micro(np.empty(0, np.int64), budget.width(1), 0.0)
+
+
 def _realise(rank: list[_Segment], order: np.ndarray, count: int, cohort: int, budget: Budget) -> list[Micro]:
     if not rank:
-        return [Micro(np.empty(0, np.int64), budget.width(1), 0.0)]
+        return [dummy(budget)]
     return [
         Micro(_members(order[s.start : s.stop], count, cohort), budget.width(s.length), s.cost) for s in rank
     ]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data.base import Source
-from engine.cut import cut
+from engine.cut import cut, dummy
 from engine.feed import budget_of, tensors, to_device
 from engine.plan import Plan
 from models.base import Rows, Sum, Task
@@ -31,32 +31,43 @@ def evaluate(
     plan: Plan,
     world: World,
     fraction: float = 1.0,
+    equal_counts: bool = False,
 ) -> dict[str, float]:
-    """Metrics over the first `fraction` of a split; the same on every rank."""
+    """Metrics over the first `fraction` of a split; the same on every rank.
+
+    With `equal_counts` ranks without samples compute one all the same: a forward holds collectives then.
+    """
     count = max(1, math.ceil(len(source) * fraction))
     sums: dict[str, list[float]] = {}
     rows: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     training = model.training
     model.eval()
     with torch.no_grad():
-        for batch in _batches(source, count, plan, world):
+        for batch, counts in _batches(source, count, plan, world, equal_counts):
             with world.accelerator.autocast():
                 parts = task.evaluate(model, batch)
-            _add(parts, batch["index"].cpu().numpy(), sums, rows)
+            if counts:
+                _add(parts, batch["index"].cpu().numpy(), sums, rows)
     model.train(training)
     return task.metrics(_reduce(sums, rows, world), split, facts)
 
 
-def _batches(source: Source, count: int, plan: Plan, world: World) -> Any:
-    """This rank's micro-batches, dealt by cost; no dummies, since a forward holds no collective."""
+def _batches(
+    source: Source, count: int, plan: Plan, world: World, equal_counts: bool
+) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """This rank's micro-batches, dealt by cost, and whether each counts."""
     budget = budget_of(plan)
     span = max(1, budget.samples * world.size * _BATCHES_AHEAD)
     for start in range(0, count, span):
         samples = np.arange(start, min(start + span, count))
-        for micro in cut(source.lengths[samples], world.size, budget)[world.rank]:
-            if len(micro.places):
-                host = tensors(source.fetch(samples[micro.places], micro.width), pin=False)
-                yield to_device(host, world.device)
+        ranks = cut(source.lengths[samples], world.size, budget)
+        most = max(map(len, ranks)) if equal_counts else 0
+        for micro in ranks[world.rank] + [dummy(budget)] * (most - len(ranks[world.rank])):
+            counts = len(micro.places) > 0
+            if counts or equal_counts:
+                wanted = samples[micro.places] if counts else samples[:1]
+                host = tensors(source.fetch(wanted, micro.width), pin=False)
+                yield to_device(host, world.device), counts
 
 
 def _add(parts: Mapping[str, Sum | Rows], index: np.ndarray, sums: dict[str, list[float]], rows: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data.base import Source
-from engine.cut import Budget, Micro, cut, padding_fraction
+from engine.cut import Budget, Micro, cut, dummy, padding_fraction
 from engine.plan import Plan
 from engine.run import now
 
@@ -59,8 +59,11 @@ class Loaded:
 class Feed:
     """The stream of one rank's work from `source` in the order of `order`."""
 
-    def __init__(self, source: Source, order: Order, plan: Plan, rank: int, cohort: int = 1) -> None:
+    def __init__(
+        self, source: Source, order: Order, plan: Plan, rank: int, cohort: int = 1, equal_counts: bool = False
+    ) -> None:
         self.source, self.order, self.plan, self.rank, self.cohort = source, order, plan, rank, cohort
+        self.equal_counts = equal_counts
         self.budget = budget_of(plan)
 
     def work(self, step: int) -> Work:
@@ -68,10 +71,13 @@ class Feed:
         samples = self.order(step)
         lengths = self.source.lengths[samples]
         ranks = cut(lengths, self.plan.processes, self.budget, self.cohort)
+        mine = ranks[self.rank]
+        if self.equal_counts:
+            mine = mine + [dummy(self.budget)] * (max(map(len, ranks)) - len(mine))
         totals = {"sample": float(len(samples)), "cohort": float(-(-len(samples) // self.cohort))}
         totals |= {unit: float(w[samples].sum(dtype=np.float64)) for unit, w in self.source.weights.items()}
         tokens = int(lengths.sum())
-        return Work(step, samples, totals, tokens, ranks[self.rank], padding_fraction(lengths, ranks))
+        return Work(step, samples, totals, tokens, mine, padding_fraction(lengths, ranks))
 
     def steps(self, start: int, stop: int) -> Iterator[Loaded]:
         """Steps start..stop-1, loaded ahead of the loop."""

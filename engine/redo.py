@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from engine import checkpoint, files
+from engine import checkpoint, files, portable
+from engine.checkpoint import Saved
 from engine.plan import Plan
 from engine.run import Run
 from engine.session import Session
@@ -35,6 +37,13 @@ class Redone:
         return abs(self.norm - self.logged_norm) / max(1e-12, abs(self.logged_norm))
 
 
+def whole(folder: Path) -> Saved:
+    """A checkpoint whose every byte was checked."""
+    saved = Saved(folder)
+    saved.check()
+    return saved
+
+
 class Redo:
     """A run's recipe under a plan of the caller's."""
 
@@ -48,12 +57,12 @@ class Redo:
         found = checkpoint.listed(self.run.checkpoints, self.session.phases)
         if not found:
             return False
-        tensors, state = checkpoint.load(found[-1])
-        best = state["judge"]["best_step"]
+        saved = whole(found[-1])
+        best = saved.facts["judge"]["best_step"]
         if self.session.recipe.patience and best:
-            phase = state["progress"]["phase"]
-            tensors, _ = checkpoint.load(self.run.checkpoints / checkpoint.name(phase, best))
-        checkpoint.put(tensors, self.session.model, None)
+            phase = saved.facts["progress"]["phase"]
+            saved = whole(self.run.checkpoints / checkpoint.name(phase, best))
+        portable.put_weights(saved, self.session.model)
         return True
 
     def evaluate(self, split: str) -> dict[str, float]:
@@ -73,11 +82,11 @@ class Redo:
         self.session.enter(first)
         redone = self._from(first.name, 0, count, rows, "the initial weights")
         for folder in reversed(checkpoint.listed(self.run.checkpoints, self.session.phases)):
-            tensors, state = checkpoint.load(folder)
-            phase, step = state["progress"]["phase"], int(state["progress"]["step"])
+            saved = whole(folder)
+            phase, step = saved.facts["progress"]["phase"], int(saved.facts["progress"]["step"])
             if any((phase, later) in rows for later in range(step + 1, step + count + 1)):
                 self.session.enter(next(s for s in self.session.stretches if s.name == phase))
-                self.session.put(tensors, state)
+                self.session.put(saved)
                 return redone + self._from(phase, step, count, rows, folder.name)
         return redone
 
@@ -86,7 +95,7 @@ class Redo:
         stop = min(start + count, session.stretch.steps)
         for loaded in session.feed().steps(start, stop):
             step = loaded.work.step
-            result = session.stepper.run(loaded, session.optimizer, session.rate(step), [])
+            result = session.stepper.run(loaded, session.rate(step), [])
             row = rows.get((phase, step + 1))
             if row is not None:
                 loss = sum(result.sums.tolist())

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from data.base import Source
-from engine import checkpoint
+from engine import portable
+from engine.checkpoint import Saved
 from engine.errors import UserError
 from engine.evaluate import evaluate
 from engine.facts import Facts
@@ -20,9 +21,10 @@ from engine.optim import learning_rate, make_optimizer
 from engine.plan import Plan
 from engine.recipe import Recipe
 from engine.registry import workload
+from engine.replicas import Replicas
 from engine.sampler import Sampler
 from engine.schedule import Stretch, stretches
-from engine.step import Stepper, checkpoint_activations
+from engine.step import Stepper, Strategy, checkpoint_activations
 from engine.world import World
 from models.base import Task
 
@@ -36,28 +38,57 @@ class Session:
         self.splits = {split: data.open(Path(facts.folder), split) for split in facts.samples}
         self.sampler = make_sampler(recipe, self.splits["train"], self.task.cohort)
         self.stretches = stretches(recipe, self.task.phases(), self.sampler.steps_per_epoch)
-        self.model, self.noise = prepare_model(self.task, recipe, facts, plan, world)
+        self._prepare_model()
+        self._strategy: Strategy | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        assert self._strategy is not None, "no phase was entered"
+        return self._strategy
+
+    def _prepare_model(self) -> None:
+        self.model, self.noise = prepare_model(self.task, self.recipe, self.facts, self.plan, self.world)
 
     @property
     def phases(self) -> list[str]:
         return [s.name for s in self.stretches]
 
     def enter(self, stretch: Stretch) -> None:
-        """Begin a phase: its own optimizer, from rest."""
+        """Begin a phase: its own optimizer, from rest. A model that was in shards begins anew."""
         self.stretch = stretch
-        self.optimizer = make_optimizer(self.model, self.recipe, self.plan.device)
-        self.stepper = Stepper(
-            self.task, self.recipe, self.plan, self.world, self.model, self.noise, stretch.name
-        )
+        self.leave()
+        self._strategy = self._make_strategy()
+        self.stepper = Stepper(self.task, self.recipe, self.world, self.strategy, self.noise, stretch.name)
         self.model.train()
 
-    def put(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+    def leave(self) -> None:
+        """End a phase's hold on the model."""
+        if self._strategy is not None and self._strategy.close():
+            self._prepare_model()
+
+    def whole_model(self, saved: Path) -> nn.Module:
+        """The model with all its weights, on one process: from a checkpoint where each holds a part."""
+        if not self.strategy.equal_counts:
+            return self.model
+        model = self.task.build_model(self.facts)
+        portable.put_weights(Saved(saved), model)
+        return model
+
+    def _make_strategy(self) -> Strategy:
+        optimizer = make_optimizer(self.model, self.recipe, self.plan.device)
+        if self.plan.strategy.startswith("zero"):
+            from engine.zero import Shards
+
+            return Shards(self.model, optimizer, self.plan, self.world, self.recipe.clip)
+        return Replicas(self.model, optimizer, self.plan, self.world, self.recipe.clip)
+
+    def put(self, saved: Saved) -> None:
         """Go to where a checkpoint was."""
-        checkpoint.put(tensors, self.model, self.optimizer)
-        self.stepper.set_scaling(state["scaling"])
+        self.strategy.put(saved, saved.facts["scaling"])
 
     def feed(self) -> Feed:
-        return Feed(self.splits["train"], self.sampler.batch, self.plan, self.world.rank, self.task.cohort)
+        source, equal = self.splits["train"], self.strategy.equal_counts
+        return Feed(source, self.sampler.batch, self.plan, self.world.rank, self.task.cohort, equal)
 
     def rate(self, step: int) -> float:
         stretch = self.stretch
@@ -65,7 +96,10 @@ class Session:
 
     def evaluate(self, split: str, fraction: float = 1.0) -> dict[str, float]:
         source = self.splits[split]
-        return evaluate(self.task, self.model, source, split, self.facts, self.plan, self.world, fraction)
+        equal = self._strategy is not None and self._strategy.equal_counts
+        return evaluate(
+            self.task, self.model, source, split, self.facts, self.plan, self.world, fraction, equal
+        )
 
 
 def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
@@ -81,7 +115,9 @@ def prepare_model(
     if plan.threads:
         torch.set_num_threads(plan.threads)
     torch.manual_seed(recipe.seed)
-    model = task.build_model(facts).to(world.device)
+    model = task.build_model(facts)
+    if not plan.strategy.startswith("zero3"):  # its shards are taken to the device one by one
+        model = model.to(world.device)
     choose_attention: Any = getattr(model, "set_attn_implementation", None)
     if plan.attention != "sdpa" and choose_attention is not None:
         choose_attention({"flash": "flash_attention_2"}.get(plan.attention, plan.attention))

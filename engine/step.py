@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from engine.errors import TrainingError
-from engine.feed import Loaded, to_device
+from engine.feed import Loaded, Work, to_device
 from engine.noise import KeyedNoise
-from models.base import Loss, Step, Task
+from models.base import Batch, Loss, Step, Task
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from engine.plan import Plan
+    from engine import portable
+    from engine.checkpoint import Saved
     from engine.recipe import Recipe
     from engine.world import World
-
-SCALE_START = 2.0**16
-SCALE_LEAST = 2.0**-10
-SCALE_PATIENCE = 2000
-"""Good steps after which an fp16 loss scale doubles."""
 
 
 @dataclass(slots=True)
@@ -45,6 +39,26 @@ class Result:
     """From the end of the step before to the end of this one, as the host saw it."""
 
 
+class Strategy(Protocol):
+    """Who holds what of the model: how gradients become one update, and state becomes portable."""
+
+    model: nn.Module
+    equal_counts: bool
+    """Every rank must compute the same number of micro-batches, in training and evaluation."""
+
+    @property
+    def computes_dummies(self) -> bool: ...
+    def accumulating(self) -> AbstractContextManager[None]: ...
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]: ...
+    def backward(self, loss: Tensor) -> None: ...
+    def update(self, rate: float) -> Tensor | None: ...
+    def scaling(self) -> dict[str, Any]: ...
+    def state(self) -> portable.State: ...
+    def put(self, saved: Saved, scaling: dict[str, Any] | None = None) -> None: ...
+    def put_weights(self, saved: Saved) -> None: ...
+    def close(self) -> bool: ...
+
+
 class Stepper:
     """Runs steps of one phase on one rank."""
 
@@ -52,39 +66,24 @@ class Stepper:
         self,
         task: Task,
         recipe: Recipe,
-        plan: Plan,
         world: World,
-        model: nn.Module,
+        strategy: Strategy,
         noise: KeyedNoise | None,
         phase: str,
     ) -> None:
-        self.task, self.recipe, self.plan, self.world, self.noise = task, recipe, plan, world, noise
-        self.raw, self.phase = model, phase
-        self.overlapped = False
-        """Never in the first step, which shows whether DDP can follow: it needs all gradients."""
-        self.undecided = plan.reduction == "overlapped" and world.size > 1
-        self.model = model
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-        self.scale = SCALE_START if plan.precision == "fp16" else 1.0
-        self.good_steps = 0
+        self.task, self.recipe, self.world, self.strategy = task, recipe, world, strategy
+        self.noise, self.phase = noise, phase
         self.names: list[str] | None = None
         """Names of the losses, on all ranks the same."""
         self.foreign_noise: bool | None = None
         """Whether the model was seen to draw from torch's own generators, once it has been looked at."""
 
-    def run(self, loaded: Loaded, optimizer: Optimizer, rate: float, votes: list[float]) -> Result:
+    def run(self, loaded: Loaded, rate: float, votes: list[float]) -> Result:
         """A whole step. `votes` are added up over the ranks beside the losses."""
-        while True:
+        norm = None
+        while norm is None:
             names, sums = self.backward(loaded)
-            norm = self.reduce()
-            if self.plan.precision != "fp16" or not self._overflowed(norm):
-                break
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        if self.recipe.clip:
-            nn.utils.clip_grads_with_norm_(self.trained, self.recipe.clip, norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+            norm = self.strategy.update(rate)
         pulse = torch.cat([sums, torch.tensor(votes, dtype=sums.dtype, device=sums.device)])
         return Result(loaded, rate, names, self.world.sum(pulse), norm)
 
@@ -92,22 +91,27 @@ class Stepper:
         """Gradients of this rank's share, and its share of each loss over the global weight."""
         work = loaded.work
         parts: dict[str, Tensor] = {}
-        for place, (micro, host) in enumerate(zip(work.mine, loaded.batches, strict=True)):
-            dummy = len(micro.places) == 0
-            if dummy and not self.overlapped:
-                continue
-            batch = to_device(host, self.world.device)
-            self._bind(work.step, host["index"].numpy(), place)
-            with self._synced(place == len(work.mine) - 1):
-                total = torch.zeros((), device=self.world.device)
-                with self.world.accelerator.autocast(), self._watching_generators():
-                    losses = self.task.loss(self.model, batch, self._step(work.step))
-                for name, loss in losses.items():
-                    share = self._share(loss, work.totals) * (0.0 if dummy else 1.0)
-                    parts[name] = parts.get(name, torch.zeros_like(share.detach())) + share.detach()
-                    total = total + share
-                (total * (self.scale * (self.world.size if self.overlapped else 1))).backward()
+        with self.strategy.accumulating():
+            for place, (micro, host) in enumerate(zip(work.mine, loaded.batches, strict=True)):
+                dummy = len(micro.places) == 0
+                if dummy and not self.strategy.computes_dummies:
+                    continue
+                batch = to_device(host, self.world.device)
+                self._bind(work.step, host["index"].numpy(), place)
+                with self.strategy.micro_batch(place == len(work.mine) - 1):
+                    self.strategy.backward(self._loss(batch, work, parts, 0.0 if dummy else 1.0))
         return self._pack(parts)
+
+    def _loss(self, batch: Batch, work: Work, parts: dict[str, Tensor], weight: float) -> Tensor:
+        """The micro-batch's share of the step's loss, added by name to `parts`."""
+        total = torch.zeros((), device=self.world.device)
+        with self.world.accelerator.autocast(), self._watching_generators():
+            losses = self.task.loss(self.strategy.model, batch, self._step(work.step))
+        for name, loss in losses.items():
+            share = self._share(loss, work.totals) * weight
+            parts[name] = parts.get(name, torch.zeros_like(share.detach())) + share.detach()
+            total = total + share
+        return total
 
     def _pack(self, parts: dict[str, Tensor]) -> tuple[list[str], Tensor]:
         """The parts in one order on every rank; a rank with nothing to do has seen none of them."""
@@ -150,50 +154,6 @@ class Stepper:
         yield
         after = _generator_states(self.world.device)
         self.foreign_noise = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-    @contextlib.contextmanager
-    def _synced(self, last: bool) -> Iterator[None]:
-        if self.overlapped and not last:
-            with self.model.no_sync():  # type: ignore[operator]
-                yield
-        else:
-            yield
-
-    def reduce(self) -> Tensor:
-        """The whole gradient, summed over ranks and unscaled, and its norm."""
-        if not self.overlapped:
-            everything_used = self.world.sum_gradients(self.trained)
-            if self.undecided:
-                self.undecided, self.overlapped = False, everything_used
-                self.model = self.world.wrap(self.raw) if everything_used else self.raw
-        gradients = [p.grad for p in self.trained if p.grad is not None]
-        if self.scale != 1:
-            torch._foreach_mul_(gradients, 1 / self.scale)
-        return nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
-
-    def _overflowed(self, norm: Tensor) -> bool:
-        """fp16: void the attempt, halve the scale and redo the same step, so that the schedule stays true."""
-        if math.isfinite(norm.item()):
-            self.good_steps += 1
-            if self.good_steps % SCALE_PATIENCE == 0:
-                self.scale *= 2
-            return False
-        self.scale, self.good_steps = self.scale / 2, 0
-        for p in self.trained:
-            p.grad = None
-        if self.scale < SCALE_LEAST:
-            raise TrainingError(
-                "fp16 gradients overflow at every loss scale: lower --lr, or use --precision fp32"
-            )
-        return True
-
-    def scaling(self) -> dict[str, Any]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
-
-    def set_scaling(self, state: dict[str, Any]) -> None:
-        """A saved loss scale means something only where this precision scales."""
-        if self.plan.precision == "fp16" and state:
-            self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:

@@ -53,8 +53,8 @@ def summarize(
         "strategy": plan.strategy,
         "precision": plan.precision,
         "invariance": plan.invariance,
-        "parameters": sum(p.numel() for p in parameters),
-        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "parameters": sum(map(_count, parameters)),
+        "trainable_parameters": sum(_count(p) for p in parameters if p.requires_grad),
         "train_seconds": round(progress.train_seconds, 3),
         "samples_per_second": round(progress.samples / seconds, 3),
         "tokens_per_second": round(progress.tokens / seconds, 3),
@@ -73,3 +73,8 @@ def startup_seconds(first_step: float | None) -> float:
 
     begin = float(os.environ.get("ISOBATCH_STARTED") or psutil.Process().create_time())
     return round((first_step or time.time()) - begin, 3)
+
+
+def _count(p: Any) -> int:
+    """Elements of a parameter, of which ZeRO-3 may hold none here."""
+    return int(getattr(p, "ds_numel", p.numel()))

@@ -8,11 +8,13 @@ import math
 import os
 import shutil
 import time
+from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
 from engine import checkpoint, files
+from engine.checkpoint import Saved
 from engine.console import Console, clock
 from engine.errors import StopRequested, TrainingError
 from engine.journal import Journal
@@ -37,6 +39,7 @@ class Trainer:
         self.recipe, self.plan, self.task = self.session.recipe, self.session.plan, self.session.task
         self.journal = Journal(run, world.is_main, options.log_every, options.ledger)
         self.stop = StopFlag()
+        self.writer = checkpoint.Writer(world, self._prune)
         self.progress = Progress(self.session.phases[0])
         self.first_step: float | None = None
         self.peak_memory = 0
@@ -51,32 +54,44 @@ class Trainer:
             found = self._newest()
             if found is None:
                 self.journal.go_back(self.session.phases, self.session.phases[0], 0)
-            first = self.session.phases.index(found[2]["progress"]["phase"]) if found else 0
+            first = self.session.phases.index(found.facts["progress"]["phase"]) if found else 0
             for stretch in self.session.stretches[first:]:
+                before = self._here()
                 self._begin(stretch)
                 if found is not None:
-                    self._go_to(*found)
+                    self._go_to(found)
                     found = None
+                elif self.plan.strategy.startswith("zero") and before.exists():
+                    self.session.strategy.put_weights(Saved(before))
                 self._train(stretch)
             self._finish()
 
-    def _newest(self) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]] | None:
-        """Name, tensors and state of the newest checkpoint that is whole."""
-        for folder in reversed(checkpoint.listed(self.run.checkpoints, self.session.phases)):
-            try:
-                tensors, state = checkpoint.load(folder)
-            except TrainingError as error:
-                self.console.say(f"{error}; trying the one before")
+    def _newest(self) -> Saved | None:
+        """The newest checkpoint that is whole, the same on every rank. The ranks share the reading."""
+        names = [p.name for p in checkpoint.listed(self.run.checkpoints, self.session.phases)]
+        for folder in (self.run.checkpoints / name for name in reversed(self.world.agree(names))):
+            saved, problem = self._open(folder)
+            if problems := [p for p in self.world.gather(problem) if p]:
+                self.console.say(f"{problems[0]}; trying the one before")
                 continue
-            if (state["recipe_hash"], state["fingerprint"]) != (
+            assert saved is not None
+            if (saved.facts["recipe_hash"], saved.facts["fingerprint"]) != (
                 self.recipe.hash(),
                 self.session.facts.fingerprint,
             ):
                 raise TrainingError(
                     f"checkpoint {folder} belongs to another recipe or other data than the run's files say"
                 )
-            return folder.name, tensors, state
+            return saved
         return None
+
+    def _open(self, folder: Path) -> tuple[Saved | None, str]:
+        try:
+            saved = Saved(folder)
+            saved.check(self.world.rank, self.world.size)
+        except TrainingError as error:
+            return None, str(error)
+        return saved, ""
 
     def _begin(self, stretch: Stretch) -> None:
         self.session.enter(stretch)
@@ -85,14 +100,14 @@ class Trainer:
         self.alarm = Alarm(self.options.save_every, stretch.steps_per_epoch, now())
         self.saved_step = -1
 
-    def _go_to(self, name: str, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        self.session.put(tensors, state)
-        self.progress = Progress(**state["progress"])
-        self.judge = Judge(**state["judge"])
+    def _go_to(self, saved: Saved) -> None:
+        self.session.put(saved)
+        self.progress = Progress(**saved.facts["progress"])
+        self.judge = Judge(**saved.facts["judge"])
         self.saved_step = self.progress.step
-        self.resumed_from = name
+        self.resumed_from = saved.folder.name
         self.journal.go_back(self.session.phases, self.progress.phase, self.progress.step)
-        self.console.say(f"resumed from {name}: {self.progress.samples:,} samples seen")
+        self.console.say(f"resumed from {self.resumed_from}: {self.progress.samples:,} samples seen")
 
     def _train(self, stretch: Stretch) -> None:
         """Steps until the phase ends. A step's figures are read while the next one runs, so nothing waits."""
@@ -102,9 +117,7 @@ class Trainer:
         pending: Result | None = None
         last = progress.step if self.judge.stop else stretch.steps
         for loaded in session.feed().steps(progress.step, last):
-            result = session.stepper.run(
-                loaded, session.optimizer, session.rate(loaded.work.step), self._votes()
-            )
+            result = session.stepper.run(loaded, session.rate(loaded.work.step), self._votes())
             result.seconds, self.mark = now() - self.mark, now()
             asked, pending = self._settle(pending), result
             if asked or self._due(loaded.work.step + 1):
@@ -115,6 +128,7 @@ class Trainer:
         self._settle(pending)
         if self.saved_step != progress.step:
             self._save()
+        self.writer.finish()
         self.console.end()
 
     def _due(self, step: int) -> bool:
@@ -129,7 +143,8 @@ class Trainer:
 
     def _votes(self) -> list[float]:
         """What this rank asks of all: to stop, to save (rank 0's clock). Counted with the step's losses."""
-        return [float(self.stop.asked), float(self.world.is_main and self.alarm.due_by(now()))]
+        save = self.world.is_main and self.alarm.due_by(now())
+        return [float(self.stop.asked), float(save), *self.writer.votes()]
 
     def _stand(self, asked: set[str]) -> bool:
         """At a step border with everything settled: evaluate, save, stop; True ends the phase early."""
@@ -149,6 +164,7 @@ class Trainer:
             self._stop()
 
     def _stop(self) -> None:
+        self.writer.finish()
         self.console.end()
         self._summary("stopped", "asked to stop by a signal", {})
         step, folder = self.progress.step, self.run.folder
@@ -166,8 +182,9 @@ class Trainer:
             self._own_up_to_foreign_noise()
         self._count(result)
         self._log(result, losses, norm)
-        votes = values[len(result.names) :]
-        return {name for name, votes_for in zip(("stop", "save"), votes, strict=True) if votes_for}
+        stop, save, written, failed = values[len(result.names) :]
+        self.writer.settle(written, failed)
+        return {name for name, votes_for in (("stop", stop), ("save", save)) if votes_for}
 
     def _own_up_to_foreign_noise(self) -> None:
         """A model with noise of its own (a GRU's dropout, say) learns the same only in distribution."""
@@ -246,30 +263,34 @@ class Trainer:
         state = {
             "progress": self.progress.to_dict(),
             "judge": self.judge.to_dict(),
-            "scaling": session.stepper.scaling(),
+            "scaling": session.strategy.scaling(),
             "recipe_hash": self.recipe.hash(),
             "fingerprint": session.facts.fingerprint,
             "world_size": self.world.size,
             "strategy": self.plan.strategy,
             "versions": {n: importlib.metadata.version(n) for n in ("torch", "accelerate", "transformers")},
         }
-        folder = self.run.checkpoints / checkpoint.name(self.progress.phase, self.progress.step)
-        checkpoint.save(folder, checkpoint.take(session.model, session.optimizer), state, self.world)
-        if self.world.is_main:
-            checkpoint.prune(self.run.checkpoints, session.phases, self.options.keep, self._best())
+        self.writer.begin(self._here(), session.strategy.state(), state)
         self.saved_step = self.progress.step
         self.alarm.reset(now())
+
+    def _here(self) -> Path:
+        """The checkpoint of the step where training stands."""
+        return self.run.checkpoints / checkpoint.name(self.progress.phase, self.progress.step)
+
+    def _prune(self) -> None:
+        checkpoint.prune(self.run.checkpoints, self.session.phases, self.options.keep, self._best())
 
     def _best(self) -> set[str]:
         return {checkpoint.name(self.progress.phase, self.judge.best_step)} if self.recipe.patience else set()
 
     def _finish(self) -> None:
         """Held-out metrics, final/, a sample, summary.json."""
-        exported = self.progress.step
+        exported, folder = self.progress.step, self._here()
         if self.recipe.patience and self.judge.best_step not in (0, self.progress.step):
             (best,) = self._best()
-            checkpoint.put(checkpoint.load(self.run.checkpoints / best)[0], self.session.model, None)
-            exported = self.judge.best_step
+            exported, folder = self.judge.best_step, self.run.checkpoints / best
+            self.session.strategy.put_weights(Saved(folder))
             self.console.say(f"final/ is the best checkpoint, {best}")
         held_out = {}
         for split in (s for s in reversed(HELD_OUT) if s in self.session.splits):
@@ -277,20 +298,21 @@ class Trainer:
             held_out[split] = self._measure(split, 1.0, exported)
         self._stop_if_asked()
         if self.world.is_main:
-            self._export()
-            sample = self.task.sample(self.session.model, self.session.facts, self.run.final)
+            model = self.session.whole_model(folder)
+            self._export(model)
+            sample = self.task.sample(model, self.session.facts, self.run.final)
             if sample:
                 self.console.say(f"sample:\n{sample}")
         self._summary("done", "", held_out)
         self.world.barrier()
 
-    def _export(self) -> None:
+    def _export(self, model: nn.Module) -> None:
         """Write final/ beside its place and rename it, so that it is whole or absent."""
         temporary = self.run.folder / ".final.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         with files.naming_errors(temporary):
             temporary.mkdir(parents=True)
-            self.task.export(self.session.model, temporary, self.session.facts)
+            self.task.export(model, temporary, self.session.facts)
         shutil.rmtree(self.run.final, ignore_errors=True)
         os.replace(temporary, self.run.final)
         where = {"phase": self.progress.phase, "step": self.progress.step}

@@ -78,15 +78,9 @@ def create_run(asked: Request, facts: Facts) -> Run:
 
 
 def make_plan_here(recipe: Recipe, facts: Facts, asked: PlanOptions, world: int | None = None) -> Plan:
-    """The plan for this machine, which can be run by this version."""
+    """The plan for this machine."""
     task, _ = workload(recipe.task).make(recipe)
-    plan = make_plan(recipe, facts, task.shape(facts), detect(), asked, world=world)
-    if plan.strategy.startswith("zero"):
-        raise UserError(
-            f"this recipe needs --strategy {plan.strategy} here ({plan.reasons['strategy']}), which can be"
-            " planned but not yet run: take a smaller model, or devices with more memory"
-        )
-    return plan
+    return make_plan(recipe, facts, task.shape(facts), detect(), asked, world=world)
 
 
 def stored_options(run: Run, changes: Mapping[str, Any]) -> RunOptions:

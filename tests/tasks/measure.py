@@ -17,6 +17,21 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 
+def reduced(strategy: Any) -> Any:
+    """The whole reduced gradient, flat, and no update."""
+    import torch
+
+    if hasattr(strategy, "reduce"):
+        strategy.reduce()
+        found = [p.grad for p in strategy.trained if p.grad is not None]
+        strategy.optimizer.zero_grad()
+    else:
+        from deepspeed.utils import safe_get_full_grad
+
+        found = [safe_get_full_grad(p).clone() for p in strategy.raw.parameters()]
+    return torch.cat([g.flatten() for g in found])
+
+
 def measure(settings: dict[str, Any]) -> None:
     """One rank's part; rank 0 writes."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -45,10 +60,9 @@ def measure(settings: dict[str, Any]) -> None:
     for loaded in session.feed().steps(0, settings["steps"]):
         if gradient is None:
             session.stepper.backward(loaded)
-            session.stepper.reduce()
-            gradient = torch.cat([p.grad.flatten() for p in session.model.parameters() if p.grad is not None])
-            session.optimizer.zero_grad()
-        result = session.stepper.run(loaded, session.optimizer, session.rate(loaded.work.step), [])
+            gradient = reduced(session.strategy)
+            session.enter(session.stretches[0])
+        result = session.stepper.run(loaded, session.rate(loaded.work.step), [])
         losses.append(sum(result.sums.tolist()))
         samples.append(loaded.work.samples.tolist())
         micros.append([len(m.places) for m in loaded.work.mine])

@@ -19,7 +19,8 @@ from engine.noise import KeyedNoise
 from engine.optim import make_optimizer
 from engine.recipe import Recipe
 from engine.sampler import Sampler
-from engine.step import SCALE_START, Stepper
+from engine.replicas import SCALE_START
+from engine.step import Stepper
 from models.base import Batch, Loss, Step, Task
 from tests.unit.helpers import plan
 

@@ -1,0 +1,129 @@
+"""The whole model on every process: alone, reduced explicitly, or in DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from engine import portable
+from engine.errors import TrainingError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from engine.checkpoint import Saved
+    from engine.plan import Plan
+    from engine.world import World
+
+SCALE_START = 2.0**16
+SCALE_LEAST = 2.0**-10
+SCALE_PATIENCE = 2000
+"""Good steps after which an fp16 loss scale doubles."""
+
+
+class Replicas:
+    """Gradients, update and state of a model that each process holds whole."""
+
+    equal_counts = False
+    """Ranks may compute different numbers of micro-batches."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, world: World, clip: float) -> None:
+        self.raw, self.optimizer, self.plan, self.world, self.clip = model, optimizer, plan, world, clip
+        self.model = model
+        """What computes a loss."""
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.overlapped = False
+        """Never in the first step, which shows whether DDP can follow: it needs all gradients."""
+        self.undecided = plan.reduction == "overlapped" and world.size > 1
+        self.scale = SCALE_START if plan.precision == "fp16" else 1.0
+        self.good_steps = 0
+
+    @property
+    def computes_dummies(self) -> bool:
+        """Whether a micro-batch of weight zero must be computed for its collectives."""
+        return self.overlapped
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Around all micro-batches of a step."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around one micro-batch, forward and backward."""
+        if self.overlapped and not last:
+            with self.model.no_sync():  # type: ignore[operator]
+                yield
+        else:
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * (self.scale * (self.world.size if self.overlapped else 1))).backward()
+
+    def update(self, rate: float) -> Tensor | None:
+        """Reduce, clip, step; the whole gradient's norm, or None where fp16 overflowed: redo the step."""
+        norm = self.reduce()
+        if self.plan.precision == "fp16" and self._overflowed(norm):
+            return None
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.clip:
+            nn.utils.clip_grads_with_norm_(self.trained, self.clip, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def reduce(self) -> Tensor:
+        """The whole gradient, summed over ranks and unscaled, and its norm."""
+        if not self.overlapped:
+            everything_used = self.world.sum_gradients(self.trained)
+            if self.undecided:
+                self.undecided, self.overlapped = False, everything_used
+                self.model = self.world.wrap(self.raw) if everything_used else self.raw
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        if self.scale != 1:
+            torch._foreach_mul_(gradients, 1 / self.scale)
+        return nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
+
+    def _overflowed(self, norm: Tensor) -> bool:
+        """fp16: void the attempt, halve the scale and redo the same step, so that the schedule stays true."""
+        if math.isfinite(norm.item()):
+            self.good_steps += 1
+            if self.good_steps % SCALE_PATIENCE == 0:
+                self.scale *= 2
+            return False
+        self.scale, self.good_steps = self.scale / 2, 0
+        for p in self.trained:
+            p.grad = None
+        if self.scale < SCALE_LEAST:
+            raise TrainingError(
+                "fp16 gradients overflow at every loss scale: lower --lr, or use --precision fp32"
+            )
+        return True
+
+    def scaling(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def state(self) -> portable.State:
+        """This rank's share of all that training changes: weights, buffers, moments."""
+        return portable.shared(portable.whole(self.raw, self.optimizer), self.world.rank, self.world.size)
+
+    def put(self, saved: Saved, scaling: dict[str, Any] | None = None) -> None:
+        """Go to where a checkpoint was. A saved loss scale means something only under fp16."""
+        portable.put_weights(saved, self.raw)
+        portable.put_moments(saved, self.raw, self.optimizer)
+        if self.plan.precision == "fp16" and scaling:
+            self.scale, self.good_steps = float(scaling["scale"]), int(scaling["good_steps"])
+
+    def put_weights(self, saved: Saved) -> None:
+        """The weights alone, as for a last evaluation."""
+        portable.put_weights(saved, self.raw)
+
+    def close(self) -> bool:
+        """Let go of the model; whether it must be made anew."""
+        return False
