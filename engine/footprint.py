@@ -57,6 +57,11 @@ class Footprint:
         return self.weights + self.gradients + self.moments + self.workspace
 
     @property
+    def state(self) -> float:
+        """What training keeps of each parameter."""
+        return self.weights + self.gradients + self.moments
+
+    @property
     def peak(self) -> int:
         """Forward and backward against the optimizer step: the two never peak together."""
         return math.ceil(self.resident + max(self.activations + self.logits, self.update))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -64,10 +65,30 @@ def measures(case: Case, asked: PlanOptions, processes: int) -> list[tuple[Strat
     strategies: list[Strategy] = [plain]
     if asked.strategy not in ("auto", "single", "ddp"):
         strategies = [cast(Strategy, asked.strategy)]
-    elif asked.strategy == "auto" and case.device == "cuda":
+    elif asked.strategy == "auto" and case.device == "cuda" and not unshardable(case):
         strategies += ["zero2", "zero3", "zero3-offload"] if processes > 1 else ["zero3-offload"]
     checkpointing = {"auto": [False, True], "on": [True], "off": [False]}[asked.activation_checkpointing]
     return [(strategy, recompute) for strategy in strategies for recompute in checkpointing]
+
+
+def unshardable(case: Case) -> str:
+    """Why this recipe cannot be trained in shards, or nothing."""
+    if case.precision == "fp16":
+        return "fp16's loss scale is not kept under ZeRO: use --precision fp32 or bf16"
+    if case.recipe.optimizer not in ("adamw", "sgd"):
+        return (
+            f"--optimizer {case.recipe.optimizer} looks at whole matrices, and ZeRO's shards are flat: it"
+            " would learn something else; use adamw or sgd"
+        )
+    return ""
+
+
+def zero_saves(case: Case, choices: Choices) -> tuple[float, float]:
+    """Bytes of weights, gradients and moments per process in DDP, and those that this strategy saves."""
+    whole = footprint(
+        case.recipe, case.shape, dataclasses.replace(choices, strategy="ddp"), 0, case.longest
+    ).state
+    return whole, whole - footprint(case.recipe, case.shape, choices, 0, case.longest).state
 
 
 def fit(case: Case, asked: PlanOptions, processes: int) -> Layout | None:

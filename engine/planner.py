@@ -9,13 +9,9 @@ from engine import choices as choose
 from engine.costs import Case, micro_batch_seconds, steps_per_epoch, token_seconds
 from engine.errors import UserError
 from engine.facts import Facts
+from engine.footprint import Choices
 from engine.hardware import Hardware
-from engine.layout import (
-    Layout,
-    best,
-    candidates,
-    fit,
-)
+from engine.layout import Layout, best, candidates, fit, unshardable, zero_saves
 from engine.plan import Plan, PlanOptions
 from engine.reasons import (
     does_not_fit,
@@ -29,6 +25,8 @@ from engine.recipe import Recipe
 from models.base import Shape
 
 SCALES = (1, 2, 4, 8)
+LEAST_SAVING = 0.02
+"""Share of weights, gradients and moments below which ZeRO is only slower."""
 
 
 def make_plan(
@@ -50,6 +48,8 @@ def make_plan(
     _check_processes(case, asked, world)
     layouts = _layouts(case, asked, world)
     compiled = choose.choose_compile(case, asked, best(layouts).seconds)
+    if best(layouts).choices.strategy.startswith("zero3"):
+        compiled = ("off", "ZeRO-3 gathers weights in hooks, which the compiler cannot follow")
     case, padding = _with_compile(case, compiled[0] != "off")
     layouts = _layouts(case, asked, world)
     chosen = best(layouts)
@@ -111,6 +111,8 @@ def _check_processes(case: Case, asked: PlanOptions, world: int | None) -> None:
         raise UserError(
             f"--strategy {asked.strategy}: one process has nobody to share with; use single, zero3-offload"
         )
+    if asked.strategy.startswith("zero") and (why := unshardable(case)):
+        raise UserError(f"--strategy {asked.strategy}: {why}")
     if case.device == "mps" and asked.strategy.startswith("zero"):
         raise UserError(f"--strategy {asked.strategy}: DeepSpeed does not run on Apple GPUs; use single")
 
@@ -118,9 +120,25 @@ def _check_processes(case: Case, asked: PlanOptions, world: int | None) -> None:
 def _layouts(case: Case, asked: PlanOptions, world: int | None) -> list[Layout]:
     counts = candidates(case, asked, world)
     layouts = [layout for count in counts if (layout := fit(case, asked, count))]
+    for layout in layouts:
+        _refuse_useless_shards(case, layout.choices)
     if not layouts:
         raise UserError(does_not_fit(case, asked, counts[-1]))
     return layouts
+
+
+def _refuse_useless_shards(case: Case, choices: Choices) -> None:
+    """ZeRO 1 and 2 share the trained parameters' moments, for an fp32 copy of those parameters."""
+    if choices.strategy not in ("zero1", "zero2"):
+        return
+    whole, saved = zero_saves(case, choices)
+    if saved < LEAST_SAVING * whole:
+        raise UserError(
+            f"--strategy {choices.strategy}: saves {max(0.0, saved) / 1e6:.1f} MB of the {whole / 1e6:.1f} MB"
+            f" of weights, gradients and moments on each of {choices.processes} processes, as"
+            f" {case.shape.trainable:,} of {case.shape.parameters:,} parameters are trained with"
+            f" {case.recipe.optimizer}: use ddp, which is faster, or zero3"
+        )
 
 
 def _sizes(case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout], world: int | None) -> Made:

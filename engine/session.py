@@ -67,8 +67,8 @@ class Session:
             self._prepare_model()
 
     def whole_model(self, saved: Path) -> nn.Module:
-        """The model with all its weights, on one process: from a checkpoint where each holds a part."""
-        if not self.strategy.equal_counts:
+        """The model with all its weights, on one process: from a checkpoint where it is in shards."""
+        if not self.plan.strategy.startswith("zero"):
             return self.model
         model = self.task.build_model(self.facts)
         portable.put_weights(Saved(saved), model)

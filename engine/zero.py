@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from engine import portable
+from engine import files, portable
 from engine.errors import UserError
 from engine.portable import MOMENT, WEIGHT, Entry, Piece
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from engine.checkpoint import Saved
-    from engine.plan import Plan
+    from engine.plan import Plan, Strategy
     from engine.world import World
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "deepspeed"
@@ -52,12 +50,20 @@ class Shards:
         self.equal_counts = self.stage == 3
         """Every forward gathers weights, so ranks must run the same number of them."""
         self.model = self.engine = _engine(model, optimizer, self.config, world)
-        self.unseen = True
+        self._hooks = self._watch()
         self._abandoned: Any = None
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Around all micro-batches of a step: their gradients stay local and are reduced once, at the end."""
+        """Around all micro-batches of a step.
+
+        Stages 1 and 2 keep their gradients local and reduce once, at the end. Stage 3 reduces each
+        micro-batch into its shards: whole gradients would undo what it saves.
+        """
+        if self.stage == 3:
+            yield
+            self._refuse_unused()
+            return
         reduction = self.engine.coalesce_grad_reduction()
         reduction.__enter__()
         try:
@@ -69,8 +75,11 @@ class Shards:
         self._refuse_unused()
         reduction.__exit__(None, None, None)
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        if self.stage == 3:
+            self.engine.set_gradient_accumulation_boundary(last)
+        yield
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over ranks, and the loss is a share of a sum.
@@ -84,14 +93,22 @@ class Shards:
         self.engine.step()
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.world.device).float()
 
+    def _watch(self) -> dict[str, Any]:
+        """Name -> hook that notes, in the first step, which parameters get a gradient."""
+
+        def note(name: str) -> Any:
+            return lambda _: self._touched.add(name)
+
+        self._touched: set[str] = set()
+        return {name: p.register_hook(note(name)) for name, p in self._trained()}
+
     def _refuse_unused(self) -> None:
         """A parameter that no loss touches: DDP leaves it alone, ZeRO would decay it."""
-        if not self.unseen:
+        if not self._hooks:
             return
-        self.unseen = False
-        idle = {
-            name for name, p in self._trained() if p.grad is None and getattr(p, "grad_accum", None) is None
-        }
+        for hook in self._hooks.values():
+            hook.remove()
+        idle, self._hooks = set(self._hooks) - self._touched, {}
         if unused := set.intersection(*self.world.gather(idle)):
             raise UserError(
                 f"no loss touches {sorted(unused)[0]} ({len(unused)} such): ZeRO would decay it; freeze it"
@@ -235,10 +252,27 @@ class _Shard:
         self.steps: Tensor | None = state.get("step")
 
 
+def given_config() -> dict[str, Any] | None:
+    """The DeepSpeed config that accelerate's config names, seen from here or from the project."""
+    if not (given := os.environ.get(OWN_CONFIG)):
+        return None
+    path = Path(given).expanduser()
+    return files.read_json(path if path.exists() else CONFIGS.parent.parent / given)
+
+
+def strategy_of(config: dict[str, Any]) -> Strategy:
+    """The strategy that a DeepSpeed config stands for."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise UserError(f"the DeepSpeed config asks for stage {stage}: use 1, 2 or 3, or a DDP config")
+    offloads = stage == 3 and "offload_optimizer" in zero
+    return "zero3-offload" if offloads else cast("Strategy", f"zero{stage}")
+
+
 def _config(plan: Plan, clip: float) -> dict[str, Any]:
-    """The config that accelerate was given, or ours for the stage; precision and clipping are ours to say."""
-    path = Path(os.environ.get(OWN_CONFIG) or CONFIGS / f"{plan.strategy}.json")
-    config: dict[str, Any] = json.loads(path.read_text())
+    """The config that accelerate was given, or ours; precision and clipping are not its to say."""
+    config: dict[str, Any] = given_config() or files.read_json(CONFIGS / f"{plan.strategy}.json")
     half = {"enabled": plan.precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
     return {**config, "gradient_clipping": clip or NO_CLIP, "torch_autocast": half}
 
@@ -266,3 +300,4 @@ def _form_group(world: World) -> None:
     if not dist.is_initialized():
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it

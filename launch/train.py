@@ -15,13 +15,18 @@ if __name__ == "__main__":
     sys.path[0] = HOME
 
 import contextlib  # noqa: E402
+import dataclasses  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
 from engine import files  # noqa: E402
 from engine import options as opt  # noqa: E402
 from engine.errors import BUG, DONE, FAILED, STOPPED, UserError  # noqa: E402
 from engine.run import NONCE, Run, RunOptions  # noqa: E402
+
+if TYPE_CHECKING:
+    from launch.flags import Request
 
 RANK_0_SPEAKS_FIRST_SECONDS = 3
 
@@ -113,11 +118,7 @@ def _with_flags(words: Sequence[str]) -> int:
     from launch.setting_up import facts_of, find_run, set_up
 
     rank, size = ranks_from(os.environ)
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        raise UserError(
-            "this config asks for DeepSpeed, which can be planned but not yet run: use a DDP config"
-        )
-    asked = request(words, "train.py")
+    asked = _under_deepspeed(request(words, "train.py"))
     if asked.plan.processes:
         check_world(asked.plan.processes, size)
     # Every rank asks; one makes, the others wait at a file lock: no process group stands idle meanwhile.
@@ -138,6 +139,21 @@ def _with_flags(words: Sequence[str]) -> int:
         print(f"{run.folder} is done (--again for a new run)", file=sys.stderr)
         return DONE
     return train_run(run, asked.run)
+
+
+def _under_deepspeed(asked: Request) -> Request:
+    """The strategy of the DeepSpeed config that accelerate was given. The engine is ours to build."""
+    if os.environ.pop("ACCELERATE_USE_DEEPSPEED", "false") != "true":
+        return asked
+    from engine.zero import given_config, strategy_of
+
+    config = given_config()
+    if config is None:
+        raise UserError("accelerate's config asks for DeepSpeed without a deepspeed_config_file: name one")
+    strategy = strategy_of(config)
+    if asked.plan.strategy not in ("auto", strategy):
+        raise UserError(f"--strategy {asked.plan.strategy}: the DeepSpeed config is for {strategy}")
+    return dataclasses.replace(asked, plan=dataclasses.replace(asked.plan, strategy=strategy))
 
 
 if __name__ == "__main__":
