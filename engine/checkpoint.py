@@ -67,7 +67,7 @@ class Writer:
                     _write_texts(temporary, entries, facts, self.world.size)
         except UserError as error:
             self._problem = str(error)
-        except Exception as error:
+        except BaseException as error:  # also a panic in Rust: unnoticed, it would count as written
             self._problem = f"cannot write {temporary}: {error!r}"
 
     def votes(self) -> list[float]:

@@ -1,10 +1,17 @@
-"""A plan to try things under: one process of a CPU, unless a test says otherwise."""
+"""What several tests try things with: a plan, state in memory, a small network."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from engine import portable
 from engine.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 _DEFAULTS: dict[str, Any] = {
     "device": "cpu",
@@ -32,5 +39,50 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def plan(**changes: Any) -> Plan:
-    """The plan with these fields changed."""
+    """One process of a CPU, but for these fields."""
     return Plan(**{**_DEFAULTS, **changes})
+
+
+@dataclass(frozen=True)
+class Held:
+    """State by name, read as a checkpoint on disk is."""
+
+    tensors: dict[str, Tensor]
+
+    @property
+    def entries(self) -> Mapping[str, portable.Entry]:
+        return {name: portable.entry(t) for name, t in self.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name].clone()
+
+
+def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
+    import torch
+
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[n], t) and found[n].dtype == t.dtype and found[n].shape == t.shape
+        for n, t in wanted.items()
+    )
+
+
+def network(seed: int = 0) -> nn.Module:
+    """One with buffers and a frozen weight."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    net[0].bias.requires_grad = False
+    return net
+
+
+def train(net: nn.Module, optimizer: Optimizer, first: int, steps: int) -> None:
+    """Steps on data of their number."""
+    import torch
+
+    for number in range(first, first + steps):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()

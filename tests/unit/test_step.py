@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from data.base import ArraySource, Ragged
-from engine import step as step_module
+from engine import portable
+from engine import replicas as replicas_module
 from engine.errors import TrainingError
 from engine.feed import Feed
 from engine.keying import key_dropout
 from engine.noise import KeyedNoise
 from engine.optim import make_optimizer
 from engine.recipe import Recipe
+from engine.replicas import SCALE_START, Replicas
 from engine.sampler import Sampler
-from engine.replicas import SCALE_START
 from engine.step import Stepper
 from models.base import Batch, Loss, Step, Task
-from tests.unit.helpers import plan
+from tests.unit.helpers import Held, plan
 
 VOCABULARY, COUNT = 11, 40
 RECIPE = Recipe(task="tiny", batch_size=16, lr=0.1, clip=0.0, optimizer="sgd", dropout=0.2)
@@ -76,12 +78,22 @@ def model() -> nn.Module:
     return Model()
 
 
-def stepper(world: Any, made: nn.Module, recipe: Recipe = RECIPE, **changes: Any) -> Stepper:
-    noise = KeyedNoise(recipe.seed)
-    key_dropout(made, noise)
-    made.train()
+def replicas(
+    world: Any,
+    made: nn.Module,
+    recipe: Recipe = RECIPE,
+    kind: type[Replicas] = Replicas,
+    **changes: Any,
+) -> Replicas:
     chosen = plan(**{"processes": world.size, "micro_batch_tokens": 40, **changes})
-    return Stepper(Tiny(recipe, None), recipe, chosen, world, made, noise, "train")
+    return kind(made, make_optimizer(made, recipe, "cpu"), chosen, world, recipe.clip)
+
+
+def stepper(strategy: Replicas, recipe: Recipe = RECIPE) -> Stepper:
+    noise = KeyedNoise(recipe.seed)
+    key_dropout(strategy.raw, noise)
+    strategy.raw.train()
+    return Stepper(Tiny(recipe, None), recipe, strategy.world, strategy, noise, "train")
 
 
 def trained(recipe: Recipe = RECIPE, steps: int = 3, **changes: Any) -> Callable[[Any], dict[str, Any]]:
@@ -89,20 +101,47 @@ def trained(recipe: Recipe = RECIPE, steps: int = 3, **changes: Any) -> Callable
     models = {rank: model() for rank in range(16)}  # made here: seeding is global, threads would mix it up
 
     def part(world: Any) -> dict[str, Any]:
-        runner = stepper(world, models[world.rank], recipe, **changes)
+        strategy = replicas(world, models[world.rank], recipe, **changes)
+        runner = stepper(strategy, recipe)
         sampler = Sampler(COUNT, recipe.batch_size, recipe.seed)
-        feed = Feed(source(), sampler.batch, runner.plan, world.rank)
-        optimizer = make_optimizer(runner.raw, recipe, "cpu")
+        feed = Feed(source(), sampler.batch, strategy.plan, world.rank, 1, strategy.equal_counts)
         found: dict[str, Any] = {"sums": [], "norms": [], "votes": [], "scale": []}
         for loaded in feed.steps(0, steps):
-            result = runner.run(loaded, optimizer, recipe.lr, [float(world.rank == 1), 1.0])
+            result = runner.run(loaded, recipe.lr, [float(world.rank == 1), 1.0])
             found["sums"].append(dict(zip(result.names, result.sums.tolist(), strict=False)))
             found["votes"].append(result.sums.tolist()[len(result.names) :])
             found["norms"].append(float(result.norm))
-            found["scale"].append(runner.scale)
-        return {**found, "weights": {n: p.detach().clone() for n, p in runner.raw.named_parameters()}}
+            found["scale"].append(strategy.scale)
+        found["weights"] = {n: p.detach().clone() for n, p in strategy.raw.named_parameters()}
+        return {**found, "seen": getattr(strategy, "seen", None)}
 
     return part
+
+
+class Counting(Replicas):
+    """Computes dummies, as ZeRO 3 must, and writes down what it is told of."""
+
+    equal_counts = True
+    computes_dummies = True
+
+    def __init__(self, *words: Any) -> None:
+        super().__init__(*words)
+        self.seen: list[str] = []
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self.seen.append("begin")
+        yield
+        self.seen.append("end")
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+        self.seen.append("last" if last else "one")
+
+    def backward(self, loss: Tensor) -> None:
+        self.seen.append("backward")
+        super().backward(loss)
 
 
 @pytest.fixture
@@ -150,6 +189,24 @@ def test_ranks_without_samples_take_part(together: Any) -> None:
     assert outcome.values[4]["norms"] == pytest.approx(single["norms"], rel=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_computed_dummies_change_nothing_and_even_out_the_counts(size: int, together: Any) -> None:
+    recipe = Recipe(task="tiny", batch_size=4, lr=0.1, clip=0.0, optimizer="sgd", weight_decay=0.0)
+    (single,) = together(1, trained(recipe, steps=1)).values
+    outcome = together(size, trained(recipe, steps=1, kind=Counting, micro_batch_samples=1))
+    for found in outcome.values:
+        assert found["seen"] == outcome.values[0]["seen"]  # in step, whatever each has to do
+        assert found["sums"][0] == pytest.approx(single["sums"][0], rel=1e-5)
+        assert found["norms"] == pytest.approx(single["norms"], rel=1e-5)
+        for name, weight in found["weights"].items():
+            assert torch.allclose(weight, single["weights"][name], atol=1e-6), name
+    begin, *micro_batches, end = outcome.values[0]["seen"]
+    count = len(micro_batches) // 2
+    assert (begin, end) == ("begin", "end")
+    assert micro_batches == ["backward", "one"] * (count - 1) + ["backward", "last"]
+    assert count == -(-4 // size)
+
+
 def test_the_reduction_comes_in_buckets_of_bounded_size(
     together: Any, monkeypatch: pytest.MonkeyPatch, alone: dict[str, Any]
 ) -> None:
@@ -178,10 +235,10 @@ def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(together: Any) -> 
 
     def part(world: Any) -> tuple[dict[str, float], float]:
         made = model()
-        runner = stepper(world, made, recipe)
+        runner = stepper(strategy := replicas(world, made, recipe), recipe)
         made.eval()  # without dropout, so that the sum can be taken here
-        (loaded,) = Feed(rows, lambda _: samples, runner.plan, 0).steps(0, 1)
-        result = runner.run(loaded, make_optimizer(made, recipe, "cpu"), 0.0, [])
+        (loaded,) = Feed(rows, lambda _: samples, strategy.plan, 0).steps(0, 1)
+        result = runner.run(loaded, 0.0, [])
         total = 0.0
         for i in samples:
             row = torch.from_numpy(rows.fetch(np.array([i]))["tokens"].astype(np.int64))
@@ -208,7 +265,7 @@ def test_an_overflow_redoes_the_same_step_at_half_the_scale(
     size: int, together: Any, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # fp32 arithmetic overflows too where the scale is out of bounds: 2^128 is no float.
-    monkeypatch.setattr(step_module, "SCALE_START", 2.0**130)
+    monkeypatch.setattr(replicas_module, "SCALE_START", 2.0**130)
     outcome = together(size, trained(precision="fp16"))
     for found in outcome.values:
         assert 2.0**100 < found["scale"][0] < 2.0**130
@@ -222,8 +279,8 @@ def test_an_overflow_redoes_the_same_step_at_half_the_scale(
 def test_a_gradient_that_overflows_at_every_scale_has_a_name(
     together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_module, "SCALE_LEAST", 2.0**200)
-    monkeypatch.setattr(step_module, "SCALE_START", 2.0**201)
+    monkeypatch.setattr(replicas_module, "SCALE_LEAST", 2.0**200)
+    monkeypatch.setattr(replicas_module, "SCALE_START", 2.0**201)
     with pytest.raises(TrainingError, match="fp16 gradients overflow at every loss scale"):
         together(1, trained(precision="fp16"))
 
@@ -231,29 +288,32 @@ def test_a_gradient_that_overflows_at_every_scale_has_a_name(
 def test_the_scale_doubles_after_enough_good_steps_and_is_saved(
     together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_module, "SCALE_PATIENCE", 2)
+    monkeypatch.setattr(replicas_module, "SCALE_PATIENCE", 2)
 
     def part(world: Any) -> list[Any]:
-        first, again = (stepper(world, model(), precision="fp16") for _ in range(2))
+        first, again, fresh = (replicas(world, model(), precision="fp16") for _ in range(3))
         scales = [first._overflowed(torch.tensor(1.0)) or first.scale for _ in range(3)]
         first._overflowed(torch.tensor(torch.inf))
-        again.set_scaling(first.scaling())
-        other = stepper(world, model())
-        other.set_scaling(first.scaling())
-        return [scales, again.scale, again.good_steps, other.scale]
+        assert first._overflowed(torch.tensor(1.0)) is False
+        saved: Any = Held(portable.whole(first.raw, first.optimizer))
+        again.put(saved, first.scaling())
+        fresh.put(saved, {})  # as a strategy without a scale saves it
+        other = replicas(world, model())
+        other.put(saved, first.scaling())
+        return [scales, again.scale, again.good_steps, fresh.scale, other.scale]
 
     # Doubled by the second good step, halved by the overflow; fp32 has no scale whatever was saved.
-    ((scales, scale, good, plain),) = together(1, part).values
+    ((scales, scale, good, unsaved, plain),) = together(1, part).values
     assert scales == [SCALE_START, 2 * SCALE_START, 2 * SCALE_START]
-    assert (scale, good, plain) == (SCALE_START, 0, 1.0)
+    assert (scale, good, unsaved, plain) == (SCALE_START, 1, SCALE_START, 1.0)
 
 
 def test_native_noise_is_drawn_again_by_a_resumed_run_and_refused_to_tasks(together: Any) -> None:
     recipe = Recipe(task="tiny", batch_size=16, noise="native")
 
     def part(world: Any) -> list[float]:
-        made = model().train()
-        runner = Stepper(Tiny(recipe, None), recipe, plan(), world, made, None, "train")
+        strategy = replicas(world, model().train(), recipe)
+        runner = Stepper(Tiny(recipe, None), recipe, world, strategy, None, "train")
         drawn = []
         for _ in range(2):
             runner._bind(3, np.arange(4), 1)
@@ -316,9 +376,9 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(("kind", "foreign"), [(Recurrent, True), (Model, False)])
 def test_noise_of_the_models_own_is_noticed(kind: type[nn.Module], foreign: bool, together: Any) -> None:
     def part(world: Any) -> bool | None:
-        runner = stepper(world, kind())
+        runner = stepper(strategy := replicas(world, kind()))
         assert runner.foreign_noise is None
-        runner.backward(next(iter(Feed(source(), lambda step: np.arange(8), runner.plan, 0).steps(0, 1))))
+        runner.backward(next(iter(Feed(source(), lambda step: np.arange(8), strategy.plan, 0).steps(0, 1))))
         return runner.foreign_noise
 
     assert together(1, part).values == [foreign]
