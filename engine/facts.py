@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
@@ -31,9 +33,17 @@ class Facts:
     def mean_length(self) -> float:
         return sum(self.lengths) / len(self.lengths)
 
+    def differing(self, other: Facts) -> list[str]:
+        """Names of the fields in which these disagree; where the arrays lie does not count."""
+        mine, others = self.to_dict(), other.to_dict()
+        return [name for name in mine if name != "folder" and mine[name] != others[name]]
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Facts:
+        names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        if missing := sorted(names - values.keys()):
+            raise UserError(f"facts.json lacks {', '.join(missing)}: it was changed or cut short")
         return cls(**{**values, "lengths": tuple(values["lengths"])})

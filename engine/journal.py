@@ -38,11 +38,11 @@ class Journal:
             return
         due = row["step"] % self.every == 0 or row["step"] == 1
         self.skipped = None if due else row
-        if due:
-            self.metrics(row)
-        if self.ledger:
+        if self.ledger:  # first: a step that is logged is then in the ledger, whenever a kill comes
             entry = {"phase": row["phase"], "step": row["step"], "samples": samples.tolist()}
             self._append(self.run.samples, entry)
+        if due:
+            self.metrics(row)
 
     def settle(self) -> None:
         """Log the newest step even if it was not due: where training stands is always on record."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -93,5 +94,13 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        names = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{k: v for k, v in values.items() if k in names})
+        kinds = typing.get_type_hints(cls)
+        if missing := sorted(kinds.keys() - values.keys() - {"reasons"}):
+            raise UserError(f"plan.json lacks {', '.join(missing[:3])}: delete it, and `resume` plans anew")
+        for name, kind in kinds.items():
+            if typing.get_origin(kind) is Literal and values[name] not in typing.get_args(kind):
+                raise UserError(
+                    f"plan.json: {name} {values[name]} is not one of {', '.join(typing.get_args(kind))}:"
+                    " delete it, and `resume` plans anew"
+                )
+        return cls(**{k: v for k, v in values.items() if k in kinds})

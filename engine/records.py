@@ -7,8 +7,9 @@ from typing import Any
 
 from data.base import fingerprint
 from engine import files
+from engine.facts import Facts
 from engine.journal import SEAL, seal
-from engine.registry import code_of, workload
+from engine.registry import code_problem, workload
 from engine.run import Run
 from engine.sampler import Sampler, chain
 from engine.session import make_sampler
@@ -19,9 +20,8 @@ def recipe_problems(run: Run) -> list[str]:
     recipe, recorded = run.recipe(), run.recorded_hash()
     if recipe.hash() != recorded:
         return [f"recipe.json was changed: its fields hash to {recipe.hash()}, not {recorded}"]
-    if code_of(recipe.task) != recipe.options.get("code"):
-        return [f"{recipe.task} is not the code that was trained: {code_of(recipe.task)}"]
-    return []
+    changed = code_problem(recipe)
+    return [changed] if changed else []
 
 
 def problems(run: Run) -> list[str]:
@@ -39,18 +39,18 @@ def problems(run: Run) -> list[str]:
         *_missing_rows(run, rows),
         *_outcome_problems(run, rows),
         *_chain_problems(rows, sampler),
-        *_ledger(run, sampler),
+        *_ledger(run, rows, sampler),
     ]
 
 
 def _data_problems(run: Run) -> list[str]:
+    """The prepared arrays against facts.json, and that against the facts kept beside the arrays."""
     facts = run.facts()
-    actual = fingerprint(Path(facts.folder))
-    return (
-        []
-        if actual == facts.fingerprint
-        else [f"the data is not what was trained on: {actual}, {facts.fingerprint}"]
-    )
+    actual, kept = fingerprint(Path(facts.folder)), Path(facts.folder) / "facts.json"
+    if actual != facts.fingerprint:
+        return [f"the data is not what was trained on: {actual}, {facts.fingerprint}"]
+    odd = facts.differing(Facts.from_dict(files.read_json(kept))) if kept.exists() else []
+    return [f"facts.json was changed: {', '.join(odd)} differs from {kept}"] if odd else []
 
 
 def _checkpoint_problems(run: Run) -> list[str]:
@@ -88,8 +88,10 @@ def _missing_rows(run: Run, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _outcome_problems(run: Run, rows: list[dict[str, Any]]) -> list[str]:
-    """summary.json and final/ against the last rows, which are sealed."""
-    summary = run.summary()
+    """summary.json, plan.json and final/ against the last rows, which are sealed."""
+    summary, end = run.summary(), _end(rows)
+    if end is not None and run.status() != "done":
+        return [f"metrics.jsonl says that the run is done, and summary.json that it is {run.status()}"]
     if summary is None or summary["status"] != "done":
         return []
     for split, metrics in summary["metrics_by_split"].items():
@@ -98,11 +100,18 @@ def _outcome_problems(run: Run, rows: list[dict[str, Any]]) -> list[str]:
             return [f"summary.json: the metrics of {split} are not the logged ones"]
     if summary["split"] and summary["metrics"] != summary["metrics_by_split"][summary["split"]]:
         return ["summary.json: the metrics are not the logged ones"]
-    final = next((r["final"] for r in reversed(rows) if "final" in r), None)
     found = files.checksums(run.final)
-    if final is None or any(found.get(name) != crc for name, crc in final.items()):
+    if end is None or any(found.get(name) != crc for name, crc in end["final"].items()):
         return ["final/ is not what the run wrote"]
+    sealed, planned = end.get("invariance"), run.plan().invariance
+    if sealed not in (None, planned):
+        return [f"plan.json says {planned}, and the run was trained as {sealed}"]
     return []
+
+
+def _end(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row that a run ends with: what final/ holds."""
+    return next((r for r in reversed(rows) if "final" in r), None)
 
 
 def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
@@ -122,9 +131,25 @@ def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
     return []
 
 
-def _ledger(run: Run, sampler: Sampler) -> list[str]:
+def _ledger(run: Run, rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
+    ledger = files.read_lines(run.samples)
+    return _ledger_rows(ledger, sampler) or (_ledger_end(ledger, rows) if run.options().get("ledger") else [])
+
+
+def _ledger_end(ledger: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
+    """A step is written to the ledger first and then, where it is due, to the log."""
+    reached = {r["phase"]: r["step"] for r in ledger}
+    logged = {r["phase"]: r["step"] for r in rows if "chain" in r}
+    return [
+        f"samples.jsonl: phase {phase} ends at step {reached.get(phase, 0)}, and in metrics.jsonl at {step}"
+        for phase, step in logged.items()
+        if reached.get(phase, 0) < step
+    ]
+
+
+def _ledger_rows(ledger: list[dict[str, Any]], sampler: Sampler) -> list[str]:
     step, phase = 0, None
-    for row in files.read_lines(run.samples):
+    for row in ledger:
         step, phase = (step + 1 if row["phase"] == phase else 1), row["phase"]
         if row["step"] != step:
             return [f"samples.jsonl: phase {phase}: step {row['step']} stands where {step} should"]

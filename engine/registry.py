@@ -60,7 +60,7 @@ def _options(kind: type, values: dict[str, Any], group: str) -> Any:
 
 def workload(name: str) -> Workload:
     """The workload called `name`, or the user's own from ./file.py:Class."""
-    if ".py:" in name:
+    if is_users(name):
         task = _user_class(name)
         data = task.data
         if not (isinstance(data, type) and issubclass(data, Data)):
@@ -81,16 +81,29 @@ def _load(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def is_users(name: str) -> bool:
+    """Whether a task's name is the place of a user's own file."""
+    return ".py:" in name or name.endswith(".py")
+
+
 def code_of(name: str) -> str | None:
     """The hash of a user's task file, part of its recipe and data; None for the project's own."""
-    if ".py:" not in name:
+    if not is_users(name):
         return None
     file = Path(name.rpartition(":")[0]).expanduser()
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else None
 
 
+def code_problem(recipe: Recipe) -> str | None:
+    """What is wrong with the recipe's task file: it must be the one that was trained."""
+    found, trained = code_of(recipe.task), recipe.options.get("code")
+    if found == trained:
+        return None
+    return f"{recipe.task} is not the code that was trained: {found or 'there is no file'}, {trained}"
+
+
 def _user_class(place: str) -> type[Task]:
-    path, _, name = place.rpartition(":")
+    path, _, name = place.rpartition(":") if ".py:" in place else (place, "", "")
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise UserError(f"--task {place}: there is no file {file}")
@@ -112,7 +125,7 @@ def _user_class(place: str) -> type[Task]:
             for k, v in vars(module).items()
             if isinstance(v, type) and issubclass(v, Task) and v is not Task
         ]
-        raise UserError(
-            f"--task {place}: no Task called {name} there{opt.nearest(name, own)}; found: {', '.join(own)}"
-        )
+        there = f"no Task called {name} there{opt.nearest(name, own)}"
+        problem = there if name else f"which class? Write {path}:Class"
+        raise UserError(f"--task {place}: {problem}; found: {', '.join(own) or 'none'}")
     return found

@@ -129,7 +129,10 @@ class Run:
             with FileLock(self.folder / f".{role}.lock", timeout=0):
                 yield
         except Timeout:
-            raise UserError(f"{self.folder} is being trained by another process") from None
+            raise UserError(
+                f"{self.folder} is being trained by another process (one whose command was killed saves and"
+                " ends within a minute: try again then)"
+            ) from None
 
     def refuse_if_training(self) -> None:
         """Workers may have outlived the command that started them."""
@@ -198,6 +201,8 @@ class Run:
 
 def _is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int) -> bool:
     """Rows count steps from 1: row `step` was made by the step that ended there."""
+    if "final" in row:  # a run that goes on has not ended
+        return False
     if "phase" not in row or row["phase"] not in phases:
         return True
     place, here = phases.index(row["phase"]), phases.index(phase)

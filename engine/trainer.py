@@ -316,7 +316,8 @@ class Trainer:
         shutil.rmtree(self.run.final, ignore_errors=True)
         os.replace(temporary, self.run.final)
         where = {"phase": self.progress.phase, "step": self.progress.step}
-        self.journal.metrics({**where, "final": files.checksums(self.run.final)})
+        end = {"final": files.checksums(self.run.final), "invariance": self.plan.invariance}
+        self.journal.metrics({**where, **end})
 
     def _summary(self, status: str, reason: str, held_out: dict[str, dict[str, float]]) -> None:
         summary = {

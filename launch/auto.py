@@ -91,7 +91,7 @@ def _print_outcome(run: Run) -> None:
     summary = run.summary() or {}
     figures = "  ".join(f"{k} {v:.4g}" for k, v in summary.get("metrics", {}).items() if isinstance(v, float))
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
-    print(f"{run.folder}: {status}, {steps} steps, {split}: {figures}")
+    print(f"{run.folder}: {status}, {steps} steps" + (f", {split}: {figures}" if split else ""))
 
 
 def _say(text: str, quiet: bool) -> None:

@@ -16,7 +16,7 @@ from engine.plan import Plan, PlanOptions
 from engine.planner import make_plan
 from engine.prepare import prepare
 from engine.recipe import Recipe
-from engine.registry import workload
+from engine.registry import code_problem, workload
 from engine.run import Run, RunOptions, free_folder, run_name, runs_in
 from launch.flags import Request
 
@@ -25,7 +25,13 @@ LOOSENESS = ("exact", "precision", "noise")
 
 def facts_of(asked: Request) -> Facts:
     """The facts of the data asked for, prepared if need be."""
-    return prepare(asked.workload.make(asked.recipe)[1])
+    facts = prepare(asked.workload.make(asked.recipe)[1])
+    if asked.recipe.patience and "valid" not in facts.samples:
+        raise UserError(
+            f"--patience {asked.recipe.patience}: this data has no valid split to watch (it has"
+            f" {', '.join(facts.samples)}): give it one, or leave --patience out"
+        )
+    return facts
 
 
 def set_up(asked: Request, facts: Facts, run: Run | None, world: int | None = None) -> Run:
@@ -90,7 +96,9 @@ def stored_options(run: Run, changes: Mapping[str, Any]) -> RunOptions:
 
 
 def relocate(run: Run, recipe: Recipe, data: str | None) -> None:
-    """Find the prepared data again, from another place if told; it must be the same samples."""
+    """Find the prepared data again, from another place if told; code and samples must be the trained ones."""
+    if changed := code_problem(recipe):
+        raise UserError(changed)
     place = dataclasses.replace(recipe, data=data) if data else recipe
     task, source = workload(recipe.task).make(place)
     facts = run.facts()
@@ -107,4 +115,9 @@ def check_data(run: Run, fresh: Facts) -> None:
         raise UserError(
             f"the data is not what {run.folder} was trained on (fingerprint {fresh.fingerprint} against"
             f" {run.facts().fingerprint}): --again starts a new run"
+        )
+    if odd := run.facts().differing(fresh):
+        raise UserError(
+            f"{run.folder}/facts.json was changed: {', '.join(odd)} differs from the data's; put it right"
+            " or start a new run with --again"
         )

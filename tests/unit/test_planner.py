@@ -96,6 +96,19 @@ def test_every_field_has_its_reason_in_one_sentence(machine: str, shape: Shape) 
     assert Plan.from_dict(plan.to_dict()) == plan
 
 
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        (None, "plan.json lacks activation_checkpointing, attention, calibrated: delete it"),
+        ({"invariance": "perfect"}, "plan.json: invariance perfect is not one of exact, noise, precision"),
+    ],
+)
+def test_a_broken_plan_is_named(changes: dict[str, str] | None, hint: str) -> None:
+    written = {} if changes is None else {**planned("h100", TINY).to_dict(), **changes}
+    with pytest.raises(UserError, match=hint):
+        Plan.from_dict(written)
+
+
 def test_one_of_eight_gpus_without_fast_links_and_the_numbers_why() -> None:
     plan = planned("8xrtx4080", BERT6)
     assert (plan.processes, plan.strategy) == (1, "single")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engine import files
+from engine.errors import UserError
 from engine.journal import SEAL, Journal, seal
 from engine.prepare import prepare
 from engine.records import problems, recipe_problems
@@ -19,6 +20,7 @@ from engine.run import Run
 from engine.sampler import chain
 from engine.session import make_sampler
 from launch.flags import make_recipe
+from tests.unit.helpers import plan
 
 TASK = Path(__file__).parents[1] / "tasks" / "ragged.py"
 STEPS = 9  # two epochs of 4 steps (93 samples in batches of 24), and one
@@ -109,6 +111,67 @@ def test_the_ledger_is_compared_with_the_sampler(run: Run) -> None:
     assert problems(run)[0].startswith("samples.jsonl: phase train, step 5: ")  # the order counts too
 
 
+@pytest.mark.parametrize(("kept", "end"), [(STEPS - 1, 8), (3, 3), (0, 0)])
+def test_a_ledger_without_its_end_is_found(run: Run, kept: int, end: int) -> None:
+    def cut(rows: list[dict[str, Any]]) -> None:
+        del rows[kept:]
+
+    change(run.samples, cut)
+    assert problems(run) == []  # a run that keeps no ledger may have the beginning of one
+    files.write_json(run.folder / "run.json", {"ledger": True})
+    wanted = f"samples.jsonl: phase train ends at step {end}, and in metrics.jsonl at 9"
+    assert problems(run) == [wanted]
+    run.samples.unlink()
+    assert problems(run) == [wanted.replace(f"step {end},", "step 0,")]
+
+
+def test_a_step_is_in_the_ledger_before_it_is_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(Journal, "_append", lambda self, path, row: written.append(path.name))
+    journal = Journal(Run(tmp_path), writes=True, ledger=True)
+    journal.step({"phase": "train", "step": 1}, np.arange(3))
+    assert written == ["samples.jsonl", "metrics.jsonl"]
+
+
+def done(run: Run, invariance: str = "exact") -> None:
+    """The end of a run: final/ and its row, the plan and a summary."""
+    run.final.mkdir()
+    (run.final / "model.safetensors").write_bytes(b"weights")
+    end = {"phase": "train", "step": STEPS, "final": files.checksums(run.final), "invariance": invariance}
+    change(run.metrics, lambda rows: rows.append({**end, SEAL: seal(rows[-1][SEAL], end)}))
+    valid = {"loss": 3.9}
+    summary = {"status": "done", "steps": STEPS, "split": "valid", "metrics": valid}
+    files.write_json(run.folder / "summary.json", {**summary, "metrics_by_split": {"valid": valid}})
+    run.write_plan(plan())
+
+
+def test_a_finished_run_has_no_problems(run: Run) -> None:
+    done(run)
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize("status", ["failed", "stopped", None])
+def test_a_run_that_ended_is_done(run: Run, status: str | None) -> None:
+    done(run)
+    if status is None:
+        (run.folder / "summary.json").unlink()
+    else:
+        files.write_json(run.folder / "summary.json", {**(run.summary() or {}), "status": status})
+    told = status or "unfinished"
+    assert problems(run) == [f"metrics.jsonl says that the run is done, and summary.json that it is {told}"]
+    Journal(run, writes=True).go_back(["train"], "train", STEPS)  # resumed, it has not ended any more
+    assert problems(run) == []
+
+
+def test_a_plan_made_looser_or_stricter_is_found(run: Run) -> None:
+    done(run, "noise")
+    assert problems(run) == ["plan.json says exact, and the run was trained as noise"]
+    run.write_plan(plan(invariance="noise"))
+    assert problems(run) == []
+
+
 def test_a_changed_recipe_is_found_first(run: Run) -> None:
     path = run.folder / "recipe.json"
     recipe = files.read_json(path)
@@ -130,6 +193,21 @@ def test_changed_data_is_found(run: Run, tmp_path: Path) -> None:
     values[100] ^= 1
     np.save(path, values)
     assert problems(run)[0].startswith("the data is not what was trained on: ")
+
+
+@pytest.mark.parametrize("field", ["samples", "lengths", "extra"])
+def test_changed_facts_are_found(run: Run, field: str) -> None:
+    facts = files.read_json(run.folder / "facts.json")
+    other = {"samples": {"train": 90, "valid": 17}, "lengths": [1] * 65, "extra": {"vocabulary": 3}}
+    files.write_json(run.folder / "facts.json", {**facts, field: other[field]})
+    (problem,) = problems(run)
+    assert problem.startswith(f"facts.json was changed: {field} differs from {facts['folder']}")
+
+
+def test_facts_cut_short_are_named(run: Run) -> None:
+    files.write_json(run.folder / "facts.json", {"samples": {"train": 90}})
+    with pytest.raises(UserError, match="facts.json lacks fingerprint, folder, lengths"):
+        problems(run)
 
 
 def test_a_checkpoint_of_another_recipe_is_found(run: Run) -> None:

@@ -1,0 +1,93 @@
+"""Where a run comes from, and what is refused before anything trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.base import DataError, Ragged, save
+from engine import files
+from engine.errors import UserError
+from engine.run import Run
+from launch.after import evaluate
+from launch.auto import _print_outcome
+from launch.flags import request
+from launch.setting_up import create_run, facts_of, relocate
+
+OWN = """
+import numpy as np
+from data.base import Data
+from tests.tasks import troubled
+
+
+class Alone(Data):
+    def read(self):
+        return {"train": {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}}
+
+
+class Line(troubled.Line):
+    data = Alone
+"""
+
+
+def ask(folder: Path, *words: str):  # type: ignore[no-untyped-def]
+    (folder / "own.py").write_text(OWN)
+    return request(["--task", f"{folder / 'own.py'}:Line", "--out", str(folder / "runs"), *words], "auto")
+
+
+def made(folder: Path) -> Run:
+    asked = ask(folder)
+    return create_run(
+        asked,
+        facts_of(asked),
+    )
+
+
+def test_patience_needs_a_split_to_watch(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"--patience 2: this data has no valid split to watch \(it has train\)"
+    ):
+        facts_of(ask(tmp_path, "--patience", "2"))
+    assert facts_of(ask(tmp_path)).samples == {"train": 8}
+
+
+@pytest.mark.parametrize(
+    ("split", "line"), [("valid", "x: done, 3 steps, valid: loss 0.5\n"), (None, "x: done, 3 steps\n")]
+)
+def test_the_last_line(
+    split: str | None, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = {"loss": 0.5} if split else {}
+    summary = {"status": "done", "steps": 3, "split": split, "metrics": metrics}
+    files.write_json(tmp_path / "summary.json", summary)
+    _print_outcome(Run(tmp_path))
+    assert capsys.readouterr().out.endswith(line.removeprefix("x"))
+
+
+def test_facts_are_not_what_the_run_says_where_they_were_changed(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    facts = files.read_json(run.folder / "facts.json")
+    files.write_json(run.folder / "facts.json", {**facts, "samples": {"train": 7}, "folder": "elsewhere"})
+    with pytest.raises(UserError, match=r"facts\.json was changed: samples differs from the data's"):
+        relocate(run, run.recipe(), None)
+    files.write_json(run.folder / "facts.json", {**facts, "folder": "elsewhere"})
+    relocate(run, run.recipe(), None)
+    assert run.facts().folder == facts["folder"]
+
+
+def test_another_task_file_than_the_trained_one_is_refused(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    (tmp_path / "own.py").write_text(OWN + "\n")
+    with pytest.raises(UserError, match=r"own\.py:Line is not the code that was trained"):
+        evaluate([str(run.folder)])
+    (tmp_path / "own.py").unlink()
+    with pytest.raises(UserError, match="there is no file"):
+        evaluate([str(run.folder)])
+
+
+def test_ragged_rows_are_lists(tmp_path: Path) -> None:
+    rows = Ragged.from_rows([np.zeros((2, 3)), np.zeros((1, 3))])
+    with pytest.raises(DataError, match=r"column x: the rows of a Ragged are lists .* shape \(3, 3\)"):
+        save(tmp_path, {"x": rows})
