@@ -156,8 +156,21 @@ def describe_type(kind: Any) -> str:
     )
 
 
+class Bare(str):
+    """The "True" of a flag written without a value: a switch turned on, or a value forgotten."""
+
+
+def is_switch(kind: Any) -> bool:
+    """Whether a flag of this type may stand without a value."""
+    if typing.get_origin(kind) is Literal:
+        return "on" in typing.get_args(kind)
+    return kind is bool or any(map(is_switch, typing.get_args(kind)))
+
+
 def convert(flag: Flag, value: Any) -> Any:
     """The value of a flag from the word typed, or read from JSON; UserError where it has none."""
+    if isinstance(value, Bare) and not is_switch(flag.kind):
+        raise UserError(f"{flag.spelling}: needs a value")
     try:
         return _convert(flag.kind, value)
     except (ValueError, TypeError, OverflowError) as error:

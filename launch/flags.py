@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +18,7 @@ from engine import options as opt
 from engine.errors import UserError
 from engine.plan import PlanOptions
 from engine.recipe import DEMO, SHORT_MODEL_NAMES, Recipe
-from engine.registry import Workload, code_of, workload
+from engine.registry import Workload, code_of, is_users, workload
 from engine.run import RunOptions
 from engine.schedule import stretches
 
@@ -53,6 +55,8 @@ SYNONYMS = {
 MEANINGS: dict[str, dict[str, str]] = {
     "fast": {"mode": "fast"},
     "full": {"mode": "full"},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
     "load_in_8bit": {"load_bits": "8"},
     "load_in_4bit": {"load_bits": "4"},
     "fast_detection": {"monitor": "fast"},
@@ -97,6 +101,9 @@ def split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
     if odd := [word for word in words if word == "--" or word.startswith("--=")]:
         raise UserError(f"what is {odd[0]!r}? A flag is --name value or --name=value")
+    written = _written(words)
+    if twice := [name for name, count in Counter(name for name, _ in written).items() if count > 1]:
+        raise UserError(f"{_spell(twice[0])} is given twice: give it once")
     found: dict[str, Any] = {}
 
     @fire.decorators.SetParseFn(str)
@@ -113,15 +120,26 @@ def split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         elif key.startswith("no_") and value in ("True", "False"):
             flags[key[3:]] = "False" if value == "True" else "True"
         else:
-            flags[key] = value
+            flags[key] = value if dict(written).get(key, True) else opt.Bare(value)
     return list(found["positional"]), flags
+
+
+def _written(words: Sequence[str]) -> list[tuple[str, bool]]:
+    """The flags as written, but for a leading no, and whether each has a value; flags are what Fire says."""
+    is_flag = [word.startswith("--") or bool(re.match("-[a-zA-Z]", word)) for word in words] + [True]
+    found = []
+    for place, word in enumerate(words):
+        if is_flag[place]:
+            valued = "=" in word or not is_flag[place + 1]
+            name = word.lstrip("-").partition("=")[0].replace("-", "_")
+            found.append((re.sub("^no_" if valued else "^no_?", "", name), valued))
+    return found
 
 
 def own_flags(flags: Mapping[str, str], kind: type, command: str) -> Any:
     """A command's options where it takes no recipe: unknown names are refused."""
-    known = opt.flags_of(kind, command)
-    renamed = {SYNONYMS.get(k, k): v for k, v in flags.items()}
-    _refuse_unknown({SYNONYMS.get(k, k): k for k in flags}, known, command)
+    renamed, typed, _ = _translate(flags)
+    _refuse_unknown(typed, opt.flags_of(kind, command), command)
     return opt.build(kind, renamed, command)
 
 
@@ -132,8 +150,8 @@ def request(words: Sequence[str], command: str, own: type | None = None) -> Requ
         raise UserError(
             f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes"
         )
-    if "task" not in flags:
-        raise UserError(f"{command}: needs --task (`tasks` lists them)")
+    if isinstance(flags.get("task", opt.Bare()), opt.Bare):
+        raise UserError(f"{command}: needs --task NAME (`tasks` lists them)")
     chosen = workload(flags["task"])
     flags, typed, notes = _translate(flags)
     groups = _groups(chosen, command, own)
@@ -227,7 +245,8 @@ def make_recipe(
     layers = [dict(task.defaults)]
     if asked.get("data", task.defaults.get("data", DEMO)) == DEMO:
         layers.append(dict(task.demo))
-        notes.append(f"no --data given: {chosen.name} runs its embedded demo")
+        if not is_users(chosen.name):  # whose data may well be all there is
+            notes.append(f"no --data given: {chosen.name} runs its embedded demo")
     if asked.get("preset"):
         if asked["preset"] not in task.presets:
             hint = opt.nearest(str(asked["preset"]), task.presets)

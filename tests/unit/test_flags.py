@@ -26,7 +26,7 @@ FLAGS = {
     "scaling": "scale_batch lr_rule per_device_batch_size gradient_accumulation_steps",
     "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
         activation_checkpointing attention device memory_limit""",
-    "run": """out name resume again save_every keep log_every tracker ledger anomaly hang_timeout debug
+    "run": """out name resume again save_every keep log_every tracker ledger anomaly hang_timeout max_restarts debug
         quiet""",
     "causal-lm": "generate_prompt generate_tokens text_column vocab_size data_config",
 }
@@ -150,6 +150,16 @@ def test_any_value_arrives_as_typed(value: str) -> None:
         ),
         (["demo"], "auto: what is 'demo'? Flags start with --", ""),
         (["--data", ""], "--data : is empty", ""),
+        (["--lr", "1", "--lr", "1"], "--lr is given twice: give it once", ""),
+        (["--batch-size", "1", "--batch_size=2"], "--batch-size is given twice", ""),
+        (["--compile", "--no-compile"], "--compile is given twice", ""),
+        (["--compile", "on", "--nocompile"], "--compile is given twice", ""),
+        (["--bf16", "--precision", "fp32"], "--precision and --bf16 say the same thing", ""),
+        (["--batch-size", "--quiet"], "--batch-size: needs a value", ""),
+        (["--quiet", "--data"], "--data: needs a value", ""),
+        (["--num-epochs"], "--epochs: needs a value", ""),
+        (["--mode"], "--mode: needs a value", ""),
+        (["--save-every"], "--save-every: needs a value", ""),
     ],
 )
 def test_one_line_names_the_flag_the_value_and_the_way_out(words: list[str], start: str, hint: str) -> None:
@@ -158,9 +168,13 @@ def test_one_line_names_the_flag_the_value_and_the_way_out(words: list[str], sta
     assert hint in message
 
 
-def test_a_task_is_needed_and_known() -> None:
-    with pytest.raises(UserError, match="needs --task"):
-        request(["--lr", "1"], "auto")
+@pytest.mark.parametrize("words", [["--lr", "1"], ["--task"], ["--task", "--quiet"]])
+def test_a_task_is_needed(words: list[str]) -> None:
+    with pytest.raises(UserError, match="needs --task NAME"):
+        request(words, "auto")
+
+
+def test_a_task_is_known() -> None:
     with pytest.raises(UserError, match=r"no such task \(did you mean causal-lm\?\)"):
         request(["--task", "casual-lm"], "auto")
     assert request(["--task", "Causal_LM"], "auto").workload.name == "causal-lm"
@@ -206,11 +220,13 @@ def test_switches_of_other_tools() -> None:
     assert ask("--fast").recipe == ask("--mode", "fast").recipe
     assert ask("--full").recipe == ask("--mode", "full").recipe == ask().recipe
     assert ask("--fast", "off").recipe == ask("--no-fast").recipe == ask().recipe
+    assert ask("--bf16").plan == ask("--precision", "bf16").plan
+    assert (ask("--fp16").plan.precision, ask("--no-fp16").plan.precision) == ("fp16", "auto")
     padded = ask("--use-dynamic-padding")
     assert padded.recipe == ask().recipe
     assert "--use-dynamic-padding has no effect: it is always so here" in padded.notes
     others = {"load_in_8bit", "load_in_4bit", "fast_detection", "disable_metrics_monitoring", "use_cache"}
-    assert set(MEANINGS) == others | {"fast", "full", "use_dynamic_padding"}
+    assert set(MEANINGS) == others | {"fast", "full", "use_dynamic_padding", "bf16", "fp16"}
     for name in others:
         assert refusal(f"--{name}").startswith(f"--{name.replace('_', '-')}: ")  # the word that was typed
 
@@ -253,6 +269,28 @@ def test_the_demo_is_announced(tmp_path: Path) -> None:
     text.write_text("words")
     own = ask("--data", str(text), "--model", "tiny")
     assert (own.recipe.data, own.notes) == (str(text), [])
+
+
+OWN = Path(__file__).parents[1] / "tasks" / "troubled.py"
+
+
+def test_a_users_own_task_brings_its_data() -> None:
+    assert request(["--task", f"{OWN}:Line"], "auto").notes == []
+
+
+@pytest.mark.parametrize(
+    ("place", "hint"),
+    [
+        ("nofile.py", "there is no file .*nofile.py"),
+        ("nofile.py:Line", "there is no file .*nofile.py"),
+        (str(OWN), "which class\\? Write .*troubled.py:Class; found: Line, Slow"),
+        (f"{OWN}:", "which class\\?"),
+        (f"{OWN}:Lin", r"no Task called Lin there \(did you mean Line\?\)"),
+    ],
+)
+def test_of_file_and_class_the_wrong_one_is_named(place: str, hint: str) -> None:
+    with pytest.raises(UserError, match=hint):
+        request(["--task", place], "auto")
 
 
 class Layered(workload("causal-lm").task):  # type: ignore[misc]
@@ -299,6 +337,10 @@ def test_plan_and_run_flags_do_not_change_the_recipe() -> None:
 
 
 def test_a_command_of_its_own_refuses_what_it_does_not_know() -> None:
-    assert own_flags({"devices": "3"}, PlanOptions, "resume").processes == 3
+    assert own_flags({"devices": "3", "bf16": "True"}, PlanOptions, "resume") == PlanOptions(
+        processes=3, precision="bf16"
+    )
+    with pytest.raises(UserError, match="--processes and --devices say the same thing"):
+        own_flags({"devices": "3", "processes": "2"}, PlanOptions, "resume")
     with pytest.raises(UserError, match=r"--learning-rate: resume has no such flag"):
         own_flags({"learning_rate": "3"}, PlanOptions, "resume")
