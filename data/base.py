@@ -180,6 +180,11 @@ def save(folder: Path, columns: Columns) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
     for name, column in columns.items():
+        if isinstance(column, Ragged) and column.values.ndim != 1:
+            raise DataError(
+                f"column {name}: the rows of a Ragged are lists of numbers, not arrays (its values have shape"
+                f" {column.values.shape}): flatten them, or give each its own column"
+            )
         arrays = (
             {"values": column.values, "offsets": column.offsets}
             if isinstance(column, Ragged)

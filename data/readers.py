@@ -198,7 +198,14 @@ def _csv(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     reader = csv.DictReader(_lines(file), **plain)
     try:
         for row in reader:
-            yield f"{file} line {reader.line_num}", row
+            where = f"{file} line {reader.line_num}"
+            if None in row:  # where csv puts what the header has no name for
+                names = len(row) - 1
+                raise DataError(
+                    f"{where}: has {names + len(row[None])} fields and the header {names}"
+                    + (": quote a field that holds a comma" if form == "csv" else "")
+                )
+            yield where, row
     except csv.Error as error:
         raise DataError(f"{file} line {reader.line_num}: is not {form}: {error}") from None
 
@@ -231,9 +238,13 @@ def _record(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:
 
 def _parquet(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
+        import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
         raise DataError(f"{file}: parquet needs pyarrow: pip install pyarrow") from None
-    for batch in parquet.ParquetFile(os.fspath(file)).iter_batches(batch_size=1000):
-        for record in batch.to_pylist():
-            yield str(file), record
+    try:
+        for batch in parquet.ParquetFile(os.fspath(file)).iter_batches(batch_size=1000):
+            for record in batch.to_pylist():
+                yield str(file), record
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file}: is no whole parquet file: {error}") from None

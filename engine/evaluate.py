@@ -37,13 +37,13 @@ def evaluate(
 
     With `equal_counts` ranks without samples compute one all the same: a forward holds collectives then.
     """
-    count = max(1, math.ceil(len(source) * fraction))
+    count = min(len(source), _round_up(max(1, math.ceil(len(source) * fraction)), task.cohort))
     sums: dict[str, list[float]] = {}
     rows: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     training = model.training
     model.eval()
     with torch.no_grad():
-        for batch, counts in _batches(source, count, plan, world, equal_counts):
+        for batch, counts in _batches(source, count, plan, world, task.cohort, equal_counts):
             with world.accelerator.autocast():
                 parts = task.evaluate(model, batch)
             if counts:
@@ -53,14 +53,14 @@ def evaluate(
 
 
 def _batches(
-    source: Source, count: int, plan: Plan, world: World, equal_counts: bool
+    source: Source, count: int, plan: Plan, world: World, cohort: int, equal_counts: bool
 ) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """This rank's micro-batches, dealt by cost, and whether each counts."""
+    """This rank's micro-batches of whole cohorts, dealt by cost, and whether each counts."""
     budget = budget_of(plan)
-    span = max(1, budget.samples * world.size * _BATCHES_AHEAD)
+    span = _round_up(max(1, budget.samples * world.size * _BATCHES_AHEAD), cohort)
     for start in range(0, count, span):
         samples = np.arange(start, min(start + span, count))
-        ranks = cut(source.lengths[samples], world.size, budget)
+        ranks = cut(source.lengths[samples], world.size, budget, cohort)
         most = max(map(len, ranks)) if equal_counts else 0
         for micro in ranks[world.rank] + [dummy(budget)] * (most - len(ranks[world.rank])):
             counts = len(micro.places) > 0
@@ -68,6 +68,10 @@ def _batches(
                 wanted = samples[micro.places] if counts else samples[:1]
                 host = tensors(source.fetch(wanted, micro.width), pin=False)
                 yield to_device(host, world.device), counts
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def _add(parts: Mapping[str, Sum | Rows], index: np.ndarray, sums: dict[str, list[float]], rows: Any) -> None:

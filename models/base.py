@@ -68,6 +68,7 @@ class Step:
     """What a loss may know of the moment: never how the batch was cut."""
 
     number: int
+    """Optimizer steps taken before it in this phase: the first is 0. (metrics.jsonl counts from 1.)"""
     phase: str
     noise: Noise
 
@@ -145,12 +146,11 @@ class Task(ABC):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
         """Parts of the metrics; by default the training losses."""
-        import torch
-
         step = Step(0, "evaluate", _NoNoise())
         losses = self.loss(model, batch, step)
-        rows = torch.tensor(float(len(batch["index"])), dtype=torch.float64)
-        weights = {"sample": rows, **{k[:-7]: batch[k].sum() for k in batch if k.endswith(".weight")}}
+        rows = len(batch["index"])
+        weights: dict[str, Any] = {"sample": rows, "cohort": -(-rows // self.cohort)}
+        weights |= {k[:-7]: batch[k].sum() for k in batch if k.endswith(".weight")}
         return {name: Sum(part.sum, weights[part.unit]) for name, part in losses.items()}
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, float]:

@@ -84,6 +84,24 @@ def test_by_default_the_losses_are_the_metrics(size: int, together: Any) -> None
     assert found["loss"] == pytest.approx(found["tokens"] + found["rows"])
 
 
+class Paired(Plain):
+    """Three samples at a time; the last of the split are fewer."""
+
+    cohort = 3
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        index = batch["index"]
+        assert all(len(set((part // 3).tolist())) == 1 for part in index.split(3)), "a cohort was cut"
+        return {"loss": Loss(index.sum().float(), "cohort")}
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(1.0, COUNT), (0.3, 12)])  # 11.1 samples are 4 cohorts
+@pytest.mark.parametrize("size", [1, 3])
+def test_cohorts_are_evaluated_whole(size: int, fraction: float, count: int, together: Any) -> None:
+    found = together(size, lambda world: measured(world, Paired(None, None), fraction)).values[0]
+    assert found["loss"] == pytest.approx(sum(range(count)) / -(-count // 3))
+
+
 class Noisy(Counting):
     """Draws noise where none may be drawn."""
 

@@ -254,6 +254,28 @@ def test_broken_jsonl_is_named_by_line(tmp_path: Path) -> None:
         make(data).read()
 
 
+def test_a_row_longer_than_the_header_is_named_by_line(tmp_path: Path) -> None:
+    data = write(tmp_path, train__csv="text,label\n" + "words,1\n" * 40 + "two, words,1\n")
+    with pytest.raises(DataError, match=r"train\.csv line 42: has 3 fields and the header 2: quote a field"):
+        make(data).read()
+    (tmp_path / "train.csv").write_text('text,label\n"two, words",1\n')
+    assert list(readers.texts(readers.find(data, None)["train"], "text")) == ["two, words"]
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    file = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.table({"text": LINES.splitlines()}), file, compression="zstd")
+    whole = file.read_bytes()
+    for damaged in (b"words", whole[:-20], whole[:200] + bytes(200) + whole[400:]):
+        file.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"train\.parquet: is no whole parquet file: ") as error:
+            make(tmp_path).read()
+        assert "\n" not in str(error.value)
+
+
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     data = write(tmp_path, train__txt=LINES, valid__txt="a")
     with pytest.raises(DataError, match="the valid text has 1 tokens"):
