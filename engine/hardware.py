@@ -145,16 +145,18 @@ MODELS = (
     Model("h100", "H100", 81559, (9, 0), 67e12, 989e12, 3350e9, 370e9, 700, 24, 256, 25e9),
 )
 MACHINES = {model.name: model for model in MODELS}
+UNITS = {"gb": GIB, "tb": 1024 * GIB}
+SIZE = r"(\d+(?:\.\d+)?)(gb|tb)"
 SPELLINGS = [*MACHINES, "8xh100", "4x8xa100-80gb", "cpu:2x24gb", "mps"]
 
 
 def parse(text: str) -> Hardware:
     """The machine that `--hardware` names: [NODESx][GPUSx]NAME, cpu:CORESxRAMgb, mps or mps:RAMgb."""
     word = text.strip().lower()
-    if match := re.fullmatch(r"cpu:(\d+)x(\d+(?:\.\d+)?)gb", word):
-        return Hardware(kind="cpu", cpus=_count(text, match[1]), ram_bytes=_ram(text, match[2]))
-    if match := re.fullmatch(r"mps(?::(\d+(?:\.\d+)?)gb)?", word):
-        return mps(_ram(text, match[1] or "16"), cpus=8)
+    if match := re.fullmatch(r"cpu:(\d+)x" + SIZE, word):
+        return Hardware(kind="cpu", cpus=_count(text, match[1]), ram_bytes=_ram(text, match[2], match[3]))
+    if match := re.fullmatch(rf"mps(?::{SIZE})?", word):
+        return mps(_ram(text, match[1] or "16", match[2] or "gb"), cpus=8)
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", word)
     if match is None or match[3] not in MACHINES:
         raise UserError(_unknown(text, match[3] if match else word))
@@ -204,10 +206,10 @@ def _count(text: str, digits: str) -> int:
     return int(digits)
 
 
-def _ram(text: str, digits: str) -> int:
+def _ram(text: str, digits: str, unit: str) -> int:
     if float(digits) <= 0:
         raise UserError(f"--hardware {text}: the RAM must be above 0 GB")
-    return int(float(digits) * GIB)
+    return int(float(digits) * UNITS[unit])
 
 
 def _unknown(text: str, name: str) -> str:

@@ -55,6 +55,7 @@ def test_the_table_holds_what_the_contract_names() -> None:
 def test_cpu_and_apple_machines() -> None:
     cpu = parse("cpu:2x24gb")
     assert (cpu.kind, cpu.cpus, cpu.ram_bytes, cpu.gpus) == ("cpu", 2, 24 * GIB, ())
+    assert parse("cpu:128x1.5TB").ram_bytes == parse("cpu:128x1536gb").ram_bytes
     apple = parse("mps:32gb")
     assert (apple.kind, apple.gpu.memory_bytes) == ("mps", 24 * GIB)  # three quarters of the RAM
 
