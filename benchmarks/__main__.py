@@ -13,6 +13,7 @@ NAMES = {
     "startup": "--help, and from the command to the first optimizer step",
     "sampler": "rows a second from the sampler's order and the vectorised fetch",
     "noise": "what keyed dropout costs against torch's own",
+    "strategies": "single, DDP and ZeRO in worlds of 1 to 3: equal losses, and any resumes any",
     "contention": "what waiting threads do to speed when another process wants the cores",
 }
 

@@ -19,7 +19,23 @@ class TrainingError(RuntimeError):
     exit_code = FAILED
 
 
+class OutOfMemory(TrainingError):
+    """A device or the host has no more memory: another attempt may do with smaller micro-batches."""
+
+    cause = "memory"
+
+
+class Lost(TrainingError):
+    """Another process died, or none of them moves: another attempt may fare better."""
+
+    cause = "lost"
+
+
 class StopRequested(Exception):
-    """A signal asked for a stop, and a checkpoint was saved: exit 75."""
+    """A stop was asked for, and a checkpoint was saved: exit 75."""
 
     exit_code = STOPPED
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause

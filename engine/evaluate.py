@@ -44,6 +44,7 @@ def evaluate(
     model.eval()
     with torch.no_grad():
         for batch, counts in _batches(source, count, plan, world, task.cohort, equal_counts):
+            world.at(f"evaluation of {split}")
             with world.accelerator.autocast():
                 parts = task.evaluate(model, batch)
             if counts:

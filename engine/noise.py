@@ -8,9 +8,10 @@ order, so padding a row on the right of its second dimension moves nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,16 @@ class KeyedNoise:
         if self.sites:
             keys = np.stack([self._site_keys(name) for name in self.sites])
             self.keys = torch.from_numpy(keys).to(device, non_blocking=True)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Bind and draw inside: afterwards all is as it was."""
+        before = (self.keys, self.rows, self._row_keys, self._device)
+        calls = {name: site.calls for name, site in self.sites.items()}
+        yield
+        self.keys, self.rows, self._row_keys, self._device = before
+        for name, site in self.sites.items():
+            site.calls = calls.get(name, 0)
 
     def _site_keys(self, site: str) -> np.ndarray:
         """(B, 2) int32."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine import choices as choose
 from engine.costs import Case, micro_batch_seconds, steps_per_epoch, token_seconds
-from engine.errors import UserError
+from engine.errors import TrainingError, UserError
 from engine.facts import Facts
 from engine.footprint import Choices
 from engine.hardware import Hardware
@@ -187,6 +187,29 @@ def _predictions(case: Case, chosen: Layout) -> Made:
         "predicted_step_seconds": (chosen.seconds, f"arithmetic, launches, exchange and update; {basis}"),
         "calibrated": (measured, basis),
     }
+
+
+def smaller(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
+    """After an out-of-memory: half the budget, then activation checkpointing; TrainingError after both."""
+    longest = -(-facts.longest // plan.pad_multiple) * plan.pad_multiple
+    samples = max(1, min(plan.micro_batch_samples, recipe.batch_size) // 2)
+    tokens = max(longest, min(plan.micro_batch_tokens, recipe.batch_size * longest) // 2)
+    if (samples, tokens) != (plan.micro_batch_samples, plan.micro_batch_tokens):
+        why = (
+            f"halved: memory ran out at {plan.micro_batch_samples} samples, {plan.micro_batch_tokens} tokens"
+        )
+        reasons = {**plan.reasons, "micro_batch_samples": why, "micro_batch_tokens": why}
+        return dataclasses.replace(
+            plan, micro_batch_samples=samples, micro_batch_tokens=tokens, reasons=reasons
+        )
+    if not plan.activation_checkpointing:
+        why = f"memory ran out with one sample of {longest} tokens"
+        reasons = {**plan.reasons, "activation_checkpointing": why}
+        return dataclasses.replace(plan, activation_checkpointing=True, reasons=reasons)
+    raise TrainingError(
+        f"out of memory with one sample of {longest} tokens and activation checkpointing: lower --max-length,"
+        " take a smaller model or more memory; --strategy zero3-offload holds the least on the device"
+    )
 
 
 def frontier(

@@ -40,6 +40,7 @@ class Replicas:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.overlapped = False
         """Never in the first step, which shows whether DDP can follow: it needs all gradients."""
+        self._reduces = False
         self.undecided = plan.reduction == "overlapped" and world.size > 1
         self.scale = SCALE_START if plan.precision == "fp16" else 1.0
         self.good_steps = 0
@@ -56,6 +57,7 @@ class Replicas:
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Around one micro-batch, forward and backward."""
+        self._reduces = self.overlapped and last
         if self.overlapped and not last:
             with self.model.no_sync():  # type: ignore[operator]
                 yield
@@ -63,7 +65,9 @@ class Replicas:
             yield
 
     def backward(self, loss: Tensor) -> None:
-        (loss * (self.scale * (self.world.size if self.overlapped else 1))).backward()
+        scaled = loss * (self.scale * (self.world.size if self.overlapped else 1))
+        with self.world.waits("DDP's reduction") if self._reduces else contextlib.nullcontext():
+            scaled.backward()
 
     def update(self, rate: float) -> Tensor | None:
         """Reduce, clip, step; the whole gradient's norm, or None where fp16 overflowed: redo the step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -50,6 +51,8 @@ class RunOptions:
     """Find the operation that made a NaN; slow."""
     hang_timeout: Count = 1800
     """Seconds without an answer from another process after which the run ends."""
+    max_restarts: Count = 3
+    """How often a run goes on by itself after a process died or stood still."""
     debug: bool = False
     """Show tracebacks of the user's errors too."""
     quiet: bool = False
@@ -161,19 +164,24 @@ class Run:
         path = self.folder / "summary.json"
         return files.read_json(path) if path.exists() else None
 
+    def mark_failed(self, reason: str) -> None:
+        """summary.json of a run that failed for a named reason."""
+        summary = self.summary() or {"task": self.recipe().task, "metrics": {}}
+        files.write_json(self.folder / "summary.json", {**summary, "status": "failed", "reason": reason})
+
     def status(self) -> str:
         """done, stopped, failed, or unfinished: killed, or running now."""
         summary = self.summary()
         return str(summary["status"]) if summary else "unfinished"
 
-    def write_exit(self, code: int, reason: str = "", cause: str = "") -> None:
-        """The launch's own exit code, for the parent that started it.
+    def write_exit(self, verdict: Verdict) -> None:
+        """How this attempt ended, for the parent that started it.
 
         The first verdict of a launch stands: what other ranks meet once one has left is its echo.
         """
         if not self.has_verdict():
-            verdict = {"code": code, "reason": reason, "cause": cause}
-            files.write_json(self.folder / "exit.json", {"nonce": os.environ.get(NONCE, ""), **verdict})
+            nonce = os.environ.get(NONCE, "")
+            files.write_json(self.folder / "exit.json", {"nonce": nonce, **dataclasses.asdict(verdict)})
 
     def has_verdict(self) -> bool:
         """Whether a process of this very launch has left its exit code."""
@@ -192,11 +200,24 @@ class Run:
 
     def truncate_logs(self, phase_order: list[str], phase: str, step: int) -> None:
         """Cut off what was logged after `step` of `phase`: a resumed run writes it again."""
-        for path in (self.metrics, self.samples, self.decisions):
+
+        def before(row: Mapping[str, Any]) -> bool:
+            return _is_before(row, phase_order, phase, step)
+
+        # What launches decided stays wherever it stands; the other rows follow each other.
+        for path, keep in (
+            (self.metrics, itertools.takewhile),
+            (self.samples, itertools.takewhile),
+            (self.decisions, filter),
+        ):
             if path.exists():
-                rows = files.read_lines(path)
-                kept = itertools.takewhile(lambda r: _is_before(r, phase_order, phase, step), rows)
+                kept = keep(before, files.read_lines(path))
                 files.write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+
+    def decide(self, decision: str, **facts: Any) -> None:
+        """Note what a launch decided; a resumed run keeps it."""
+        with files.naming_errors(self.decisions), self.decisions.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"decision": decision, **facts}, ensure_ascii=False) + "\n")
 
 
 def _is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int) -> bool:

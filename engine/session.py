@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,9 +25,9 @@ from engine.registry import workload
 from engine.replicas import Replicas
 from engine.sampler import Sampler
 from engine.schedule import Stretch, stretches
-from engine.step import Stepper, Strategy, checkpoint_activations
+from engine.step import Stepper, Strategy, TorchNoise, checkpoint_activations
 from engine.world import World
-from models.base import Task
+from models.base import Step, Task
 
 
 class Session:
@@ -63,8 +64,21 @@ class Session:
 
     def leave(self) -> None:
         """End a phase's hold on the model."""
-        if self._strategy is not None and self._strategy.close():
+        strategy, self._strategy = self._strategy, None
+        if strategy is not None and strategy.close():
             self._prepare_model()
+
+    def replan(self, plan: Plan) -> None:
+        """Another budget, or activation checkpointing, for the model that is there."""
+        if plan.activation_checkpointing and not self.plan.activation_checkpointing:
+            checkpoint_activations(self.model, keyed=self.noise is not None)
+        self.plan = plan
+
+    def rehearsing(self, phase: str, samples: np.ndarray) -> Step:
+        """A step's moment for samples that teach nothing."""
+        if self.noise is not None:
+            self.noise.bind(0, samples, self.world.device)
+        return Step(0, phase, self.noise or TorchNoise(self.world.device))
 
     def whole_model(self, saved: Path) -> nn.Module:
         """The model with all its weights, on one process: from a checkpoint where it is in shards."""

@@ -15,12 +15,19 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.asked = False
+        self.reason = "asked to stop by a signal"
+        self.cause = ""
         self._before: dict[int, Any] = {}
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
+
+    def ask(self, reason: str) -> None:
+        """Ask for a stop from inside."""
+        if not self.asked:
+            self.asked, self.reason, self.cause = True, reason, "lost"
 
     def __enter__(self) -> StopFlag:
         # Python lets only the main thread set handlers; a run inside another program's thread has none.

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine import first_step
+from engine.cut import Micro
 from engine.errors import TrainingError
 from engine.feed import Loaded, Work, to_device
 from engine.noise import KeyedNoise
@@ -97,28 +99,56 @@ class Stepper:
                 if dummy and not self.strategy.computes_dummies:
                     continue
                 batch = to_device(host, self.world.device)
+                self.world.at(f"step {work.step + 1}, micro-batch {place + 1} of {len(work.mine)}")
                 self._bind(work.step, host["index"].numpy(), place)
                 with self.strategy.micro_batch(place == len(work.mine) - 1):
-                    self.strategy.backward(self._loss(batch, work, parts, 0.0 if dummy else 1.0))
+                    losses = self._losses(batch, work.step)
+                    self.strategy.backward(self._total(losses, work, parts, 0.0 if dummy else 1.0))
+                if place == 0 and self.names is None:
+                    self._refuse_means(losses, micro, host, work.step)
         return self._pack(parts)
 
-    def _loss(self, batch: Batch, work: Work, parts: dict[str, Tensor], weight: float) -> Tensor:
+    def _losses(self, batch: Batch, step: int) -> dict[str, Loss]:
+        with self.world.accelerator.autocast(), self._watching_generators():
+            losses = self.task.loss(self.strategy.model, batch, self._step(step))
+        first_step.refuse_other_forms(losses)
+        return losses
+
+    def _total(self, losses: dict[str, Loss], work: Work, parts: dict[str, Tensor], weight: float) -> Tensor:
         """The micro-batch's share of the step's loss, added by name to `parts`."""
         total = torch.zeros((), device=self.world.device)
-        with self.world.accelerator.autocast(), self._watching_generators():
-            losses = self.task.loss(self.strategy.model, batch, self._step(work.step))
         for name, loss in losses.items():
             share = self._share(loss, work.totals) * weight
             parts[name] = parts.get(name, torch.zeros_like(share.detach())) + share.detach()
             total = total + share
         return total
 
+    def _refuse_means(
+        self, losses: dict[str, Loss], micro: Micro, host: dict[str, Tensor], step: int
+    ) -> None:
+        """In the first step: a micro-batch's losses must be those of its two halves together."""
+        middle = first_step.middle(micro.places, self.task.cohort)
+        # Ranks of equal counts must not compute more than the others; noise unkeyed differs by itself.
+        if not middle or self.strategy.equal_counts or self.foreign_noise:
+            return
+
+        def compute(rows: slice) -> first_step.Parts:
+            part = {name: column[rows] for name, column in host.items()}
+            if self.noise is not None:
+                self.noise.bind(step, part["index"].numpy(), self.world.device)
+            return first_step.values(self._losses(to_device(part, self.world.device), step))
+
+        with self.world.accelerator.autocast():
+            halved = torch.is_autocast_enabled(self.world.device.type)
+        aside = self.noise.aside() if self.noise else contextlib.nullcontext()
+        with aside, first_step.leaving_no_trace(self.strategy.model, self.world.device):
+            first_step.refuse_means(first_step.values(losses), compute, middle, len(micro.places), halved)
+
     def _pack(self, parts: dict[str, Tensor]) -> tuple[list[str], Tensor]:
         """The parts in one order on every rank; a rank with nothing to do has seen none of them."""
         if self.names is None:
             self.names = sorted({name for names in self.world.gather(sorted(parts)) for name in names})
-            if not self.names:
-                raise TrainingError("the task's loss() returned no part: return {name: Loss(sum, unit)}")
+            first_step.refuse_names(self.names)
         if odd := set(parts) - set(self.names):
             raise TrainingError(
                 f"loss() returned {', '.join(odd)} at a later step only: return all parts always"
@@ -135,7 +165,7 @@ class Stepper:
         return loss.sum * (1 / weight if weight else 0.0)
 
     def _step(self, number: int) -> Step:
-        return Step(number, self.phase, self.noise or _TorchNoise(self.world.device))
+        return Step(number, self.phase, self.noise or TorchNoise(self.world.device))
 
     def _bind(self, step: int, samples: np.ndarray, place: int) -> None:
         if self.noise is not None:
@@ -146,8 +176,8 @@ class Stepper:
 
     @contextlib.contextmanager
     def _watching_generators(self) -> Iterator[None]:
-        """Find out, in the first forward, whether the model draws noise that is not keyed."""
-        if self.noise is None or self.foreign_noise is not None:
+        """Find out, in the first forward, whether the model draws from torch's own generators."""
+        if self.foreign_noise is not None:
             yield
             return
         before = _generator_states(self.world.device)
@@ -161,7 +191,7 @@ def _generator_states(device: torch.device) -> list[Tensor]:
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
-class _TorchNoise:
+class TorchNoise:
     """Draws for tasks when the recipe chose native noise."""
 
     def __init__(self, device: torch.device) -> None:

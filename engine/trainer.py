@@ -8,18 +8,20 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from engine import checkpoint, files
+from engine import checkpoint, files, rehearsal
 from engine.checkpoint import Saved
 from engine.console import Console, clock
 from engine.errors import StopRequested, TrainingError
 from engine.journal import Journal
 from engine.judge import Judge
 from engine.meters import gpu_reading, memory_bytes, step_row
+from engine.planner import smaller
 from engine.run import Run, RunOptions, now
 from engine.sampler import chain
 from engine.schedule import Alarm, Stretch
@@ -27,28 +29,34 @@ from engine.session import Session
 from engine.signals import StopFlag
 from engine.step import Result
 from engine.summary import HELD_OUT, Progress, startup_seconds, summarize
+from engine.watch import Watch
 from engine.world import World
 
 
 class Trainer:
     """Trains a run's recipe by its plan, from wherever its last checkpoint is."""
 
-    def __init__(self, run: Run, world: World, options: RunOptions, console: Console) -> None:
+    def __init__(
+        self, run: Run, world: World, options: RunOptions, console: Console, end: Callable[[str], None]
+    ) -> None:
         self.run, self.world, self.options, self.console = run, world, options, console
         self.session = Session(run.recipe(), run.facts(), run.plan(), world)
         self.recipe, self.plan, self.task = self.session.recipe, self.session.plan, self.session.task
         self.journal = Journal(run, world.is_main, options.log_every, options.ledger)
         self.stop = StopFlag()
+        self.watch = Watch(world, self.stop, options.hang_timeout, end)
         self.writer = checkpoint.Writer(world, self._prune)
         self.progress = Progress(self.session.phases[0])
         self.first_step: float | None = None
         self.peak_memory = 0
         self.resumed_from: str | None = None
+        self.spared: set[str] = set()
+        """The best checkpoint when the newest began to be written."""
 
     def fit(self) -> None:
         """Train every phase, evaluate, export; leaves summary.json."""
         self.console.say(self._headline())
-        with self.stop:
+        with self.stop, self.watch:
             if self.world.is_main:
                 checkpoint.sweep(self.run.checkpoints)
             found = self._newest()
@@ -94,11 +102,27 @@ class Trainer:
         return saved, ""
 
     def _begin(self, stretch: Stretch) -> None:
+        self.session.leave()
+        self._rehearse(stretch.name)
         self.session.enter(stretch)
         self.judge = Judge(self.task.monitor[1], self.recipe.patience, self.recipe.min_delta)
         self.progress = Progress(stretch.name, samples=self.progress.samples, tokens=self.progress.tokens)
         self.alarm = Alarm(self.options.save_every, stretch.steps_per_epoch, now())
         self.saved_step = -1
+
+    def _rehearse(self, phase: str) -> None:
+        """Smaller micro-batches until the largest there can be fits on every rank."""
+        self.world.at("the rehearsal of the largest micro-batch")
+        if not rehearsal.is_telling(self.plan):
+            return
+        while not all(self.world.gather(rehearsal.fits(self.session, phase))):
+            self.plan = smaller(self.plan, self.recipe, self.session.facts)
+            self.session.replan(self.plan)
+            budget = f"{self.plan.micro_batch_samples} samples, {self.plan.micro_batch_tokens} tokens"
+            self.console.say(f"memory ran out in the rehearsal: micro-batches of at most {budget}")
+            if self.world.is_main:
+                self.run.write_plan(self.plan)
+                self.run.decide("smaller micro-batches", reason="rehearsal", budget=budget)
 
     def _go_to(self, saved: Saved) -> None:
         self.session.put(saved)
@@ -166,15 +190,18 @@ class Trainer:
     def _stop(self) -> None:
         self.writer.finish()
         self.console.end()
-        self._summary("stopped", "asked to stop by a signal", {})
+        self._summary("stopped", self.stop.reason, {})
         step, folder = self.progress.step, self.run.folder
-        raise StopRequested(f"stopped at step {step}, saved; go on with: isobatch resume {folder}")
+        raise StopRequested(
+            f"stopped at step {step}, saved; go on with: isobatch resume {folder}", self.stop.cause
+        )
 
     def _settle(self, result: Result | None) -> set[str]:
         """Read a step's figures, count and log them; what the ranks asked for."""
         if result is None:
             return set()
-        values, norm = result.sums.tolist(), float(result.norm)
+        with self.world.waits("the step's figures"):
+            values, norm = result.sums.tolist(), float(result.norm)
         losses = dict(zip(result.names, values, strict=False))
         self._refuse_nonfinite(sum(losses.values()), norm, result.loaded.work.step)
         if self.first_step is None:
@@ -271,6 +298,7 @@ class Trainer:
             "versions": {n: importlib.metadata.version(n) for n in ("torch", "accelerate", "transformers")},
         }
         self.writer.begin(self._here(), session.strategy.state(), state)
+        self.spared = self._best()
         self.saved_step = self.progress.step
         self.alarm.reset(now())
 
@@ -279,7 +307,9 @@ class Trainer:
         return self.run.checkpoints / checkpoint.name(self.progress.phase, self.progress.step)
 
     def _prune(self) -> None:
-        checkpoint.prune(self.run.checkpoints, self.session.phases, self.options.keep, self._best())
+        # The newest best may not be written yet: until then the one before is the best there is.
+        spare = self.spared | self._best()
+        checkpoint.prune(self.run.checkpoints, self.session.phases, self.options.keep, spare)
 
     def _best(self) -> set[str]:
         return {checkpoint.name(self.progress.phase, self.judge.best_step)} if self.recipe.patience else set()
@@ -292,12 +322,13 @@ class Trainer:
             exported, folder = self.judge.best_step, self.run.checkpoints / best
             self.session.strategy.put_weights(Saved(folder))
             self.console.say(f"final/ is the best checkpoint, {best}")
-        held_out = {}
+        held_out: dict[str, dict[str, float]] = {}
         for split in (s for s in reversed(HELD_OUT) if s in self.session.splits):
             self._stop_if_asked()
             held_out[split] = self._measure(split, 1.0, exported)
         self._stop_if_asked()
         if self.world.is_main:
+            self.world.at("the export")
             model = self.session.whole_model(folder)
             self._export(model)
             sample = self.task.sample(model, self.session.facts, self.run.final)

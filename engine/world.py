@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import UserError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _BUCKET_BYTES = 25 << 20
+BACKEND_LATER_SECONDS = 60
 
 
 def ranks_from(environment: Mapping[str, str]) -> tuple[int, int]:
@@ -84,6 +86,29 @@ class World:
         if self.accelerator.num_processes != size:
             check_world(size, self.accelerator.num_processes)
         self.device: torch.device = self.accelerator.device
+        self.place = "the start"
+        self.moved = time.monotonic()
+        self.waiting = ""
+        """The collective this process stands in, or nothing."""
+
+    def at(self, place: str) -> None:
+        """Say what this process is at; whoever watches sees that it moves."""
+        self.place, self.moved = place, time.monotonic()
+
+    @contextlib.contextmanager
+    def waits(self, what: str) -> Iterator[None]:
+        """Around whatever waits for other processes."""
+        self.waiting, self.moved = what, time.monotonic()
+        yield
+        self.waiting, self.moved = "", time.monotonic()
+
+    def store(self) -> Any:
+        """The key-value store that formed this world; None where there is one process."""
+        if self.size == 1:
+            return None
+        import torch.distributed as dist
+
+        return dist.distributed_c10d._get_default_store()
 
     @property
     def is_main(self) -> bool:
@@ -106,15 +131,17 @@ class World:
         if self.size > 1:
             import torch.distributed as dist
 
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
+            with self.waits("the first weights"):
+                for tensor in (*model.parameters(), *model.buffers()):
+                    dist.broadcast(tensor.detach(), src=0)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.all_reduce(values)
+            with self.waits("a sum"):
+                dist.all_reduce(values)
         return values
 
     def sum_gradients(self, parameters: list[nn.Parameter]) -> bool:
@@ -148,7 +175,8 @@ class World:
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
+        with self.waits("a vote"):
+            dist.all_gather_object(found, value)
         return found
 
     def agree(self, value: Any) -> Any:
@@ -158,12 +186,14 @@ class World:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        with self.waits("rank 0's word"):
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def barrier(self) -> None:
         if self.size > 1:
-            self.accelerator.wait_for_everyone()
+            with self.waits("a barrier"):
+                self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
         """Leave the world together; without it runs of several CPU processes sometimes abort at exit."""
@@ -173,9 +203,7 @@ class World:
 
     def _wait_for_the_last(self) -> None:
         """Nobody closes a connection that another may still read: gloo's threads abort when one is reset."""
-        import torch.distributed as dist
-
-        store = dist.distributed_c10d._get_default_store()
+        store = self.store()
         with contextlib.suppress(RuntimeError):  # whoever kept the store may have left already
             store.set(f"isobatch/left/{self.rank}", "1")
             everyone = [f"isobatch/left/{rank}" for rank in range(self.size)]
@@ -198,7 +226,8 @@ def _accelerator(plan: Plan, hang_timeout: int, tracker: str, folder: str) -> Ac
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import GradScalerKwargs
 
-    timeout = datetime.timedelta(seconds=max(1, hang_timeout))
+    # Later than the watch, which can say who and where.
+    timeout = datetime.timedelta(seconds=hang_timeout + BACKEND_LATER_SECONDS if hang_timeout else 10**6)
     return Accelerator(
         cpu=plan.device == "cpu",
         mixed_precision="no" if plan.precision == "fp32" else plan.precision,

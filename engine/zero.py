@@ -73,13 +73,17 @@ class Shards:
             self._abandoned = reduction
             raise
         self._refuse_unused()
-        reduction.__exit__(None, None, None)
+        with self.world.waits("ZeRO's reduction"):
+            reduction.__exit__(None, None, None)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        if self.stage == 3:
-            self.engine.set_gradient_accumulation_boundary(last)
-        yield
+        if self.stage < 3:
+            yield
+            return
+        self.engine.set_gradient_accumulation_boundary(last)
+        with self.world.waits("ZeRO-3's forward or backward"):
+            yield
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over ranks, and the loss is a share of a sum.
@@ -90,7 +94,8 @@ class Shards:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.set_gradient_accumulation_boundary(True)
-        self.engine.step()
+        with self.world.waits("ZeRO's update"):
+            self.engine.step()
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.world.device).float()
 
     def _watch(self) -> dict[str, Any]:

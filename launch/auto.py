@@ -12,7 +12,7 @@ from engine import options as opt
 from engine.errors import DONE, UserError
 from engine.plan import PlanOptions
 from engine.run import Run, RunOptions
-from launch.attempts import in_children, train
+from launch.attempts import in_children, in_place, train
 from launch.flags import own_flags, request, split
 from launch.setting_up import facts_of, find_run, make_plan_here, relocate, set_up, stored_options, write_plan
 
@@ -70,7 +70,7 @@ def resume(words: Sequence[str]) -> int:
 def launch(run: Run, options: RunOptions) -> int:
     """Train by the run's plan and answer with the run's own exit code."""
     files.write_json(run.folder / "run.json", opt.as_dict(options))
-    return _in_place(run, options) if run.plan().processes == 1 else train(run, in_children)
+    return train(run, in_place if run.plan().processes == 1 else in_children)
 
 
 def _answered(run: Run, code: int, answer: AnswerOptions) -> int:
@@ -79,12 +79,6 @@ def _answered(run: Run, code: int, answer: AnswerOptions) -> int:
     elif code == DONE:
         _print_outcome(run)
     return code
-
-
-def _in_place(run: Run, options: RunOptions) -> int:
-    from launch.train import train_run
-
-    return train_run(run, options)
 
 
 def _print_outcome(run: Run) -> None:

@@ -17,15 +17,18 @@ if __name__ == "__main__":
 import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import time  # noqa: E402
+import traceback  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 from engine import files  # noqa: E402
 from engine import options as opt  # noqa: E402
 from engine.errors import BUG, DONE, FAILED, STOPPED, UserError  # noqa: E402
-from engine.run import NONCE, Run, RunOptions  # noqa: E402
+from engine.run import NONCE, Run, RunOptions, Verdict  # noqa: E402
+from engine.trouble import named  # noqa: E402
 
 if TYPE_CHECKING:
+    from engine.world import World
     from launch.flags import Request
 
 RANK_0_SPEAKS_FIRST_SECONDS = 3
@@ -40,12 +43,13 @@ def train_run(run: Run, options: RunOptions) -> int:
     main = ranks_from(os.environ)[0] == 0
     with run.held("train") if main else contextlib.nullcontext():
         world = World(run.plan(), options.hang_timeout, options.tracker, str(run.folder))
-        code, reason = BUG, "a bug: see the traceback"
+        verdict = Verdict(BUG, "a bug: see the traceback")
         try:
-            code, reason = _train(run, options, world)
+            verdict = _train(run, options, world)
         finally:
+            code = verdict.code
             if main or code not in (DONE, STOPPED):
-                run.write_exit(code, reason)
+                run.write_exit(verdict)
         if code not in (DONE, STOPPED) and world.size > 1:
             # The others may stand in a collective that will never end: leave, and the launcher ends them.
             sys.stderr.flush()
@@ -55,44 +59,51 @@ def train_run(run: Run, options: RunOptions) -> int:
     return code
 
 
-def _train(run: Run, options: RunOptions, world) -> tuple[int, str]:  # type: ignore[no-untyped-def]
+def _train(run: Run, options: RunOptions, world: World) -> Verdict:
     import torch
 
     from engine.console import SPOKEN, Console
+    from engine.errors import Lost
     from engine.trainer import Trainer
 
     # Under `auto` the run's own lines are told from the launcher's by a mark.
     mark = SPOKEN if NONCE in os.environ else ""
     log = run.folder / "log.txt" if world.is_main else None
     console = Console(log, options.quiet or not world.is_main, mark)
+
+    def end(reason: str) -> None:
+        """From the watch: the main thread stands in something that will not return."""
+        if not run.has_verdict():
+            run.write_exit(Verdict(FAILED, reason, Lost.cause))
+            console.say(f"isobatch: {reason}", always=True)
+        os._exit(FAILED)
+
     if options.tracker != "none":
         world.accelerator.init_trackers("isobatch", config={})
     try:
         with torch.autograd.set_detect_anomaly(options.anomaly):
-            Trainer(run, world, options, console).fit()
-        return DONE, ""
-    except Exception as error:
+            Trainer(run, world, options, console, end).fit()
+        return Verdict(DONE, "")
+    except Exception as caught:
+        error = named(caught) or caught
         code = getattr(error, "exit_code", None)
         if code is None:
             raise
+        if isinstance(error, Lost):
+            traceback.print_exc()
         if code == FAILED and world.is_main:
-            _mark_failed(run, str(error))
+            run.mark_failed(str(error))
         console.end()
         line = " ".join(str(error).split())
-        if world.is_main or _is_ours_alone(run):
+        if (world.is_main and not isinstance(error, Lost)) or _is_ours_alone(run):
             console.say(line if code == STOPPED else f"isobatch: {line}", always=True)
-        return code, str(error)
+        return Verdict(code, str(error), getattr(error, "cause", ""))
 
 
 def _is_ours_alone(run: Run) -> bool:
-    """An error that all ranks meet is rank 0's to tell; this rank speaks where rank 0 has nothing to say."""
+    """An error of all ranks is rank 0's to tell, and a lost rank's its own, where it still can."""
     time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
     return not run.has_verdict()
-
-
-def _mark_failed(run: Run, reason: str) -> None:
-    summary = run.summary() or {"task": run.recipe().task, "metrics": {}}
-    files.write_json(run.folder / "summary.json", {**summary, "status": "failed", "reason": reason})
 
 
 def _quiet_libraries(options: RunOptions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,6 +58,54 @@ class ExportFails(Line):
 
     def export(self, model: Any, folder: Path, facts: Any) -> None:
         raise ModelError("nothing to export to")
+
+
+class Hungry(Line):
+    """Rank 1 may have a gigabyte more than it has, and every sample takes 200 MB of it."""
+
+    defaults = {**Line.defaults, "steps": [12]}
+
+    def build_model(self, facts: Any) -> Any:
+        import psutil
+
+        if os.environ.get("RANK", "1") == "1":
+            limit = psutil.Process().memory_info().vms + 10**9
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        return super().build_model(facts)
+
+    def take(self, rows: int) -> None:
+        import torch
+
+        torch.empty(rows, 200_000_000, dtype=torch.uint8)
+
+    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+        self.take(len(batch["x"]))
+        return super().loss(model, batch, step)
+
+
+class HungryLater(Hungry):
+    """It takes that much from its sixth step on, which no rehearsal shows."""
+
+    def take(self, rows: int) -> None:
+        return
+
+    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+        if step.number >= 5:
+            super().take(len(batch["x"]))
+        return super().loss(model, batch, step)
+
+
+class HangsOnce(Slow):
+    """Rank 1 stops moving in its fifth step, in the first attempt only."""
+
+    defaults = {**Line.defaults, "steps": [30]}
+
+    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+        if step.number == 4 and os.environ.get("RANK") == "1" and not Path("hung").exists():
+            Path("hung").touch()
+            while True:
+                time.sleep(1)
+        return super().loss(model, batch, step)
 
 
 class Wide(Line):

@@ -168,7 +168,7 @@ def test_an_exit_is_answered_to_its_own_launch_only(tmp_path: Path, monkeypatch:
     run = Run(tmp_path)
     assert run.read_exit("mine") is None
     monkeypatch.setenv("ISOBATCH_NONCE", "mine")
-    run.write_exit(3, "a reason")
+    run.write_exit(Verdict(3, "a reason"))
     assert run.read_exit("mine") == Verdict(3, "a reason")
     assert run.read_exit("another") is None
 

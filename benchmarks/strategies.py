@@ -1,0 +1,203 @@
+"""One recipe under every strategy and world: the same losses, and checkpoints that any other can continue.
+
+Worlds of 1, 2 and 3 gloo processes, a 2-layer GPT-2 on ragged sequences, dropout on, uneven micro-batches.
+Each world is one launch: it trains under all its strategies, or continues every checkpoint there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HOME = Path(__file__).resolve().parent.parent
+TASK = f"{HOME}/tests/tasks/ragged.py:RaggedLM"
+SHARDED = ("zero1", "zero2", "zero3")
+STEPS, MIDDLE = 50, 20
+KEPT_ON = 10
+
+
+def strategies(world: int) -> tuple[str, ...]:
+    return ("single",) if world == 1 else ("ddp", *SHARDED)
+
+
+def measure(quick: bool) -> list[dict[str, Any]]:
+    """Rows of parity (losses over 50 steps, first gradients) and of every resume."""
+    worlds = (1, 2) if quick else (1, 2, 3)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for mode in ("train", "resume"):
+            for world in worlds:
+                launch(world, folder, mode)
+        if not quick:
+            launch(2, folder, "half")
+        return [*_parity(folder), *_resumes(folder)]
+
+
+def launch(world: int, folder: Path, mode: str, only: tuple[str, ...] = ()) -> None:
+    """Run this file in a world; its findings land in `folder`."""
+    script = [str(Path(__file__)), str(folder), mode, *only]
+    command = [sys.executable, *script]
+    if world > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        command = [sys.executable, *torchrun, *script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HOME)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{mode} in a world of {world} failed:\n{done.stderr[-4000:]}")
+
+
+def _parity(folder: Path) -> Iterator[dict[str, Any]]:
+    import torch
+
+    plain = _read(folder / "train-1-single.json")
+    gradient = torch.load(folder / "train-1-single.pt")
+    for path in sorted(folder.glob("train-*.json")) + sorted(folder.glob("half-*.json")):
+        found = torch.load(path.with_suffix(".pt"))
+        yield {
+            "what": path.stem,
+            "largest_loss_difference": furthest(_read(path), plain),
+            "first_gradient_difference": float((found - gradient).norm() / gradient.norm()),
+        }
+
+
+def _resumes(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("resume-*.json")):
+        writer, reader = path.stem.removeprefix("resume-").split("+")
+        undisturbed = _read(folder / f"train-{reader}.json")[MIDDLE : MIDDLE + KEPT_ON]
+        yield {
+            "what": f"{writer} -> {reader}",
+            "largest_loss_difference": furthest(_read(path), undisturbed),
+            "same_world_and_strategy": writer == reader,
+        }
+
+
+def furthest(some: list[float], others: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(some, others, strict=True))
+
+
+def _read(path: Path) -> list[float]:
+    losses: list[float] = json.loads(path.read_text())
+    return losses
+
+
+def _inside(folder: Path, mode: str, only: tuple[str, ...]) -> None:
+    """One rank of a world."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from engine.world import ranks_from
+
+    size = ranks_from(os.environ)[1]
+    for strategy in only or strategies(size):
+        # Small buckets and no threshold, else so small a model is never partitioned.
+        _write_config(folder, strategy)
+        if mode == "resume":
+            for saved in sorted(folder.glob("saved-*")):
+                _resume(folder, strategy, saved)
+        else:
+            _train(folder, strategy, mode)
+
+
+def _write_config(folder: Path, strategy: str) -> None:
+    if strategy not in SHARDED:
+        return
+    config = json.loads((HOME / "configs" / "deepspeed" / f"{strategy}.json").read_text())
+    small = {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000}
+    if strategy == "zero3":
+        small |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 5000}
+        small |= {"stage3_max_live_parameters": 10000, "stage3_max_reuse_distance": 10000}
+    config["zero_optimization"] |= small
+    path = folder / f"deepspeed-{os.environ.get('RANK', '0')}.json"
+    path.write_text(json.dumps(config))
+    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
+
+
+def _session(strategy: str, precision: str = "fp32") -> Any:
+    from engine import hardware
+    from engine.plan import PlanOptions
+    from engine.planner import make_plan
+    from engine.prepare import prepare
+    from engine.registry import workload
+    from engine.session import Session
+    from engine.world import World, ranks_from
+    from launch.flags import make_recipe
+
+    chosen = workload(TASK)
+    recipe, _ = make_recipe(chosen, {"steps": [STEPS]}, {})
+    task, data = chosen.make(recipe)
+    facts = prepare(data)
+    size = ranks_from(os.environ)[1]
+    options = PlanOptions(device="cpu", micro_batch=3)
+    plan = make_plan(recipe, facts, task.shape(facts), hardware.parse("cpu:2x24gb"), options, world=size)
+    plan = dataclasses.replace(plan, threads=1, strategy=strategy, precision=precision)
+    session = Session(recipe, facts, plan, World(plan, hang_timeout=60))
+    session.enter(session.stretches[0])
+    return session
+
+
+def _steps(session: Any, start: int, stop: int) -> list[float]:
+    losses = []
+    for loaded in session.feed().steps(start, stop):
+        losses.append(sum(session.stepper.run(loaded, session.rate(loaded.work.step), []).sums.tolist()))
+    return losses
+
+
+def _train(folder: Path, strategy: str, mode: str) -> None:
+    import torch
+
+    from engine import checkpoint
+
+    session = _session(strategy, "bf16" if mode == "half" else "fp32")
+    name = f"{session.world.size}-{strategy}"
+    session.stepper.backward(next(iter(session.feed().steps(0, 1))))
+    gradient = reduced(session.strategy)
+    session.enter(session.stretches[0])
+    losses = _steps(session, 0, MIDDLE)
+    if mode == "train":
+        facts = {"scaling": session.strategy.scaling()}
+        checkpoint.save(folder / f"saved-{name}", session.strategy.state(), facts, session.world)
+    losses += _steps(session, MIDDLE, STEPS)
+    if session.world.is_main:
+        (folder / f"{mode}-{name}.json").write_text(json.dumps(losses))
+        torch.save(gradient, folder / f"{mode}-{name}.pt")
+    session.leave()
+
+
+def _resume(folder: Path, strategy: str, saved: Path) -> None:
+    from engine.checkpoint import Saved
+
+    session = _session(strategy)
+    session.put(Saved(saved))
+    losses = _steps(session, MIDDLE, MIDDLE + KEPT_ON)
+    if session.world.is_main:
+        reader = f"{session.world.size}-{strategy}"
+        path = folder / f"resume-{saved.name.removeprefix('saved-')}+{reader}.json"
+        path.write_text(json.dumps(losses))
+    session.leave()
+
+
+def reduced(strategy: Any) -> Any:
+    """The whole reduced gradient of the step so far, flat."""
+    import torch
+
+    if hasattr(strategy, "reduce"):
+        strategy.reduce()
+        found = [p.grad for p in strategy.trained if p.grad is not None]
+        strategy.optimizer.zero_grad()
+    else:
+        from deepspeed.utils import safe_get_full_grad
+
+        found = [safe_get_full_grad(p).clone() for p in strategy.raw.parameters()]
+    return torch.cat([g.flatten() for g in found])
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(HOME)
+    _inside(Path(sys.argv[1]), sys.argv[2], tuple(sys.argv[3:]))
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,31 @@
+"""What an error means: out of memory, another process lost, or a bug."""
+
+from __future__ import annotations
+
+from engine.errors import Lost, OutOfMemory, TrainingError
+
+_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
+_PEERS = (
+    *("gloo/transport", "connection reset by peer", "connection closed by peer", "nccl", "broken pipe"),
+    *("remote process exited", "timed out waiting", "tcpstore"),
+)
+
+
+def named(error: BaseException) -> TrainingError | None:
+    """The error under its name, or None where it has none: then it is a bug."""
+    if isinstance(error, TrainingError):
+        return error
+    text = str(error).lower()
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _any(_MEMORY, text)):
+        return OutOfMemory(f"out of memory: {_first_line(error)}")
+    if isinstance(error, RuntimeError) and _any(_PEERS, text):
+        return Lost(f"the connection to another process broke: {_first_line(error)}")
+    return None
+
+
+def _any(marks: tuple[str, ...], text: str) -> bool:
+    return any(mark in text for mark in marks)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,98 @@
+"""DDP and ZeRO learn the same, and go on from each other's checkpoints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import strategies
+from tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
+
+RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    return {row["what"]: row for row in strategies.measure(quick=True)}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_strategy_changes_neither_losses_nor_gradients(found: Any, strategy: str) -> None:
+    row = found[f"train-2-{strategy}"]
+    assert row["largest_loss_difference"] < 1e-4
+    assert row["first_gradient_difference"] < 1e-5
+
+
+def test_any_strategy_goes_on_from_any_checkpoint(found: Any) -> None:
+    resumes = {what: row for what, row in found.items() if "->" in what}
+    assert len(resumes) == 25
+    assert max(row["largest_loss_difference"] for row in resumes.values()) < 1e-4
+    assert all(
+        row["largest_loss_difference"] == 0 for row in resumes.values() if row["same_world_and_strategy"]
+    )
+
+
+def test_from_a_laptop_to_zero_and_back(tmp_path: Path) -> None:
+    """One process, then two under ZeRO-2, then one again: one run, one curve."""
+    whole = [*["auto", "--task", RAGGED, "--quiet", "--steps", "30"], "--save-every", "10", "--keep", "9"]
+    assert launch(*whole, "--name", "whole", cwd=tmp_path).returncode == 0
+    run = tmp_path / "runs" / "run"
+    assert launch(*whole, "--name", "run", "--again", "--ledger", cwd=tmp_path).returncode == 0
+    _cut_back(run, 10)
+    two = ("resume", str(run), "--processes", "2", "--strategy", "zero2", "--quiet")
+    assert launch(*two, cwd=tmp_path).returncode == 0
+    assert (summary(run)["strategy"], summary(run)["resumed_from"]) == ("zero2", "train-10")
+    _cut_back(run, 20)
+    assert launch("resume", str(run), "--processes", "1", "--quiet", cwd=tmp_path).returncode == 0
+    assert (summary(run)["world_size"], summary(run)["resumed_from"]) == (1, "train-20")
+    assert furthest(losses(run), losses(tmp_path / "runs" / "whole")) < 1e-4
+    assert [r["step"] for r in rows(run, "samples.jsonl")] == list(range(1, 31))
+    assert launch("verify", str(run), cwd=tmp_path).returncode == 0
+
+
+def _cut_back(run: Path, step: int) -> None:
+    """As if it had been killed soon after this step."""
+    import shutil
+
+    for folder in (run / "checkpoints").iterdir():
+        if int(folder.name.rpartition("-")[2]) > step:
+            shutil.rmtree(folder)
+    (run / "summary.json").unlink()
+
+
+def test_accelerates_config_decides_the_stage(tmp_path: Path) -> None:
+    config = (ROOT / "configs" / "accelerate" / "zero3.yaml").read_text()
+    mine = tmp_path / "zero3.yaml"
+    mine.write_text(config.replace("num_processes: 8", "num_processes: 2"))
+    command = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(mine),
+        str(ROOT / "launch" / "train.py"),
+    ]
+    words = ["--task", RAGGED, "--steps", "5", "--name", "run", "--quiet"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (summary(tmp_path / "runs" / "run")["strategy"]) == "zero3"
+
+
+def test_a_parameter_that_no_loss_touches_is_refused_under_zero(tmp_path: Path) -> None:
+    task = f"{ROOT}/tests/tasks/troubled.py:Unused"
+    words = ["auto", "--task", task, "--quiet", "--processes", "2", "--strategy", "zero1"]
+    done = launch(*words, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "no loss touches idle" in done.stderr

@@ -1,0 +1,199 @@
+"""Whatever memory, signals and dying processes do to a run: it goes on, learns the same, and tells."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
+
+TASKS = f"{ROOT}/tests/tasks/troubled.py"
+BOUND_SECONDS = 90
+
+
+def words(task: str, *more: str) -> list[str]:
+    return ["auto", "--task", f"{TASKS}:{task}", "--name", "run", "--ledger", *more]
+
+
+def decisions(run: Path) -> list[dict[str, Any]]:
+    return [r for r in rows(run, "decisions.jsonl") if r["decision"] in ("restart", "smaller micro-batches")]
+
+
+def plain(tmp_path: Path, steps: int) -> list[float]:
+    """The losses of an undisturbed run."""
+    done = launch("auto", "--task", f"{TASKS}:Line", "--name", "plain", "--steps", str(steps), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return losses(tmp_path / "runs" / "plain")
+
+
+def whole(run: Path, expected: list[float]) -> None:
+    """Done, with the expected losses, and every sample in its place."""
+    assert summary(run)["status"] == "done"
+    assert furthest(losses(run), expected) < 1e-5
+    assert [r["step"] for r in rows(run, "samples.jsonl")] == list(range(1, len(expected) + 1))
+    assert launch("verify", str(run), cwd=run).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "processes", "found_in"),
+    [("Hungry", 2, "rehearsal"), ("HungryLater", 2, "out of"), ("HungryLater", 1, "")],
+)
+def test_out_of_memory_on_one_rank_cuts_the_budget_of_all(
+    task: str, processes: int, found_in: str, tmp_path: Path
+) -> None:
+    expected = plain(tmp_path, 12)
+    done = launch(*words(task, "--processes", str(processes), "--save-every", "4"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "run"
+    assert all(found_in in d["reason"] for d in decisions(run))
+    assert {d["decision"] for d in decisions(run)} == {"smaller micro-batches"}
+    whole(run, expected)
+
+
+class Training:
+    """`auto` on two processes, 0.05 s a step."""
+
+    def __init__(self, folder: Path, *more: str) -> None:
+        self.run = folder / "runs" / "run"
+        command = [
+            *words("Slow", "--processes", "2", "--micro-batch", "2", "--steps", "60"),
+            "--save-every",
+            "10",
+        ]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launch", *command, *more],
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, step: int) -> None:
+        metrics, end = self.run / "metrics.jsonl", time.monotonic() + BOUND_SECONDS
+        while self.process.poll() is None and time.monotonic() < end:
+            if metrics.exists() and metrics.read_text().count('"lr"') >= step:
+                return
+            time.sleep(0.02)
+        raise AssertionError("it does not move")
+
+    def child(self, mark: str) -> list[psutil.Process]:
+        """Processes below with this in their command line, lowest number first."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return sorted((p for p in below if mark in " ".join(p.cmdline())), key=lambda p: p.pid)
+
+    def workers(self) -> list[psutil.Process]:
+        return [p for p in self.child("launch/train.py") if "accelerate" not in " ".join(p.cmdline())]
+
+    def end(self) -> tuple[int, str]:
+        _, err = self.process.communicate(timeout=BOUND_SECONDS)
+        return self.process.returncode, err
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Callable[..., Training]]:
+    started: list[Training] = []
+
+    def begin(*more: str) -> Training:
+        started.append(Training(tmp_path, *more))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        for p in (
+            [*one.child("launch"), psutil.Process(one.process.pid)] if one.process.poll() is None else []
+        ):
+            p.kill()
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on(training: Any, tmp_path: Path) -> None:
+    made = training()
+    made.wait_for(25)
+    made.workers()[1].send_signal(signal.SIGKILL)
+    code, err = made.end()
+    assert code == 0, err
+    assert [d["decision"] for d in decisions(made.run)] == ["restart"]
+    assert summary(made.run)["resumed_from"] == "train-20"
+    whole(made.run, plain(tmp_path, 60))
+
+
+def test_workers_whose_launcher_was_killed_save_and_are_started_anew(training: Any, tmp_path: Path) -> None:
+    made = training()
+    made.wait_for(25)
+    made.child("accelerate.commands.launch")[0].send_signal(signal.SIGKILL)
+    code, err = made.end()
+    assert code == 0, err
+    assert "launcher" in decisions(made.run)[0]["reason"]
+    assert int(summary(made.run)["resumed_from"].removeprefix("train-")) >= 25
+    whole(made.run, plain(tmp_path, 60))
+
+
+def test_a_stopped_rank_is_noticed_and_named(training: Any, tmp_path: Path) -> None:
+    made = training("--hang-timeout", "6")
+    made.wait_for(25)
+    rank_1 = next(p for p in made.workers() if p.environ().get("RANK") == "1")
+    rank_1.send_signal(signal.SIGSTOP)
+    code, err = made.end()
+    assert code == 0, err
+    (decision,) = decisions(made.run)
+    assert "rank 1 has said nothing" in decision["reason"]
+    assert not rank_1.is_running()
+    whole(made.run, plain(tmp_path, 60))
+
+
+def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
+    began = time.monotonic()
+    words_ = words(
+        "HangsOnce", "--processes", "2", "--micro-batch", "2", "--hang-timeout", "6", "--save-every", "2"
+    )
+    done = launch(*words_, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < BOUND_SECONDS
+    run = tmp_path / "runs" / "run"
+    (decision,) = decisions(run)
+    assert "rank 1 has stood still" in decision["reason"]
+    assert "at step 5" in decision["reason"]
+    assert "in loss (troubled.py:" in decision["reason"]
+    whole(run, plain(tmp_path, 30))
+
+
+def test_restarts_end_at_their_limit(training: Any) -> None:
+    made = training("--max-restarts", "0")
+    made.wait_for(12)
+    made.workers()[0].send_signal(signal.SIGKILL)
+    code, err = made.end()
+    assert code == 3
+    assert "--max-restarts 0" in err
+    assert summary(made.run)["status"] == "failed"
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_stops_all(number: int, training: Any) -> None:
+    made = training()
+    made.wait_for(8)
+    below = [*made.workers(), *made.child("accelerate")]
+    made.process.send_signal(number)
+    code, err = made.end()
+    assert code == 75, err
+    assert summary(made.run)["status"] == "stopped"
+    assert not psutil.wait_procs(below, timeout=10)[1]
+
+
+def test_a_second_interrupt_stops_at_once(training: Any) -> None:
+    made = training()
+    made.wait_for(3)
+    below = [*made.workers(), *made.child("accelerate")]
+    made.process.send_signal(signal.SIGINT)
+    time.sleep(0.01)
+    began = time.monotonic()
+    made.process.send_signal(signal.SIGINT)
+    made.end()
+    assert time.monotonic() - began < 5
+    assert not psutil.wait_procs(below, timeout=5)[1]
