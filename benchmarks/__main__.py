@@ -14,6 +14,7 @@ NAMES = {
     "sampler": "rows a second from the sampler's order and the vectorised fetch",
     "noise": "what keyed dropout costs against torch's own",
     "strategies": "single, DDP and ZeRO in worlds of 1 to 3: equal losses, and any resumes any",
+    "checkpoint": "what saving in the background costs training, against torch.save",
     "contention": "what waiting threads do to speed when another process wants the cores",
 }
 

@@ -1,0 +1,100 @@
+"""What a checkpoint costs training: written in the background, against torch.save of the same bytes.
+
+`stall` is all the time that training lost: the copy, and what the writing took from the steps beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+STEPS = 40
+
+
+def measure(quick: bool) -> list[dict[str, Any]]:
+    """Rows per model size; medians of several checkpoints."""
+    widths = (512,) if quick else (512, 1024, 1536)
+    return [_measure(width, repeats=2 if quick else 5) for width in widths]
+
+
+def _measure(width: int, repeats: int) -> dict[str, Any]:
+    import torch
+    from torch import nn
+
+    from engine import portable
+    from engine.checkpoint import Writer
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(12)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    x = torch.randn(256, width)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    tensors = portable.whole(model, optimizer)
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        saving, copying, stalling = [], [], []
+        for number in range(repeats):
+            began = time.perf_counter()
+            torch.save(tensors, folder / "torch.pt")
+            saving.append(time.perf_counter() - began)
+            alone = _seconds(step)
+            writer = Writer(_Alone())  # type: ignore[arg-type]
+            began = time.perf_counter()
+            writer.begin(folder / f"train-{number}", portable.shared(tensors, 0, 1), {})
+            copying.append(time.perf_counter() - began)
+            stalling.append(_beside(step, writer, alone) + copying[-1])
+            writer.finish()
+    save, stall = statistics.median(saving), statistics.median(stalling)
+    return {
+        "megabytes": round(size / 1e6),
+        "torch_save_seconds": save,
+        "copy_seconds": statistics.median(copying),
+        "stall_seconds": stall,
+        "stall_over_torch_save": stall / save,
+        "copy_over_torch_save": statistics.median(copying) / save,
+    }
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    """Mean seconds of a step with nothing of ours beside it."""
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    return (time.perf_counter() - began) / STEPS
+
+
+def _beside(step: Callable[[], None], writer: Any, alone: float) -> float:
+    """Seconds that steps took longer while the checkpoint was being written."""
+    lost = 0.0
+    while writer.votes()[0] == 0:
+        began = time.perf_counter()
+        step()
+        lost += time.perf_counter() - began - alone
+    return lost
+
+
+@dataclasses.dataclass
+class _Alone:
+    """A world of one process."""
+
+    rank: int = 0
+    size: int = 1
+    is_main: bool = True
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        return

@@ -1,0 +1,320 @@
+"""What loss() must return is held against what it returns in the first step; nothing is learnt from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data.base import ArraySource
+from engine import first_step
+from engine.errors import TrainingError
+from engine.feed import Feed, Loaded, Work
+from engine.keying import key_dropout
+from engine.meters import step_row
+from engine.noise import KeyedNoise
+from engine.optim import make_optimizer
+from engine.recipe import Recipe
+from engine.replicas import Replicas
+from engine.sampler import Sampler
+from engine.schedule import Stretch
+from engine.step import Result, Stepper, checkpoint_activations
+from engine.summary import Progress
+from models.base import Batch, Loss, Step, Task
+from tests.unit.helpers import plan
+
+COUNT, WIDTH = 24, 5
+RECIPE = Recipe(task="tiny", batch_size=12, lr=0.1, optimizer="sgd")
+
+
+class Net(nn.Module):
+    """Dropout twice in one forward, and a buffer that every forward in training moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Dropout(0.3))])
+        self.out = nn.Linear(8, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(x)
+        return self.out(self.layers[0](x))
+
+
+class Grown(Net):
+    """Noise that nobody can key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(1, 1, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.gru(x)[0])
+
+
+class Sums(Task):
+    """A squared error over the columns, with noise of its own."""
+
+    def build_model(self, facts: Any) -> nn.Module:
+        return Net()
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        return {"loss": Loss(self.errors(model, batch, step).sum(), "sample")}
+
+    def errors(self, model: nn.Module, batch: Batch, step: Step) -> Tensor:
+        shake = step.noise.normal("shake", (WIDTH, 1)) if self.recipe.noise == "keyed" else 0.0
+        return (model(batch["x"][..., None] + shake)[..., 0] - 3).square().mean(1)
+
+
+class Means(Sums):
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        errors = self.errors(model, batch, step)
+        return {"fine": Loss(errors.sum(), "sample"), "odd": Loss(errors.mean(), "sample")}
+
+
+class Contrast(Sums):
+    """Every sample against the others of its group of four, or of its whole micro-batch."""
+
+    cohort = 4
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        scores = self.errors(model, batch, step)
+        groups = scores.view(-1, self.group) if self.group else scores[None]
+        return {"loss": Loss((groups.logsumexp(1, keepdim=True) - groups).sum(), "cohort")}
+
+    group = 4
+
+
+class Loose(Contrast):
+    group = 0
+
+
+class Derived(Sums):
+    """A loss with a derivative inside, which no forward without gradients can compute."""
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        errors = self.errors(model, batch, step)
+        (slope,) = torch.autograd.grad(errors.sum(), model.out.weight, create_graph=True)
+        return {"loss": Loss(errors.sum() + 0 * slope.sum(), "sample")}
+
+
+class Unseen(Sums):
+    """numpy's noise, which the step does not watch."""
+
+    generator = np.random.default_rng(0)
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        errors = self.errors(model, batch, step)
+        return {"loss": Loss((errors * torch.from_numpy(self.generator.random(len(errors)))).sum(), "sample")}
+
+
+class Nothing(Sums):
+    """Parts that come to nothing, or whose samples cancel."""
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        errors = self.errors(model, batch, step)
+        sign = 1.0 - 2.0 * (batch["index"] % 2)
+        return {
+            "zero": Loss(0 * errors.mean(), "sample"),
+            "signed": Loss((sign * errors.detach()).sum(), "sample"),
+            "sum": Loss(errors.sum(), "sample"),
+        }
+
+
+class Equal(Replicas):
+    """As ZeRO 3, whose ranks must compute as often as each other."""
+
+    equal_counts = True
+
+
+class Half(Stepper):
+    """In 16 bits."""
+
+    def __init__(self, *words: Any) -> None:
+        super().__init__(*words)
+        self.world.accelerator.autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+def source() -> ArraySource:
+    values = np.random.default_rng(0).normal(size=(COUNT, WIDTH)).astype(np.float32)
+    return ArraySource({"x": values})
+
+
+def trained(
+    world: Any,
+    task: type[Task] = Sums,
+    net: type[nn.Module] = Net,
+    strategy: type[Replicas] = Replicas,
+    stepper: type[Stepper] = Stepper,
+    noise: str = "keyed",
+    micro: int = 5,
+    checkpointed: bool = False,
+) -> dict[str, Any]:
+    """Three steps: all that could differ where something was left behind."""
+    recipe = dataclasses.replace(RECIPE, noise=noise)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    model, keyed = net(), KeyedNoise(0) if noise == "keyed" else None
+    if keyed is not None:
+        key_dropout(model, keyed)
+    if checkpointed:
+        checkpoint_activations(model, keyed=keyed is not None)
+    chosen = plan(processes=world.size, micro_batch_samples=micro)
+    made = strategy(model.train(), make_optimizer(model, recipe, "cpu"), chosen, world, recipe.clip)
+    runner = stepper(task(recipe, None), recipe, world, made, keyed, "train")
+    order = Sampler(COUNT, recipe.batch_size, 0, cohort=task.cohort).batch
+    feed = Feed(source(), order, chosen, world.rank, task.cohort, made.equal_counts)
+    sums = [runner.run(loaded, recipe.lr, []).sums.tolist() for loaded in feed.steps(0, 3)]
+    calls = [site.calls for site in keyed.sites.values()] if keyed else []
+    state = {name: t.tolist() for name, t in model.state_dict().items()}
+    return {"sums": sums, "calls": calls, "state": state, "generator": torch.get_rng_state().tolist()}
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was held against each other: empty where nothing was."""
+    found: list[Any] = []
+    really = first_step.refuse_means
+
+    def looking(*words: Any) -> None:
+        found.append(words)
+        really(*words)
+
+    monkeypatch.setattr(first_step, "refuse_means", looking)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "looks"),
+    [
+        ({}, 1),
+        ({"checkpointed": True}, 1),
+        ({"stepper": Half}, 1),
+        ({"noise": "native"}, 0),  # its dropout differs by itself
+        ({"net": Grown}, 0),
+        ({"task": Contrast, "micro": 8}, 1),
+        ({"task": Derived}, 1),
+        ({"task": Nothing}, 1),
+        ({"strategy": Equal}, 0),
+        ({"micro": 1}, 0),
+        ({"task": Contrast, "micro": 4}, 0),
+    ],
+)
+def test_looking_changes_nothing_that_is_learnt(
+    settings: dict[str, Any], looks: int, together: Any, looked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = together(1, partial(trained, **settings)).values
+    assert len(looked) == looks
+    monkeypatch.setattr(Stepper, "_refuse_means", lambda *_: None)
+    assert together(1, partial(trained, **settings)).values == [found]
+
+
+@pytest.mark.parametrize("settings", [{}, {"stepper": Half}, {"micro": 2}])
+def test_a_mean_is_refused(settings: dict[str, Any], together: Any) -> None:
+    with pytest.raises(
+        TrainingError, match=r"part odd is not a sum over samples: .* return the sum"
+    ) as error:
+        together(1, partial(trained, task=Means, **settings))
+    words = str(error.value).split()
+    one, two = float(words[words.index("gives") + 1].strip(",")), float(words[words.index("together;") - 1])
+    assert two / one == pytest.approx(2, rel=0.5)
+    assert "\n" not in str(error.value)
+
+
+def test_samples_that_need_each_other_need_a_cohort(together: Any) -> None:
+    with pytest.raises(TrainingError, match="part loss is not a sum .* declare cohort if samples need each"):
+        together(1, partial(trained, task=Loose, micro=8))
+
+
+def test_noise_that_nobody_saw_is_no_mean(together: Any, looked: list[Any]) -> None:
+    together(1, partial(trained, task=Unseen))
+    assert len(looked) == 1
+
+
+@pytest.mark.parametrize(
+    ("places", "cohort", "row"),
+    [
+        ([], 1, 0),
+        ([7], 1, 0),
+        ([7, 3], 1, 1),
+        ([7, 3, 0, 9, 4], 1, 2),
+        ([4, 5, 6, 7], 4, 0),
+        ([4, 5, 6, 7, 0, 1, 2, 3], 4, 4),
+        ([8, 9, 4, 5, 6, 7, 0, 1, 2, 3], 4, 2),  # the batch's last cohort is short, and stands first
+    ],
+)
+def test_halves_are_cut_between_cohorts(places: list[int], cohort: int, row: int) -> None:
+    assert first_step.middle(np.array(places, np.int64), cohort) == row
+
+
+def returns(losses: Any) -> type[Sums]:
+    """A task whose loss() is this of the batch's squared errors."""
+
+    class Returning(Sums):
+        def loss(self, model: nn.Module, batch: Batch, step: Step) -> Any:
+            return losses(self.errors(model, batch, step))
+
+    return Returning
+
+
+FORMS = {
+    "a Tensor": lambda e: e.sum(),
+    "part loss is a Tensor, not a Loss": lambda e: {"loss": e.sum()},
+    "part loss is a tuple, not a Loss": lambda e: {"loss": (e.sum(), "sample")},
+    r"part loss is of shape \(4,\), not a tensor of one number": lambda e: {"loss": Loss(e, "sample")},
+    "part loss is 1.0, not a tensor of one number": lambda e: {"loss": Loss(1.0, "sample")},
+    "returned no part": lambda e: {},
+}
+
+
+@pytest.mark.parametrize("problem", FORMS)
+def test_other_forms_of_a_loss_are_refused(problem: str, together: Any) -> None:
+    with pytest.raises(TrainingError, match=problem + r".*: return {name: Loss\(sum, unit\)}"):
+        together(1, partial(trained, task=returns(FORMS[problem])))
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["loss", "kl"], "a part called loss, the name of the sum of all parts"),
+        (["kl", "lr"], "a part called lr, the name of another field of metrics.jsonl"),
+        (["final"], "a part called final, the name of another field of metrics.jsonl"),
+    ],
+)
+def test_a_part_has_a_name_of_its_own(names: list[str], problem: str, together: Any) -> None:
+    task = returns(lambda errors: {name: Loss(errors.sum(), "sample") for name in names})
+    with pytest.raises(TrainingError, match=problem):
+        together(1, partial(trained, task=task))
+
+
+def test_every_field_of_a_row_is_reserved() -> None:
+    loaded = Loaded(Work(0, np.arange(3), {}, 3, [], 0.0))
+    result = Result(loaded, 0.1, ["loss"], torch.ones(1), torch.ones(()))
+    row = step_row(result, {"loss": 1.0}, 1.0, Progress("train"), Stretch("train", 3, 3, 0.1, 1))
+    assert row.keys() - {"loss"} <= first_step.RESERVED
+    first_step.refuse_names(["loss"])  # the only part may be called what it is
+
+
+def test_noise_aside_is_forgotten() -> None:
+    noise, device = KeyedNoise(0), torch.device("cpu")
+    site = noise.register("a")
+    noise.bind(3, np.arange(4), device)
+    before = site.draw()
+    with noise.aside():
+        noise.bind(4, np.arange(2), device)
+        assert len(site.draw()) == noise.rows == 2
+    assert (site.calls, noise.rows) == (1, 4)
+    assert torch.equal(noise.uniform("b", (2,)), _fresh(device).uniform("b", (2,)))
+    site.calls = 0
+    assert torch.equal(site.draw(), before)
+
+
+def _fresh(device: torch.device) -> KeyedNoise:
+    noise = KeyedNoise(0)
+    noise.bind(3, np.arange(4), device)
+    return noise
