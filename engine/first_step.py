@@ -31,6 +31,8 @@ def refuse_other_forms(losses: Any) -> None:
     """`losses` must be named sums."""
     if not isinstance(losses, Mapping):
         raise TrainingError(f"loss() returned a {type(losses).__name__}: {FORM}")
+    if not losses:
+        raise TrainingError(f"loss() returned no part: {FORM}")
     for name, part in losses.items():
         if not isinstance(part, Loss):
             raise TrainingError(f"loss() part {name} is a {type(part).__name__}, not a Loss: {FORM}")
@@ -40,9 +42,7 @@ def refuse_other_forms(losses: Any) -> None:
 
 
 def refuse_names(names: list[str]) -> None:
-    """There must be parts, and none may stand where a row of metrics has something else."""
-    if not names:
-        raise TrainingError(f"the task's loss() returned no part: {FORM}")
+    """No part may stand where a row of metrics has something else."""
     taken = RESERVED | {"loss"} if len(names) > 1 else RESERVED
     if odd := [name for name in names if name in taken]:
         what = "the sum of all parts" if odd[0] == "loss" else "another field of metrics.jsonl"

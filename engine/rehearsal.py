@@ -16,6 +16,7 @@ from torch import nn
 
 from engine.errors import OutOfMemory
 from engine.feed import budget_of, tensors, to_device
+from engine.first_step import refuse_other_forms
 from engine.footprint import MOMENT_BYTES
 from engine.trouble import named
 
@@ -64,6 +65,7 @@ def _largest(session: Session, phase: str) -> None:
     model.train()
     with session.world.accelerator.autocast():
         losses = session.task.loss(model, batch, session.rehearsing(phase, samples))
+    refuse_other_forms(losses)
     sum((loss.sum for loss in losses.values()), torch.zeros((), device=device)).backward()
     _evaluate(session, model, batch)
     del moments
