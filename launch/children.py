@@ -61,7 +61,7 @@ def _wait(command: list[str], environment: dict[str, str], folder: Path) -> int:
 
         before = {n: signal.signal(n, forward) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         try:
-            _copy_progress(child, noise)
+            copy_progress(child, noise)
             return child.wait()
         finally:
             for number, handler in before.items():
@@ -76,7 +76,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _copy_progress(child: subprocess.Popen[bytes], noise: Any) -> None:
+def copy_progress(child: subprocess.Popen[bytes], noise: Any) -> None:
     """Show what the run says; keep the launcher's own chatter, and any traceback, in launcher.log."""
     assert child.stderr is not None
     for line in child.stderr:

@@ -19,6 +19,7 @@ COMMANDS = {
     ),
     "prepare": ("launch.planning:prepare", "fetch, clean, tokenize and measure the data, once"),
     "resume": ("launch.auto:resume", "go on with a run on this machine, whatever it is"),
+    "slurm": ("launch.slurm:slurm", "print, or --submit, a Slurm job that trains until done"),
     "verify": (
         "launch.verify:verify",
         "redo logged steps under another cut and compare; exit 3 on a difference",
@@ -29,6 +30,8 @@ COMMANDS = {
     "runs": ("launch.listing:runs", "the runs in a folder"),
     "describe": ("launch.listing:describe", "every flag of a task, with type, default and meaning"),
 }
+INTERNAL = {"job": "launch.job:job", "node": "launch.node:node"}
+"""What the sbatch script and its steps run."""
 ALIASES = {"train": "auto"}
 SLEEPING_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
 """Idle threads sleep, not spin: beside a busy neighbour on two cores 17,100 against 9,000 tokens/s."""
@@ -53,6 +56,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return guarded(_print_usage)
     name = ALIASES.get(arguments[0], arguments[0])
+    if name in INTERNAL:
+        return guarded(lambda: _function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
     if name not in COMMANDS:
         from engine.options import nearest
 
@@ -90,7 +95,11 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
-    module, _, function = COMMANDS[name][0].partition(":")
+    return _function(COMMANDS[name][0])
+
+
+def _function(place: str) -> Callable[[Sequence[str]], int]:
+    module, _, function = place.partition(":")
     found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
     return found
 
