@@ -134,7 +134,7 @@ def _write_parts(path: Path, parts: Mapping[str, Tensor]) -> None:
     with path.open("wb") as stream:
         total, crc = 0, 0
         start = len(text).to_bytes(8, "little") + text
-        blocks = [memoryview(start), *(memoryview(t.view(torch.uint8).numpy()) for _, t in ordered)]
+        blocks = [memoryview(start), *(t.view(torch.uint8).numpy().data for _, t in ordered)]
         for block in blocks:
             stream.write(block)
             total, crc = total + len(block), zlib.crc32(block, crc)

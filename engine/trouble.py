@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from engine.errors import Lost, OutOfMemory, TrainingError
 
-_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
+_MEMORY = (
+    *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
+    "start new thread",
+)
 _PEERS = (
     *("gloo/transport", "connection reset by peer", "connection closed by peer", "nccl", "broken pipe"),
     *("remote process exited", "timed out waiting", "tcpstore"),

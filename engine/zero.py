@@ -291,6 +291,9 @@ def _engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], worl
         except ImportError:
             raise UserError("ZeRO needs: pip install deepspeed") from None
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        # Its own sums in shared memory are compiled at first use, under a lock that a kill leaves behind, and
+        # spin forever where a rank has died; gloo notices.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _form_group(world)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False

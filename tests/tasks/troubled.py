@@ -95,6 +95,16 @@ class HungryLater(Hungry):
         return super().loss(model, batch, step)
 
 
+class SlowHungry(Slow):
+    """A step takes a twentieth of a second, and 20 MB for every sample."""
+
+    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+        import torch
+
+        torch.empty(len(batch["x"]), 20_000_000, dtype=torch.uint8)
+        return super().loss(model, batch, step)
+
+
 class HangsOnce(Slow):
     """Rank 1 stops moving in its fifth step, in the first attempt only."""
 
