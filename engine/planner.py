@@ -120,25 +120,28 @@ def _check_processes(case: Case, asked: PlanOptions, world: int | None) -> None:
 def _layouts(case: Case, asked: PlanOptions, world: int | None) -> list[Layout]:
     counts = candidates(case, asked, world)
     layouts = [layout for count in counts if (layout := fit(case, asked, count))]
-    for layout in layouts:
-        _refuse_useless_shards(case, layout.choices)
     if not layouts:
         raise UserError(does_not_fit(case, asked, counts[-1]))
-    return layouts
+    useful = [layout for layout in layouts if _saves(case, layout.choices)]
+    if not useful:
+        raise UserError(_useless(case, layouts[-1].choices))
+    return useful
 
 
-def _refuse_useless_shards(case: Case, choices: Choices) -> None:
+def _saves(case: Case, choices: Choices) -> bool:
     """ZeRO 1 and 2 share the trained parameters' moments, for an fp32 copy of those parameters."""
-    if choices.strategy not in ("zero1", "zero2"):
-        return
     whole, saved = zero_saves(case, choices)
-    if saved < LEAST_SAVING * whole:
-        raise UserError(
-            f"--strategy {choices.strategy}: saves {max(0.0, saved) / 1e6:.1f} MB of the {whole / 1e6:.1f} MB"
-            f" of weights, gradients and moments on each of {choices.processes} processes, as"
-            f" {case.shape.trainable:,} of {case.shape.parameters:,} parameters are trained with"
-            f" {case.recipe.optimizer}: use ddp, which is faster, or zero3"
-        )
+    return choices.strategy not in ("zero1", "zero2") or saved >= LEAST_SAVING * whole
+
+
+def _useless(case: Case, choices: Choices) -> str:
+    whole, saved = zero_saves(case, choices)
+    return (
+        f"--strategy {choices.strategy}: saves {max(0.0, saved) / 1e6:.1f} MB of the {whole / 1e6:.1f} MB of"
+        f" weights, gradients and moments on each of {choices.processes} processes, as"
+        f" {case.shape.trainable:,} of {case.shape.parameters:,} parameters are trained with"
+        f" {case.recipe.optimizer}: use ddp, which is faster, or zero3"
+    )
 
 
 def _sizes(case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout], world: int | None) -> Made:

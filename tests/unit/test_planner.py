@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine.errors import UserError
+from engine.errors import TrainingError, UserError
 from engine.facts import Facts
 from engine.hardware import GIB, MACHINES, Hardware, parse
 from engine.plan import Plan, PlanOptions
-from engine.planner import frontier, make_plan
+from engine.planner import frontier, make_plan, smaller
 from engine.recipe import Recipe
 from models.base import Shape
 
@@ -151,6 +151,37 @@ def test_partitioning_comes_only_where_ddp_does_not_fit() -> None:
     assert plan.reduction == "explicit"
     assert planned("8xh100").strategy == "ddp"
     assert planned("8xh100", strategy="zero2").reasons["strategy"] == "you asked for it"
+
+
+def test_zero_that_saves_nothing_is_refused_with_the_arithmetic() -> None:
+    adapted = dataclasses.replace(GPT2, trainable=811_008)
+    # Two moments (8 bytes a parameter) whole, or they and DeepSpeed's fp32 copy (12 bytes) in 8 parts.
+    with pytest.raises(UserError, match=r"saves 5\.3 MB of the .* MB .* 811,008 of 124,439,808 .* use ddp"):
+        planned("8xh100", adapted, strategy="zero2")
+    with pytest.raises(UserError, match=r"saves 0\.0 MB .* with sgd"):
+        planned("2xh100", strategy="zero1", recipe={"optimizer": "sgd"})
+    assert planned("8xh100", adapted, strategy="zero3").strategy == "zero3"
+
+
+def test_zero_keeps_to_what_it_can_compute_exactly() -> None:
+    for asked, message in (({"optimizer": "adafactor"}, "flat"), ({"optimizer": "adamw8bit"}, "flat")):
+        with pytest.raises(UserError, match=message):
+            planned("8xh100", strategy="zero2", recipe=asked)
+    with pytest.raises(UserError, match="fp16's loss scale"):
+        planned("8xv100", strategy="zero2")
+    assert planned("8xh100", strategy="zero3", recipe={"steps": (1_000_000,)}).compile == "off"
+
+
+def test_after_an_out_of_memory_the_budget_halves_down_to_one_sample() -> None:
+    recipe = Recipe(task="causal-lm", batch_size=8)
+    plan = make_plan(recipe, TEXTS, GPT2, LAPTOP, PlanOptions())
+    seen = []
+    while not plan.activation_checkpointing:
+        seen.append((plan.micro_batch_samples, plan.micro_batch_tokens))
+        plan = smaller(plan, recipe, TEXTS)
+    assert seen == [(8, 1024), (4, 512), (2, 256), (1, 128)]
+    with pytest.raises(TrainingError, match="one sample of 128 tokens"):
+        smaller(plan, recipe, TEXTS)
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,11 @@ def stepper(strategy: Replicas, recipe: Recipe = RECIPE) -> Stepper:
     return Stepper(Tiny(recipe, None), recipe, strategy.world, strategy, noise, "train")
 
 
-def trained(recipe: Recipe = RECIPE, steps: int = 3, **changes: Any) -> Callable[[Any], dict[str, Any]]:
+def trained(
+    recipe: Recipe = RECIPE, steps: int = 3, most: int = 16, **changes: Any
+) -> Callable[[Any], dict[str, Any]]:
     """A rank's part: some steps; its losses, norms and weights."""
-    models = {rank: model() for rank in range(16)}  # made here: seeding is global, threads would mix it up
+    models = {rank: model() for rank in range(most)}  # made here: seeding is global, threads would mix it up
 
     def part(world: Any) -> dict[str, Any]:
         strategy = replicas(world, models[world.rank], recipe, **changes)
@@ -165,9 +167,9 @@ def test_any_cut_and_world_takes_the_same_steps(size: int, together: Any, alone:
             assert torch.allclose(weight, alone["weights"][name], atol=1e-6), name
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 16, pytest.param(512, marks=pytest.mark.slow)])
 def test_every_rank_issues_the_same_collectives(size: int, together: Any) -> None:
-    outcome = together(size, trained(steps=2))
+    outcome = together(size, trained(steps=2, most=size))
     first = outcome.calls[0]
     assert all(calls == first for calls in outcome.calls)
     # Loss names once; then each step: who used which parameter, one bucket of gradients, losses and votes.
