@@ -15,6 +15,7 @@ NAMES = {
     "noise": "what keyed dropout costs against torch's own",
     "strategies": "single, DDP and ZeRO in worlds of 1 to 3: equal losses, and any resumes any",
     "checkpoint": "what saving in the background costs training, against torch.save",
+    "scaling": "one process of one thread against two on two cores, the same recipe",
     "soak": "a hundred faults at random moments: what they did to runs that must not notice",
     "contention": "what waiting threads do to speed when another process wants the cores",
 }

@@ -21,7 +21,7 @@ from engine import files  # noqa: E402
 from engine.detection import detect  # noqa: E402
 from engine.errors import DONE, FAILED, TrainingError, UserError  # noqa: E402
 from engine.options import Positive  # noqa: E402
-from engine.plan import Plan, PlanOptions  # noqa: E402
+from engine.plan import AnyStrategy, Plan, PlanOptions  # noqa: E402
 from engine.run import Run  # noqa: E402
 
 TOLERANCE = {"exact": (1e-4, 1e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
@@ -36,6 +36,8 @@ class VerifyOptions:
     """Steps to redo from each starting point."""
     processes: Positive = 1
     """World size to redo them in."""
+    strategy: AnyStrategy = "auto"
+    """Strategy to redo them under, with --processes 2 or more."""
     micro_batch: Positive | None = None
     """Samples per micro-batch; by default half of what the run used."""
     data: str | None = None
@@ -45,7 +47,7 @@ class VerifyOptions:
 
 
 def verify(words: Sequence[str]) -> int:
-    """Usage: verify RUN [--steps 3] [--processes N] [--micro-batch M] [--json]. Exit 3 on a difference."""
+    """Usage: verify RUN [--steps 3] [--processes N] [--strategy S] [--micro-batch M]. Exit 3 on a difference."""
     from engine.records import problems, recipe_problems
     from launch.flags import own_flags, split
     from launch.setting_up import relocate
@@ -83,6 +85,7 @@ def _other_plan(run: Run, own: VerifyOptions) -> Plan:
     asked = PlanOptions(
         device=here,
         processes=own.processes,
+        strategy=own.strategy,
         micro_batch=min(samples, run.recipe().batch_size),
         precision=plan.precision if plan.device == here else "auto",
         compile="off",

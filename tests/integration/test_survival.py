@@ -186,6 +186,35 @@ def test_a_signal_saves_and_stops_all(number: int, training: Any) -> None:
     assert not psutil.wait_procs(below, timeout=10)[1]
 
 
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [("accelerate", signal.SIGTERM), ("accelerate", signal.SIGUSR1), ("torchrun", signal.SIGINT)],
+)
+def test_a_signal_to_another_launcher_leaves_a_saved_run_and_no_orphan(
+    launcher: str, number: int, tmp_path: Path
+) -> None:
+    """SIGUSR1 kills `accelerate launch` itself: its workers see that it is gone."""
+    start = {
+        "accelerate": ["accelerate.commands.launch", "--config_file", f"{ROOT}/configs/accelerate/cpu.yaml"],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    }[launcher]
+    words_ = ["--task", f"{TASKS}:Slow", "--name", "run", "--steps", "2000", "--micro-batch", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *start, f"{ROOT}/launch/train.py", *words_, "--device", "cpu"],
+        cwd=tmp_path,
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        time.sleep(0.05)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    process.wait(timeout=BOUND_SECONDS)
+    assert not psutil.wait_procs(below, timeout=BOUND_SECONDS)[1]
+    found = summary(tmp_path / "runs" / "run")
+    assert (found["status"], found["world_size"]) == ("stopped", 2)
+
+
 def test_a_second_interrupt_stops_at_once(training: Any) -> None:
     made = training()
     made.wait_for(3)

@@ -68,6 +68,17 @@ def test_optional_libraries_are_imported_in_the_branch_that_needs_them(file: Pat
     assert not roots & ONLY_WHERE_NEEDED
 
 
+@pytest.mark.parametrize("file", FILES, ids=name)
+def test_nothing_unpickles(file: Path) -> None:
+    """A run folder or a checkpoint may come from anywhere: reading it must run no code of its own."""
+    calls = [ast.unparse(n.func) for n in ast.walk(tree(file)) if isinstance(n, ast.Call)]
+    assert not {"torch.load", "pickle.load", "pickle.loads", "joblib.load", "yaml.load", "eval", "exec"} & {
+        *calls
+    }
+    keywords = {k.arg for n in ast.walk(tree(file)) if isinstance(n, ast.Call) for k in n.keywords}
+    assert not {"allow_pickle", "trust_remote_code"} & keywords
+
+
 RAW = ("torch.rand", "torch.normal", "torch.bernoulli", "torch.multinomial", "torch.poisson", "np.random.")
 RAW += ("numpy.random.", "random.")
 SEEDED = ("np.random.default_rng", "numpy.random.default_rng", "np.random.Generator", "random.Random")
