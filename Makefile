@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-lock
 
-.PHONY: demo test check soak format lock clean
+.PHONY: demo test test-slurm check soak format lock clean
 
 demo: $(STAMP)
 	$(BIN)/python -m launch auto --task causal-lm --again
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# On a Slurm of two nodes on this machine: root, and Debian's packages slurm-wlm and munge.
+test-slurm: $(STAMP)
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m slow

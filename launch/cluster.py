@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -10,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine import files
 from engine.errors import UserError
+from engine.run import Run
 
 SECONDS = 30
 GONE = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
@@ -111,6 +112,12 @@ def states(jobs: Sequence[str]) -> dict[str, str]:
     return dict(line.split() for line in listed.out.splitlines() if len(line.split()) == 2)
 
 
+def job_of(run: Run) -> str:
+    """The number of the run's last job; empty where there was none."""
+    path = run.folder / "slurm" / "job.json"
+    return str(files.read_json(path).get("job", "")) if path.exists() else ""
+
+
 def smallest_node(partition: str | None) -> tuple[int, int] | None:
     """(CPUs, GPUs) of the smallest node of a partition; None where sinfo does not say."""
     where = ["-p", partition] if partition else []
@@ -143,7 +150,3 @@ def requeue(job: str) -> str:
     """Put the running job back into the queue; empty, or Slurm's reason not to."""
     done = ask("scontrol", "requeue", job)
     return "" if done.code == 0 else done.err.strip() or "scontrol did not answer"
-
-
-def inside(environment: Mapping[str, str] = os.environ) -> bool:
-    return "SLURM_JOB_ID" in environment

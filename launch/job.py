@@ -1,8 +1,9 @@
 """`job RUN`: what the sbatch script runs, on the first node: attempts, one step of all nodes each.
 
-Before the time limit Slurm sends SIGUSR1 (`--signal`, up to a minute early). The job also watches the clock,
-with a lead from this run's own steps and checkpoints: what `--signal` says cannot be changed once submitted.
-Either way the workers save and stop, and the job puts itself back into the queue.
+Before the time limit Slurm sends SIGUSR1 (`--signal`), up to a minute early, and what `--signal` says cannot
+be changed once submitted. So the job watches the clock itself, with a lead from this run's own steps and
+checkpoints. At that time, or at a SIGUSR1 that the limit does not explain, the workers save and stop, and the
+job puts itself back into the queue.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from engine.plan import Plan
 from engine.planner import make_plan
 from engine.registry import workload
 from engine.run import Run, Verdict
+from engine.signals import ASKING
 from launch import attempts, cluster, pace
 from launch.meeting import meeting_place, wait_for
 from launch.setting_up import relocate, write_plan
 from launch.slurm import stored_plan
 
 AGAIN_SECONDS = 10.0
+EARLY_SECONDS = 65.0
+"""How much earlier than asked Slurm sends its signal."""
 LATE_SECONDS = 25.0
 """srun may end before its tasks where Slurm ends the job: how long a verdict is waited for."""
 LOG_CHARACTERS = 2500
@@ -58,22 +62,25 @@ def job(words: Sequence[str]) -> int:
 
 
 class Stop:
-    """What asked this job to stop: `limit` (SIGUSR1, or the clock), `term`, `interrupt`; empty so far."""
+    """What asked this job to stop: `limit`, `term` or `interrupt`; empty so far."""
 
     def __init__(self) -> None:
         self.why = ""
+        self.warned = False
+        """SIGUSR1 came: the time limit is near, or the job is to make room."""
         self._before: dict[int, Any] = {}
 
     def ask(self, why: str) -> None:
         self.why = self.why or why
 
     def __enter__(self) -> Stop:
-        names = {signal.SIGUSR1: "limit", signal.SIGTERM: "term", signal.SIGINT: "interrupt"}
-
         def hear(number: int, frame: FrameType | None) -> None:
-            self.ask(names[signal.Signals(number)])
+            if number == signal.SIGUSR1:
+                self.warned = True
+            else:
+                self.ask("term" if number == signal.SIGTERM else "interrupt")
 
-        self._before = {number: signal.signal(number, hear) for number in names}
+        self._before = {number: signal.signal(number, hear) for number in ASKING}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,7 +129,8 @@ class Steps:
         told = -AGAIN_SECONDS
         while step.poll() is None:
             now = time.monotonic()
-            if is_time(self.end, now, self.request["lead"], pace.seconds_to_stop(run)):
+            left = None if self.end is None else self.end - now
+            if is_time(left, self.stop.warned, self.request["lead"], pace.seconds_to_stop(run) or 0):
                 self.stop.ask("limit")
             if self.stop.why and now - told >= AGAIN_SECONDS:
                 # srun hands this one to every process of the step; at SIGTERM and SIGINT it ends itself.
@@ -171,9 +179,14 @@ def srun(run: Run, nodes: Sequence[str], allocation: cluster.Allocation, nonce: 
     ]
 
 
-def is_time(end: float | None, now: float, lead: float, measured: float | None) -> bool:
-    """Whether to save now, to be gone before the time limit."""
-    return end is not None and end - now <= max(lead, measured or 0)
+def is_time(left: float | None, warned: bool, lead: float, measured: float) -> bool:
+    """Whether to save now, to be gone before the time limit; `left` is the time until then, if there is one.
+
+    A warning that comes long before the limit is about something else, and is heeded at once.
+    """
+    if left is not None and left <= max(lead, measured):
+        return True
+    return warned and (left is None or left > lead + EARLY_SECONDS)
 
 
 def node_logs(run: Run, nodes: Sequence[str]) -> str:

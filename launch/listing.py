@@ -13,7 +13,9 @@ from engine.errors import UserError
 from engine.plan import PlanOptions
 from engine.recipe import Recipe
 from engine.registry import TASKS, workload
-from engine.run import RunOptions, runs_in
+from engine.run import Run, RunOptions, runs_in
+from launch import cluster
+from launch.cluster import job_of
 from launch.flags import Scaling, own_flags, split
 
 
@@ -45,14 +47,16 @@ def runs(words: Sequence[str]) -> int:
     folder = Path(positional[0] if positional else own.out).expanduser()
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    rows = [_row(run) for run in runs_in(folder)]
+    found = list(runs_in(folder))
+    rows = [_row(run) | job for run, job in zip(found, _jobs(found), strict=True)]
     if own.json:
         print(json.dumps({"runs": rows}, ensure_ascii=False))
         return 0
     for row in rows:
         loss = row["metrics"].get("loss")
         figure = "" if loss is None else f"  loss {loss:.4f}"
-        print(f"{row['folder']:<44}{row['status']:<12}{row['steps'] or '-':>8} steps{figure}")
+        job = f"  job {row['job']} {row['job_state']}".rstrip() if row["job"] else ""
+        print(f"{row['folder']:<44}{row['status']:<12}{row['steps'] or '-':>8} steps{figure}{job}")
     if not rows:
         print(f"no runs in {folder}")
     return 0
@@ -67,6 +71,13 @@ def _row(run: Any) -> dict[str, Any]:
         "steps": summary.get("steps"),
         "metrics": summary.get("metrics", {}),
     }
+
+
+def _jobs(found: list[Run]) -> list[dict[str, str]]:
+    """Each run's Slurm job and its state there; empty where there was none, or Slurm has forgotten it."""
+    numbers = [job_of(run) for run in found]
+    states = cluster.states([n for n in numbers if n])
+    return [{"job": number, "job_state": states.get(number, "")} for number in numbers]
 
 
 def describe(words: Sequence[str]) -> int:

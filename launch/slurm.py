@@ -152,7 +152,7 @@ def _is_open(run: Run) -> bool:
     if run.status() == "done":
         print(f"{run.folder} has this recipe and is done (--again for a new run)", file=sys.stderr)
         return False
-    job = job_of(run)
+    job = cluster.job_of(run)
     if job and (state := cluster.states([job]).get(job)) and state not in UNAVAILABLE:
         raise UserError(f"{run.folder} is in job {job} already ({state}): scancel {job} first")
     return True
@@ -237,12 +237,6 @@ def _answer(text: str, path: Path, job: str | None, runs: dict[int, Run], own: S
     else:
         print(text, end="")
         print(f"the run is ready: sbatch {path}, or --submit", file=sys.stderr)
-
-
-def job_of(run: Run) -> str:
-    """The number of the run's last job; empty where there was none."""
-    path = run.folder / "slurm" / "job.json"
-    return str(files.read_json(path).get("job", "")) if path.exists() else ""
 
 
 def stored_plan(values: dict[str, Any]) -> PlanOptions:

@@ -1,0 +1,1 @@
+"""Jobs on a real Slurm of two nodes; `make test-slurm` runs them."""

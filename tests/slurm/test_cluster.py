@@ -1,0 +1,145 @@
+"""What a job goes through on a cluster, on one: limits, requeues, ranks and nodes that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.helpers import furthest, launch, losses, rows, summary
+from tests.slurm.conftest import TASKS, Cluster, Job
+
+pytestmark = pytest.mark.slurm
+SAMPLES, BATCH = 64, 8
+
+
+def refuse_loss_or_repeat(run: Path, steps: int) -> None:
+    """By the ledger: every step once and in order, every sample once an epoch."""
+    ledger = [r for r in rows(run, "samples.jsonl") if "samples" in r]
+    assert [r["step"] for r in ledger] == list(range(1, steps + 1))
+    assert len(losses(run)) == steps
+    for first in range(0, steps - SAMPLES // BATCH + 1, SAMPLES // BATCH):
+        epoch = [s for r in ledger[first : first + SAMPLES // BATCH] for s in r["samples"]]
+        assert sorted(epoch) == list(range(SAMPLES))
+
+
+def refuse_wrong_end(job: Job, steps: int) -> None:
+    assert summary(job.run)["status"] == "done"
+    refuse_loss_or_repeat(job.run, steps)
+    checked = launch("verify", str(job.run), cwd=job.run)
+    assert checked.returncode == 0, checked.stderr + checked.stdout
+    assert not ranks(job.run), "no process outlives its job"
+
+
+def ranks(run: Path) -> list[psutil.Process]:
+    """The processes that train a run, without their launchers."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if str(run) in words and "torch.distributed.run" not in words and "train.py" in " ".join(words):
+            found.append(process)
+    return found
+
+
+def test_two_nodes_learn_what_one_process_learns(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit("Line", "--nodes", "2", cwd=tmp_path)
+    job.finish(60)
+    assert summary(job.run)["world_size"] == 2
+    assert all((job.run / "slurm" / f"node-{name}.log").exists() for name in ("n1", "n2"))
+    one = launch("auto", "--task", f"{TASKS}:Line", "--name", "one", cwd=tmp_path)
+    assert one.returncode == 0, one.stderr
+    assert furthest(losses(job.run), losses(tmp_path / "runs" / "one")) < 1e-5
+    refuse_wrong_end(job, 40)
+
+
+def test_a_job_stopped_by_its_time_limit_requeues_itself_until_done(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ["--nodes", "2", "--steps", "600", "--eval-every", "1000", "--lead", "38"]
+    job = cluster.submit("Slow", *flags, cwd=tmp_path, limit="00:01:00")
+    job.finish(200)
+    assert int(job.shown("Restarts")) >= 2
+    refuse_wrong_end(job, 600)
+
+
+def test_a_job_that_is_requeued_saves_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit("Slow", "--nodes", "2", "--steps", "150", "--eval-every", "1000", cwd=tmp_path)
+    job.reach(30)
+    cluster.ask("scontrol", "requeue", job.number)
+    job.finish(90)
+    assert int(job.shown("Restarts")) == 1
+    assert summary(job.run)["resumed_from"], job.said()
+    refuse_wrong_end(job, 150)
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit("Slow", "--nodes", "2", "--steps", "900", "--eval-every", "1000", cwd=tmp_path)
+    job.reach(30)
+    cluster.ask("scancel", job.number)
+    with pytest.raises(AssertionError):
+        job.finish(40)
+    assert job.shown("JobState") == "CANCELLED"
+    assert summary(job.run)["status"] == "stopped", job.said()
+
+
+def test_a_rank_that_is_killed_costs_steps_and_no_samples(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ["--nodes", "2", "--steps", "150", "--eval-every", "1000", "--save-every", "20"]
+    job = cluster.submit("Slow", *flags, cwd=tmp_path)
+    job.reach(50)
+    os.kill(ranks(job.run)[0].pid, signal.SIGKILL)
+    job.finish(120)
+    assert [r for r in rows(job.run, "decisions.jsonl") if r["decision"] == "restart"], job.said()
+    refuse_wrong_end(job, 150)
+
+
+def test_the_nodes_that_are_left_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ["--nodes", "2", "--steps", "150", "--eval-every", "1000", "--save-every", "20"]
+    job = cluster.submit("Slow", *flags, cwd=tmp_path)
+    job.reach(50)
+    cluster.ask("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    job.finish(120)
+    assert summary(job.run)["world_size"] == 1, job.said()
+    refuse_wrong_end(job, 150)
+
+
+def test_an_array_trains_a_run_for_each_seed(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ["--cpu", "--time", "5", "--array", "3,5", "--name", "r", "--cpus-per-task", "1", "--submit"]
+    done = cluster.slurm("--task", f"{TASKS}:Line", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for seed in (3, 5):
+        Job(cluster, f"{done.stdout.strip()}_{seed}", tmp_path / "runs" / f"r-{seed}").finish(60)
+        assert summary(tmp_path / "runs" / f"r-{seed}")["status"] == "done"
+
+
+HOSTILE = "it's $(touch pwned) `touch pwned` \"; touch pwned #\\ %j"
+
+
+def test_no_name_or_path_breaks_out_of_the_script(cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / 'a b\'s "$(touch pwned)" %j #'
+    folder.mkdir()
+    setup = folder / "it's; touch pwned.sh"
+    setup.write_text("touch set-up\n")
+    flags = ["--nodes", "1", "--steps", "5", "--job-name", HOSTILE, "--setup", str(setup)]
+    job = cluster.submit("Line", *flags, "--after", _held(cluster, tmp_path), cwd=folder)
+    assert HOSTILE in cluster.ask("scontrol", "show", "job", job.number)
+    shown = launch("runs", "--json", cwd=folder, **cluster.environment)
+    assert "PENDING" in shown.stdout
+    cluster.ask("scontrol", "update", f"JobId={job.number}", "Dependency=")
+    job.finish(60)
+    assert (folder / "set-up").exists()
+    assert not list(tmp_path.rglob("pwned"))
+    assert (job.run / "slurm" / f"{job.number}.out").exists()
+
+
+def _held(cluster: Cluster, folder: Path) -> str:
+    script = folder / "held.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --hold\n")
+    return cluster.ask("sbatch", "--parsable", str(script)).strip()
+
+
+def test_a_refusal_is_one_line(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ["--task", f"{TASKS}:Line", "--cpu", "--time", "5", "--partition", "nowhere", "--submit"]
+    done = cluster.slurm(*flags, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nvalid partition" in done.stderr.splitlines()[-1]
