@@ -53,10 +53,9 @@ class Allocation:
         if "SLURM_JOB_ID" not in environment:
             raise UserError("job: runs inside a Slurm job; `slurm --task ... --submit` starts one")
         array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
-        names = ask("scontrol", "show", "hostnames", environment["SLURM_JOB_NODELIST"]).out.split()
         return cls(
             job=f"{array}_{task}" if array else environment["SLURM_JOB_ID"],
-            nodes=tuple(names),
+            nodes=hostnames(environment["SLURM_JOB_NODELIST"]),
             cpus=int(environment.get("SLURM_CPUS_PER_TASK", 1)),
             gpus=_number(environment.get("SLURM_GPUS_PER_NODE", "")),
             restarts=int(environment.get("SLURM_RESTART_COUNT", 0)),
@@ -69,11 +68,20 @@ def _number(text: str) -> int:
     return int(match[1]) if match else 0
 
 
-def nodes_left(nodes: Sequence[str]) -> tuple[str, ...]:
-    """Those that Slurm has not given up; all where it does not answer."""
+def nodes_left(job: str, nodes: Sequence[str]) -> tuple[str, ...]:
+    """Those of a job's nodes that it still has and that answer; all where Slurm does not say.
+
+    A node that failed leaves the job (`--no-kill`) and does not return to it, even where it is up again.
+    """
+    kept = hostnames(ask("squeue", "-h", "-j", job, "-o", "%N").out.strip()) or tuple(nodes)
     rows = ask("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T")
     states = dict(line.split()[:2] for line in rows.out.splitlines() if len(line.split()) > 1)
-    return tuple(n for n in nodes if _usable(states.get(n, "")))
+    return tuple(n for n in nodes if n in kept and _usable(states.get(n, "")))
+
+
+def hostnames(nodes: str) -> tuple[str, ...]:
+    """The names in a list such as n[1-2]."""
+    return tuple(ask("scontrol", "show", "hostnames", nodes).out.split()) if nodes else ()
 
 
 def _usable(state: str) -> bool:

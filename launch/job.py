@@ -95,10 +95,13 @@ class Steps:
         self.allocation, self.stop = allocation, stop
         self.request = files.read_json(run.folder / "slurm" / "request.json")
         relocate(run, run.recipe(), None)
-        self.nodes = cluster.nodes_left(allocation.nodes)
+        self.nodes = self._left()
         self._plan(run)
         left = cluster.seconds_left(allocation.job)
         self.end = None if left is None else time.monotonic() + left
+
+    def _left(self) -> tuple[str, ...]:
+        return cluster.nodes_left(self.allocation.job, self.allocation.nodes)
 
     def _plan(self, run: Run) -> None:
         """The run's plan for the nodes there are. The global batch stays."""
@@ -110,7 +113,7 @@ class Steps:
         """One attempt, to its end."""
         if self.stop.why:
             return Verdict(STOPPED, "asked to stop before it began")
-        left = cluster.nodes_left(self.allocation.nodes)
+        left = self._left()
         if left != self.nodes:
             print(f"going on with {len(left)} of {len(self.allocation.nodes)} nodes: {', '.join(left)}")
             self.nodes = left
@@ -146,7 +149,8 @@ class Steps:
             return verdict
         if self.stop.why:
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
-        if lost := [n for n in self.nodes if n not in cluster.nodes_left(self.nodes)]:
+        left = self._left()
+        if lost := [node for node in self.nodes if node not in left]:
             return Verdict(FAILED, f"Slurm lost {', '.join(lost)}", Lost.cause)
         files.write_text(run.folder / "launcher.log", node_logs(run, self.nodes))
         return verdict

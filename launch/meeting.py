@@ -33,8 +33,8 @@ class Place:
     def of(cls, environment: Mapping[str, str]) -> Place:
         if "SLURM_STEP_NODELIST" not in environment:
             raise UserError("node: runs in a step of a Slurm job, which `job` starts")
-        names = cluster.ask("scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"]).out.split()
-        return cls(rank=int(environment["SLURM_NODEID"]), nodes=tuple(names))
+        nodes = cluster.hostnames(environment["SLURM_STEP_NODELIST"])
+        return cls(rank=int(environment["SLURM_NODEID"]), nodes=nodes)
 
     @property
     def name(self) -> str:

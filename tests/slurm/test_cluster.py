@@ -64,13 +64,13 @@ def test_a_job_stopped_by_its_time_limit_requeues_itself_until_done(cluster: Clu
 
 
 def test_a_job_that_is_requeued_saves_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.submit("Slow", "--nodes", "2", "--steps", "150", "--eval-every", "1000", cwd=tmp_path)
+    job = cluster.submit("Slow", "--nodes", "2", "--steps", "100", "--eval-every", "1000", cwd=tmp_path)
     job.reach(30)
     cluster.ask("scontrol", "requeue", job.number)
     job.finish(90)
     assert int(job.shown("Restarts")) == 1
     assert summary(job.run)["resumed_from"], job.said()
-    refuse_wrong_end(job, 150)
+    refuse_wrong_end(job, 100)
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
@@ -84,23 +84,23 @@ def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, tmp_path: P
 
 
 def test_a_rank_that_is_killed_costs_steps_and_no_samples(cluster: Cluster, tmp_path: Path) -> None:
-    flags = ["--nodes", "2", "--steps", "150", "--eval-every", "1000", "--save-every", "20"]
+    flags = ["--nodes", "2", "--steps", "100", "--eval-every", "1000", "--save-every", "20"]
     job = cluster.submit("Slow", *flags, cwd=tmp_path)
-    job.reach(50)
+    job.reach(30)
     os.kill(ranks(job.run)[0].pid, signal.SIGKILL)
     job.finish(120)
     assert [r for r in rows(job.run, "decisions.jsonl") if r["decision"] == "restart"], job.said()
-    refuse_wrong_end(job, 150)
+    refuse_wrong_end(job, 100)
 
 
 def test_the_nodes_that_are_left_go_on(cluster: Cluster, tmp_path: Path) -> None:
-    flags = ["--nodes", "2", "--steps", "150", "--eval-every", "1000", "--save-every", "20"]
+    flags = ["--nodes", "2", "--steps", "100", "--eval-every", "1000", "--save-every", "20"]
     job = cluster.submit("Slow", *flags, cwd=tmp_path)
-    job.reach(50)
+    job.reach(30)
     cluster.ask("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     job.finish(120)
     assert summary(job.run)["world_size"] == 1, job.said()
-    refuse_wrong_end(job, 150)
+    refuse_wrong_end(job, 100)
 
 
 def test_an_array_trains_a_run_for_each_seed(cluster: Cluster, tmp_path: Path) -> None:
