@@ -26,8 +26,8 @@ FLAGS = {
     "scaling": "scale_batch lr_rule per_device_batch_size gradient_accumulation_steps",
     "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
         activation_checkpointing attention device memory_limit""",
-    "run": """out name resume again save_every keep log_every tracker ledger anomaly hang_timeout max_restarts debug
-        quiet""",
+    "run": """out name resume again save_every keep log_every tracker ledger anomaly hang_timeout
+        max_restarts debug quiet""",
     "causal-lm": "generate_prompt generate_tokens text_column vocab_size data_config",
 }
 
