@@ -19,6 +19,8 @@ from launch import cluster
 
 PATIENCE_SECONDS = 90.0
 """A shared file system may take a minute to show one node what another wrote."""
+LATER_SECONDS = 30.0
+"""The others wait longer than the first node, which names those that are missing."""
 REACH_SECONDS = 30.0
 
 
@@ -98,9 +100,9 @@ def _answers(place: Place, meeting: Path) -> dict[int, dict[str, Any]]:
 
 
 def _join(place: Place, meeting: Path, data: Path) -> tuple[str, int]:
-    """Every other node answers the first. It waits longer than that one, which names the nodes missing."""
+    """Every other node answers the first."""
     path = meeting / "call.json"
-    if not wait_for(path.is_file, PATIENCE_SECONDS + 30):
+    if not wait_for(path.is_file, PATIENCE_SECONDS + LATER_SECONDS):
         raise UserError(
             f"{place.name} does not see in {meeting.parent.parent} what {place.nodes[0]} wrote there: choose"
             " an --out on a file system that all nodes share"

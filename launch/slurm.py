@@ -71,13 +71,21 @@ class SlurmOptions:
 
 
 def slurm(words: Sequence[str]) -> int:
-    """Usage: slurm --task TASK --nodes N --gpus-per-node G --time HH:MM:SS [flags] [--submit] [--json]"""
+    """Usage: slurm --task TASK --nodes N --gpus-per-node G --time HH:MM:SS [flags] [--submit] [--json]
+
+    flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --job-name --setup FILE
+           --array 0-4 (a run per seed) --after JOB --lead SECONDS --sbatch "OPTIONS", and those of `auto`
+    """
     asked = request(_joined(words), "slurm", SlurmOptions)
     own = SlurmOptions(**asked.extra)
     asked = _checked(asked, own)
+    seeds = batch.tasks_of(own.array) if own.array else [0]
+    place = Path(asked.run.out).expanduser().resolve() / (asked.run.name or "run")
+    # A draft first: what is wrong with the script is said before anything is made.
+    batch.render(_script({seed: Run(place) for seed in seeds}, asked, own))
     for note in asked.notes:
         print(note, file=sys.stderr)
-    runs = {seed: run for seed, run in _runs(asked, own).items() if _is_open(run)}
+    runs = {seed: run for seed, run in _runs(asked, own, seeds).items() if _is_open(run)}
     if not runs:
         return DONE
     script = _script(runs, asked, own)
@@ -110,6 +118,8 @@ def _checked(asked: Request, own: SlurmOptions) -> Request:
         raise UserError("slurm: needs --gpus-per-node, or --cpu for a partition without GPUs")
     if own.time is None:
         raise UserError("slurm: needs --time, the limit of one leg, as in --time 12:00:00")
+    if own.array and asked.recipe.seed:
+        raise UserError("--seed: each task of --array is a seed of its own; leave one of them out")
     if own.lead and own.lead >= batch.seconds_of(own.time):
         raise UserError(f"--lead {own.lead}: must be shorter than --time {own.time}")
     processes = asked.plan.processes
@@ -123,11 +133,11 @@ def _checked(asked: Request, own: SlurmOptions) -> Request:
     return dataclasses.replace(asked, plan=dataclasses.replace(asked.plan, device="cpu")) if cpu else asked
 
 
-def _runs(asked: Request, own: SlurmOptions) -> dict[int, Run]:
+def _runs(asked: Request, own: SlurmOptions, seeds: list[int]) -> dict[int, Run]:
     """The run of each seed of the array; without one, the run."""
     if not own.array:
         return {0: _run(asked)}
-    return {seed: _run(_with_seed(asked, seed)) for seed in batch.tasks_of(own.array)}
+    return {seed: _run(_with_seed(asked, seed)) for seed in seeds}
 
 
 def _with_seed(asked: Request, seed: int) -> Request:
