@@ -72,7 +72,7 @@ class Soak:
     def _under_fire(self) -> int:
         assert self.process is not None
         while True:
-            ended = self._trains_for(self.draw.uniform(0.3, 4.0))
+            ended = self._trains_for(self.draw.uniform(0.2, 2.5))
             if ended is not None:
                 return ended
             if sum(self.counts.values()) >= self.wanted:
@@ -80,6 +80,7 @@ class Soak:
             kind = self.draw.choice(list(FAULTS))
             if FAULTS[kind](self):
                 self.counts[kind] = self.counts.get(kind, 0) + 1
+                print(f"fault {sum(self.counts.values())}: {kind}", file=sys.stderr)
 
     def _trains_for(self, seconds: float) -> int | None:
         """Wait for a first step and this long, or for the end; its code, then."""
@@ -204,7 +205,7 @@ FAULTS: dict[str, Callable[[Soak], bool]] = {
 
 def measure(quick: bool, seed: int = 0) -> list[dict[str, Any]]:
     """A row per kind of fault, and one of what was checked."""
-    wanted = 6 if quick else 110
+    wanted = 6 if quick else 105
     counts: dict[str, int] = {}
     runs, began = [], time.monotonic()
     expected = _undisturbed()

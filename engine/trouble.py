@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from engine.errors import Lost, OutOfMemory, TrainingError
+import errno
+
+from engine.errors import Lost, OutOfMemory, TrainingError, UserError
 
 _MEMORY = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
@@ -14,10 +16,13 @@ _PEERS = (
 )
 
 
-def named(error: BaseException) -> TrainingError | None:
+def named(error: BaseException) -> TrainingError | UserError | None:
     """The error under its name, or None where it has none: then it is a bug."""
-    if isinstance(error, TrainingError):
+    if isinstance(error, TrainingError | UserError):
         return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" to write {error.filename}" if error.filename else ""
+        return UserError(f"no space left on device{where}: make some, then go on with `resume`")
     text = str(error).lower()
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _any(_MEMORY, text)):
         return OutOfMemory(f"out of memory: {_first_line(error)}")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine import options as opt
-from engine.errors import BUG, FAILED, Lost, OutOfMemory, TrainingError, UserError
+from engine.errors import BUG, FAILED, STOPPED, Lost, OutOfMemory, TrainingError, UserError
 from engine.planner import smaller
 from engine.run import NONCE, Run, RunOptions, Verdict
 from launch.children import GRACE_SECONDS, HOME, start_children
@@ -56,10 +56,15 @@ def in_children(run: Run) -> Verdict | None:
     nonce = secrets.token_hex(8)
     arguments = ["--run", str(run.folder.resolve())]
     # accelerate's own code says only 0 or 1, and 1 for a clean stop too: the run's own file is the truth.
-    start_children(run.plan(), HOME / "launch" / "train.py", arguments, run.folder, {NONCE: nonce})
+    script = HOME / "launch" / "train.py"
+    ended = start_children(run.plan(), script, arguments, run.folder, {NONCE: nonce})
     if run.read_exit(nonce) is None:
         _wait_for_orphans(run)
-    return run.read_exit(nonce)
+    verdict = run.read_exit(nonce)
+    if verdict is None and ended.asked:
+        print("isobatch: stopped at once; what was saved before stands", file=sys.stderr)
+        return Verdict(STOPPED, "stopped at once")
+    return verdict
 
 
 def _wait_for_orphans(run: Run) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +25,7 @@ GRACE_SECONDS = 120
 
 def start_children(
     plan: Plan, script: Path, arguments: list[str], folder: Path, extra: Mapping[str, str] | None = None
-) -> int:
+) -> Ended:
     """Run `script` in the plan's world under accelerate; config and launcher.log go to `folder`."""
     config = write_config(folder, plan)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(script)]
@@ -40,9 +42,19 @@ def start_children(
     return _wait([*command, *arguments], environment, folder)
 
 
-def _wait(command: list[str], environment: dict[str, str], folder: Path) -> int:
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a launcher ended."""
+
+    code: int
+    asked: bool
+    """Whether a signal that asks for a stop was passed on to it."""
+
+
+def _wait(command: list[str], environment: dict[str, str], folder: Path) -> Ended:
     """Run the launcher in a session of its own; pass every first signal on; keep its noise in a log."""
-    with (folder / "launcher.log").open("ab") as noise:
+    log = folder / "launcher.log"
+    with files.naming_errors(log), log.open("ab", buffering=0) as noise:
         child = subprocess.Popen(
             command,
             env=environment,
@@ -54,7 +66,7 @@ def _wait(command: list[str], environment: dict[str, str], folder: Path) -> int:
 
         def forward(number: int, frame: FrameType | None) -> None:
             if number in seen and number == signal.SIGINT:
-                os.killpg(child.pid, signal.SIGKILL)
+                _kill_all(child.pid)
             elif number not in seen:
                 seen.add(number)
                 child.send_signal(number)
@@ -62,10 +74,20 @@ def _wait(command: list[str], environment: dict[str, str], folder: Path) -> int:
         before = {n: signal.signal(n, forward) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         try:
             copy_progress(child, noise)
-            return child.wait()
+            return Ended(child.wait(), bool(seen))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _kill_all(number: int) -> None:
+    """The launcher and its workers, which lead sessions of their own."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        launcher = psutil.Process(number)
+        for process in (*launcher.children(recursive=True), launcher):
+            process.kill()
 
 
 def _die_with_parent() -> None:
@@ -84,7 +106,8 @@ def copy_progress(child: subprocess.Popen[bytes], noise: Any) -> None:
             sys.stderr.write(line[len(SPOKEN.encode()) :].decode(errors="replace"))
             sys.stderr.flush()
         else:
-            noise.write(line)
+            with contextlib.suppress(OSError):  # a full disk must not end what it only describes
+                noise.write(line)
 
 
 def write_config(folder: Path, plan: Plan) -> Path:

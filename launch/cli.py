@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from engine.errors import BUG, WRONG_INPUT
+from engine.trouble import named
 
 COMMANDS = {
     "auto": ("launch.auto:auto", "plan for this machine, train, evaluate, export (also spelt train)"),
@@ -86,7 +87,8 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:
+    except Exception as caught:
+        error = named(caught) or caught
         code = getattr(error, "exit_code", BUG)
         if code == BUG or debug:
             traceback.print_exc()

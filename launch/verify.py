@@ -47,7 +47,10 @@ class VerifyOptions:
 
 
 def verify(words: Sequence[str]) -> int:
-    """Usage: verify RUN [--steps 3] [--processes N] [--strategy S] [--micro-batch M]. Exit 3 on a difference."""
+    """Usage: verify RUN [--steps 3] [--processes N] [--strategy S] [--micro-batch M] [--data PATH] [--json]
+
+    Exit 3 on a difference.
+    """
     from engine.records import problems, recipe_problems
     from launch.flags import own_flags, split
     from launch.setting_up import relocate
@@ -103,7 +106,7 @@ def _redo(run: Run, plan: Plan, steps: int) -> list[dict[str, Any]]:
         place = Path(folder)
         task = {"run": str(run.folder.resolve()), "plan": plan.to_dict(), "steps": steps}
         files.write_json(place / "task.json", task)
-        code = start_children(plan, Path(__file__), [str(place)], place)
+        code = start_children(plan, Path(__file__), [str(place)], place).code
         if code != DONE or not (place / "report.json").exists():
             sys.stderr.write((place / "launcher.log").read_text(errors="replace")[-4000:])
             raise RuntimeError(f"the {plan.processes} processes that redid the steps ended with {code}")

@@ -223,6 +223,7 @@ def test_a_second_interrupt_stops_at_once(training: Any) -> None:
     time.sleep(0.01)
     began = time.monotonic()
     made.process.send_signal(signal.SIGINT)
-    made.end()
+    code, err = made.end()
+    assert (code, "Traceback" in err) == (75, False)
     assert time.monotonic() - began < 5
     assert not psutil.wait_procs(below, timeout=5)[1]
