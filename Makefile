@@ -18,6 +18,7 @@ test-slurm: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m benchmarks soak
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ from tests.integration.helpers import ROOT, furthest, launch, losses, rows, summ
 
 TASKS = f"{ROOT}/tests/tasks/troubled.py"
 BOUND_SECONDS = 90
+SLOW = pytest.mark.slow
 
 
 def words(task: str, *more: str) -> list[str]:
@@ -174,7 +175,10 @@ def test_restarts_end_at_their_limit(training: Any) -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW), pytest.param(signal.SIGUSR1, marks=SLOW)],
+)
 def test_a_signal_saves_and_stops_all(number: int, training: Any) -> None:
     made = training()
     made.wait_for(8)
@@ -188,7 +192,11 @@ def test_a_signal_saves_and_stops_all(number: int, training: Any) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "number"),
-    [("accelerate", signal.SIGTERM), ("accelerate", signal.SIGUSR1), ("torchrun", signal.SIGINT)],
+    [
+        pytest.param("accelerate", signal.SIGTERM, marks=SLOW),
+        ("accelerate", signal.SIGUSR1),
+        pytest.param("torchrun", signal.SIGINT, marks=SLOW),
+    ],
 )
 def test_a_signal_to_another_launcher_leaves_a_saved_run_and_no_orphan(
     launcher: str, number: int, tmp_path: Path
