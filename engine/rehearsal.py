@@ -18,14 +18,32 @@ from engine.errors import OutOfMemory
 from engine.feed import budget_of, tensors, to_device
 from engine.first_step import refuse_other_forms
 from engine.footprint import MOMENT_BYTES
+from engine.planner import smaller
 from engine.trouble import named
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.plan import Plan
+    from engine.run import Run
     from engine.session import Session
 
 
-def is_telling(plan: Plan) -> bool:
+def rehearse(session: Session, phase: str, run: Run, say: Callable[[str], None]) -> Plan:
+    """Smaller micro-batches until the largest there can be fits on every rank; the plan that does."""
+    world = session.world
+    world.at("the rehearsal of the largest micro-batch")
+    while _is_telling(session.plan) and not all(world.gather(fits(session, phase))):
+        session.replan(smaller(session.plan, session.recipe, session.facts))
+        budget = f"{session.plan.micro_batch_samples} samples, {session.plan.micro_batch_tokens} tokens"
+        say(f"memory ran out in the rehearsal: micro-batches of at most {budget}")
+        if world.is_main:
+            run.write_plan(session.plan)
+            run.decide("smaller micro-batches", reason="rehearsal", what=f"at most {budget}")
+    return session.plan
+
+
+def _is_telling(plan: Plan) -> bool:
     """Host memory is promised freely, unless a limit was set; ZeRO-3's forward holds collectives."""
     if plan.strategy.startswith("zero3"):
         return False

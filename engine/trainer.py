@@ -5,14 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from engine import checkpoint, files, rehearsal
 from engine.checkpoint import Saved
@@ -21,7 +17,7 @@ from engine.errors import StopRequested, TrainingError
 from engine.journal import Journal
 from engine.judge import Judge
 from engine.meters import gpu_reading, memory_bytes, step_row
-from engine.planner import smaller
+from engine.resuming import newest, write_final
 from engine.run import Run, RunOptions, now
 from engine.sampler import chain
 from engine.schedule import Alarm, Stretch
@@ -59,7 +55,7 @@ class Trainer:
         with self.stop, self.watch:
             if self.world.is_main:
                 checkpoint.sweep(self.run.checkpoints)
-            found = self._newest()
+            found = newest(self.run, self.session, self.console.say)
             if found is None:
                 self.journal.go_back(self.session.phases, self.session.phases[0], 0)
             first = self.session.phases.index(found.facts["progress"]["phase"]) if found else 0
@@ -74,55 +70,14 @@ class Trainer:
                 self._train(stretch)
             self._finish()
 
-    def _newest(self) -> Saved | None:
-        """The newest checkpoint that is whole, the same on every rank. The ranks share the reading."""
-        names = [p.name for p in checkpoint.listed(self.run.checkpoints, self.session.phases)]
-        for folder in (self.run.checkpoints / name for name in reversed(self.world.agree(names))):
-            saved, problem = self._open(folder)
-            if problems := [p for p in self.world.gather(problem) if p]:
-                self.console.say(f"{problems[0]}; trying the one before")
-                continue
-            assert saved is not None
-            if (saved.facts["recipe_hash"], saved.facts["fingerprint"]) != (
-                self.recipe.hash(),
-                self.session.facts.fingerprint,
-            ):
-                raise TrainingError(
-                    f"checkpoint {folder} belongs to another recipe or other data than the run's files say"
-                )
-            return saved
-        return None
-
-    def _open(self, folder: Path) -> tuple[Saved | None, str]:
-        try:
-            saved = Saved(folder)
-            saved.check(self.world.rank, self.world.size)
-        except TrainingError as error:
-            return None, str(error)
-        return saved, ""
-
     def _begin(self, stretch: Stretch) -> None:
         self.session.leave()
-        self._rehearse(stretch.name)
+        self.plan = rehearsal.rehearse(self.session, stretch.name, self.run, self.console.say)
         self.session.enter(stretch)
         self.judge = Judge(self.task.monitor[1], self.recipe.patience, self.recipe.min_delta)
         self.progress = Progress(stretch.name, samples=self.progress.samples, tokens=self.progress.tokens)
         self.alarm = Alarm(self.options.save_every, stretch.steps_per_epoch, now())
         self.saved_step = -1
-
-    def _rehearse(self, phase: str) -> None:
-        """Smaller micro-batches until the largest there can be fits on every rank."""
-        self.world.at("the rehearsal of the largest micro-batch")
-        if not rehearsal.is_telling(self.plan):
-            return
-        while not all(self.world.gather(rehearsal.fits(self.session, phase))):
-            self.plan = smaller(self.plan, self.recipe, self.session.facts)
-            self.session.replan(self.plan)
-            budget = f"{self.plan.micro_batch_samples} samples, {self.plan.micro_batch_tokens} tokens"
-            self.console.say(f"memory ran out in the rehearsal: micro-batches of at most {budget}")
-            if self.world.is_main:
-                self.run.write_plan(self.plan)
-                self.run.decide("smaller micro-batches", reason="rehearsal", budget=budget)
 
     def _go_to(self, saved: Saved) -> None:
         self.session.put(saved)
@@ -330,25 +285,17 @@ class Trainer:
         if self.world.is_main:
             self.world.at("the export")
             model = self.session.whole_model(folder)
-            self._export(model)
+            self._seal(write_final(self.run, self.task, model, self.session.facts))
             sample = self.task.sample(model, self.session.facts, self.run.final)
             if sample:
                 self.console.say(f"sample:\n{sample}")
         self._summary("done", "", held_out)
         self.world.barrier()
 
-    def _export(self, model: nn.Module) -> None:
-        """Write final/ beside its place and rename it, so that it is whole or absent."""
-        temporary = self.run.folder / ".final.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        with files.naming_errors(temporary):
-            temporary.mkdir(parents=True)
-            self.task.export(model, temporary, self.session.facts)
-        shutil.rmtree(self.run.final, ignore_errors=True)
-        os.replace(temporary, self.run.final)
+    def _seal(self, sums: dict[str, int]) -> None:
+        """The last row: what final/ holds, and how exact the run was."""
         where = {"phase": self.progress.phase, "step": self.progress.step}
-        end = {"final": files.checksums(self.run.final), "invariance": self.plan.invariance}
-        self.journal.metrics({**where, **end})
+        self.journal.metrics({**where, "final": sums, "invariance": self.plan.invariance})
 
     def _summary(self, status: str, reason: str, held_out: dict[str, dict[str, float]]) -> None:
         summary = {

@@ -2,25 +2,22 @@
 
 Driven so that the cut does not matter: parameters, gradients and their sums are fp32 (its own bf16 mode sums
 in bf16), micro-batches add up locally and are reduced once a step, and losses come divided by the global
-weight already. Accelerate forms the world; DeepSpeed's engine is built here, because accelerate keeps the
-first engine it made and every phase needs its own. All of DeepSpeed's private names stand in this file.
+weight already. Accelerate forms the world; DeepSpeed's engine is built by us, because accelerate keeps the
+first engine it made and every phase needs its own. DeepSpeed's private names stand in this file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import logging
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from engine import files, portable
+from engine import portable
+from engine.deepspeed_engine import config_for, make_engine
 from engine.errors import UserError
 from engine.portable import MOMENT, WEIGHT, Entry, Piece
 
@@ -28,14 +25,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from engine.checkpoint import Saved
-    from engine.plan import Plan, Strategy
+    from engine.plan import Plan
     from engine.world import World
-
-CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "deepspeed"
-OWN_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-"""Where `accelerate launch` says which DeepSpeed config its own config names."""
-NO_CLIP = 1e30
-"""Without clipping stages 1 and 2 compute no norm."""
 
 
 class Shards:
@@ -45,11 +36,11 @@ class Shards:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, world: World, clip: float) -> None:
         self.raw, self.world = model, world
-        self.config = _config(plan, clip)
+        self.config = config_for(plan, clip)
         self.stage = int(self.config["zero_optimization"]["stage"])
         self.equal_counts = self.stage == 3
         """Every forward gathers weights, so ranks must run the same number of them."""
-        self.model = self.engine = _engine(model, optimizer, self.config, world)
+        self.model = self.engine = make_engine(model, optimizer, self.config, world)
         self._hooks = self._watch()
         self._abandoned: Any = None
 
@@ -255,57 +246,3 @@ class _Shard:
         values = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
         self.moments = {k: v.detach().view(-1)[place : place + count] for k, v in values.items()}
         self.steps: Tensor | None = state.get("step")
-
-
-def given_config() -> dict[str, Any] | None:
-    """The DeepSpeed config that accelerate's config names, seen from here or from the project."""
-    if not (given := os.environ.get(OWN_CONFIG)):
-        return None
-    path = Path(given).expanduser()
-    return files.read_json(path if path.exists() else CONFIGS.parent.parent / given)
-
-
-def strategy_of(config: dict[str, Any]) -> Strategy:
-    """The strategy that a DeepSpeed config stands for."""
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if stage not in (1, 2, 3):
-        raise UserError(f"the DeepSpeed config asks for stage {stage}: use 1, 2 or 3, or a DDP config")
-    offloads = stage == 3 and "offload_optimizer" in zero
-    return "zero3-offload" if offloads else cast("Strategy", f"zero{stage}")
-
-
-def _config(plan: Plan, clip: float) -> dict[str, Any]:
-    """The config that accelerate was given, or ours; precision and clipping are not its to say."""
-    config: dict[str, Any] = given_config() or files.read_json(CONFIGS / f"{plan.strategy}.json")
-    half = {"enabled": plan.precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
-    return {**config, "gradient_clipping": clip or NO_CLIP, "torch_autocast": half}
-
-
-def _engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], world: World) -> Any:
-    if world.device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    with contextlib.redirect_stdout(sys.stderr):  # it logs there from its import on
-        try:
-            import deepspeed
-        except ImportError:
-            raise UserError("ZeRO needs: pip install deepspeed") from None
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # Its own sums in shared memory are compiled at first use, under a lock that a kill leaves behind, and
-        # spin forever where a rank has died; gloo notices.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        _form_group(world)
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
-        )
-    return engine
-
-
-def _form_group(world: World) -> None:
-    """DeepSpeed wants a process group even of one process."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it

@@ -156,7 +156,7 @@ def _under_deepspeed(asked: Request) -> Request:
     """The strategy of the DeepSpeed config that accelerate was given. The engine is ours to build."""
     if os.environ.pop("ACCELERATE_USE_DEEPSPEED", "false") != "true":
         return asked
-    from engine.zero import given_config, strategy_of
+    from engine.deepspeed_engine import given_config, strategy_of
 
     config = given_config()
     if config is None:
