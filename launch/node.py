@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -81,7 +82,8 @@ def _train(command: list[str], plan: Plan, stop: StopFlag) -> int:
         "PET_SIGNALS_TO_HANDLE": "SIGHUP",
     }
     child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, preexec_fn=_ignore)
-    copying = threading.Thread(target=copy_progress, args=(child, sys.stderr.buffer), daemon=True)
+    log = io.FileIO(2, "wb", closefd=False)  # a node that is killed has said what it had to say
+    copying = threading.Thread(target=copy_progress, args=(child, log), daemon=True)
     copying.start()
     while child.poll() is None:
         if stop.asked:
