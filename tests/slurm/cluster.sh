@@ -66,7 +66,11 @@ up() {
 }
 
 down() {
-  scancel --full --signal=KILL --state=RUNNING --user=root 2>/dev/null || true
+  scancel --full --signal=KILL --user=root 2>/dev/null || true
+  for _ in $(seq 60); do # a node's daemon outlives its own end where a job still runs there
+    [ -z "$(squeue -h 2>/dev/null)" ] && break
+    sleep 0.5
+  done
   for file in "$base"/slurmd.n?.pid "$base"/slurmctld.pid "$base"/munge.pid; do
     [ -s "$file" ] && kill "$(cat "$file")" 2>/dev/null || true
   done
