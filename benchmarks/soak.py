@@ -53,6 +53,9 @@ class Soak:
             self._start(["resume", str(self.run)] if (self.run / "recipe.json").exists() else first)
             code = self._under_fire()
             self.ends.append(str(code))
+            print(f"ended with {code}", file=sys.stderr)
+            if code == 1:
+                print((self.folder / "err.txt").read_text()[-3000:], file=sys.stderr)
             (self.folder / "runs" / "ballast").unlink(missing_ok=True)
             if code == 0:
                 return
@@ -251,12 +254,16 @@ def _checked(soak: Soak, expected: list[float]) -> dict[str, Any]:
     ledger = [json.loads(line)["step"] for line in (soak.run / "samples.jsonl").read_text().splitlines()]
     found = _losses(soak.run)
     verify = [sys.executable, "-m", "launch", "verify", str(soak.run)]
-    time.sleep(1)
+    checked = subprocess.run(verify, cwd=soak.folder, capture_output=True, text=True, check=False)
+    if checked.returncode:
+        print(checked.stdout + checked.stderr, file=sys.stderr)
     left = [p for p in psutil.process_iter(["cmdline"]) if str(soak.run) in " ".join(p.info["cmdline"] or [])]
+    for p in left:
+        print(f"left over: {p.info['cmdline']}", file=sys.stderr)
     return {
         "difference": max(abs(a - b) for a, b in zip(found, expected, strict=True)),
         "odd": len(set(ledger) ^ set(range(1, STEPS + 1))) + len(ledger) - len(set(ledger)),
-        "verified": subprocess.run(verify, cwd=soak.folder, capture_output=True, check=False).returncode == 0,
+        "verified": checked.returncode == 0,
         "left": len(left),
     }
 

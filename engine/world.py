@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -196,10 +197,22 @@ class World:
                 self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
-        """Leave the world together; without it runs of several CPU processes sometimes abort at exit."""
+        """Nothing more will be said to the others; trackers write what they hold."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         if self.size > 1:
             self._wait_for_the_last()
-        self.accelerator.end_training()
+
+    def leave(self, code: int) -> None:
+        """End this process with `code` where there are others; one alone goes on.
+
+        Not by way of the interpreter's end: there gloo's destructor waits, holding the interpreter, for a thread
+        of its own that wants it (torch 2.13, seen as a hang and as an abort).
+        """
+        if self.size > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
     def _wait_for_the_last(self) -> None:
         """Nobody closes a connection that another may still read: gloo's threads abort when one is reset."""

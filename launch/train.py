@@ -50,12 +50,12 @@ def train_run(run: Run, options: RunOptions) -> int:
             code = verdict.code
             if main or code not in (DONE, STOPPED):
                 run.write_exit(verdict)
-        if code not in (DONE, STOPPED) and world.size > 1:
+        if code not in (DONE, STOPPED):
             # The others may stand in a collective that will never end: leave, and the launcher ends them.
-            sys.stderr.flush()
-            os._exit(code)
-        world.barrier()
+            world.leave(code)
         world.close()
+    # torchrun takes any other code for a crash and would kill ranks that are still writing.
+    world.leave(DONE if code == STOPPED else code)
     return code
 
 

@@ -114,8 +114,8 @@ def _redo(run: Run, plan: Plan, steps: int) -> list[dict[str, Any]]:
         return steps_redone
 
 
-def redone(run: Run, plan: Plan, steps: int) -> list[dict[str, Any]]:
-    """The steps done again in this world, as JSON."""
+def redone(run: Run, plan: Plan, steps: int, place: Path | None = None) -> list[dict[str, Any]]:
+    """The steps done again in this world, as JSON, in `place` where the processes end with it."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from engine.redo import Redo
@@ -125,8 +125,10 @@ def redone(run: Run, plan: Plan, steps: int) -> list[dict[str, Any]]:
         {**dataclasses.asdict(r), "loss_difference": r.loss_difference, "norm_difference": r.norm_difference}
         for r in redo.steps(steps)
     ]
-    redo.world.barrier()
+    if place is not None and redo.world.is_main:
+        files.write_json(place / "report.json", {"steps": found})
     redo.world.close()
+    redo.world.leave(DONE)
     return found
 
 
@@ -160,9 +162,7 @@ def _sheet(report: dict[str, Any], invariance: str) -> str:
 
 def _child(folder: Path) -> int:
     task = files.read_json(folder / "task.json")
-    steps = redone(Run.open(task["run"]), Plan.from_dict(task["plan"]), task["steps"])
-    if os.environ.get("RANK", "0") == "0":
-        files.write_json(folder / "report.json", {"steps": steps})
+    redone(Run.open(task["run"]), Plan.from_dict(task["plan"]), task["steps"], folder)
     return DONE
 
 

@@ -74,6 +74,7 @@ def measure(settings: dict[str, Any]) -> None:
         Path(settings["out"]).write_text(json.dumps(report))
     world.barrier()
     world.close()
+    world.leave(0)
 
 
 if __name__ == "__main__":
