@@ -166,13 +166,12 @@ def _damage(how: str) -> Callable[[Soak], bool]:
 def _fill_disk(soak: Soak) -> bool:
     if not os.path.ismount(soak.folder / "runs"):
         return False
-    with (soak.folder / "runs" / "ballast").open("wb") as stream:
-        try:
+    try:
+        with (soak.folder / "runs" / "ballast").open("wb", buffering=0) as stream:
             while True:
                 stream.write(b"\0" * 65536)
-                stream.flush()
-        except OSError:
-            return True
+    except OSError:
+        return True
 
 
 def _starve(soak: Soak) -> bool:

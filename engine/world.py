@@ -206,8 +206,8 @@ class World:
     def leave(self, code: int) -> None:
         """End this process with `code` where there are others; one alone goes on.
 
-        Not by way of the interpreter's end: there gloo's destructor waits, holding the interpreter, for its own
-        thread that wants it (torch 2.13, seen as a hang and as an abort).
+        Not by way of the interpreter's end: there gloo's destructor waits, holding the interpreter, for
+        its own thread that wants it (torch 2.13, seen as a hang and as an abort).
         """
         if self.size > 1:
             sys.stdout.flush()
