@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from engine import options as opt
-from engine.errors import BUG, FAILED, STOPPED, Lost, OutOfMemory, TrainingError, UserError
+from engine.errors import BUG, FAILED, STOPPED, WRONG_INPUT, Lost, OutOfMemory, TrainingError, UserError
 from engine.planner import smaller
 from engine.run import NONCE, Run, RunOptions, Verdict
 from launch.children import GRACE_SECONDS, HOME, start_children
@@ -18,6 +19,7 @@ from launch.children import GRACE_SECONDS, HOME, start_children
 Start = Callable[[Run], Verdict | None]
 """Trains a run by its plan once, to the end of that attempt; None where no process left a verdict."""
 LOG_TAIL = 6000
+FULL_BYTES = 1 << 16
 
 
 def train(run: Run, start: Start) -> int:
@@ -81,11 +83,20 @@ def _wait_for_orphans(run: Run) -> None:
 def _after(run: Run, verdict: Verdict | None, log: Path) -> Verdict:
     """The verdict, or what can be known of an attempt that left none."""
     if verdict is None:
-        verdict = _dead_process(log)
+        verdict = _full_disk(run) or _dead_process(log)
     if verdict is None or verdict.code == BUG:
         sys.stderr.write(log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else "")
         return verdict or Verdict(BUG, "no process left a verdict")
     return verdict
+
+
+def _full_disk(run: Run) -> Verdict | None:
+    """A verdict cannot be written where nothing can."""
+    if shutil.disk_usage(run.folder).free > FULL_BYTES:
+        return None
+    reason = f"no space left on device for {run.folder}: make some, then go on with `resume`"
+    print(f"isobatch: {reason}", file=sys.stderr)
+    return Verdict(WRONG_INPUT, reason)
 
 
 def _dead_process(log: Path) -> Verdict | None:
