@@ -244,14 +244,14 @@ def sweep(folder: Path) -> None:
 
 def _replace(fresh: Path, folder: Path) -> None:
     if folder.exists():
-        _remove(folder)
+        remove(folder)
     os.replace(fresh, folder)
     descriptor = os.open(folder.parent, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Renamed first: a delete cut short must not leave a folder that looks complete."""
     gone = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(gone, ignore_errors=True)
@@ -282,4 +282,4 @@ def prune(folder: Path, phases: list[str], keep: int, spare: set[str]) -> None:
     """Delete all but the newest `keep` checkpoints and those named in `spare`."""
     for path in listed(folder, phases)[:-keep]:
         if path.name not in spare:
-            _remove(path)
+            remove(path)

@@ -23,13 +23,18 @@ if TYPE_CHECKING:
 
 
 def newest(run: Run, session: Session, say: Callable[[str], None]) -> Saved | None:
-    """The newest checkpoint that is whole, the same on every rank. The ranks share the reading."""
+    """The newest checkpoint that is whole, the same on every rank. The ranks share the reading.
+
+    Damaged ones are removed: they would count among the newest when old ones are deleted.
+    """
     world = session.world
     names = [p.name for p in checkpoint.listed(run.checkpoints, session.phases)]
     for folder in (run.checkpoints / name for name in reversed(world.agree(names))):
         saved, problem = _open(folder, world)
         if problems := [p for p in world.gather(problem) if p]:
             say(f"{problems[0]}; trying the one before")
+            if world.is_main:
+                checkpoint.remove(folder)
             continue
         assert saved is not None
         origin = (saved.facts["recipe_hash"], saved.facts["fingerprint"])

@@ -118,6 +118,7 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert summary(run)["resumed_from"] == before.name
     assert newest.name in (run / "log.txt").read_text()
+    assert launch("verify", str(run), cwd=tmp_path).returncode == 0
     assert (run / "final/model.safetensors").read_bytes() == (
         undisturbed / "final/model.safetensors"
     ).read_bytes()

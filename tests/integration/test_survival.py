@@ -45,7 +45,11 @@ def whole(run: Path, expected: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("task", "processes", "found_in"),
-    [("Hungry", 2, "rehearsal"), ("HungryLater", 2, "out of"), ("HungryLater", 1, "")],
+    [
+        ("Hungry", 2, "rehearsal"),
+        ("HungryLater", 2, "out of"),
+        pytest.param("HungryLater", 1, "", marks=SLOW),
+    ],
 )
 def test_out_of_memory_on_one_rank_cuts_the_budget_of_all(
     task: str, processes: int, found_in: str, tmp_path: Path
@@ -135,6 +139,7 @@ def test_workers_whose_launcher_was_killed_save_and_are_started_anew(training: A
     whole(made.run, plain(tmp_path, 60))
 
 
+@SLOW
 def test_a_stopped_rank_is_noticed_and_named(training: Any, tmp_path: Path) -> None:
     made = training("--hang-timeout", "6")
     made.wait_for(25)
