@@ -9,8 +9,9 @@ STAMP := $(VENV)/.made-from-lock
 demo: $(STAMP)
 	$(BIN)/python -m launch auto --task causal-lm --again
 
+# Two files at a time, the long ones first: most tests wait for one process to start.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # On a Slurm of two nodes on this machine: root, and Debian's packages slurm-wlm and munge.
 test-slurm: $(STAMP)

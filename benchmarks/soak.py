@@ -2,7 +2,8 @@
 
 A run of two processes, or one, is killed, stopped, starved and robbed of checkpoints while it trains; what
 ended is resumed under a strategy drawn at random. A run that is done must have every sample once in its
-ledger, the losses of an undisturbed run, and pass `verify`; no process may be left over.
+ledger, the losses of an undisturbed run, and pass `verify`; no process may be left over. Where Slurm's
+daemons are installed, a job on two nodes gets its share of faults, with those that only a cluster has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -27,7 +29,38 @@ TASK = f"{HOME}/tests/tasks/troubled.py:SlowHungry"
 STEPS = 240
 BOUND_SECONDS = 120
 """Longer without a new step, or an end, is a hang."""
+ON_A_CLUSTER = 25
 LAYOUTS = (("1", "single"), ("2", "ddp"), ("2", "zero1"), ("2", "zero2"))
+
+
+class Progress:
+    """Whether a run took a step; a resume first cuts its metrics back."""
+
+    def __init__(self, run: Path) -> None:
+        self.path, self.size = run / "metrics.jsonl", 0
+
+    def moved(self) -> bool:
+        size = self.path.stat().st_size if self.path.exists() else 0
+        grew, self.size = size > self.size, size
+        return grew
+
+
+@dataclass
+class Times:
+    """Seconds that faults cost."""
+
+    to_exit: list[float] = field(default_factory=list)
+    """From a signal that asks for a stop to the end of all."""
+    to_step: list[float] = field(default_factory=list)
+    """From the start of a command, or of a requeued job, to its first new step."""
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "signals": len(self.to_exit),
+            "slowest_signal_to_exit_seconds": round(max(self.to_exit, default=0), 1),
+            "median_start_to_step_seconds": round(median(self.to_step), 1) if self.to_step else 0,
+            "slowest_start_to_step_seconds": round(max(self.to_step, default=0), 1),
+        }
 
 
 @dataclass
@@ -38,8 +71,16 @@ class Soak:
     draw: random.Random
     counts: dict[str, int]
     wanted: int
+    times: Times
     ends: list[str] = field(default_factory=list)
     process: subprocess.Popen[str] | None = None
+    began: float | None = None
+    """When the command was started; None once it took a step."""
+    asked: float | None = None
+    """When it was asked to stop, if that is all that befell it."""
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.run)
 
     @property
     def run(self) -> Path:
@@ -53,6 +94,8 @@ class Soak:
             self._start(["resume", str(self.run)] if (self.run / "recipe.json").exists() else first)
             code = self._under_fire()
             self.ends.append(str(code))
+            if self.asked is not None:
+                self.times.to_exit.append(time.monotonic() - self.asked)
             print(f"ended with {code}", file=sys.stderr)
             if code == 1:
                 print((self.folder / "err.txt").read_text()[-3000:], file=sys.stderr)
@@ -64,6 +107,7 @@ class Soak:
         processes, strategy = self.draw.choice(LAYOUTS)
         plan = ["--processes", processes, "--strategy", strategy, "--micro-batch", "2"]
         run = ["--hang-timeout", "30", "--max-restarts", "1000", "--quiet"]
+        self.began, self.asked = time.monotonic(), None
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launch", *words, *plan, *run],
             cwd=self.folder,
@@ -81,19 +125,22 @@ class Soak:
             if sum(self.counts.values()) >= self.wanted:
                 continue
             kind = self.draw.choice(list(FAULTS))
+            at = time.monotonic()
             if FAULTS[kind](self):
+                self.asked = at if kind in SIGNALS and self.asked is None else None
                 self.counts[kind] = self.counts.get(kind, 0) + 1
                 print(f"fault {sum(self.counts.values())}: {kind}", file=sys.stderr)
 
     def _trains_for(self, seconds: float) -> int | None:
         """Wait for a first step and this long, or for the end; its code, then."""
         assert self.process is not None
-        metrics, began = self.run / "metrics.jsonl", time.monotonic()
-        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
-        moved: float | None = None
+        began, moved = time.monotonic(), None
         while self.process.poll() is None:
-            if moved is None and metrics.exists() and metrics.stat().st_mtime_ns != before:
+            if self.progress.moved() and moved is None:
                 moved = time.monotonic()
+                if self.began is not None:
+                    self.times.to_step.append(moved - self.began)
+                    self.began = None
             if moved is not None and time.monotonic() - moved > seconds:
                 return None
             if time.monotonic() - began > BOUND_SECONDS:
@@ -190,14 +237,13 @@ def _starve(soak: Soak) -> bool:
     return True
 
 
+SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1, "SIGINT": signal.SIGINT}
 FAULTS: dict[str, Callable[[Soak], bool]] = {
     "SIGKILL of a rank": _kill_one("rank"),
     "SIGKILL of accelerate": _kill_one("accelerate.commands"),
     "SIGKILL of the command": _signal(signal.SIGKILL),
     "SIGKILL of all": _kill_all,
-    "SIGTERM": _signal(signal.SIGTERM),
-    "SIGUSR1": _signal(signal.SIGUSR1),
-    "SIGINT": _signal(signal.SIGINT),
+    **{name: _signal(number) for name, number in SIGNALS.items()},
     "checkpoint truncated": _damage("truncate"),
     "checkpoint bit flipped": _damage("flip"),
     "disk full": _fill_disk,
@@ -206,14 +252,30 @@ FAULTS: dict[str, Callable[[Soak], bool]] = {
 
 
 def measure(quick: bool, seed: int = 0) -> list[dict[str, Any]]:
-    """A row per kind of fault, and one of what was checked."""
-    wanted = 6 if quick else 105
+    """A row per kind of fault, and one of what was checked, on this machine and on a cluster."""
+    from benchmarks import soak_cluster
+
+    expected = undisturbed()
+    rows = under_fire(lambda *fire: _one_run(*fire, expected), 6 if quick else 105, seed)
+    if soak_cluster.available():
+        run = soak_cluster.run_under_fire
+        rows += under_fire(
+            lambda *fire: run(*fire, expected), 3 if quick else ON_A_CLUSTER, seed, "2 nodes under Slurm"
+        )
+    return rows
+
+
+OneRun = Callable[[random.Random, dict[str, int], int, Times], dict[str, Any]]
+
+
+def under_fire(one_run: OneRun, wanted: int, seed: int, where: str = "1 machine") -> list[dict[str, Any]]:
+    """Runs, one after the other, until there were as many faults as wanted."""
     counts: dict[str, int] = {}
-    runs, began = [], time.monotonic()
-    expected = _undisturbed()
+    runs, times, began = [], Times(), time.monotonic()
     while sum(counts.values()) < wanted:
-        runs.append(_one_run(random.Random(seed + len(runs)), counts, wanted, expected))
+        runs.append(one_run(random.Random(seed + len(runs)), counts, wanted, times))
     checks = {
+        "where": where,
         "runs": len(runs),
         "faults": sum(counts.values()),
         "largest_loss_difference": max(r["difference"] for r in runs),
@@ -221,12 +283,13 @@ def measure(quick: bool, seed: int = 0) -> list[dict[str, Any]]:
         "verified": all(r["verified"] for r in runs),
         "left_over_processes": sum(r["left"] for r in runs),
         "ends": " ".join(sorted({e for r in runs for e in r["ends"]})),
+        **times.row(),
         "minutes": round((time.monotonic() - began) / 60, 1),
     }
-    return [*({"fault": kind, "times": count} for kind, count in sorted(counts.items())), checks]
+    return [*({"where": where, "fault": kind, "times": n} for kind, n in sorted(counts.items())), checks]
 
 
-def _undisturbed() -> list[float]:
+def undisturbed() -> list[float]:
     with tempfile.TemporaryDirectory() as name:
         words = ["auto", "--task", TASK.replace("SlowHungry", "Line"), "--name", "run", "--steps", str(STEPS)]
         subprocess.run([sys.executable, "-m", "launch", *words], cwd=name, check=True, capture_output=True)
@@ -234,35 +297,36 @@ def _undisturbed() -> list[float]:
 
 
 def _one_run(
-    draw: random.Random, counts: dict[str, int], wanted: int, expected: list[float]
+    draw: random.Random, counts: dict[str, int], wanted: int, times: Times, expected: list[float]
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "runs").mkdir()
         small = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", f"{name}/runs"]
         mounted = subprocess.run(small, capture_output=True, check=False).returncode == 0
         try:
-            soak = Soak(Path(name), draw, counts, wanted)
+            soak = Soak(Path(name), draw, counts, wanted, times)
             soak.until_done()
-            return {**_checked(soak, expected), "ends": soak.ends}
+            return {**checked(soak.run, expected), "ends": soak.ends}
         finally:
             if mounted:
                 subprocess.run(["umount", "-l", f"{name}/runs"], check=False)
 
 
-def _checked(soak: Soak, expected: list[float]) -> dict[str, Any]:
-    ledger = [json.loads(line)["step"] for line in (soak.run / "samples.jsonl").read_text().splitlines()]
-    found = _losses(soak.run)
-    verify = [sys.executable, "-m", "launch", "verify", str(soak.run)]
-    checked = subprocess.run(verify, cwd=soak.folder, capture_output=True, text=True, check=False)
-    if checked.returncode:
-        print(checked.stdout + checked.stderr, file=sys.stderr)
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(soak.run) in " ".join(p.info["cmdline"] or [])]
+def checked(run: Path, expected: list[float]) -> dict[str, Any]:
+    """What a run that is done came to."""
+    ledger = [json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()]
+    found = _losses(run)
+    verify = [sys.executable, "-m", "launch", "verify", str(run)]
+    done = subprocess.run(verify, cwd=run, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout + done.stderr, file=sys.stderr)
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(run) in " ".join(p.info["cmdline"] or [])]
     for p in left:
         print(f"left over: {p.info['cmdline']}", file=sys.stderr)
     return {
         "difference": max(abs(a - b) for a, b in zip(found, expected, strict=True)),
         "odd": len(set(ledger) ^ set(range(1, STEPS + 1))) + len(ledger) - len(set(ledger)),
-        "verified": checked.returncode == 0,
+        "verified": done.returncode == 0,
         "left": len(left),
     }
 

@@ -37,6 +37,7 @@ class Watch:
         self._parent = os.getppid()
         self._main = threading.get_ident()
         self._over = threading.Event()
+        self._pause = max(0.2, min(1.0, timeout / 10))
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -49,8 +50,7 @@ class Watch:
         self._over.set()
 
     def _run(self) -> None:
-        pause = max(0.2, min(5.0, self.timeout / 10))
-        while not self._over.wait(pause):
+        while not self._over.wait(self._pause):
             if os.getppid() != self._parent and self.world.size > 1:
                 self.stop.ask("the launcher that started it is gone")
             self._tell()
@@ -92,7 +92,7 @@ class Watch:
         except RuntimeError:
             return "the store is gone"
         silent = time.time() - said["time"]
-        if silent > 2 * max(0.2, min(5.0, self.timeout / 10)) + 1:
+        if silent > 2 * self._pause + 1:
             return f"rank {rank} has said nothing for {silent:.0f} s; it was at {said['place']}"
         return "" if said["waiting"] else f"rank {rank} is at {said['place']}, in {said['code']}"
 

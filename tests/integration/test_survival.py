@@ -66,13 +66,10 @@ def test_out_of_memory_on_one_rank_cuts_the_budget_of_all(
 class Training:
     """`auto` on two processes, 0.05 s a step."""
 
-    def __init__(self, folder: Path, *more: str) -> None:
+    def __init__(self, folder: Path, *more: str, steps: int = 60) -> None:
         self.run = folder / "runs" / "run"
-        command = [
-            *words("Slow", "--processes", "2", "--micro-batch", "2", "--steps", "60"),
-            "--save-every",
-            "10",
-        ]
+        command = words("Slow", "--processes", "2", "--micro-batch", "2", "--save-every", "10")
+        command += ["--steps", str(steps)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launch", *command, *more],
             cwd=folder,
@@ -105,8 +102,8 @@ class Training:
 def training(tmp_path: Path) -> Iterator[Callable[..., Training]]:
     started: list[Training] = []
 
-    def begin(*more: str) -> Training:
-        started.append(Training(tmp_path, *more))
+    def begin(*more: str, steps: int = 60) -> Training:
+        started.append(Training(tmp_path, *more, steps=steps))
         return started[-1]
 
     yield begin
@@ -129,14 +126,14 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(training: Any, tmp_path: Pat
 
 
 def test_workers_whose_launcher_was_killed_save_and_are_started_anew(training: Any, tmp_path: Path) -> None:
-    made = training()
+    made = training(steps=120)
     made.wait_for(25)
     made.child("accelerate.commands.launch")[0].send_signal(signal.SIGKILL)
     code, err = made.end()
     assert code == 0, err
     assert "launcher" in decisions(made.run)[0]["reason"]
     assert int(summary(made.run)["resumed_from"].removeprefix("train-")) >= 25
-    whole(made.run, plain(tmp_path, 60))
+    whole(made.run, plain(tmp_path, 120))
 
 
 @SLOW

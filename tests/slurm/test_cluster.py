@@ -6,11 +6,10 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.integration.helpers import furthest, launch, losses, rows, summary
-from tests.slurm.conftest import TASKS, Cluster, Job
+from tests.slurm.nodes import TASKS, Cluster, Job, ranks
 
 pytestmark = pytest.mark.slurm
 SAMPLES, BATCH = 64, 8
@@ -32,16 +31,6 @@ def refuse_wrong_end(job: Job, steps: int) -> None:
     checked = launch("verify", str(job.run), cwd=job.run)
     assert checked.returncode == 0, checked.stderr + checked.stdout
     assert not ranks(job.run), "no process outlives its job"
-
-
-def ranks(run: Path) -> list[psutil.Process]:
-    """The processes that train a run, without their launchers."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if str(run) in words and "torch.distributed.run" not in words and "train.py" in " ".join(words):
-            found.append(process)
-    return found
 
 
 def test_two_nodes_learn_what_one_process_learns(cluster: Cluster, tmp_path: Path) -> None:

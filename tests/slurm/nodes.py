@@ -1,0 +1,104 @@
+"""A Slurm of two nodes on this machine, and jobs on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.integration.helpers import ROOT, command, launch, rows
+
+SCRIPT = Path(__file__).with_name("cluster.sh")
+TASKS = f"{ROOT}/tests/tasks/troubled.py"
+
+
+def wait_for(done: Callable[[], Any], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not so within {seconds} s"
+        time.sleep(0.2)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job submitted for one run."""
+
+    cluster: Cluster
+    number: str
+    run: Path
+
+    def shown(self, what: str) -> str:
+        words = self.cluster.ask("scontrol", "show", "job", self.number, "-o").split()
+        return next((w.partition("=")[2] for w in words if w.startswith(f"{what}=")), "")
+
+    def steps(self) -> int:
+        return len(rows(self.run)) if (self.run / "metrics.jsonl").exists() else 0
+
+    def reach(self, step: int, seconds: float = 60) -> None:
+        wait_for(lambda: self.steps() >= step, seconds)
+
+    def finish(self, seconds: float) -> None:
+        """Until the job is over, done."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        wait_for(lambda: self.shown("JobState") in over, seconds)
+        assert self.shown("JobState") == "COMPLETED", self.said()
+
+    def said(self) -> str:
+        logs = sorted((self.run / "slurm").glob("*.*"))
+        return "".join(f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}\n" for p in logs)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def ask(self, *words: str) -> str:
+        return command(list(words), self.folder, 30, **self.environment).stdout
+
+    def slurm(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        return launch("slurm", *words, cwd=cwd, **self.environment)
+
+    def submit(self, task: str, *words: str, cwd: Path, limit: str = "00:05:00") -> Job:
+        flags = ["--task", f"{TASKS}:{task}", "--cpu", "--time", limit, "--name", "r", "--ledger", *words]
+        done = self.slurm(*flags, "--submit", cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        return Job(self, done.stdout.strip(), cwd / "runs" / "r")
+
+
+def ranks(run: Path) -> list[psutil.Process]:
+    """The processes that train a run, without their launchers."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if str(run) in words and "torch.distributed.run" not in words and "train.py" in " ".join(words):
+            found.append(process)
+    return found
+
+
+def available() -> bool:
+    return os.geteuid() == 0 and shutil.which("slurmctld") is not None
+
+
+@contextlib.contextmanager
+def up() -> Iterator[Cluster]:
+    """Root, and Debian's packages slurm-wlm and munge, for as long as this lasts."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short: a socket's path may have 107 characters
+    subprocess.run([SCRIPT, "up", folder], check=True, timeout=60)
+    try:
+        yield Cluster(folder)
+    finally:
+        subprocess.run([SCRIPT, "down", folder], check=True, timeout=60)
+        shutil.rmtree(folder, ignore_errors=True)
