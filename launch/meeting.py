@@ -113,25 +113,31 @@ def _join(place: Place, meeting: Path, data: Path) -> tuple[str, int]:
 
 
 def _reachable(place: Place, addresses: list[str], port: int) -> tuple[str, int]:
-    """The first of the addresses that answers from here."""
-    found: list[str] = []
+    """The first of the addresses that answers from here, but for a loopback: on some systems a host's own
+    name is one."""
+    found: dict[str, str] = {}
 
     def look() -> bool:
-        found.extend(a for a in addresses if not found and _answers_at(a, port))
+        found.update({a: own for a in addresses if (own := own_address(a, port))})
         return bool(found)
 
     if not wait_for(look, REACH_SECONDS):
         where = ", ".join(f"{a}:{port}" for a in addresses)
         raise UserError(f"{place.name} cannot reach {place.nodes[0]} at {where}: is there a firewall?")
-    return found[0], port
+    return min(found, key=lambda address: is_loopback(found[address])), port
 
 
-def _answers_at(address: str, port: int) -> bool:
+def own_address(host: str, port: int) -> str:
+    """Where another machine is reached from, numerically; empty where nothing answers."""
     try:
-        socket.create_connection((address, port), timeout=5).close()
+        with socket.create_connection((host, port), timeout=5) as connection:
+            return str(connection.getsockname()[0])
     except OSError:
-        return False
-    return True
+        return ""
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.1) -> bool:

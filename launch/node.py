@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from engine.plan import Plan
 from engine.run import NONCE, Run, Verdict
 from engine.signals import ASKING, StopFlag
 from launch.children import HOME, copy_progress
-from launch.meeting import Place, met
+from launch.meeting import Place, is_loopback, met, own_address
 
 AGAIN_SECONDS = 2.0
 """Between two words to stop: one that comes while a worker still starts is not heard."""
@@ -39,14 +38,18 @@ def node(words: Sequence[str]) -> int:
         try:
             data = Path(run.facts().folder) if place.rank == 0 or run.folder.is_dir() else Path()
             with met(place, run.folder, nonce, data) as (host, port):
-                return _train(_torchrun(run.plan(), place, host, port, nonce, run.folder), run.plan(), stop)
+                own = own_address(host, port)
+                command = _torchrun(run.plan(), place, host, port, own, nonce, run.folder)
+                return _train(command, _environment(run.plan(), own), stop)
         except UserError as error:
             with contextlib.suppress(UserError, OSError):  # a node that does not see the folder cannot say so
                 run.write_exit(Verdict(WRONG_INPUT, str(error)))
             raise
 
 
-def _torchrun(plan: Plan, place: Place, host: str, port: int, nonce: str, folder: Path) -> list[str]:
+def _torchrun(
+    plan: Plan, place: Place, host: str, port: int, own: str, nonce: str, folder: Path
+) -> list[str]:
     """torchrun itself: accelerate would probe the port, and take ours for someone else's."""
     return [
         sys.executable,
@@ -58,7 +61,7 @@ def _torchrun(plan: Plan, place: Place, host: str, port: int, nonce: str, folder
         f"--rdzv-endpoint={host}:{port}",
         f"--rdzv-id={nonce}",
         f"--rdzv-conf=is_host=0,join_timeout={JOIN_SECONDS}",
-        *_own_address(host, port),
+        *([] if is_loopback(own) else [f"--local-addr={own}"]),
         "--",  # or --run would be short for two of torchrun's own
         str(HOME / "launch" / "train.py"),
         "--run",
@@ -66,21 +69,28 @@ def _torchrun(plan: Plan, place: Place, host: str, port: int, nonce: str, folder
     ]
 
 
-def _own_address(host: str, port: int) -> list[str]:
-    """Where the other nodes reach this one: the address that it reaches the first one from."""
-    with socket.create_connection((host, port), timeout=10) as connection:
-        own = connection.getsockname()[0]
-    return [] if own.startswith("127.") or own == "::1" else [f"--local-addr={own}"]
-
-
-def _train(command: list[str], plan: Plan, stop: StopFlag) -> int:
-    environment = {
+def _environment(plan: Plan, own: str) -> dict[str, str]:
+    # Gloo would listen at the address of the host's own name, which may be a loopback.
+    interface = {} if is_loopback(own) else {"GLOO_SOCKET_IFNAME": _interface(own)}
+    return {
+        **interface,
         **os.environ,
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
         "PET_SHUTDOWN_TIMEOUT": str(CLOSE_SECONDS),
         # Slurm signals every process of a step. torchrun, told to handle these, would end its workers.
         "PET_SIGNALS_TO_HANDLE": "SIGHUP",
     }
+
+
+def _interface(address: str) -> str:
+    """The name of the network interface that has an address."""
+    import psutil
+
+    found = psutil.net_if_addrs().items()
+    return next(name for name, held in found if any(a.address == address for a in held))
+
+
+def _train(command: list[str], environment: dict[str, str], stop: StopFlag) -> int:
     child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, preexec_fn=_ignore)
     log = io.FileIO(2, "wb", closefd=False)  # a node that is killed has said what it had to say
     copying = threading.Thread(target=copy_progress, args=(child, log), daemon=True)

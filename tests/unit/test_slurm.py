@@ -17,7 +17,7 @@ from engine.run import Run
 from launch import batch, cluster, pace
 from launch.flags import split
 from launch.job import is_time, plan_for, refusal
-from launch.meeting import Place, _answers_at, _hear_all, _join
+from launch.meeting import Place, _hear_all, _join, own_address
 from launch.slurm import SlurmOptions, _joined
 from tests.conftest import Cli
 
@@ -278,7 +278,7 @@ def test_a_rendezvous_that_cannot_be_reached_is_named(
 ) -> None:
     monkeypatch.setattr("launch.meeting.REACH_SECONDS", 0.2)
     files.write_json(tmp_path / "call.json", {"addresses": ["127.0.0.1"], "port": 1})
-    assert not _answers_at("127.0.0.1", 1)
+    assert not own_address("127.0.0.1", 1)
     with pytest.raises(UserError, match="n2 cannot reach n1 at 127.0.0.1:1"):
         _join(Place(rank=1, nodes=("n1", "n2")), tmp_path, tmp_path)
 

@@ -1,0 +1,117 @@
+"""Two nodes that are two network namespaces, with a real link between them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine import files
+from engine.run import Run
+from launch.job import plan_for
+from launch.setting_up import write_plan
+from tests.integration.helpers import furthest, launch, losses, summary
+from tests.slurm.nodes import TASKS
+
+pytestmark = pytest.mark.slurm
+SLOWLY = ["qdisc", "add", "dev", "iso1", "root", "tbf", "rate", "1mbit", "burst", "8k", "latency", "1s"]
+NAMES = ("isobatch1", "isobatch2")
+SCONTROL = """#!/bin/sh
+case "$*" in
+  "show hostnames"*) printf 'n1\\nn2\\n' ;;
+  "show node n1") echo "NodeAddr=10.77.0.1" ;;
+  "show node n2") echo "NodeAddr=10.77.0.2" ;;
+esac
+"""
+
+
+def ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def linked() -> Iterator[None]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    with contextlib.ExitStack() as stack:
+        for name in NAMES:
+            ip("netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+        ip(
+            "link",
+            "add",
+            "iso1",
+            "netns",
+            NAMES[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "iso2",
+            "netns",
+            NAMES[1],
+        )
+        for number, name in enumerate(NAMES, 1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", f"iso{number}")
+            ip("-n", name, "link", "set", f"iso{number}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Planned for two nodes, with a scontrol that knows their addresses."""
+    words = ["slurm", "--task", f"{TASKS}:Line", "--cpu", "--nodes", "2", "--time", "5", "--name", "r"]
+    done = launch(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "scontrol").write_text(SCONTROL)
+    (tmp_path / "bin" / "scontrol").chmod(0o755)
+    (tmp_path / "runs" / "r" / "slurm" / "meeting-1").mkdir(parents=True)
+    found = Run.open(str(tmp_path / "runs" / "r"))
+    write_plan(found, plan_for(found, 2, files.read_json(found.folder / "slurm" / "request.json")))
+    return found.folder
+
+
+def start(run: Path, rank: int) -> subprocess.Popen[str]:
+    """A node of the step, as srun would start it there."""
+    path = f"{run.parents[1] / 'bin'}:{os.environ['PATH']}"
+    step = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NODEID": str(rank), "PATH": path}
+    return subprocess.Popen(
+        ["ip", "netns", "exec", NAMES[rank], sys.executable, "-m", "launch", "node", str(run), "1"],
+        env={**os.environ, **step},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_slow_link_costs_time_only(linked: None, run: Path, tmp_path: Path) -> None:
+    ip("netns", "exec", NAMES[0], "tc", *SLOWLY)
+    nodes = [start(run, rank) for rank in (0, 1)]
+    said = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
+    one = launch("auto", "--task", f"{TASKS}:Line", "--name", "one", cwd=tmp_path)
+    assert one.returncode == 0, one.stderr
+    assert summary(run)["world_size"] == 2
+    assert furthest(losses(run), losses(tmp_path / "runs" / "one")) < 1e-5
+
+
+def test_a_node_that_cannot_reach_the_first_says_so(linked: None, run: Path) -> None:
+    ip("-n", NAMES[0], "link", "set", "iso1", "down")
+    first, second = (start(run, rank) for rank in (0, 1))
+    try:
+        _, said = second.communicate(timeout=90)
+        assert second.returncode == 2
+        assert "n2 cannot reach n1 at " in said.splitlines()[-1]
+        assert "10.77.0.1" in said.splitlines()[-1]
+    finally:  # as --kill-on-bad-exit does
+        first.kill()
+        first.communicate()
