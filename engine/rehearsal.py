@@ -33,7 +33,8 @@ def rehearse(session: Session, phase: str, run: Run, say: Callable[[str], None])
     """Smaller micro-batches until the largest there can be fits on every rank; the plan that does."""
     world = session.world
     world.at("the rehearsal of the largest micro-batch")
-    while _is_telling(session.plan) and not all(world.gather(fits(session, phase))):
+    # One rank alone may have a limit: all of them rehearse, or none.
+    while any(world.gather(_is_telling(session.plan))) and not all(world.gather(fits(session, phase))):
         session.replan(smaller(session.plan, session.recipe, session.facts))
         budget = f"{session.plan.micro_batch_samples} samples, {session.plan.micro_batch_tokens} tokens"
         say(f"memory ran out in the rehearsal: micro-batches of at most {budget}")

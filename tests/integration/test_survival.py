@@ -44,18 +44,21 @@ def whole(run: Path, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "processes", "found_in"),
+    ("task", "strategy", "found_in"),
     [
-        ("Hungry", 2, "rehearsal"),
-        ("HungryLater", 2, "out of"),
-        pytest.param("HungryLater", 1, "", marks=SLOW),
+        ("Hungry", "ddp", "rehearsal"),
+        ("HungryLater", "ddp", "out of"),
+        pytest.param("HungryLater", "single", "", marks=SLOW),
+        pytest.param("HungryLater", "zero2", "out of", marks=SLOW),
+        pytest.param("HungryLater", "zero3", "out of", marks=SLOW),
     ],
 )
 def test_out_of_memory_on_one_rank_cuts_the_budget_of_all(
-    task: str, processes: int, found_in: str, tmp_path: Path
+    task: str, strategy: str, found_in: str, tmp_path: Path
 ) -> None:
     expected = plain(tmp_path, 12)
-    done = launch(*words(task, "--processes", str(processes), "--save-every", "4"), cwd=tmp_path)
+    world = ["--processes", "1" if strategy == "single" else "2", "--strategy", strategy]
+    done = launch(*words(task, *world, "--micro-batch", "4", "--save-every", "4"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "run"
     assert all(found_in in d["reason"] for d in decisions(run))

@@ -60,38 +60,49 @@ class ExportFails(Line):
         raise ModelError("nothing to export to")
 
 
+def starve(nbytes: int) -> None:
+    """Rank 1, or the only process, may have this much more than it has."""
+    import psutil
+
+    if os.environ.get("RANK", "1") == "1":
+        limit = psutil.Process().memory_info().vms + nbytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def take(rows: int) -> None:
+    """200 MB for every sample."""
+    import torch
+
+    torch.empty(rows, 200_000_000, dtype=torch.uint8)
+
+
 class Hungry(Line):
-    """Rank 1 may have a gigabyte more than it has, and every sample takes 200 MB of it."""
+    """Rank 1 may have a gigabyte more than when it built its model."""
 
     defaults = {**Line.defaults, "steps": [12]}
 
     def build_model(self, facts: Any) -> Any:
-        import psutil
-
-        if os.environ.get("RANK", "1") == "1":
-            limit = psutil.Process().memory_info().vms + 10**9
-            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        if "RANK" in os.environ:  # not in the command, whose limit all ranks would inherit
+            starve(10**9)
         return super().build_model(facts)
 
-    def take(self, rows: int) -> None:
-        import torch
-
-        torch.empty(rows, 200_000_000, dtype=torch.uint8)
-
     def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
-        self.take(len(batch["x"]))
+        take(len(batch["x"]))
         return super().loss(model, batch, step)
 
 
-class HungryLater(Hungry):
-    """It takes that much from its sixth step on, which no rehearsal shows."""
+class HungryLater(Line):
+    """From its sixth step on, which no rehearsal shows; half a gigabyte is left then."""
 
-    def take(self, rows: int) -> None:
-        return
+    defaults = Hungry.defaults
+    starved = False
 
     def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
         if step.number >= 5:
-            super().take(len(batch["x"]))
+            if not self.starved:
+                starve(5 * 10**8)
+            self.starved = True
+            take(len(batch["x"]))
         return super().loss(model, batch, step)
 
 
