@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from isal import isal_zlib
 
 from engine.errors import UserError
 
@@ -57,7 +58,7 @@ def crc32(path: Path) -> int:
     value = 0
     with path.open("rb") as stream:
         while block := stream.read(1 << 22):
-            value = zlib.crc32(block, value)
+            value = isal_zlib.crc32(block, value)
     return value
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine import checkpoint, portable
 from engine.checkpoint import Saved, Writer
 from engine.errors import TrainingError, UserError
+from engine.image import Image
 from engine.optim import make_optimizer
 from engine.portable import Piece, State
 from engine.recipe import Recipe
@@ -90,13 +91,13 @@ Gate = dict[int, threading.Event]
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Rank -> what holds its writes back until it is set."""
     gates = {rank: threading.Event() for rank in range(3)}
-    write = checkpoint._write_parts
+    write = Image.write
 
-    def held(path: Path, parts: Any) -> None:
+    def held(image: Image, path: Path, size: int) -> None:
         assert gates[rank_of(path)].wait(PATIENCE)
-        write(path, parts)
+        write(image, path, size)
 
-    monkeypatch.setattr(checkpoint, "_write_parts", held)
+    monkeypatch.setattr(Image, "write", held)
     yield gates
     for event in gates.values():
         event.set()
@@ -108,14 +109,14 @@ def rank_of(path: Path) -> int:
 
 def failing(monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException) -> None:
     """From here on this rank cannot write."""
-    write = checkpoint._write_parts
+    write = Image.write
 
-    def fail(path: Path, parts: Any) -> None:
+    def fail(image: Image, path: Path, size: int) -> None:
         if rank_of(path) == rank:
             raise error
-        write(path, parts)
+        write(image, path, size)
 
-    monkeypatch.setattr(checkpoint, "_write_parts", fail)
+    monkeypatch.setattr(Image, "write", fail)
 
 
 def votes(world: Any, writer: Writer) -> list[float]:
