@@ -1,4 +1,7 @@
-"""Strong scaling on two cores: one process of one thread against two of one thread each, the same recipe."""
+"""Strong scaling on two cores: one process of one thread against two of one thread each, the same recipe.
+
+Two runs side by side that know nothing of each other show what the two cores can do together at best.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +10,54 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
 
-WORDS = ["auto", "--task", "causal-lm", "--model", "small", "--batch-size", "32", "--max-length", "128"]
+WORDS = ["auto", "--task", "causal-lm", "--model", "small", "--max-length", "128"]
+STEPS = {32: 24, 128: 10}
+"""By global batch."""
 
 
 def measure(quick: bool) -> list[dict[str, Any]]:
-    """Rows per number of processes and strategy, and what two processes are worth."""
-    steps, repeats = (8, 1) if quick else (24, 3)
+    """Rows per global batch, number of processes and strategy, and what two processes are worth."""
+    return [row for batch in ((32,) if quick else STEPS) for row in _measure(batch, 1 if quick else 3)]
+
+
+def _measure(batch: int, repeats: int) -> Iterator[dict[str, Any]]:
     contenders = {
-        "1 process": lambda: _run(1, "single", steps),
-        "2 processes, ddp": lambda: _run(2, "ddp", steps),
-        "2 processes, zero2": lambda: _run(2, "zero2", steps),
+        "1 process": lambda: _run(batch, 1, "single"),
+        "2 processes, ddp": lambda: _run(batch, 2, "ddp"),
+        "2 processes, zero2": lambda: _run(batch, 2, "zero2"),
+        "2 runs side by side": lambda: _side_by_side(batch),
     }
     found = report.interleaved(contenders, repeats)
     column = "samples_per_second"
-    return [
-        {
+    for name, rows in found.items():
+        yield {
+            "batch": batch,
             "what": name,
             column: report.middle(rows, column),
             "over_one_process": report.paired_ratio(rows, found["1 process"], column),
             "loss": rows[0]["loss"],
         }
-        for name, rows in found.items()
-    ]
 
 
-def _run(processes: int, strategy: str, steps: int) -> report.Row:
+def _side_by_side(batch: int) -> report.Row:
+    with ThreadPoolExecutor() as pool:
+        runs = list(pool.map(lambda core: _run(batch, 1, "single", core), range(2)))
+    return {**runs[0], "samples_per_second": sum(r["samples_per_second"] for r in runs)}
+
+
+def _run(batch: int, processes: int, strategy: str, first: int = 0) -> report.Row:
     """Pinned to as many cores as there are processes, so that each has one thread."""
     with tempfile.TemporaryDirectory() as folder:
-        cores = sorted(os.sched_getaffinity(0))[:processes]
-        plan = ["--processes", str(processes), "--strategy", strategy, "--steps", str(steps)]
+        cores = sorted(os.sched_getaffinity(0))[first : first + processes]
+        plan = ["--processes", str(processes), "--strategy", strategy, "--steps", str(STEPS[batch])]
+        plan += ["--batch-size", str(batch)]
         command = [sys.executable, "-m", "launch", *WORDS, *plan, "--name", "run", "--quiet"]
         subprocess.run(
             command,
