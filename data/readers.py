@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,8 @@ def _split_of(file: Path) -> str | None:
 def hold_out(part: Part) -> tuple[Part, Part]:
     """The part without its last twentieth, and that: bytes up to a line's end, whole files, or rows."""
     if not part.is_stream:
-        rows = sum(1 for _ in _rows(part))
-        border = rows - max(1, rows // HELD_OUT)
+        count = sum(1 for _ in rows(part))
+        border = count - max(1, count // HELD_OUT)
     elif len(part.files) > 1:
         return dataclasses.replace(part, files=part.files[:-1]), dataclasses.replace(
             part, files=part.files[-1:]
@@ -124,25 +124,29 @@ def texts(part: Part, column: str) -> Iterator[str]:
         for file in part.files:
             yield from _pieces(file, part.start, part.stop)
     else:
-        for where, row in _rows(part):
+        for where, row in rows(part):
             if (text := _cell(row, column, where)).strip():
                 yield text
 
 
 def columns(part: Part) -> list[str]:
     """The names of a part's columns, from its first row."""
-    return next(([str(k) for k in row] for _, row in _rows(part)), [])
+    return next(([str(k) for k in row] for _, row in rows(part)), [])
 
 
 def require_column(part: Part, column: str) -> None:
     names = columns(part)
     if names and column not in names:
-        close = difflib.get_close_matches(column, names, n=1, cutoff=0.4)
-        hint = f" (did you mean {close[0]}?)" if close else ""
         raise DataError(
-            f"--text-column {column}: {part.files[0]} has no such column{hint}; "
+            f"--text-column {column}: {part.files[0]} has no such column{nearest(column, names)}; "
             f"it has: {', '.join(names[:20])}"
         )
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """A question after the name that was perhaps meant, or nothing."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _cell(row: Mapping[str, Any], column: str, where: str) -> str:
@@ -185,11 +189,11 @@ def _lines(file: Path) -> Iterator[str]:
             place += len(line)
 
 
-def _rows(part: Part) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def rows(part: Part) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(where, row) of every row from `start` to `stop`, file after file."""
     reader = {"csv": _csv, "tsv": _csv, "jsonl": _jsonl, "json": _json, "parquet": _parquet}[part.form]
-    rows = itertools.chain.from_iterable(reader(file, part.form) for file in part.files)
-    return itertools.islice(rows, part.start, part.stop)
+    found = itertools.chain.from_iterable(reader(file, part.form) for file in part.files)
+    return itertools.islice(found, part.start, part.stop)
 
 
 def _csv(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

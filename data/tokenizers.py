@@ -22,6 +22,7 @@ TRAINING_CHARACTERS = 20_000_000
 END = "<|endoftext|>"
 FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.bpe", "merges.txt", "vocab.txt")
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 USUAL = {
     "eos": (END, "</s>", "<|end_of_text|>", "<eos>", "[SEP]"),
     "bos": (END, "<s>", "<|begin_of_text|>", "<bos>", "[CLS]"),
@@ -149,9 +150,7 @@ def _word_pieces(file: Path) -> Tokenizer:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    tokenizer.add_special_tokens(
-        [t for t in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if t in vocabulary]
-    )
+    tokenizer.add_special_tokens([t for t in BERT_TOKENS if t in vocabulary])
     return tokenizer
 
 
@@ -180,6 +179,39 @@ def train(texts: Iterable[str], size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(_first(texts, TRAINING_CHARACTERS), trainer)
     return tokenizer
+
+
+def train_word_pieces(texts: Iterable[str], size: int) -> Tokenizer:
+    """A lowercase WordPiece tokenizer of at most `size` tokens, from the first 20 million characters."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size, special_tokens=list(BERT_TOKENS), show_progress=False
+    )
+    tokenizer.train_from_iterator(_first(texts, TRAINING_CHARACTERS), trainer)
+    return tokenizer
+
+
+def require_template(tokenizer: Tokenizer) -> None:
+    """An encoder reads [CLS] text [SEP], or <s> text </s>: see to it where the file does not say so."""
+    from tokenizers import processors
+
+    if tokenizer.num_special_tokens_to_add(False):
+        return
+    known = {t: i for t in ("[CLS]", "[SEP]", "<s>", "</s>") if (i := tokenizer.token_to_id(t)) is not None}
+    pairs = [pair for pair in (("[CLS]", "[SEP]"), ("<s>", "</s>")) if all(t in known for t in pair)]
+    if not pairs:
+        return
+    first, last = pairs[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        pair=f"{first} $A {last} $B:1 {last}:1",
+        special_tokens=[(first, known[first]), (last, known[last])],
+    )
 
 
 def _first(texts: Iterable[str], characters: int) -> Iterator[str]:

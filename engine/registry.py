@@ -30,6 +30,11 @@ TASKS = {
     "causal-lm": Entry(
         "models.causal_lm:CausalLM", "data.text:Text", "fine-tune or train a causal language model on text"
     ),
+    "classifier": Entry(
+        "models.classifier:Classifier",
+        "data.labelled:Labelled",
+        "fine-tune an encoder to classify texts or pairs",
+    ),
 }
 
 

@@ -1,0 +1,120 @@
+"""Classifier: sizes, loss, metrics and export, on models of a few thousand weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from models.base import ModelError, Rows, Sum
+from models.classifier import Classifier, interval
+
+VOCABULARY = 300
+
+
+def make(model: str = "tiny", **changes: Any) -> Classifier:
+    values = {"revision": None, "max_length": 12, "seed": 0, "dropout": None, **changes}
+    return Classifier(SimpleNamespace(model=model, **values), None)
+
+
+def facts(labels: tuple[str, ...] = ("neg", "pos"), folder: Path | str = "") -> Any:
+    extra = {"vocabulary": VOCABULARY, "labels": list(labels), "pad": 0, "tokenizer": "tokenizer.json"}
+    return SimpleNamespace(folder=str(folder), extra=extra)
+
+
+def batch(lengths: list[int], width: int, fill: int = 0) -> dict[str, torch.Tensor]:
+    rows = torch.randint(VOCABULARY, (len(lengths), 64), generator=torch.Generator().manual_seed(1))
+    length = torch.tensor(lengths)
+    inside = torch.arange(width) < length[:, None]
+    label = torch.arange(len(lengths)) % 2
+    return {"tokens": rows[:, :width].masked_fill(~inside, fill), "length": length, "label": label}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    return make().build_model(facts()).eval()
+
+
+def test_the_loss_is_the_sum_of_the_cross_entropies(model: Any) -> None:
+    rows = batch([5, 9, 3], 9)
+    logits = make().logits(model, rows)
+    found = make().loss(model, rows, SimpleNamespace())["loss"]  # type: ignore[arg-type]
+    assert found.unit == "sample"
+    assert found.sum.item() == pytest.approx(3 * F.cross_entropy(logits, rows["label"]).item(), rel=1e-6)
+
+
+def test_batch_mates_and_padding_change_nothing(model: Any) -> None:
+    together = make().logits(model, batch([5, 9, 3], 12, fill=7))
+    for row, length in enumerate([5, 9, 3]):
+        alone = {k: v[row : row + 1] for k, v in batch([5, 9, 3], 12).items()}
+        alone["tokens"] = alone["tokens"][:, :length]
+        assert torch.allclose(make().logits(model, alone)[0], together[row], atol=1e-6)
+
+
+def test_metrics_count_right_answers() -> None:
+    parts = {"nll": Sum(6.0, 4), "right": torch.tensor([1.0, 0.0, 1.0, 1.0]).numpy()}
+    found = make().metrics(parts, "valid", facts())
+    assert (found["loss"], found["accuracy"]) == (1.5, 0.75)
+    low, high = found["accuracy_ci95"]
+    assert 0 < low < 0.75 < high < 1
+
+
+def test_evaluate_has_a_row_per_sample(model: Any) -> None:
+    rows = batch([5, 9, 3], 9)
+    parts = make().evaluate(model, rows)
+    assert isinstance(parts["right"], Rows)
+    assert parts["right"].values.tolist() == (make().logits(model, rows).argmax(1) == rows["label"]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "low", "high"),
+    [(793, 872, 0.8885, 0.9267), (10, 10, 0.7225, 1.0), (0, 10, 0.0, 0.2775)],
+)
+def test_the_interval_is_wilsons(right: int, count: int, low: float, high: float) -> None:
+    """Against the roots of (p - share)^2 = z^2 p (1 - p) / n, which define it."""
+    assert interval(right, count) == pytest.approx([low, high], abs=1e-4)
+    for p in interval(right, count):
+        assert (p - right / count) ** 2 == pytest.approx(1.959964**2 * p * (1 - p) / count, abs=1e-8)
+
+
+def test_the_shape_is_the_models(model: Any) -> None:
+    shape = make().shape(facts())
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert (shape.layers, shape.hidden, shape.heads, shape.intermediate) == (2, 128, 4, 512)
+
+
+def test_transformers_opens_the_export(model: Any, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "film": 2}
+    Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    final = tmp_path / "final"
+    final.mkdir()
+    make().export(model, final, facts(folder=tmp_path))
+    opened = AutoModelForSequenceClassification.from_pretrained(final).eval()
+    assert opened.config.id2label == {0: "neg", 1: "pos"}
+    rows = batch([5, 9, 3], 9)
+    assert torch.equal(make().logits(opened, rows), make().logits(model, rows))
+    assert AutoTokenizer.from_pretrained(final)("film")["input_ids"] == [2]
+    again = make(str(final)).build_model(facts()).eval()
+    assert torch.equal(make().logits(again, rows), make().logits(model, rows))
+    other = make(str(final)).build_model(facts(("a", "b", "c")))
+    assert other.config.num_labels == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_length": 2}, "--max-length 2: a text needs at least 3 tokens"),
+        ({"model": "tinny"}, r"--model tinny: is no preset \(did you mean tiny\?\)"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        make(**{"model": "tiny", **changes}).check()

@@ -1,0 +1,138 @@
+"""Labelled texts become token ids and class numbers, and bad rows one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.base import DataError, Ragged
+from data.labelled import Labelled, LabelledOptions
+
+ROWS = [("a good film", "pos"), ("a bad film", "neg"), ("good , good", "pos"), ("bad , bad film", "neg")]
+
+
+def make(data: Path | str, max_length: int = 16, **options: Any) -> Labelled:
+    values = {"format": None, "tokenizer": None, "model": "tiny", "revision": None, "seed": 0}
+    recipe = SimpleNamespace(data=str(data), max_length=max_length, **values)
+    return Labelled(recipe, LabelledOptions(vocab_size=300, **options))
+
+
+def write(folder: Path, split: str, rows: list[tuple[str, ...]], header: str = "sentence\tlabel") -> None:
+    text = "\n".join([header, *("\t".join(row) for row in rows)])
+    (folder / f"{split}.tsv").write_text(text + "\n", encoding="utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, "train", ROWS)
+    write(tmp_path, "dev", ROWS[:2])
+    return tmp_path
+
+
+def test_texts_are_framed_by_special_tokens_and_labels_numbered_by_name(folder: Path, tmp_path: Path) -> None:
+    data = make(folder)
+    data.check()
+    extra = data.prepare(tmp_path / "prepared")
+    assert extra["labels"] == ["neg", "pos"]
+    assert extra["label_counts"] == [2, 2]
+    assert extra["majority"] == {"train": 0.5, "valid": 0.5}
+    source = data.open(tmp_path / "prepared", "train")
+    batch = source.fetch(np.array([0, 3]))
+    assert batch["label"].tolist() == [1, 0]
+    first, last = 2, 3  # [CLS] and [SEP], as a trained tokenizer numbers them
+    assert (batch["tokens"][:, 0] == first).all()
+    assert [row[n - 1] for row, n in zip(batch["tokens"], batch["length"], strict=True)] == [last, last]
+    assert (batch["tokens"][0, batch["length"][0] :] == extra["pad"]).all()
+
+
+def test_pairs_have_types_and_are_cut_to_the_length(tmp_path: Path) -> None:
+    rows = [("one two three", "four five", "0"), ("one", "two " * 30, "1")]
+    write(tmp_path, "train", rows, "premise\thypothesis\tlabel")
+    write(tmp_path, "valid", rows, "premise\thypothesis\tlabel")
+    found, _, extra = make(tmp_path)._read()
+    tokens, types = found["train"]["tokens"], found["train"]["types"]
+    assert isinstance(tokens, Ragged)
+    assert isinstance(types, Ragged)
+    assert types.lengths.tolist() == tokens.lengths.tolist()
+    assert tokens.lengths[1] == 16
+    assert set(types.values.tolist()) == {0, 1}
+    assert any("1 of 2 texts are cut to 16" in note for note in extra["notes"])
+
+
+def test_whole_numbers_keep_their_order(tmp_path: Path) -> None:
+    write(tmp_path, "train", [(f"text {n}", str(n)) for n in (10, 9, 2)])
+    write(tmp_path, "valid", [("text", "2")])
+    assert make(tmp_path)._read()[2]["labels"] == ["2", "9", "10"]
+
+
+def test_every_twentieth_row_is_held_out_where_nothing_is(tmp_path: Path) -> None:
+    write(tmp_path, "train", [(f"text {n}", "ab"[n < 50]) for n in range(100)])
+    found, _, extra = make(tmp_path)._read()
+    assert [len(found[s]["label"]) for s in ("train", "valid")] == [95, 5]
+    assert set(np.asarray(found["valid"]["label"]).tolist()) == {0, 1}, "also of data sorted by class"
+    assert "every twentieth row" in extra["notes"][0]
+
+
+def test_a_test_split_without_labels_is_left_out(folder: Path) -> None:
+    write(folder, "test", [("a film", "-1"), ("no film", "-1")])
+    found, _, extra = make(folder)._read()
+    assert found.keys() == {"train", "valid"}
+    assert "the test split has no labels and is left out" in extra["notes"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([("good", "1"), ("bad", "1")], "is 1 in every training row: at least two"),
+        ([("good", "1"), ("", "0")], "train.tsv line 3: sentence is empty"),
+        ([("good", "1"), ("bad", "")], "train.tsv line 3: label is empty in the train split"),
+        ([("good", "1"), ("x" * 1_000_001, "0")], "line 3: sentence has 1,000,001 characters"),
+        ([(f"text {n}", f"label {n}") for n in range(1001)], "label has 1,001 different values"),
+    ],
+)
+def test_bad_rows_are_one_line(rows: list[tuple[str, ...]], says: str, tmp_path: Path) -> None:
+    write(tmp_path, "train", rows)
+    write(tmp_path, "valid", rows[:1])
+    with pytest.raises(DataError, match=says):
+        make(tmp_path)._read()
+
+
+def test_a_label_that_no_training_row_has_is_named(folder: Path) -> None:
+    write(folder, "dev", [("a film", "pos"), ("some film", "odd")])
+    with pytest.raises(DataError, match=r"dev\.tsv line 3: the valid split has the label odd"):
+        make(folder)._read()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"text_column": "sentense"}, r"--text-column sentense: .* \(did you mean sentence\?\)"),
+        ({"pair_column": "other"}, "--pair-column other: .* no such column"),
+        ({"label_column": "stars"}, "--label-column stars: .* it has: sentence, label"),
+    ],
+)
+def test_missing_columns_are_named(options: dict[str, str], says: str, folder: Path) -> None:
+    with pytest.raises(DataError, match=says):
+        make(folder, **options).check()
+
+
+def test_columns_without_usual_names_are_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, "train", [("good", "1")], "review\tstars")
+    with pytest.raises(DataError, match="which column. --text-column says; it has: review, stars"):
+        make(tmp_path).check()
+
+
+def test_plain_text_has_no_labels(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("words\n")
+    with pytest.raises(DataError, match=r"a \.txt file has no labels"):
+        make(tmp_path).check()
+
+
+def test_the_demo_has_every_class_in_both_splits() -> None:
+    found, _, extra = make("demo")._read()
+    assert len(extra["labels"]) == 5
+    assert all(len(set(np.asarray(c["label"]).tolist())) == 5 for c in found.values())
