@@ -64,7 +64,10 @@ def in_children(run: Run) -> Verdict | None:
         _wait_for_orphans(run)
     verdict = run.read_exit(nonce)
     if verdict is None and ended.asked:
-        print("isobatch: stopped at once; what was saved before stands", file=sys.stderr)
+        saved = (
+            "what was saved before stands" if any(run.checkpoints.glob("[!.]*-*")) else "nothing was saved"
+        )
+        print(f"isobatch: stopped at once; {saved}", file=sys.stderr)
         return Verdict(STOPPED, "stopped at once")
     return verdict
 

@@ -43,6 +43,8 @@ OURS = {
 """sbatch's options that the script sets itself, and the flag of ours that each belongs to."""
 SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "a": "array", "d": "dependency"}
 SHORT |= {"J": "job-name", "o": "output", "D": "chdir", "W": "wait"}
+SWITCHES = "HhkOQsvV"
+"""sbatch's letters without a value, behind which others may stand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,8 @@ class Script:
     passed: tuple[str, ...] = ()
     """Words handed to sbatch as they are."""
     setup: Path | None = None
+    start: Path
+    """The folder it was asked for in: a task's file may be named from there."""
 
 
 def render(script: Script) -> str:
@@ -111,7 +115,7 @@ def _checked(line: str) -> str:
 
 
 def _body(script: Script) -> list[str]:
-    lines = []
+    lines = [f"cd -- {shlex.quote(plain(str(script.start)))} || exit 2"]
     if script.setup:
         # Before `set -u`: activation scripts read variables that nobody set.
         lines.append(f"source {shlex.quote(str(script.setup))} || exit 2")
@@ -163,10 +167,18 @@ def passed_words(text: str) -> tuple[str, ...]:
     if not words or not words[0].startswith("-"):
         raise UserError(f'--sbatch {text}: holds sbatch\'s own options, as in --sbatch "--exclusive"')
     for word in words:
-        name = word[2:].partition("=")[0] if word.startswith("--") else SHORT.get(word[1:2], "")
-        if word.startswith("-") and name in OURS:
+        if name := _ours(word):
             raise UserError(f"--sbatch {word}: the script sets this itself; use {OURS[name]}")
     return tuple(words)
+
+
+def _ours(word: str) -> str:
+    """The option of ours that a word sets, or nothing. sbatch takes beginnings of names, and -Hn2."""
+    if word.startswith("--"):
+        name = word[2:].partition("=")[0]
+        return name if name in OURS else next((own for own in OURS if name and own.startswith(name)), "")
+    short = word[1:].lstrip(SWITCHES)[:1] if word.startswith("-") else ""
+    return SHORT.get(short, "")
 
 
 def seconds_of(text: str) -> int:

@@ -116,7 +116,7 @@ def states(jobs: Sequence[str]) -> dict[str, str]:
     """Job -> state, of those that Slurm still knows; one call, and none where there is nothing to ask."""
     if not jobs or shutil.which("squeue") is None:
         return {}
-    listed = ask("squeue", "-h", "-r", "-o", "%i %T", "-j", ",".join(jobs), seconds=5)
+    listed = ask("squeue", "-h", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(jobs), seconds=5)
     return dict(line.split() for line in listed.out.splitlines() if len(line.split()) == 2)
 
 

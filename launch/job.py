@@ -30,7 +30,7 @@ from engine.signals import ASKING
 from launch import attempts, cluster, pace
 from launch.meeting import meeting_place, wait_for
 from launch.setting_up import relocate, write_plan
-from launch.slurm import stored_plan
+from launch.slurm import refuse_if_in_a_job, stored_plan
 
 AGAIN_SECONDS = 10.0
 EARLY_SECONDS = 65.0
@@ -53,6 +53,7 @@ def job(words: Sequence[str]) -> int:
     with Stop() as stop:
         if run.status() == "done":
             return DONE
+        refuse_if_in_a_job(run, allocation.job)
         with run.held("launch"):
             run.refuse_if_training()
             _note(run, job=allocation.job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ def runs(words: Sequence[str]) -> int:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     found = list(runs_in(folder))
-    rows = [_row(run) | job for run, job in zip(found, _jobs(found), strict=True)]
+    rows = [_readable(run) | job for run, job in zip(found, _jobs(found), strict=True)]
     if own.json:
         print(json.dumps({"runs": rows}, ensure_ascii=False))
         return 0
@@ -60,6 +61,15 @@ def runs(words: Sequence[str]) -> int:
     if not rows:
         print(f"no runs in {folder}")
     return 0
+
+
+def _readable(run: Run) -> dict[str, Any]:
+    """One damaged run must not hide the others."""
+    try:
+        return _row(run)
+    except UserError as error:
+        print(f"isobatch: {error}", file=sys.stderr)
+        return {"folder": str(run.folder), "task": None, "status": "unreadable", "steps": None, "metrics": {}}
 
 
 def _row(run: Any) -> dict[str, Any]:

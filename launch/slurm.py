@@ -25,7 +25,7 @@ from launch.setting_up import create_run, facts_of, find_run
 
 CPUS, CPUS_PER_GPU = 4, 8
 """Cores asked for on a node where neither the user nor sinfo says."""
-UNAVAILABLE = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +128,13 @@ def _checked(asked: Request, own: SlurmOptions) -> Request:
         raise UserError(
             f"--processes {processes}: must be a multiple of --nodes {own.nodes}, and one per GPU at most"
         )
+    world, strategy = _local(asked, own) * own.nodes, asked.plan.strategy
+    if strategy == "single" and world > 1:
+        raise UserError(f"--strategy single: is one process, not {world}: leave it out, or take ddp")
+    if strategy in ("zero1", "zero2", "zero3") and world == 1:
+        raise UserError(
+            f"--strategy {strategy}: one process has nobody to share with: add --nodes or --processes"
+        )
     if own.setup is not None and not Path(own.setup).expanduser().is_file():
         raise UserError(f"--setup {own.setup}: there is no such file")
     return dataclasses.replace(asked, plan=dataclasses.replace(asked.plan, device="cpu")) if cpu else asked
@@ -153,18 +160,24 @@ def _run(asked: Request) -> Run:
     facts = facts_of(asked)
     run = find_run(asked, facts) or create_run(asked, facts)
     if run.status() != "done":
+        refuse_if_in_a_job(run)
+        run.refuse_if_training()
         files.write_json(run.folder / "run.json", opt.as_dict(asked.run))
     return Run(run.folder.resolve())
 
 
+def refuse_if_in_a_job(run: Run, own: str = "") -> None:
+    """Two jobs of one run would take turns at it; `own` is the one that asks."""
+    job = cluster.job_of(run)
+    if job and job != own and (state := cluster.states([job]).get(job)) and state not in OVER:
+        raise UserError(f"{run.folder} is in job {job} already ({state}): scancel {job} first")
+
+
 def _is_open(run: Run) -> bool:
-    """Whether there is something left to train, and nobody at it."""
+    """Whether there is something left to train."""
     if run.status() == "done":
         print(f"{run.folder} has this recipe and is done (--again for a new run)", file=sys.stderr)
         return False
-    job = cluster.job_of(run)
-    if job and (state := cluster.states([job]).get(job)) and state not in UNAVAILABLE:
-        raise UserError(f"{run.folder} is in job {job} already ({state}): scancel {job} first")
     return True
 
 
@@ -186,6 +199,7 @@ def _script(runs: dict[int, Run], asked: Request, own: SlurmOptions) -> batch.Sc
         wishes=tuple(_wishes(own)),
         passed=batch.passed_words(own.sbatch) if own.sbatch else (),
         setup=Path(own.setup).expanduser().resolve() if own.setup else None,
+        start=Path.cwd(),
     )
 
 
@@ -208,6 +222,11 @@ def _wishes(own: SlurmOptions) -> list[tuple[str, str]]:
         jobs = own.after.split(",")
         if any(not job.replace("_", "", 1).isdigit() for job in jobs):
             raise UserError(f"--after {own.after}: is not a job's number, or several with commas")
+        if own.submit and (unknown := [job for job in jobs if not cluster.job_state(job)]):
+            print(
+                f"--after {', '.join(unknown)}: Slurm knows no such job, and will not wait for it",
+                file=sys.stderr,
+            )
         # A job before it that failed will never be done: do not wait for ever.
         wishes += [("dependency", "afterok:" + ":".join(jobs)), ("kill-on-invalid-dep", "yes")]
     return wishes
@@ -224,10 +243,15 @@ def _fair_cpus(own: SlurmOptions) -> int:
 
 def _leave_request(run: Run, asked: Request, own: SlurmOptions, lead: int) -> None:
     """What the job plans from. Its world is the nodes it has, so a number of processes is one per node."""
-    local = asked.plan.processes // own.nodes if asked.plan.processes else max(1, own.gpus_per_node)
+    local = _local(asked, own)
     (run.folder / "slurm").mkdir(exist_ok=True)
     plan = {**opt.as_dict(asked.plan), "processes": None}
     files.write_json(run.folder / "slurm" / "request.json", {"local": local, "lead": lead, "plan": plan})
+
+
+def _local(asked: Request, own: SlurmOptions) -> int:
+    """Processes on a node."""
+    return asked.plan.processes // own.nodes if asked.plan.processes else max(1, own.gpus_per_node)
 
 
 def _submit(path: Path, runs: dict[int, Run], own: SlurmOptions) -> str:

@@ -18,7 +18,7 @@ from launch import batch, cluster, pace
 from launch.flags import split
 from launch.job import is_time, plan_for, refusal
 from launch.meeting import Place, _hear_all, _join, own_address
-from launch.slurm import SlurmOptions, _joined
+from launch.slurm import SlurmOptions, _joined, refuse_if_in_a_job
 from tests.conftest import Cli
 
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1)
@@ -34,6 +34,7 @@ def script(**changes: object) -> batch.Script:
         "seconds": 180,
         "lead": 45,
         "cpus": 16,
+        "start": Path("/home/some one"),
     }
     return batch.Script(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -107,11 +108,14 @@ def test_no_name_adds_a_line_or_an_option(name: str, rest: str) -> None:
 def test_paths_reach_bash_as_they_are(name: str) -> None:
     folder = Path("/shared") / name
     try:
-        text = batch.render(script(runs={0: folder}, folder=folder / "slurm", setup=folder / "s.sh"))
+        text = batch.render(
+            script(runs={0: folder}, folder=folder / "slurm", setup=folder / "s.sh", start=folder)
+        )
     except UserError:
         return
     body = text.partition("\n\n")[2].splitlines()
-    assert shlex.split(body[0])[1] == str(folder / "s.sh")
+    assert shlex.split(body[0])[2] == str(folder)
+    assert shlex.split(body[1])[1] == str(folder / "s.sh")
     assert shlex.split(body[-1])[-1] == str(folder)
     pattern = next(
         w for line in text.splitlines() for w in as_sbatch_reads(line)[:1] if w.startswith("--output=")
@@ -121,7 +125,8 @@ def test_paths_reach_bash_as_they_are(name: str) -> None:
 
 def test_bash_runs_the_script_of_hostile_paths(tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s $(touch pwned) "`touch pwned`" ; touch pwned'
-    text = batch.render(script(runs={3: folder, 4: Path("/x")}, array="3,4", folder=folder))
+    folder.mkdir()
+    text = batch.render(script(runs={3: folder, 4: Path("/x")}, array="3,4", folder=folder, start=folder))
     text = text.replace("exec ", "printf %s ").replace(" -P -m launch job ", " ")
     environment = {"SLURM_ARRAY_TASK_ID": "3", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash"], input=text, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -160,6 +165,31 @@ def test_options_that_the_script_sets_are_refused_with_our_flag(text: str, flag:
 
 def test_other_options_are_passed_on() -> None:
     assert batch.passed_words("--exclusive --comment='a b'") == ("--exclusive", "--comment=a b")
+    assert batch.passed_words("-H --nodelist=n1 -Qvx n2") == ("-H", "--nodelist=n1", "-Qvx", "n2")
+
+
+@pytest.mark.parametrize(
+    "word", ["--arra=0-1", "--nod=2", "-HN2", "-n2", "--no-req", "--sig=B:TERM@9", "-D/"]
+)
+def test_beginnings_and_bundles_of_what_the_script_sets_are_refused(word: str) -> None:
+    with pytest.raises(UserError, match=f"--sbatch {word}: the script sets this itself; use --"):
+        batch.passed_words(f"-v {word}")
+
+
+def test_the_job_starts_where_it_was_asked_for() -> None:
+    assert "cd -- '/home/some one' || exit 2" in batch.render(script()).splitlines()
+
+
+def test_a_run_that_is_in_a_job_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    (tmp_path / "slurm").mkdir()
+    files.write_json(tmp_path / "slurm" / "job.json", {"job": "7"})
+    monkeypatch.setattr(cluster, "states", lambda jobs: {"7": "RUNNING"})
+    refuse_if_in_a_job(run, "7")
+    with pytest.raises(UserError, match=r"is in job 7 already \(RUNNING\): scancel 7 first"):
+        refuse_if_in_a_job(run, "8")
+    monkeypatch.setattr(cluster, "states", lambda jobs: {"7": "NODE_FAIL"})
+    refuse_if_in_a_job(run, "8")
     assert '#SBATCH --exclusive "--comment=a b"' in batch.render(
         script(passed=("--exclusive", "--comment=a b"))
     )
@@ -305,6 +335,11 @@ def test_nodes_that_cannot(state: str) -> None:
         (["--cpu", "--time", "5", "--after", "now"], "--after now"),
         (["--cpu", "--time", "5", "--setup", "/no/such"], "--setup /no/such"),
         (["--cpu", "--time", "5", "--sbatch", "--ntasks=3"], "--sbatch --ntasks=3"),
+        (
+            ["--cpu", "--time", "5", "--nodes", "2", "--strategy", "single"],
+            "--strategy single: is one process",
+        ),
+        (["--cpu", "--time", "5", "--strategy", "zero2"], "--strategy zero2: one process has nobody"),
         (["--cpu", "--time", "5", "--job-name", "a\nb"], "--job-name"),
         (["--cpu", "--time", "5", "--array", "9-1"], "--array 9-1"),
         (["--cpu", "--time", "5", "--seed", "1", "--array", "0-1"], "--seed"),
