@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.base import DataError
+from data.tokenizers import file_hash
 
 PIECE_BYTES = 1 << 15
 LONGEST_LINE = 1 << 20
@@ -52,6 +53,11 @@ def find(path: Path, form: str | None) -> dict[str, Part]:
             return {"train": Part((path,), form or _form_of(path))}
     except PermissionError as error:
         raise DataError(f"--data {path}: {error.filename} cannot be read: no permission") from None
+
+
+def content(parts: Mapping[str, Part]) -> dict[str, list[str]]:
+    """Each split's form and its files' hashes."""
+    return {split: [part.form, *map(file_hash, part.files)] for split, part in parts.items()}
 
 
 def _form_of(path: Path) -> str:

@@ -107,8 +107,7 @@ class Text(Data):
             return [platform.python_version(), *(tokenizers.file_hash(f) for f in corpora.demo_files())]
         if (path := self._path()) is None:
             return [self.recipe.data, self.options.data_config]
-        parts = readers.find(path, self.recipe.format)
-        return {split: [part.form, *map(tokenizers.file_hash, part.files)] for split, part in parts.items()}
+        return readers.content(readers.find(path, self.recipe.format))
 
     def _vocabulary_size(self) -> int:
         return self.options.vocab_size or (DEMO_VOCABULARY if self.recipe.data == DEMO else VOCABULARY)

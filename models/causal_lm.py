@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from models import decoders, hub
+from models import decoders, hub, saving
 from models.base import Batch, Loss, ModelError, Rows, Shape, Step, Sum, Task
 from models.decoders import PRESETS
 from models.generation import continuation
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 IGNORED = -100
 LONGEST_WITH_ATTENTION_DROPOUT = 512
 """Above it attention dropout is 0: keyed noise would take the kernel's speed and memory."""
-TOKENIZERS = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
 LARGEST_EXPONENT = 700.0
 
 
@@ -85,7 +84,8 @@ class CausalLM(Task):
         if name in PRESETS:
             self._check_context(PRESETS[name].config(0, self.recipe.max_length))
         elif folder.is_dir():
-            self._check_folder(folder)
+            hub.check_folder(folder, self.recipe.tokenizer)
+            self._check_context(hub.config(str(folder), None))
         elif hub.is_id(name):
             hub.require(name, self.recipe.revision)
             if hub.snapshot(name, self.recipe.revision):
@@ -97,15 +97,6 @@ class CausalLM(Task):
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name, such as "
                 f"openai-community/gpt2); presets: {', '.join(PRESETS)}"
             )
-
-    def _check_folder(self, folder: Path) -> None:
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"--model {folder}: holds no config.json, so it is no saved model")
-        if self.recipe.tokenizer is None and not any((folder / name).is_file() for name in TOKENIZERS):
-            raise ModelError(
-                f"--model {folder}: holds no tokenizer (tokenizer.json, vocab.json...): add --tokenizer"
-            )
-        self._check_context(hub.config(str(folder), None))
 
     def _check_context(self, config: Mapping[str, Any]) -> None:
         longest = decoders.context(config)
@@ -121,11 +112,7 @@ class CausalLM(Task):
             return PRESETS[name].config(vocabulary, self.recipe.max_length)
         config = hub.config(name, self.recipe.revision)
         self._check_context(config)
-        if (rows := config.get("vocab_size")) is not None and rows < vocabulary:
-            raise ModelError(
-                f"--model {name}: knows {rows} tokens, and the tokenizer has {vocabulary}: "
-                "leave out --tokenizer, or give the one that the model was trained with"
-            )
+        hub.check_vocabulary(name, config.get("vocab_size"), vocabulary)
         return config
 
     def build_model(self, facts: Any) -> nn.Module:
@@ -212,19 +199,9 @@ class CausalLM(Task):
 
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
         """A folder for AutoModelForCausalLM and AutoTokenizer."""
-        from safetensors.torch import save_model
-        from transformers import PreTrainedTokenizerFast
-
-        # save_pretrained would import deepspeed, two seconds and a warning, to find that nothing is sharded.
-        save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        saving.save(model, facts, folder)
         configured: Any = model
-        configured.config.architectures = [type(model).__name__]
-        configured.config.save_pretrained(folder)
         configured.generation_config.save_pretrained(folder)
-        tokenizer = _tokenizer(facts)
-        special = {f"{role}_token": facts.extra.get(role) for role in ("eos", "bos", "pad", "unk")}
-        names = {k: tokenizer.id_to_token(v) for k, v in special.items() if v is not None}
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
     def generate(self, final: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         from models.generation import generate
@@ -236,7 +213,7 @@ class CausalLM(Task):
             return None
         prompt = self.options.generate_prompt or facts.extra.get("prompt", "")
         return continuation(
-            model, _tokenizer(facts), prompt, self.options.generate_tokens, 0.8, self.recipe.seed
+            model, saving.tokenizer(facts), prompt, self.options.generate_tokens, 0.8, self.recipe.seed
         )
 
 
@@ -253,9 +230,3 @@ def _targets(tokens_BT: Tensor, length_B: Tensor) -> Tensor:
 def _exp(value: float) -> float:
     """exp, finite for any loss: a diverged model must not make JSON that others cannot read."""
     return math.exp(min(value, LARGEST_EXPONENT))
-
-
-def _tokenizer(facts: Any) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(Path(facts.folder) / facts.extra["tokenizer"]))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from models import hub
+from models import hub, saving
 from models.base import Batch, Loss, ModelError, Rows, Shape, Step, Sum, Task
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class Classifier(Task):
         if name in PRESETS:
             return
         if Path(name).expanduser().is_dir():
-            if not (Path(name).expanduser() / "config.json").is_file():
-                raise ModelError(f"--model {name}: holds no config.json, so it is no saved model")
+            hub.check_folder(Path(name).expanduser(), self.recipe.tokenizer)
         elif hub.is_id(name):
             hub.require(name, self.recipe.revision)
             if hub.snapshot(name, self.recipe.revision) is None:
@@ -96,11 +95,7 @@ class Classifier(Task):
         else:
             where = hub.place(self._name, self.recipe.revision)
             config = AutoConfig.from_pretrained(where, revision=self.recipe.revision or "main", **named)
-            if config.vocab_size < facts.extra["vocabulary"]:
-                raise ModelError(
-                    f"--model {self._name}: knows {config.vocab_size} tokens, and the tokenizer has"
-                    f" {facts.extra['vocabulary']}: leave out --tokenizer, or give the model's own"
-                )
+            hub.check_vocabulary(self._name, config.vocab_size, facts.extra["vocabulary"])
         if self.recipe.dropout is not None:
             for name, value in config.to_dict().items():
                 if isinstance(value, float | int) and "dropout" in name:
@@ -178,26 +173,7 @@ class Classifier(Task):
 
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""
-        from safetensors.torch import save_model
-
-        save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
-        configured: Any = model
-        configured.config.architectures = [type(model).__name__]
-        configured.config.save_pretrained(folder)
-        save_tokenizer(facts, folder)
-
-
-def save_tokenizer(facts: Any, folder: Path) -> None:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer.from_file(str(Path(facts.folder) / facts.extra["tokenizer"]))
-    names = {
-        f"{role}_token": tokenizer.id_to_token(facts.extra[role])
-        for role in ("eos", "bos", "pad", "unk")
-        if facts.extra.get(role) is not None
-    }
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+        saving.save(model, facts, folder)
 
 
 def interval(right: float, count: int) -> list[float]:

@@ -9,6 +9,8 @@ from typing import Any
 from hub import cache
 from models.base import ModelError
 
+TOKENIZERS = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
+
 
 def is_id(name: str) -> bool:
     """Whether `name` has the form `owner/name`."""
@@ -28,6 +30,25 @@ def require(name: str, revision: str | None) -> None:
             f"--model {name}: there is no such folder; as a hub id it is not in the cache {cache.home()},"
             " and the hub cannot be reached: give a folder, set HF_HOME to a cache that holds it,"
             " or run `prepare` on a machine with internet"
+        )
+
+
+def check_folder(folder: Path, tokenizer: str | None) -> None:
+    """Raise unless a saved model is there, and a tokenizer where none was given."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"--model {folder}: holds no config.json, so it is no saved model")
+    if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ModelError(
+            f"--model {folder}: holds no tokenizer (tokenizer.json, vocab.json...): add --tokenizer"
+        )
+
+
+def check_vocabulary(name: str, rows: int | None, vocabulary: int) -> None:
+    """Raise where the tokenizer has ids beyond the model's embeddings."""
+    if rows is not None and rows < vocabulary:
+        raise ModelError(
+            f"--model {name}: knows {rows} tokens, and the tokenizer has {vocabulary}: "
+            "leave out --tokenizer, or give the one that the model was trained with"
         )
 
 

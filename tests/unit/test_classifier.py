@@ -17,7 +17,7 @@ VOCABULARY = 300
 
 
 def make(model: str = "tiny", **changes: Any) -> Classifier:
-    values = {"revision": None, "max_length": 12, "seed": 0, "dropout": None, **changes}
+    values = {"revision": None, "tokenizer": None, "max_length": 12, "seed": 0, "dropout": None, **changes}
     return Classifier(SimpleNamespace(model=model, **values), None)
 
 
@@ -118,3 +118,9 @@ def test_transformers_opens_the_export(model: Any, tmp_path: Path) -> None:
 def test_what_cannot_be_had_is_one_line(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
         make(**{"model": "tiny", **changes}).check()
+
+
+def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds no tokenizer .* add --tokenizer"):
+        make(str(tmp_path)).check()
