@@ -146,7 +146,7 @@ def _session(strategy: str, precision: str = "fp32") -> Any:
 def _steps(session: Any, start: int, stop: int) -> list[float]:
     losses = []
     for loaded in session.feed().steps(start, stop):
-        losses.append(sum(session.stepper.run(loaded, session.rate(loaded.work.step), []).sums.tolist()))
+        losses.append(sum(session.step(loaded).sums.tolist()))
     return losses
 
 

@@ -19,6 +19,7 @@ from models.base import Rows, Sum, Task
 if TYPE_CHECKING:
     from engine.world import World
 
+HOST_BATCH = 32
 _BATCHES_AHEAD = 16
 
 
@@ -69,6 +70,13 @@ def _batches(
                 wanted = samples[micro.places] if counts else samples[:1]
                 host = tensors(source.fetch(wanted, micro.width), pin=False)
                 yield to_device(host, world.device), counts
+
+
+def batches_of(source: Source) -> Iterator[dict[str, Tensor]]:
+    """Every sample once, in order, in small batches on the host."""
+    for start in range(0, len(source), HOST_BATCH):
+        rows = np.arange(start, min(start + HOST_BATCH, len(source)))
+        yield to_device(tensors(source.fetch(rows), pin=False), torch.device("cpu"))
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.errors import UserError
-from engine.options import Count, Positive
+from models.fields import Count, Positive
 
 MEMORY_LIMIT = r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)"
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import TrainingError
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+Moments = Mapping[str, Mapping[str, Any]]
+"""Parameter name -> kind -> the optimizer's state of it."""
 WEIGHT = "weight/"
 MOMENT = "moment/"
 

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from engine import options as opt
 from engine.errors import UserError
-from engine.options import Count, Fraction, Interval, Positive, Probability, Rate, Seed
+from engine.options import Interval
+from models.fields import Count, Fraction, Positive, Probability, Rate, Seed
 
 DEMO = "demo"
 SHORT_MODEL_NAMES = {

@@ -10,6 +10,7 @@ from engine import checkpoint, files, portable
 from engine.checkpoint import Saved
 from engine.plan import Plan
 from engine.run import Run
+from engine.schedule import Stretch
 from engine.session import Session
 from engine.world import World
 
@@ -59,11 +60,16 @@ class Redo:
             return False
         saved = whole(found[-1])
         best = saved.facts["judge"]["best_step"]
-        if self.session.recipe.patience and best:
+        if saved.facts["judge"]["patience"] and best:
             phase = saved.facts["progress"]["phase"]
             saved = whole(self.run.checkpoints / checkpoint.name(phase, best))
+        self.session.begin(self._stretch(saved), saved)
         portable.put_weights(saved, self.session.model)
         return True
+
+    def _stretch(self, saved: Saved) -> Stretch:
+        phase = saved.facts["progress"]["phase"]
+        return next(s for s in self.session.stretches if s.name == phase)
 
     def evaluate(self, split: str) -> dict[str, float]:
         return self.session.evaluate(split)
@@ -85,7 +91,9 @@ class Redo:
             saved = whole(folder)
             phase, step = saved.facts["progress"]["phase"], int(saved.facts["progress"]["step"])
             if any((phase, later) in rows for later in range(step + 1, step + count + 1)):
-                self.session.enter(next(s for s in self.session.stretches if s.name == phase))
+                self.session.renew()
+                self.session.begin(self._stretch(saved), saved)
+                self.session.enter(self.session.stretch)
                 self.session.put(saved)
                 return redone + self._from(phase, step, count, rows, folder.name)
         return redone
@@ -95,7 +103,7 @@ class Redo:
         stop = min(start + count, session.stretch.steps)
         for loaded in session.feed().steps(start, stop):
             step = loaded.work.step
-            result = session.stepper.run(loaded, session.rate(step), [])
+            result = session.step(loaded)
             row = rows.get((phase, step + 1))
             if row is not None:
                 loss = sum(result.sums.tolist())

@@ -35,6 +35,11 @@ TASKS = {
         "data.labelled:Labelled",
         "fine-tune an encoder to classify texts or pairs",
     ),
+    "pruning": Entry(
+        "models.pruning:Pruning",
+        "data.labelled:Labelled",
+        "take heads and neurons out of a classifier for good",
+    ),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ class Replicas:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, world: World, clip: float) -> None:
         self.raw, self.optimizer, self.plan, self.world, self.clip = model, optimizer, plan, world, clip
+        self.named = dict(model.named_parameters())
         self.model = model
         """What computes a loss."""
         self.trained = [p for p in model.parameters() if p.requires_grad]
@@ -69,11 +70,12 @@ class Replicas:
         with self.world.waits("DDP's reduction") if self._reduces else contextlib.nullcontext():
             scaled.backward()
 
-    def update(self, rate: float) -> Tensor | None:
+    def update(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor | None:
         """Reduce, clip, step; the whole gradient's norm, or None where fp16 overflowed: redo the step."""
         norm = self.reduce()
         if self.plan.precision == "fp16" and self._overflowed(norm):
             return None
+        observe()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.clip:
@@ -127,6 +129,15 @@ class Replicas:
     def put_weights(self, saved: Saved) -> None:
         """The weights alone, as for a last evaluation."""
         portable.put_weights(saved, self.raw)
+
+    def moments(self) -> portable.Moments:
+        """The optimizer's state by the names that parameters had when it began."""
+        return {name: dict(self.optimizer.state.get(p, {})) for name, p in self.named.items()}
+
+    def put_moments(self, moments: portable.Moments) -> None:
+        for name, state in moments.items():
+            if state:
+                self.optimizer.state[self.named[name]] = dict(state)
 
     def close(self) -> bool:
         """Let go of the model; whether it must be made anew."""

@@ -17,9 +17,10 @@ from typing import Any, Literal
 from engine import files
 from engine.errors import UserError
 from engine.facts import Facts
-from engine.options import Count, Interval, Positive
+from engine.options import Interval
 from engine.plan import Plan
 from engine.recipe import Recipe
+from models.fields import Count, Positive
 
 NONCE = "ISOBATCH_NONCE"
 """Environment variable that ties exit.json to the launch that waits for it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from engine.errors import UserError
 from engine.options import Interval
@@ -22,6 +21,8 @@ class Stretch:
     steps_per_epoch: int
     lr: float
     eval_every: int
+    judged: bool = True
+    """Whether --patience counts here."""
 
 
 def stretches(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int) -> list[Stretch]:
@@ -37,6 +38,7 @@ def stretches(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int) -> 
             steps_per_epoch,
             p.lr or recipe.lr,
             every,
+            p.judged,
         )
         for place, p in enumerate(phases)
         if recipe.phase in (None, p.name)
@@ -45,17 +47,17 @@ def stretches(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int) -> 
 
 def _steps(recipe: Recipe, place: int, phase: Phase, count: int, steps_per_epoch: int) -> int:
     if recipe.steps is not None:
-        return _nth(recipe.steps, place, count, "--steps")
-    epochs = phase.epochs if recipe.epochs is None else _nth(recipe.epochs, place, count, "--epochs")
+        return max(1, round(_nth(recipe.steps, place, phase, count, "--steps")))
+    epochs = phase.epochs if recipe.epochs is None else _nth(recipe.epochs, place, phase, count, "--epochs")
     return max(1, math.ceil(round(epochs * steps_per_epoch, 6)))
 
 
-def _nth(values: Sequence[Any], place: int, count: int, flag: str) -> int:
+def _nth(values: Sequence[float], place: int, phase: Phase, count: int, flag: str) -> float:
     if len(values) not in (1, count):
         raise UserError(
             f"{flag} {','.join(map(str, values))}: give one number, or one for each of {count} phases"
         )
-    return values[0] if len(values) == 1 else values[place]
+    return values[0] * phase.share if len(values) == 1 else values[place]
 
 
 class Alarm:

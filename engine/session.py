@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from engine.checkpoint import Saved
 from engine.errors import UserError
 from engine.evaluate import evaluate
 from engine.facts import Facts
-from engine.feed import Feed
+from engine.feed import Feed, Loaded, tensors, to_device
 from engine.keying import key_dropout
 from engine.noise import KeyedNoise
 from engine.optim import learning_rate, make_optimizer
@@ -25,20 +27,33 @@ from engine.registry import workload
 from engine.replicas import Replicas
 from engine.sampler import Sampler
 from engine.schedule import Stretch, stretches
-from engine.step import Stepper, Strategy, TorchNoise, checkpoint_activations
+from engine.step import Result, Stepper, Strategy, TorchNoise, checkpoint_activations
+from engine.teaching import samples_used, taught
 from engine.world import World
-from models.base import Step, Task
+from models.base import Change, Step, Task
+
+CALIBRATION_BATCH = 32
 
 
 class Session:
     """Model, data, sampler and, once a phase is entered, its optimizer and stepper."""
 
-    def __init__(self, recipe: Recipe, facts: Facts, plan: Plan, world: World) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        facts: Facts,
+        plan: Plan,
+        world: World,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.recipe, self.facts, self.plan, self.world = recipe, facts, plan, world
         self.task, data = workload(recipe.task).make(recipe)
         self.splits = {split: data.open(Path(facts.folder), split) for split in facts.samples}
         self.sampler = make_sampler(recipe, self.splits["train"], self.task.cohort)
         self.stretches = stretches(recipe, self.task.phases(), self.sampler.steps_per_epoch)
+        if (teacher := self.task.teacher()) is not None:
+            used = samples_used(self.sampler, self.stretches)
+            self.splits["train"] = taught(self.splits["train"], teacher, facts, used, world, say)
         self._prepare_model()
         self._strategy: Strategy | None = None
 
@@ -49,6 +64,34 @@ class Session:
 
     def _prepare_model(self) -> None:
         self.model, self.noise = prepare_model(self.task, self.recipe, self.facts, self.plan, self.world)
+        self.world.broadcast(self.model)
+        self._begun = ""
+
+    def renew(self) -> None:
+        """A model with the initial weights, whatever was done to the one before."""
+        self._strategy = None
+        self._prepare_model()
+
+    def begin(self, stretch: Stretch, saved: Saved | None = None) -> None:
+        """Let the task make its model ready for a phase, once; in the shape of a checkpoint where given."""
+        self.stretch = stretch
+        if self._begun != stretch.name:
+            self.model.eval()
+            with torch.no_grad():
+                self.task.begin(self.model, stretch.name, self._first_samples)
+            self.world.broadcast(self.model)
+            self._begun = stretch.name
+        if saved is not None:
+            weights = {k: e for k, e in saved.entries.items() if k.startswith(portable.WEIGHT)}
+            self.task.fit(self.model, {k.removeprefix(portable.WEIGHT): e.shape for k, e in weights.items()})
+
+    def _first_samples(self, count: int) -> Iterator[dict[str, torch.Tensor]]:
+        """`count` training samples in the recipe's order, in batches that no plan decides on."""
+        steps = range(-(-count // self.recipe.batch_size))
+        samples = np.concatenate([self.sampler.batch(step) for step in steps])[:count]
+        for start in range(0, len(samples), CALIBRATION_BATCH):
+            rows = samples[start : start + CALIBRATION_BATCH]
+            yield to_device(tensors(self.splits["train"].fetch(rows), pin=False), self.world.device)
 
     @property
     def phases(self) -> list[str]:
@@ -56,10 +99,10 @@ class Session:
 
     def enter(self, stretch: Stretch) -> None:
         """Begin a phase: its own optimizer, from rest. A model that was in shards begins anew."""
-        self.stretch = stretch
         self.leave()
+        self.begin(stretch)
         self._strategy = self._make_strategy()
-        self.stepper = Stepper(self.task, self.recipe, self.world, self.strategy, self.noise, stretch.name)
+        self.stepper = self._make_stepper()
         self.model.train()
 
     def leave(self) -> None:
@@ -96,9 +139,34 @@ class Session:
             return Shards(self.model, optimizer, self.plan, self.world, self.recipe.clip)
         return Replicas(self.model, optimizer, self.plan, self.world, self.recipe.clip)
 
+    def _make_stepper(self) -> Stepper:
+        stretch = self.stretch
+        return Stepper(
+            self.task, self.recipe, self.world, self.strategy, self.noise, stretch.name, stretch.steps
+        )
+
     def put(self, saved: Saved) -> None:
         """Go to where a checkpoint was."""
         self.strategy.put(saved, saved.facts["scaling"])
+
+    def step(self, loaded: Loaded, votes: Sequence[float] = ()) -> Result:
+        """A whole step, and what the task makes of it."""
+        number = loaded.work.step
+        result = self.stepper.run(loaded, self.rate(number), list(votes))
+        result.change = self.task.after_step(self.model, self.stepper.moment(number))
+        if result.change is not None and result.change.keep:
+            self._wrap_again(result.change)
+        return result
+
+    def _wrap_again(self, change: Change) -> None:
+        """The task has cut its model: an optimizer for what is left, with its moments cut alike."""
+        moments, names = self.strategy.moments(), self.stepper.names
+        self._strategy = None
+        gc.collect()  # DDP's hooks go with it
+        self._strategy = self._make_strategy()
+        self.strategy.put_moments(cut_moments(moments, change.keep))
+        self.stepper = self._make_stepper()
+        self.stepper.names, self.stepper.foreign_noise = names, False
 
     def feed(self) -> Feed:
         source, equal = self.splits["train"], self.strategy.equal_counts
@@ -114,6 +182,21 @@ class Session:
         return evaluate(
             self.task, self.model, source, split, self.facts, self.plan, self.world, fraction, equal
         )
+
+
+def cut_moments(
+    moments: portable.Moments, keep: Mapping[str, Sequence[tuple[int, torch.Tensor]]]
+) -> portable.Moments:
+    """The moments of parameters that were cut; what has no dimensions, such as a count of steps, stays."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, state in moments.items():
+        found[name] = dict(state)
+        for kind, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                for dimension, indices in keep.get(name, ()):
+                    value = value.index_select(dimension, indices.to(value.device))
+                found[name][kind] = value
+    return found
 
 
 def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
@@ -143,7 +226,6 @@ def prepare_model(
         checkpoint_activations(model, keyed=noise is not None)
     if plan.compile != "off":
         model.compile(mode=None if plan.compile == "on" else plan.compile)
-    world.broadcast(model)
     return model, noise
 
 

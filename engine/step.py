@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +17,7 @@ from engine.cut import Micro
 from engine.errors import TrainingError
 from engine.feed import Loaded, Work, to_device
 from engine.noise import KeyedNoise
-from models.base import Batch, Loss, Step, Task
+from models.base import Batch, Change, Loss, Step, Task
 
 if TYPE_CHECKING:
     from engine import portable
@@ -37,6 +37,10 @@ class Result:
     """(len(names) + extra,): global loss sums over their weights, then the votes."""
     norm: Tensor
     """0-d: norm of the whole reduced gradient before clipping."""
+    figures: Mapping[str, float]
+    """What the task saw of the gradients."""
+    change: Change | None = None
+    """What the task did to its model afterwards."""
     seconds: float = 0.0
     """From the end of the step before to the end of this one, as the host saw it."""
 
@@ -45,6 +49,8 @@ class Strategy(Protocol):
     """Who holds what of the model: how gradients become one update, and state becomes portable."""
 
     model: nn.Module
+    raw: nn.Module
+    """The model itself, whatever wraps it."""
     equal_counts: bool
     """Every rank must compute the same number of micro-batches, in training and evaluation."""
 
@@ -53,7 +59,9 @@ class Strategy(Protocol):
     def accumulating(self) -> AbstractContextManager[None]: ...
     def micro_batch(self, last: bool) -> AbstractContextManager[None]: ...
     def backward(self, loss: Tensor) -> None: ...
-    def update(self, rate: float) -> Tensor | None: ...
+    def update(self, rate: float, observe: Callable[[], None] = ...) -> Tensor | None: ...
+    def moments(self) -> portable.Moments: ...
+    def put_moments(self, moments: portable.Moments) -> None: ...
     def scaling(self) -> dict[str, Any]: ...
     def state(self) -> portable.State: ...
     def put(self, saved: Saved, scaling: dict[str, Any] | None = None) -> None: ...
@@ -72,9 +80,10 @@ class Stepper:
         strategy: Strategy,
         noise: KeyedNoise | None,
         phase: str,
+        of: int = 0,
     ) -> None:
         self.task, self.recipe, self.world, self.strategy = task, recipe, world, strategy
-        self.noise, self.phase = noise, phase
+        self.noise, self.phase, self.of = noise, phase, of
         self.names: list[str] | None = None
         """Names of the losses, on all ranks the same."""
         self.foreign_noise: bool | None = None
@@ -82,12 +91,17 @@ class Stepper:
 
     def run(self, loaded: Loaded, rate: float, votes: list[float]) -> Result:
         """A whole step. `votes` are added up over the ranks beside the losses."""
+        figures: dict[str, float] = {}
+
+        def observe() -> None:
+            figures.update(self.task.observe(self.strategy.raw, self.moment(loaded.work.step)))
+
         norm = None
         while norm is None:
             names, sums = self.backward(loaded)
-            norm = self.strategy.update(rate)
+            norm = self.strategy.update(rate, observe)
         pulse = torch.cat([sums, torch.tensor(votes, dtype=sums.dtype, device=sums.device)])
-        return Result(loaded, rate, names, self.world.sum(pulse), norm)
+        return Result(loaded, rate, names, self.world.sum(pulse), norm, figures)
 
     def backward(self, loaded: Loaded) -> tuple[list[str], Tensor]:
         """Gradients of this rank's share, and its share of each loss over the global weight."""
@@ -110,7 +124,7 @@ class Stepper:
 
     def _losses(self, batch: Batch, step: int) -> dict[str, Loss]:
         with self.world.accelerator.autocast(), self._watching_generators():
-            losses = self.task.loss(self.strategy.model, batch, self._step(step))
+            losses = self.task.loss(self.strategy.model, batch, self.moment(step))
         first_step.refuse_other_forms(losses)
         return losses
 
@@ -164,8 +178,10 @@ class Stepper:
         weight = totals[loss.unit]
         return loss.sum * (1 / weight if weight else 0.0)
 
-    def _step(self, number: int) -> Step:
-        return Step(number, self.phase, self.noise or TorchNoise(self.world.device))
+    def moment(self, number: int) -> Step:
+        """What the task may know of a step."""
+        noise = self.noise or TorchNoise(self.world.device)
+        return Step(number, self.phase, noise, self.of, self.world.agree)
 
     def _bind(self, step: int, samples: np.ndarray, place: int) -> None:
         if self.noise is not None:

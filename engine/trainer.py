@@ -8,12 +8,13 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine import checkpoint, files, rehearsal
 from engine.checkpoint import Saved
 from engine.console import Console, clock
 from engine.errors import StopRequested, TrainingError
+from engine.evaluate import batches_of
 from engine.journal import Journal
 from engine.judge import Judge
 from engine.meters import gpu_reading, memory_bytes, step_row
@@ -28,6 +29,9 @@ from engine.summary import HELD_OUT, Progress, startup_seconds, summarize
 from engine.watch import Watch
 from engine.world import World
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 class Trainer:
     """Trains a run's recipe by its plan, from wherever its last checkpoint is."""
@@ -36,7 +40,7 @@ class Trainer:
         self, run: Run, world: World, options: RunOptions, console: Console, end: Callable[[str], None]
     ) -> None:
         self.run, self.world, self.options, self.console = run, world, options, console
-        self.session = Session(run.recipe(), run.facts(), run.plan(), world)
+        self.session = Session(run.recipe(), run.facts(), run.plan(), world, console.say)
         self.recipe, self.plan, self.task = self.session.recipe, self.session.plan, self.session.task
         self.journal = Journal(run, world.is_main, options.log_every, options.ledger)
         self.stop = StopFlag()
@@ -61,7 +65,7 @@ class Trainer:
             first = self.session.phases.index(found.facts["progress"]["phase"]) if found else 0
             for stretch in self.session.stretches[first:]:
                 before = self._here()
-                self._begin(stretch)
+                self._begin(stretch, found)
                 if found is not None:
                     self._go_to(found)
                     found = None
@@ -70,11 +74,14 @@ class Trainer:
                 self._train(stretch)
             self._finish()
 
-    def _begin(self, stretch: Stretch) -> None:
+    def _begin(self, stretch: Stretch, found: Saved | None) -> None:
         self.session.leave()
+        self.session.begin(stretch, found)
         self.plan = rehearsal.rehearse(self.session, stretch.name, self.run, self.console.say)
         self.session.enter(stretch)
-        self.judge = Judge(self.task.monitor[1], self.recipe.patience, self.recipe.min_delta)
+        self.judge = Judge(
+            self.task.monitor[1], self.recipe.patience if stretch.judged else 0, self.recipe.min_delta
+        )
         self.progress = Progress(stretch.name, samples=self.progress.samples, tokens=self.progress.tokens)
         self.alarm = Alarm(self.options.save_every, stretch.steps_per_epoch, now())
         self.saved_step = -1
@@ -96,7 +103,7 @@ class Trainer:
         pending: Result | None = None
         last = progress.step if self.judge.stop else stretch.steps
         for loaded in session.feed().steps(progress.step, last):
-            result = session.stepper.run(loaded, session.rate(loaded.work.step), self._votes())
+            result = session.step(loaded, self._votes())
             result.seconds, self.mark = now() - self.mark, now()
             asked, pending = self._settle(pending), result
             if asked or self._due(loaded.work.step + 1):
@@ -117,7 +124,7 @@ class Trainer:
         """The end of training is measured anyway, unless the best checkpoint is looked for."""
         stretch = self.session.stretch
         if step == stretch.steps:
-            return self.recipe.patience > 0
+            return self.judge.patience > 0
         return step % stretch.eval_every == 0
 
     def _votes(self) -> list[float]:
@@ -164,6 +171,8 @@ class Trainer:
             self._own_up_to_foreign_noise()
         self._count(result)
         self._log(result, losses, norm)
+        if result.change is not None:
+            self._decide("change of the model", **result.change.facts)
         stop, save, written, failed = values[len(result.names) :]
         self.writer.settle(written, failed)
         return {name for name, votes_for in (("stop", stop), ("save", save)) if votes_for}
@@ -200,7 +209,7 @@ class Trainer:
     def _log(self, result: Result, losses: dict[str, float], norm: float) -> None:
         progress, stretch = self.progress, self.session.stretch
         self.peak_memory = max(self.peak_memory, memory_bytes(self.world.device))
-        row = step_row(result, losses, norm, progress, stretch)
+        row = {**step_row(result, losses, norm, progress, stretch), **result.figures}
         row |= {"memory_bytes": self.peak_memory, **gpu_reading(self.world.device)}
         self.journal.step(row, result.loaded.work.samples)
         if self.options.tracker != "none":
@@ -216,7 +225,7 @@ class Trainer:
             return False
         name, _ = self.task.monitor
         metrics = self._measure("valid", self.recipe.eval_fraction, self.progress.step)
-        if self.judge.see(metrics[name], self.progress.step) and self.recipe.patience:
+        if self.judge.see(metrics[name], self.progress.step) and self.judge.patience:
             self._decide("best checkpoint", metric=name, value=self.judge.best)
             self._save()
         if self.judge.stop:
@@ -267,12 +276,12 @@ class Trainer:
         checkpoint.prune(self.run.checkpoints, self.session.phases, self.options.keep, spare)
 
     def _best(self) -> set[str]:
-        return {checkpoint.name(self.progress.phase, self.judge.best_step)} if self.recipe.patience else set()
+        return {checkpoint.name(self.progress.phase, self.judge.best_step)} if self.judge.patience else set()
 
     def _finish(self) -> None:
         """Held-out metrics, final/, a sample, summary.json."""
         exported, folder = self.progress.step, self._here()
-        if self.recipe.patience and self.judge.best_step not in (0, self.progress.step):
+        if self.judge.patience and self.judge.best_step not in (0, self.progress.step):
             (best,) = self._best()
             exported, folder = self.judge.best_step, self.run.checkpoints / best
             self.session.strategy.put_weights(Saved(folder))
@@ -285,12 +294,27 @@ class Trainer:
         if self.world.is_main:
             self.world.at("the export")
             model = self.session.whole_model(folder)
-            self._seal(write_final(self.run, self.task, model, self.session.facts))
+            sums = write_final(self.run, self.task, model, self.session.facts)
             sample = self.task.sample(model, self.session.facts, self.run.final)
             if sample:
                 self.console.say(f"sample:\n{sample}")
+            self._appraise(model, exported, held_out)
+            self._seal(sums)
         self._summary("done", "", held_out)
         self.world.barrier()
+
+    def _appraise(self, model: nn.Module, step: int, held_out: dict[str, dict[str, Any]]) -> None:
+        """The task's own measurements of what it exported, beside the metrics of the first held-out split."""
+        split = next((s for s in HELD_OUT if s in held_out), None)
+        if split is None:
+            return
+        more = self.task.appraise(
+            model, self.run.final, self.session.facts, lambda: batches_of(self.session.splits[split])
+        )
+        if more:
+            held_out[split] |= more
+            where = {"phase": self.progress.phase, "step": step, "split": split}
+            self.journal.metrics({**where, **held_out[split]})
 
     def _seal(self, sums: dict[str, int]) -> None:
         """The last row: what final/ holds, and how exact the run was."""

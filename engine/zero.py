@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +80,7 @@ class Shards:
         # DeepSpeed averages over ranks, and the loss is a share of a sum.
         self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
 
-    def update(self, rate: float) -> Tensor:
+    def update(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
         """Clip, step; the norm of the whole gradient."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
@@ -110,6 +110,12 @@ class Shards:
                 f"no loss touches {sorted(unused)[0]} ({len(unused)} such): ZeRO would decay it; freeze it"
                 " (requires_grad_(False)), or use --strategy ddp"
             )
+
+    def moments(self) -> portable.Moments:
+        raise AssertionError("the planner gives tasks that change their model no shards")
+
+    def put_moments(self, moments: portable.Moments) -> None:
+        raise AssertionError("the planner gives tasks that change their model no shards")
 
     def scaling(self) -> dict[str, Any]:
         return {}

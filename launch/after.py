@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine import options as opt
 from engine.errors import UserError
 from engine.plan import PlanOptions
 from engine.registry import workload
 from engine.run import Run
 from launch.flags import own_flags, split
+from models import fields
 from models.base import Task
 
 
@@ -34,11 +34,11 @@ class GenerateOptions:
 
     prompt: str | None = None
     """The text to continue."""
-    tokens: opt.Positive = 60
+    tokens: fields.Positive = 60
     """Most tokens to add."""
-    temperature: opt.Rate = 0.8
+    temperature: fields.Rate = 0.8
     """0 takes the likeliest token every time."""
-    seed: opt.Count = 0
+    seed: fields.Count = 0
     """Another seed, another continuation."""
     json: bool = False
     """One JSON object on standard output."""

@@ -21,6 +21,7 @@ from engine.recipe import DEMO, SHORT_MODEL_NAMES, Recipe
 from engine.registry import Workload, code_of, is_users, workload
 from engine.run import RunOptions
 from engine.schedule import stretches
+from models import fields
 
 SYNONYMS = {
     "num_epochs": "epochs",
@@ -71,13 +72,13 @@ MEANINGS: dict[str, dict[str, str]] = {
 class Scaling:
     """Flags that make a new recipe out of the one asked for."""
 
-    scale_batch: opt.Rate | None = None
+    scale_batch: fields.Rate | None = None
     """Train with this many times the global batch: a NEW recipe, which says what it was scaled from."""
     lr_rule: Literal["sqrt", "linear", "none"] = "sqrt"
     """How the learning rate follows a scaled batch: sqrt, linear or none."""
-    per_device_batch_size: opt.Positive | None = None
+    per_device_batch_size: fields.Positive | None = None
     """With --gradient-accumulation-steps and --processes: the global batch in other tools' words."""
-    gradient_accumulation_steps: opt.Positive | None = None
+    gradient_accumulation_steps: fields.Positive | None = None
     """See --per-device-batch-size."""
 
 
@@ -265,6 +266,7 @@ def make_recipe(
             if one in layer and other not in layer:
                 merged.pop(other, None)
         merged.update(layer)
+    merged.update({k: v for k, v in task.complete({**asked, **asked_options}).items() if k not in asked})
     return _recipe_from(chosen, merged), notes
 
 

@@ -11,12 +11,12 @@ from engine import hardware
 from engine.console import clock, size
 from engine.detection import detect
 from engine.facts import Facts
-from engine.options import Positive
 from engine.plan import Plan
 from engine.planner import frontier, make_plan
 from engine.prepare import assumed
 from engine.prepare import prepare as prepare_data
 from launch.flags import Request, request
+from models.fields import Positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,12 +16,12 @@ from typing import Any
 from engine import files
 from engine import options as opt
 from engine.errors import DONE, UserError
-from engine.options import Count, Positive
 from engine.plan import PlanOptions
 from engine.run import Run
 from launch import batch, cluster, pace
 from launch.flags import Request, request
 from launch.setting_up import create_run, facts_of, find_run
+from models.fields import Count, Positive
 
 CPUS, CPUS_PER_GPU = 4, 8
 """Cores asked for on a node where neither the user nor sinfo says."""

@@ -20,9 +20,9 @@ from typing import Any  # noqa: E402
 from engine import files  # noqa: E402
 from engine.detection import detect  # noqa: E402
 from engine.errors import DONE, FAILED, TrainingError, UserError  # noqa: E402
-from engine.options import Positive  # noqa: E402
 from engine.plan import AnyStrategy, Plan, PlanOptions  # noqa: E402
 from engine.run import Run  # noqa: E402
+from models.fields import Positive  # noqa: E402
 
 TOLERANCE = {"exact": (1e-4, 1e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
 """Invariance -> largest difference of loss and gradient norm that rounding (or noise) explains."""

@@ -7,7 +7,7 @@ methods, so that its flags can be listed and checked without them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -63,6 +63,10 @@ class Noise(Protocol):
         """(B, *shape) int64 in [0, high)."""
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a loss may know of the moment: never how the batch was cut."""
@@ -71,6 +75,31 @@ class Step:
     """Optimizer steps taken before it in this phase: the first is 0. (metrics.jsonl counts from 1.)"""
     phase: str
     noise: Noise
+    of: int = 0
+    """Steps in this phase."""
+    agree: Callable[[Any], Any] = _itself
+    """One process's value on all of them: discrete decisions pass through it."""
+
+
+class Change(NamedTuple):
+    """What a task did to its model after a step."""
+
+    facts: Mapping[str, Any]
+    """For decisions.jsonl, as JSON."""
+    keep: Mapping[str, Sequence[tuple[int, Tensor]]] = {}
+    """Parameter that was cut -> (dimension, indices that stay): the optimizer's moments are cut alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A frozen model whose answers to the training samples are computed once and kept on disk."""
+
+    identity: str
+    """Hash of its weights and of what it is asked: names the answers."""
+    build: Callable[[Any], nn.Module]
+    """Facts -> the model."""
+    answers: Callable[[nn.Module, Batch], Mapping[str, Tensor]]
+    """Model and batch -> name -> (B, ...) tensor. `loss` finds each in its batch as `teacher.NAME`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +111,10 @@ class Phase:
     """Default length; the recipe's --epochs and --steps come first."""
     lr: float | None = None
     """Peak learning rate; None takes the recipe's."""
+    share: float = 1.0
+    """Its part of --epochs or --steps where one number is given for all phases."""
+    judged: bool = True
+    """Whether --patience may end it and its best checkpoint is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +129,8 @@ class Shape:
     intermediate: int = 0
     vocabulary: int = 0
     """Width of an output projection computed for every token."""
+    changes: bool = False
+    """Training changes the model's shape: every process must hold all of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +163,11 @@ class Task(ABC):
         self.recipe = recipe
         self.options = options
 
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Recipe values that follow from those asked for; what was asked for itself comes first."""
+        return {}
+
     def phases(self) -> list[Phase]:
         """The stretches of training, in order."""
         return [Phase()]
@@ -157,6 +197,35 @@ class Task(ABC):
         """Named metrics from reduced parts: (value, weight) for a Sum, an array in sample order for Rows."""
         means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
         return means if "loss" in means else {"loss": sum(means.values()), **means}
+
+    def teacher(self) -> Teacher | None:
+        """A frozen model to learn from beside the data."""
+        return None
+
+    def begin(self, model: nn.Module, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
+        """Before a phase: change what trains, or the model itself. `first(n)` gives training samples.
+
+        They are the same on every machine and process, so what is measured on them may decide.
+        """
+        return
+
+    def observe(self, model: nn.Module, step: Step) -> Mapping[str, float]:
+        """See the whole reduced gradients before the optimizer does; figures for the step's log."""
+        return {}
+
+    def after_step(self, model: nn.Module, step: Step) -> Change | None:
+        """After the optimizer: schedules, and changes of the model, even of its shape."""
+        return None
+
+    def fit(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Bring a model as built to the shapes that were saved, by name; whether anything changed."""
+        return False
+
+    def appraise(
+        self, model: nn.Module, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        """Metrics of the exported model that need more than one pass over the held-out samples."""
+        return {}
 
     def shape(self, facts: Any) -> Shape:
         """The model's size, by default counted on a model without storage."""

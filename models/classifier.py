@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from models import hub, saving
+from models import encoders, hub, saving
 from models.base import Batch, Loss, ModelError, Rows, Shape, Step, Sum, Task
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ class Classifier(Task):
 
     def build_model(self, facts: Any) -> nn.Module:
         import torch
-        from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
+        from transformers import BertForSequenceClassification
 
         config = self._config(facts)
         if self._name in PRESETS:
             return BertForSequenceClassification(config)
         where = hub.place(self._name, self.recipe.revision)
-        return AutoModelForSequenceClassification.from_pretrained(
+        return encoders.class_for(config).from_pretrained(
             where,
             config=config,
             revision=self.recipe.revision or "main",
@@ -121,13 +121,10 @@ class Classifier(Task):
     def shape(self, facts: Any) -> Shape:
         """Counted on a model without storage."""
         import torch
-        from transformers import AutoModelForSequenceClassification
 
         config = self._config(facts)
         with torch.device("meta"):
-            count = sum(
-                p.numel() for p in AutoModelForSequenceClassification.from_config(config).parameters()
-            )
+            count = sum(p.numel() for p in encoders.unloaded(config).parameters())
         hidden = config.hidden_size
         return Shape(
             parameters=count,
@@ -147,6 +144,11 @@ class Classifier(Task):
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """(B, C) in fp32; what stands right of a sample's length is not looked at."""
+        logits: Tensor = self.outputs(model, batch).logits
+        return logits.float()
+
+    def outputs(self, model: nn.Module, batch: Batch, states: bool = False) -> Any:
+        """The model's own, with the state of every token after each layer where asked."""
         import torch
 
         tokens_BT = batch["tokens"].long()
@@ -155,7 +157,7 @@ class Classifier(Task):
         configured: Any = model
         if "types" in batch and getattr(configured.config, "type_vocab_size", 0) > 1:
             given["token_type_ids"] = batch["types"].long()
-        return model(**given).logits.float()
+        return model(**given, output_hidden_states=states)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
         from torch.nn import functional as F
@@ -174,6 +176,7 @@ class Classifier(Task):
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""
         saving.save(model, facts, folder)
+        encoders.describe_sizes(model, folder)
 
 
 def interval(right: float, count: int) -> list[float]:

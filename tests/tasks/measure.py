@@ -62,7 +62,7 @@ def measure(settings: dict[str, Any]) -> None:
             session.stepper.backward(loaded)
             gradient = reduced(session.strategy)
             session.enter(session.stretches[0])
-        result = session.stepper.run(loaded, session.rate(loaded.work.step), [])
+        result = session.step(loaded)
         losses.append(sum(result.sums.tolist()))
         samples.append(loaded.work.samples.tolist())
         micros.append([len(m.places) for m in loaded.work.mine])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from engine import options as opt
 from engine.errors import UserError
-from engine.options import Count, Fraction, Interval, Positive, Probability, Rate, Seed
+from engine.options import Interval
+from models.fields import Count, Fraction, Positive, Probability, Rate, Seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
