@@ -75,6 +75,7 @@ class Labelled(Data):
     """
 
     Options: ClassVar[type] = LabelledOptions
+    version: ClassVar[int] = 2
 
     def check(self) -> None:
         size = self.options.vocab_size
@@ -199,7 +200,7 @@ class Labelled(Data):
             path = tokenizers.download(place.hub_id, place.revision)
         if path is None:
             texts = (text for e in examples for text in (e.text, e.pair) if text)
-            tokenizer = tokenizers.train_word_pieces(texts, self._vocabulary_size())
+            tokenizer = tokenizers.train_lowercase(texts, self._vocabulary_size())
         else:
             tokenizer = tokenizers.open_tokenizer(path)
         tokenizers.require_template(tokenizer)

@@ -181,17 +181,18 @@ def train(texts: Iterable[str], size: int) -> Tokenizer:
     return tokenizer
 
 
-def train_word_pieces(texts: Iterable[str], size: int) -> Tokenizer:
-    """A lowercase WordPiece tokenizer of at most `size` tokens, from the first 20 million characters."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+def train_lowercase(texts: Iterable[str], size: int) -> Tokenizer:
+    """A lowercase BPE for encoders of at most `size` tokens, from the first 20 million characters.
 
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    Not WordPiece: its trainer numbers the alphabet in the order of a hash map, so that no two runs of it
+    agree (tokenizers 0.22).
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=size, special_tokens=list(BERT_TOKENS), show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(BERT_TOKENS), show_progress=False)
     tokenizer.train_from_iterator(_first(texts, TRAINING_CHARACTERS), trainer)
     return tokenizer
 

@@ -86,6 +86,15 @@ def layers(model: Any) -> list[Layer]:
     return [Layer(model, f"{parts.layers}.{number}", parts) for number in range(count)]
 
 
+INNER_HEADS = {"bert": "bert.pooler.dense", "roberta": "classifier.dense", "distilbert": "pre_classifier"}
+OUTER_HEADS = {"bert": "classifier", "roberta": "classifier.out_proj", "distilbert": "classifier"}
+
+
+def inner_head(model: Any) -> str:
+    """Name of the linear layer between the encoder and the logits' own."""
+    return INNER_HEADS[model.config.model_type]
+
+
 def head_size(config: Any) -> int:
     """Width of a head: pruning takes whole heads, so it is the unpruned model's."""
     config.allow_global_per_layer_attribute_access = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,3 +138,14 @@ def test_the_demo_has_every_class_in_both_splits() -> None:
     found, _, extra = make("demo")._read()
     assert len(extra["labels"]) == 5
     assert all(len(set(np.asarray(c["label"]).tolist())) == 5 for c in found.values())
+
+
+def test_a_trained_tokenizer_is_the_same_in_every_process(tmp_path: Path) -> None:
+    """The library's maps are ordered by a seed drawn per process."""
+    code = (
+        "import hashlib; from data import tokenizers;"
+        " words = [f'{a}{b} {b}{a}{a}' for a in 'abcdefghij' for b in 'klmnopqrstuvwxyz0123456789'];"
+        " print(hashlib.sha256(tokenizers.train_lowercase(words, 400).to_str().encode()).hexdigest())"
+    )
+    found = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(3)}
+    assert len(found) == 1

@@ -1,0 +1,202 @@
+"""Layers that train as they will run: 4-bit weights, 8-bit activations, integers in the kernel.
+
+Designed for onnxruntime's integer GEMM on a CPU: weights symmetric with a scale per output channel, activations
+unsigned 8-bit with one static scale and zero point per tensor. Scales are learned (Esser et al. 2020, LSQ);
+zero points are set once, from the first training samples. Not torchao's: its QAT knows no per-tensor static
+activations, quantizes weights in groups, which integer GEMMs cannot take, and its converted layers are slower
+than fp32 on a CPU (torchao 0.18). Its fake-quantize kernels are torch's own, used here directly.
+
+Evaluation computes in whole numbers, as the kernel does: sums of products of 4-bit and 8-bit numbers stay
+below 2^24 and are exact in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ACTIVATION_LEVELS = 255
+CLIPS = 24
+"""Clipping ranges tried for each weight channel and activation."""
+MOST_VALUES = 1 << 16
+"""Activations of one place looked at to choose its range."""
+LEAST_SCALE = 1e-8
+
+
+def top(bits: int) -> int:
+    """Largest value of a symmetric integer: 7 of 4 bits, 127 of 8."""
+    return int(2 ** (bits - 1) - 1)
+
+
+class Quantizer(nn.Module):
+    """Activations as unsigned 8-bit numbers with a learned scale and a fixed zero point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("zero_point", torch.zeros(1))
+        self.zero_point: Tensor
+        self.seen: list[Tensor] | None = None
+        """Values collected while ranges are being chosen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Training: x rounded. Evaluation: whole numbers, of which `scale` makes x."""
+        if self.seen is not None:
+            self.seen.append(_some(x.detach()))
+            return x
+        if self.training:
+            factor = 1.0 / (x.numel() * ACTIVATION_LEVELS) ** 0.5
+            return torch._fake_quantize_learnable_per_tensor_affine(
+                x, self.scale, self.zero_point, 0, ACTIVATION_LEVELS, factor
+            )
+        levels = torch.round(x / self.scale) + self.zero_point
+        return levels.clamp_(0, ACTIVATION_LEVELS).sub_(self.zero_point)
+
+    def choose(self) -> None:
+        """Take the range of least squared error over what was collected."""
+        assert self.seen is not None
+        values = torch.cat(self.seen)
+        self.seen = None
+        low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
+        best = (float("inf"), 1.0, 0.0)
+        for share in torch.linspace(1.0, 0.4, CLIPS).tolist():
+            scale = max((high - low) * share / ACTIVATION_LEVELS, LEAST_SCALE)
+            zero = round(-low * share / scale)
+            levels = torch.round(values / scale).add_(zero).clamp_(0, ACTIVATION_LEVELS).sub_(zero)
+            error = float((levels * scale - values).square().sum(dtype=torch.float64))
+            best = min(best, (error, scale, float(zero)))
+        self.scale.data.fill_(best[1])
+        self.zero_point.fill_(best[2])
+
+
+def _some(x: Tensor) -> Tensor:
+    """At most MOST_VALUES of the elements, evenly spaced."""
+    flat = x.reshape(-1)
+    return flat[:: max(1, flat.numel() // MOST_VALUES)].clone()
+
+
+class QuantLinear(nn.Linear):
+    """A linear layer with few-bit weights, whose input goes through `reads`."""
+
+    def __init__(self, linear: nn.Linear, bits: int, reads: Quantizer, own: bool) -> None:
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.bits = bits
+        self.weight_scale = nn.Parameter(channel_scales(self.weight.detach(), bits))
+        self.register_buffer("no_offset", torch.zeros(linear.out_features), persistent=False)
+        self.no_offset: Tensor
+        if own:
+            self.reads = reads
+        # Shared by query, key and value: registered once, with the attention.
+        object.__setattr__(self, "_reads", reads)
+        self._own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        reads: Quantizer = self._reads
+        if self._own:
+            x = reads(x)
+        if reads.seen is not None:
+            return F.linear(x, self.weight, self.bias)
+        if self.training:
+            factor = 1.0 / (self.weight[0].numel() * top(self.bits)) ** 0.5
+            weight = torch._fake_quantize_learnable_per_channel_affine(
+                self.weight, self.weight_scale, self.no_offset, 0, -top(self.bits), top(self.bits), factor
+            )
+            return F.linear(x, weight, self.bias)
+        return F.linear(x, self.levels()) * (reads.scale * self.weight_scale) + self.bias
+
+    def levels(self) -> Tensor:
+        """(out, in) whole numbers, as floats."""
+        most = top(self.bits)
+        return torch.round(self.weight / self.weight_scale[:, None]).clamp_(-most, most)
+
+
+def channel_scales(weight: Tensor, bits: int) -> Tensor:
+    """(out,) scales of least squared error, of some clips of each row's largest value."""
+    most = top(bits)
+    largest = weight.abs().amax(1).clamp_min(LEAST_SCALE) if weight.shape[1] else torch.ones(len(weight))
+    best, error = largest / most, torch.full_like(largest, float("inf"))
+    for share in torch.linspace(1.0, 0.3, CLIPS).tolist():
+        scale = largest * share / most
+        rounded = torch.round(weight / scale[:, None]).clamp_(-most, most) * scale[:, None]
+        found = (rounded - weight).square().sum(1)
+        best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
+    return best
+
+
+class QuantEmbedding(nn.Embedding):
+    """Rows of few-bit numbers, each with a scale; gradients pass through the rounding."""
+
+    def __init__(self, embedding: nn.Embedding, bits: int) -> None:
+        super().__init__(
+            embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx, device="meta"
+        )
+        self.weight, self.bits = embedding.weight, bits
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = super().forward(ids)
+        levels, scales = row_levels(rows.detach(), self.bits)
+        rounded = levels * scales
+        return rounded + (rows - rows.detach()) if self.training else rounded
+
+
+def row_levels(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(..., H) whole numbers as floats, and (..., 1) scales from each row's largest value."""
+    most = top(bits)
+    scales = rows.abs().amax(-1, keepdim=True).clamp_min(LEAST_SCALE) / most
+    return torch.round(rows / scales).clamp_(-most, most), scales
+
+
+def quantizers(model: nn.Module) -> Iterable[tuple[str, Quantizer]]:
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, Quantizer))
+
+
+def quantize(model: Any, bits: int, embedding_bits: int) -> None:
+    """Replace the encoder's linear layers, the head's inner one and the embeddings, in place.
+
+    The layer before the logits stays in fp32: it is tiny, and its output is the answer.
+    """
+    from models import encoders
+
+    for layer in encoders.layers(model):
+        shared = Quantizer()
+        layer.attention.register_module("reads", shared)
+        layer.attention.register_forward_pre_hook(_read_first, with_kwargs=True)
+        for part in ("query", "key", "value"):
+            layer.put(part, QuantLinear(getattr(layer, part), bits, shared, own=False))
+        for part in ("output", "up", "down"):
+            layer.put(part, QuantLinear(getattr(layer, part), bits, Quantizer(), own=True))
+    inner = encoders.inner_head(model)
+    model.set_submodule(inner, QuantLinear(model.get_submodule(inner), 8, Quantizer(), own=True))
+    if embedding_bits < 32:
+        for name, module in list(model.named_modules()):
+            if type(module) is nn.Embedding:
+                few = embedding_bits if "word" in name else 8
+                model.set_submodule(name, QuantEmbedding(module, few))
+
+
+def _read_first(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    """The states that query, key and value read, rounded once for the three."""
+    if given:
+        return (module.reads(given[0]), *given[1:]), named
+    return given, {**named, "hidden_states": module.reads(named["hidden_states"])}
+
+
+def is_quantized(model: nn.Module) -> bool:
+    return any(True for _ in quantizers(model))
+
+
+def collecting(model: nn.Module) -> None:
+    """From now on forwards are in fp32, and quantizers remember what they see."""
+    for _, quantizer in quantizers(model):
+        quantizer.seen = []
+
+
+def choose_ranges(model: nn.Module) -> None:
+    """End of collecting."""
+    for _, quantizer in quantizers(model):
+        quantizer.choose()
