@@ -40,6 +40,11 @@ TASKS = {
         "data.labelled:Labelled",
         "take heads and neurons out of a classifier for good",
     ),
+    "qat": Entry(
+        "models.qat:QAT",
+        "data.labelled:Labelled",
+        "train a classifier to run in 4-bit weights and 8-bit activations",
+    ),
 }
 
 

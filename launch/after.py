@@ -44,7 +44,7 @@ class GenerateOptions:
     """One JSON object on standard output."""
 
 
-def _one_run(positional: list[str], command: str) -> Run:
+def one_run(positional: list[str], command: str) -> Run:
     if len(positional) != 1:
         raise UserError(f"{command}: give the folder of one run (`runs` lists them)")
     return Run.open(positional[0])
@@ -53,7 +53,7 @@ def _one_run(positional: list[str], command: str) -> Run:
 def evaluate(words: Sequence[str]) -> int:
     """Usage: evaluate RUN [--split valid] [--json]: the newest checkpoint on the held-out data."""
     positional, flags = split(words)
-    run, own = _one_run(positional, "evaluate"), own_flags(flags, EvaluateOptions, "evaluate")
+    run, own = one_run(positional, "evaluate"), own_flags(flags, EvaluateOptions, "evaluate")
     metrics = _evaluate(run, own)
     if own.json:
         print(json.dumps(metrics))
@@ -80,7 +80,7 @@ def _evaluate(run: Run, own: EvaluateOptions) -> dict[str, Any]:
 def generate(words: Sequence[str]) -> int:
     """Usage: generate RUN --prompt "..." [--tokens 60] [--temperature 0.8] [--seed 0] [--json]"""
     positional, flags = split(words)
-    run, own = _one_run(positional, "generate"), own_flags(flags, GenerateOptions, "generate")
+    run, own = one_run(positional, "generate"), own_flags(flags, GenerateOptions, "generate")
     if own.prompt is None:
         raise UserError('generate: needs --prompt "..."')
     task, _ = workload(run.recipe().task).make(run.recipe())

@@ -26,6 +26,7 @@ COMMANDS = {
         "redo logged steps under another cut and compare; exit 3 on a difference",
     ),
     "evaluate": ("launch.after:evaluate", "metrics of a finished run on its held-out data"),
+    "export": ("launch.exporting:export", "a finished model in other forms, each checked"),
     "generate": ("launch.after:generate", "continue a prompt with a trained language model"),
     "tasks": ("launch.listing:tasks", "the workloads there are"),
     "runs": ("launch.listing:runs", "the runs in a folder"),
@@ -53,6 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     os.environ.setdefault("ISOBATCH_STARTED", str(time.time()))
     os.environ.setdefault(*SLEEPING_THREADS)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     arguments = list(sys.argv[1:] if words is None else words)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return guarded(_print_usage)

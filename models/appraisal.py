@@ -143,6 +143,11 @@ def is_of_pairs(facts: Any) -> bool:
     return (Path(facts.folder) / "train" / "types-values.npy").is_file()
 
 
+def furthest(one: Answers, other: Answers) -> float:
+    """The largest difference of two logits."""
+    return float(np.abs(one.logits - other.logits).max())
+
+
 def compared(mine: Answers, baseline: Answers) -> dict[str, float]:
     """baseline_accuracy, and mcnemar_p of the difference."""
     return {

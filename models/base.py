@@ -25,6 +25,12 @@ class ModelError(ValueError):
     exit_code = 2
 
 
+class ExportError(RuntimeError):
+    """What was exported is not the model that was trained."""
+
+    exit_code = 3
+
+
 class Loss(NamedTuple):
     """A loss as a SUM over the batch and the unit it is counted in.
 
@@ -151,6 +157,8 @@ class Task(ABC):
     """Recipe values of --mode fast."""
     demo: ClassVar[Mapping[str, Any]] = {}
     """Recipe values when no data is given: small enough for a minute on two cores."""
+    exports: ClassVar[tuple[str, ...]] = ()
+    """Forms that `export` can write beside final/."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named recipe values for --preset."""
     monitor: ClassVar[tuple[str, str]] = ("loss", "min")
@@ -244,6 +252,15 @@ class Task(ABC):
         from safetensors.torch import save_model
 
         save_model(model, str(folder / "model.safetensors"))
+
+    def export_as(
+        self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        """Write one of `exports` into an empty folder, and hold it against the trained model.
+
+        Returns figures of the comparison over `batches`, all of the held-out split. Raises ExportError.
+        """
+        raise NotImplementedError
 
     def generate(self, final: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """Continue a text with the exported model in `final`; for language models."""

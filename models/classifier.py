@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from models import encoders, hub, saving
+from models import appraisal, encoders, exporting, hub, saving
 from models.base import Batch, Loss, ModelError, Rows, Shape, Step, Sum, Task
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Classifier(Task):
     }
     demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
     monitor: ClassVar[tuple[str, str]] = ("accuracy", "max")
+    exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
 
     @property
     def _name(self) -> str:
@@ -76,6 +77,14 @@ class Classifier(Task):
         longest = hub.config(name, self.recipe.revision).get("max_position_embeddings")
         if longest is not None and length > longest:
             raise ModelError(f"--max-length {length}: {name} reads at most {longest} tokens")
+
+    def _raw_config(self) -> dict[str, Any] | None:
+        """The model's config.json, or as much as a preset says; None while it is not here."""
+        if self._name in PRESETS:
+            return {"model_type": "bert", **PRESETS[self._name]}
+        if hub.is_id(self._name) and hub.snapshot(self._name, self.recipe.revision) is None:
+            return None
+        return hub.config(self._name, self.recipe.revision)
 
     def _config(self, facts: Any) -> Any:
         """The model's configuration with this data's classes, and the recipe's dropout where it has one."""
@@ -177,6 +186,23 @@ class Classifier(Task):
         """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""
         saving.save(model, facts, folder)
         encoders.describe_sizes(model, folder)
+
+    def export_as(
+        self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        """hf: as final/. dense: unpruned sizes, for any transformers. onnx: fp32, for onnxruntime."""
+        model = encoders.open_classifier(str(final))
+        if kind == "onnx":
+            file = exporting.as_onnx(model, final, folder, appraisal.is_of_pairs(facts))
+            run = appraisal.onnx_runner(file, threads=1)
+        else:
+            if kind == "dense":
+                exporting.as_dense(model, final, folder)
+            else:
+                exporting.as_folder(final, folder)
+            run = appraisal.torch_runner(encoders.open_classifier(str(folder)))
+        trained = appraisal.answers(appraisal.torch_runner(model), batches())
+        return exporting.check(kind, trained, appraisal.answers(run, batches()))
 
 
 def interval(right: float, count: int) -> list[float]:

@@ -51,25 +51,32 @@ class Distilled(Classifier):
         given = values.get(cls.teaches)
         return {} if given is None else {"model": saved_model(str(given), f"--{cls.teaches}")}
 
+    @property
+    def teacher_word(self) -> str | None:
+        """Whom to learn from: --teacher, else the finished classifier that the run begins with, if any."""
+        if self.options.teacher is not None:
+            return str(self.options.teacher)
+        return self._name if is_finished(self._name, self.recipe.revision) else None
+
     def check(self) -> None:
         super().check()
-        if self.options.teacher is None:
-            return
         place = self._teacher_place()
+        if place is None:
+            return
         hub.config(place, self.recipe.revision)
         if _vocabulary(place) != _vocabulary(self._name):
             raise ModelError(
-                f"--teacher {self.options.teacher}: its tokenizer is not that of {self._name}: teacher and"
+                f"--teacher {self.teacher_word}: its tokenizer is not that of {self._name}: teacher and"
                 " student must read the same tokens"
             )
         if self.options.distill_hidden and self._widths_differ(place):
             raise ModelError(
-                f"--distill-hidden on: {self.options.teacher} and {self._name} have states of different"
+                f"--distill-hidden on: {self.teacher_word} and {self._name} have states of different"
                 " width: use --distill-hidden off"
             )
 
-    def _teacher_place(self) -> str:
-        return saved_model(self.options.teacher, "--teacher")
+    def _teacher_place(self) -> str | None:
+        return None if self.teacher_word is None else saved_model(self.teacher_word, "--teacher")
 
     def _widths_differ(self, place: str) -> bool:
         mine, its = (hub.config(p, self.recipe.revision) for p in (self._name, place))
@@ -77,21 +84,21 @@ class Distilled(Classifier):
         return [mine.get(n) for n in names] != [its.get(n) for n in names]
 
     def _config(self, facts: Any) -> Any:
-        if self.options.teacher is not None:
-            _refuse_other_labels(self._teacher_place(), self.options.teacher, facts.extra["labels"])
+        if (place := self._teacher_place()) is not None:
+            _refuse_other_labels(place, str(self.teacher_word), facts.extra["labels"])
         return super()._config(facts)
 
     def teacher(self) -> Teacher | None:
-        if self.options.teacher is None:
-            return None
         place, hidden = self._teacher_place(), self.options.distill_hidden
+        if place is None:
+            return None
 
         def answers(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
             logits, states = self.answer(model, batch, hidden)
             return {"logits": logits} | ({"states": states.half()} if states is not None else {})
 
         identity = f"{weights_hash(place)} {'states' if hidden else 'logits'}"
-        return Teacher(identity, lambda facts: open_classifier(place), answers)
+        return Teacher(identity, lambda facts: encoders.open_classifier(place), answers)
 
     def answer(self, model: nn.Module, batch: Batch, states: bool) -> tuple[Tensor, Tensor | None]:
         """Logits (B, C), and the first token's state after each layer (B, L, H) where asked."""
@@ -152,6 +159,14 @@ def saved_model(word: str, flag: str) -> str:
     return str(folder / "final")
 
 
+def is_finished(name: str, revision: str | None) -> bool:
+    """Whether a saved model is a classifier, not an encoder without a head."""
+    if not (Path(hub.place(name, revision)) / "config.json").is_file():
+        return False
+    kinds = hub.config(name, revision).get("architectures") or []
+    return any(str(kind).endswith("ForSequenceClassification") for kind in kinds)
+
+
 def weights_hash(place: str) -> str:
     """Of a folder's weights and configuration; a hub id stands for itself."""
     folder = Path(hub.place(place, None))
@@ -163,16 +178,6 @@ def weights_hash(place: str) -> str:
             while block := stream.read(1 << 22):
                 digest.update(block)
     return digest.hexdigest()[:16]
-
-
-def open_classifier(place: str) -> Any:
-    """A saved classifier in fp32, pruned or not."""
-    import torch
-    from transformers import AutoConfig
-
-    where = hub.place(place, None)
-    config = AutoConfig.from_pretrained(where)
-    return encoders.class_for(config).from_pretrained(where, config=config, dtype=torch.float32).eval()
 
 
 def _refuse_other_labels(place: str, word: str, labels: list[str]) -> None:

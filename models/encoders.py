@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from models import hub
 from models.base import ModelError
 
 if TYPE_CHECKING:
@@ -151,3 +152,15 @@ def class_for(config: Any) -> Any:
     from models.modeling_pruned import CLASSES
 
     return CLASSES[config.model_type] if is_pruned(config.to_dict()) else AutoModelForSequenceClassification
+
+
+def open_classifier(place: str) -> Any:
+    """A saved classifier in fp32, pruned or not."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    where = hub.place(place, None)
+    config = AutoConfig.from_pretrained(where)
+    return class_for(config).from_pretrained(where, config=config, dtype=torch.float32).eval()

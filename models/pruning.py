@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from models import appraisal, encoders, hub, importance, surgery
+from models import appraisal, encoders, importance, surgery
 from models.base import Batch, Change, ModelError, Phase, Shape, Step
-from models.distillation import DistillationOptions, Distilled, open_classifier
+from models.distillation import DistillationOptions, Distilled
 from models.fields import Fraction, Positive, Share
 from models.importance import Budget, Granularity, Kept, Scores
 
@@ -93,7 +93,7 @@ class Pruning(Distilled):
             Phase(name="recover", share=recover),
         ]
         own = own[: 1 + (recover > 0)]
-        return own if self.options.teacher else [Phase(name="train", judged=False), *own]
+        return own if self.teacher_word else [Phase(name="train", judged=False), *own]
 
     def check(self) -> None:
         super().check()
@@ -110,16 +110,6 @@ class Pruning(Distilled):
                 f"--model {self._name}: is pruned already; pruning starts from a dense classifier"
             )
         refuse_sparsity(options, Budget(self._sizes(config), options.multiple, options.granularity))
-
-    def _raw_config(self) -> dict[str, Any] | None:
-        """The model's config.json, or as much as a preset says; None while it is not here."""
-        from models.classifier import PRESETS
-
-        if self._name in PRESETS:
-            return {"model_type": "bert", **PRESETS[self._name]}
-        if hub.is_id(self._name) and hub.snapshot(self._name, self.recipe.revision) is None:
-            return None
-        return hub.config(self._name, self.recipe.revision)
 
     def _sizes(self, config: Mapping[str, Any]) -> encoders.Sizes:
         return encoders.sizes(config, self._name)
@@ -231,10 +221,10 @@ class Pruning(Distilled):
         found: dict[str, Any] = {"sparsity": sparsity_of(model, self._budget(model))}
         sizes = encoders.heads_and_neurons(model)
         found |= {"heads_left": [h for h, _ in sizes], "neurons_left": [n for _, n in sizes]}
-        mine = open_classifier(str(final))
+        mine = encoders.open_classifier(str(final))
         found |= appraisal.latency(appraisal.torch_runner(mine), facts)
-        if self.options.teacher:
-            teacher = open_classifier(self._teacher_place())
+        if (place := self._teacher_place()) is not None:
+            teacher = encoders.open_classifier(place)
             found |= appraisal.compared(
                 appraisal.answers(appraisal.torch_runner(mine), batches()),
                 appraisal.answers(appraisal.torch_runner(teacher), batches()),

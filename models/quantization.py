@@ -1,10 +1,10 @@
 """Layers that train as they will run: 4-bit weights, 8-bit activations, integers in the kernel.
 
-Designed for onnxruntime's integer GEMM on a CPU: weights symmetric with a scale per output channel, activations
-unsigned 8-bit with one static scale and zero point per tensor. Scales are learned (Esser et al. 2020, LSQ);
-zero points are set once, from the first training samples. Not torchao's: its QAT knows no per-tensor static
-activations, quantizes weights in groups, which integer GEMMs cannot take, and its converted layers are slower
-than fp32 on a CPU (torchao 0.18). Its fake-quantize kernels are torch's own, used here directly.
+Designed for onnxruntime's integer GEMM on a CPU: weights symmetric with a scale per output channel,
+activations unsigned 8-bit with one static scale and zero point per tensor. Scales are learned (Esser et al.
+2020, LSQ); zero points are set once, from the first training samples. Not torchao's: its QAT knows no static
+activations per tensor, quantizes weights in groups, which integer GEMMs cannot take, and its converted layers
+are slower than fp32 on a CPU (torchao 0.18).
 
 Evaluation computes in whole numbers, as the kernel does: sums of products of 4-bit and 8-bit numbers stay
 below 2^24 and are exact in fp32.
@@ -42,6 +42,10 @@ class Quantizer(nn.Module):
         self.zero_point: Tensor
         self.seen: list[Tensor] | None = None
         """Values collected while ranges are being chosen."""
+        self.told: Tensor | None = None
+        """Levels 0..255 that another program chose for the next evaluation: taken in place of its own."""
+        self.doubt = 0.0
+        """How far beyond half a step any of them was from the value here."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Training: x rounded. Evaluation: whole numbers, of which `scale` makes x."""
@@ -51,10 +55,14 @@ class Quantizer(nn.Module):
         if self.training:
             factor = 1.0 / (x.numel() * ACTIVATION_LEVELS) ** 0.5
             return torch._fake_quantize_learnable_per_tensor_affine(
-                x, self.scale, self.zero_point, 0, ACTIVATION_LEVELS, factor
+                x.float(), self.scale, self.zero_point, 0, ACTIVATION_LEVELS, factor
             )
-        levels = torch.round(x / self.scale) + self.zero_point
-        return levels.clamp_(0, ACTIVATION_LEVELS).sub_(self.zero_point)
+        ratio = (x / self.scale).clamp(-self.zero_point, ACTIVATION_LEVELS - self.zero_point)
+        if self.told is None:
+            return torch.round(ratio)
+        levels = self.told - self.zero_point
+        self.doubt = max(self.doubt, float((levels - ratio).abs().max()) - 0.5)
+        return levels
 
     def choose(self) -> None:
         """Take the range of least squared error over what was collected."""
@@ -87,27 +95,25 @@ class QuantLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.bits = bits
         self.weight_scale = nn.Parameter(channel_scales(self.weight.detach(), bits))
-        self.register_buffer("no_offset", torch.zeros(linear.out_features), persistent=False)
-        self.no_offset: Tensor
-        if own:
-            self.reads = reads
+        self.own = reads if own else None
         # Shared by query, key and value: registered once, with the attention.
-        object.__setattr__(self, "_reads", reads)
-        self._own = own
+        self._place = [reads]
+
+    @property
+    def reads(self) -> Quantizer:
+        """What rounds the input: its own, or the attention's."""
+        return self._place[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        reads: Quantizer = self._reads
-        if self._own:
+        reads = self.reads
+        if self.own is not None:
             x = reads(x)
         if reads.seen is not None:
             return F.linear(x, self.weight, self.bias)
         if self.training:
-            factor = 1.0 / (self.weight[0].numel() * top(self.bits)) ** 0.5
-            weight = torch._fake_quantize_learnable_per_channel_affine(
-                self.weight, self.weight_scale, self.no_offset, 0, -top(self.bits), top(self.bits), factor
-            )
-            return F.linear(x, weight, self.bias)
-        return F.linear(x, self.levels()) * (reads.scale * self.weight_scale) + self.bias
+            return F.linear(x, _Rounded.apply(self.weight, self.weight_scale, top(self.bits)), self.bias)
+        with torch.autocast(x.device.type, enabled=False):  # half precision cannot count so far
+            return F.linear(x.float(), self.levels()) * (reads.scale * self.weight_scale) + self.bias
 
     def levels(self) -> Tensor:
         """(out, in) whole numbers, as floats."""
@@ -115,10 +121,34 @@ class QuantLinear(nn.Linear):
         return torch.round(self.weight / self.weight_scale[:, None]).clamp_(-most, most)
 
 
+class _Rounded(torch.autograd.Function):
+    """LSQ of a weight with a scale per row; half the time of torch's own kernel on a CPU.
+
+    d/dw passes where w is inside the clip; d/ds = sum over the row of (levels - w/s inside, levels outside),
+    times 1/sqrt(columns * top) as in the paper.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: Tensor, most: int) -> Tensor:
+        ratio = weight / scale[:, None]
+        levels = torch.round(ratio).clamp_(-most, most)
+        ctx.save_for_backward(ratio, levels)
+        ctx.most = most
+        return levels * scale[:, None]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        ratio, levels = ctx.saved_tensors
+        inside = ratio.abs() <= ctx.most + 0.5
+        passed = gradient * inside
+        by_scale = (gradient * levels).sum(1) - (passed * ratio).sum(1)
+        return passed, by_scale / (ratio.shape[1] * ctx.most) ** 0.5, None
+
+
 def channel_scales(weight: Tensor, bits: int) -> Tensor:
     """(out,) scales of least squared error, of some clips of each row's largest value."""
     most = top(bits)
-    largest = weight.abs().amax(1).clamp_min(LEAST_SCALE) if weight.shape[1] else torch.ones(len(weight))
+    largest = weight.abs().amax(1).clamp_min(LEAST_SCALE)
     best, error = largest / most, torch.full_like(largest, float("inf"))
     for share in torch.linspace(1.0, 0.3, CLIPS).tolist():
         scale = largest * share / most
@@ -163,12 +193,9 @@ def quantize(model: Any, bits: int, embedding_bits: int) -> None:
     from models import encoders
 
     for layer in encoders.layers(model):
-        shared = Quantizer()
-        layer.attention.register_module("reads", shared)
-        layer.attention.register_forward_pre_hook(_read_first, with_kwargs=True)
-        for part in ("query", "key", "value"):
-            layer.put(part, QuantLinear(getattr(layer, part), bits, shared, own=False))
-        for part in ("output", "up", "down"):
+        if layer.query.out_features:  # where all heads went, a bias is all that is left
+            _quantize_attention(layer, bits)
+        for part in ("up", "down"):
             layer.put(part, QuantLinear(getattr(layer, part), bits, Quantizer(), own=True))
     inner = encoders.inner_head(model)
     model.set_submodule(inner, QuantLinear(model.get_submodule(inner), 8, Quantizer(), own=True))
@@ -177,6 +204,15 @@ def quantize(model: Any, bits: int, embedding_bits: int) -> None:
             if type(module) is nn.Embedding:
                 few = embedding_bits if "word" in name else 8
                 model.set_submodule(name, QuantEmbedding(module, few))
+
+
+def _quantize_attention(layer: Any, bits: int) -> None:
+    shared = Quantizer()
+    layer.attention.register_module("reads", shared)
+    layer.attention.register_forward_pre_hook(_read_first, with_kwargs=True)
+    for part in ("query", "key", "value"):
+        layer.put(part, QuantLinear(getattr(layer, part), bits, shared, own=False))
+    layer.put("output", QuantLinear(layer.output, bits, Quantizer(), own=True))
 
 
 def _read_first(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
@@ -200,3 +236,27 @@ def choose_ranges(model: nn.Module) -> None:
     """End of collecting."""
     for _, quantizer in quantizers(model):
         quantizer.choose()
+
+
+def rounded_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state of an ordinary model of this shape whose weights are the rounded ones."""
+    quantized = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)}
+    found: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        owner, _, last = name.rpartition(".")
+        module = quantized.get(owner)
+        if last in ("weight_scale", "scale", "zero_point"):
+            continue
+        if last == "weight" and isinstance(module, QuantLinear):
+            value = module.levels() * module.weight_scale[:, None]
+        elif last == "weight" and isinstance(module, QuantEmbedding):
+            levels, scales = row_levels(module.weight, module.bits)
+            value = levels * scales
+        found[name] = value.detach().contiguous()
+    return found
+
+
+def extra_state(model: nn.Module) -> dict[str, Tensor]:
+    """Scales and zero points."""
+    names = ("weight_scale", "scale", "zero_point")
+    return {k: v for k, v in model.state_dict().items() if k.rpartition(".")[2] in names}

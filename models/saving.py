@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 ROLES = ("eos", "bos", "pad", "unk")
 
 
-def save(model: nn.Module, facts: Any, folder: Path) -> None:
-    """Weights, config.json and the tokenizer that the data was prepared with."""
-    from safetensors.torch import save_model
+def save(model: nn.Module, facts: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Weights, or those given in their place, config.json and the tokenizer of the prepared data."""
+    from safetensors.torch import save_file, save_model
     from transformers import PreTrainedTokenizerFast
 
     # save_pretrained would import deepspeed, two seconds and a warning, to find that nothing is sharded.
-    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    file, form = str(folder / "model.safetensors"), {"format": "pt"}
+    if weights is None:
+        save_model(model, file, metadata=form)
+    else:
+        save_file(dict(weights), file, metadata=form)
     configured: Any = model
     configured.config.architectures = [type(model).__name__]
     configured.config.save_pretrained(folder)

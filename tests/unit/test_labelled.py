@@ -147,5 +147,8 @@ def test_a_trained_tokenizer_is_the_same_in_every_process(tmp_path: Path) -> Non
         " words = [f'{a}{b} {b}{a}{a}' for a in 'abcdefghij' for b in 'klmnopqrstuvwxyz0123456789'];"
         " print(hashlib.sha256(tokenizers.train_lowercase(words, 400).to_str().encode()).hexdigest())"
     )
-    found = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(3)}
+    found = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(3)
+    }
     assert len(found) == 1
