@@ -76,7 +76,7 @@ def _seal_problems(rows: list[dict[str, Any]]) -> list[str]:
 def _missing_rows(run: Run, rows: list[dict[str, Any]]) -> list[str]:
     """Where training stood, at the end and at each checkpoint, is always logged."""
     logged = {(r["phase"], r["step"]) for r in rows if "chain" in r}
-    last = max((step for _, step in logged), default=0)
+    last = sum(max(s for p, s in logged if p == phase) for phase in {p for p, _ in logged})
     for path in run.checkpoints.glob("[!.]*/state.json"):
         progress = files.read_json(path)["progress"]
         if progress["step"] and (progress["phase"], progress["step"]) not in logged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from dataclasses import dataclass
@@ -31,9 +32,24 @@ class Progress:
     waited_seconds: float = 0.0
     padding: float = 0.0
     """Sum over steps of the share of padded tokens that are no tokens."""
+    steps_before: int = 0
+    """Optimizer steps of earlier phases."""
+    seconds_before: float = 0.0
+    """Their part of train_seconds."""
+
+    @property
+    def steps(self) -> int:
+        """Of all phases so far."""
+        return self.steps_before + self.step
+
+    def next(self, phase: str) -> Progress:
+        """At the beginning of another phase."""
+        return dataclasses.replace(
+            self, phase=phase, step=0, chain="", steps_before=self.steps, seconds_before=self.train_seconds
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in Progress.__slots__}
+        return dataclasses.asdict(self)
 
 
 def summarize(
@@ -45,7 +61,7 @@ def summarize(
     parameters = list(model.parameters())
     return {
         "task": recipe.task,
-        "steps": progress.step,
+        "steps": progress.steps,
         "samples_seen": progress.samples,
         "tokens_seen": progress.tokens,
         "global_batch": recipe.batch_size,
@@ -59,7 +75,7 @@ def summarize(
         "samples_per_second": round(progress.samples / seconds, 3),
         "tokens_per_second": round(progress.tokens / seconds, 3),
         "data_wait_fraction": round(progress.waited_seconds / seconds, 4),
-        "padding_fraction": round(progress.padding / max(1, progress.step), 4),
+        "padding_fraction": round(progress.padding / max(1, progress.steps), 4),
         "predicted_peak_memory_bytes": plan.predicted_peak_memory_bytes,
         "split": split,
         "metrics": held_out.get(split, {}) if split else {},

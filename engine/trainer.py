@@ -82,7 +82,7 @@ class Trainer:
         self.judge = Judge(
             self.task.monitor[1], self.recipe.patience if stretch.judged else 0, self.recipe.min_delta
         )
-        self.progress = Progress(stretch.name, samples=self.progress.samples, tokens=self.progress.tokens)
+        self.progress = self.progress.next(stretch.name)
         self.alarm = Alarm(self.options.save_every, stretch.steps_per_epoch, now())
         self.saved_step = -1
 
@@ -216,7 +216,7 @@ class Trainer:
             self.world.accelerator.log(
                 {k: v for k, v in row.items() if isinstance(v, float)}, step=row["step"]
             )
-        average = progress.train_seconds / progress.step
+        average = (progress.train_seconds - progress.seconds_before) / progress.step
         self.console.step(row, stretch.steps, (stretch.steps - progress.step) * average)
 
     def _evaluate(self) -> bool:

@@ -27,6 +27,7 @@ COMMANDS = {
     ),
     "evaluate": ("launch.after:evaluate", "metrics of a finished run on its held-out data"),
     "export": ("launch.exporting:export", "a finished model in other forms, each checked"),
+    "report": ("launch.report:report", "models side by side: accuracy, size and speed, measured here"),
     "generate": ("launch.after:generate", "continue a prompt with a trained language model"),
     "tasks": ("launch.listing:tasks", "the workloads there are"),
     "runs": ("launch.listing:runs", "the runs in a folder"),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Runner = Callable[[dict[str, np.ndarray]], np.ndarray]
 """input_ids, attention_mask, and for pairs token_type_ids, all (B, T) int64 -> logits (B, C)."""
+Z_95 = 1.959963984540054
 TOKENS = 32
-BATCHES = (1, 16)
 SECONDS, LEAST_RUNS, WARM_RUNS = 1.0, 20, 5
 
 
@@ -42,6 +42,38 @@ class Answers:
     def right(self) -> np.ndarray:
         found: np.ndarray = self.predicted == self.labels
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A way in which a finished model runs."""
+
+    name: str
+    kind: Literal["torch", "onnx"]
+    place: Path
+    """What is opened: a folder, or an ONNX file."""
+    file: Path
+    """What a user of it must ship."""
+    final: Path
+    """The run's final/, whose sizes it has."""
+
+    def open(self) -> Runner:
+        if self.kind == "onnx":
+            return onnx_runner(self.place)
+        from models import encoders
+
+        return torch_runner(encoders.open_classifier(str(self.place)))
+
+    def figures(self) -> dict[str, int]:
+        """parameters, macs of a text of TOKENS tokens, file_bytes."""
+        from models import encoders
+
+        model = encoders.open_classifier(str(self.final))
+        return {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "macs": encoders.macs(model, TOKENS),
+            "file_bytes": self.file.stat().st_size,
+        }
 
 
 def inputs(batch: Batch) -> dict[str, np.ndarray]:
@@ -165,3 +197,11 @@ def mcnemar(one: np.ndarray, other: np.ndarray) -> float:
     count, fewer = only_one + only_other, min(only_one, only_other)
     tail = sum(math.comb(count, k) for k in range(fewer + 1)) / 2**count
     return min(1.0, 2 * tail)
+
+
+def interval(right: float, count: int) -> list[float]:
+    """[low, high], Wilson's 95 % interval of a share."""
+    share, square = right / count, Z_95**2
+    middle = (share + square / (2 * count)) / (1 + square / count)
+    half = Z_95 / (1 + square / count) * math.sqrt(share * (1 - share) / count + square / (4 * count**2))
+    return [middle - half, middle + half]

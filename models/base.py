@@ -262,6 +262,10 @@ class Task(ABC):
         """
         raise NotImplementedError
 
+    def forms(self, final: Path, exports: Path) -> Sequence[Any]:
+        """The ways in which a finished model runs and can be measured (see models.appraisal.Form)."""
+        return []
+
     def generate(self, final: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
         """Continue a text with the exported model in `final`; for language models."""
         raise NotImplementedError

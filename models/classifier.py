@@ -6,12 +6,12 @@ python -m launch auto --task classifier --data FOLDER --model distilbert/distilb
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from models import appraisal, encoders, exporting, hub, saving
+from models.appraisal import Form
 from models.base import Batch, Loss, ModelError, Rows, Shape, Step, Sum, Task
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "bert-6l": {"num_hidden_layers": 6},
 }
 """BERTs to train from scratch; `bert-6l` has the widths of BERT-base."""
-Z_95 = 1.959963984540054
 
 
 class Classifier(Task):
@@ -180,12 +179,17 @@ class Classifier(Task):
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
         right, count = float(parts["right"].sum()), len(parts["right"])
         loss = float(parts["nll"].value) / float(parts["nll"].weight)
-        return {"loss": loss, "accuracy": right / count, "accuracy_ci95": interval(right, count)}
+        return {"loss": loss, "accuracy": right / count, "accuracy_ci95": appraisal.interval(right, count)}
 
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""
         saving.save(model, facts, folder)
         encoders.describe_sizes(model, folder)
+
+    def forms(self, final: Path, exports: Path) -> list[Form]:
+        """In torch, and in each export for onnxruntime that was made."""
+        found = [Form("torch fp32", "torch", final, final / "model.safetensors", final)]
+        return found + onnx_forms(final, exports)
 
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
@@ -205,16 +209,18 @@ class Classifier(Task):
         return exporting.check(kind, trained, appraisal.answers(run, batches()))
 
 
-def interval(right: float, count: int) -> list[float]:
-    """[low, high], Wilson's 95 % interval of a share."""
-    share, square = right / count, Z_95**2
-    middle = (share + square / (2 * count)) / (1 + square / count)
-    half = Z_95 / (1 + square / count) * math.sqrt(share * (1 - share) / count + square / (4 * count**2))
-    return [middle - half, middle + half]
-
-
 def _other_classes(where: str, config: Any) -> bool:
     """Whether a fine-tuned model's head is for other classes than these, and is made anew."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(where).num_labels != config.num_labels
+
+
+def onnx_forms(final: Path, exports: Path) -> list[Form]:
+    """What onnxruntime can run."""
+    named = {
+        "onnx": ("onnxruntime fp32", exporting.ONNX),
+        "onnx-int4": ("onnxruntime 4-bit", exporting.ONNX_INT4),
+    }
+    places = [(text, exports / kind / file) for kind, (text, file) in named.items()]
+    return [Form(text, "onnx", file, file, final) for text, file in places if file.is_file()]

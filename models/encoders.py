@@ -108,6 +108,16 @@ def heads_and_neurons(model: Any) -> list[tuple[int, int]]:
     return [(layer.query.out_features // size, layer.up.out_features) for layer in layers(model)]
 
 
+def macs(model: Any, tokens: int) -> int:
+    """Multiply-adds of a text's forward: linear layers per token, attention, and the head once."""
+    size, hidden = head_size(model.config), model.config.hidden_size
+    total = hidden * hidden + hidden * model.config.num_labels
+    for heads, neurons in heads_and_neurons(model):
+        width = heads * size
+        total += tokens * (4 * hidden * width + 2 * hidden * neurons) + 2 * tokens * tokens * width
+    return int(total)
+
+
 def describe_sizes(model: Any, folder: Path) -> None:
     """Write each layer's sizes into a saved model's config.json, and the file that reads them beside it."""
     import json

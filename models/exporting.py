@@ -89,11 +89,8 @@ def in_order(model: Any) -> list[Any]:
     found = []
     for layer in encoders.layers(model):
         if layer.query.out_features:
-            found += [
-                (layer.name("attention"), layer.query.reads),
-                (layer.name("output"), layer.output.reads),
-            ]
-        found += [(layer.name(part), getattr(layer, part).reads) for part in ("up", "down")]
+            found += [layer.query.reads, layer.output.reads]
+        found += [layer.up.reads, layer.down.reads]
     inner = encoders.inner_head(model)
     return [*found, model.get_submodule(inner).reads]
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from models import appraisal, encoders, exporting, onnx_graph, saving
+from models.appraisal import Form
 from models.base import Batch, Phase, Shape
+from models.classifier import onnx_forms
 from models.distillation import DistillationOptions, Distilled
 
 if TYPE_CHECKING:
@@ -95,6 +97,12 @@ class QAT(Distilled):
         extra = {k: v.contiguous() for k, v in quantization.extra_state(model).items()}
         save_file(extra, folder / QUANTIZERS_FILE, metadata=form)
         onnx_graph.write(open_quantized(folder), folder / exporting.ONNX_INT4, appraisal.is_of_pairs(facts))
+
+    def forms(self, final: Path, exports: Path) -> list[Form]:
+        """The file that was trained for, and what was exported beside it."""
+        file = final / exporting.ONNX_INT4
+        others = [form for form in onnx_forms(final, exports) if form.file.name != file.name]
+        return [Form("onnxruntime 4-bit", "onnx", file, file, final), *others]
 
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]

@@ -1,0 +1,229 @@
+"""`report`: what models came to, side by side: accuracy with its noise, size, and speed measured here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine import files
+from engine.console import size
+from engine.detection import detect
+from engine.errors import UserError
+from engine.evaluate import batches_of
+from engine.registry import workload
+from engine.run import Run
+from engine.summary import HELD_OUT
+from launch.flags import own_flags, split
+
+SIGNIFICANT = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportOptions:
+    """Flags of `report`."""
+
+    to: str | None = None
+    """Folder for report.md, report.json and report.html; by default report/ in the last run's folder."""
+    json: bool = False
+    """report.json on standard output."""
+
+
+def report(words: Sequence[str]) -> int:
+    """Usage: report RUN... [--to FOLDER] [--json]: Markdown, JSON and one HTML page that opens offline.
+
+    The first run is the baseline that the others are compared with.
+    """
+    positional, flags = split(words)
+    own = own_flags(flags, ReportOptions, "report")
+    if not positional:
+        raise UserError("report: give the folders of one or more runs, the baseline first")
+    runs = [Run.open(place) for place in positional]
+    folder = Path(own.to).expanduser() if own.to else runs[-1].folder / "report"
+    made = write(runs, folder)
+    text = f"{markdown(made)}\n\n{folder}/report.html"
+    print(json.dumps(made, ensure_ascii=False) if own.json else text)
+    return 0
+
+
+def write(runs: Sequence[Run], folder: Path) -> dict[str, Any]:
+    """Measure, compare and write the three files; what report.json holds."""
+    from launch.page import page
+
+    if unfinished := [r for r in runs if r.status() != "done"]:
+        raise UserError(
+            f"report: {unfinished[0].folder} is {unfinished[0].status()}: finish it with `resume`"
+        )
+    made = {
+        "machine": detect().describe(),
+        "runs": [_run(run) for run in runs],
+        "models": compared([row for run in runs for row in _models(run)]),
+    }
+    with files.naming_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    files.write_json(folder / "report.json", made)
+    files.write_text(folder / "report.md", markdown(made) + "\n")
+    files.write_text(folder / "report.html", page(made))
+    return made
+
+
+def _run(run: Run) -> dict[str, Any]:
+    """A run's own records: its metrics, and the curves of its training."""
+    summary = run.summary() or {}
+    rows = files.read_lines(run.metrics)
+    kept = ("train_seconds", "steps", "samples_seen", "parameters", "metrics", "world_size", "precision")
+    return {
+        "run": run.folder.name,
+        "task": run.recipe().task,
+        **{name: summary.get(name) for name in kept},
+        "training": _curve([r for r in rows if "lr" in r], ("loss", "sparsity")),
+        "evaluations": _curve([r for r in rows if "split" in r and "final" not in r], ("loss", "accuracy")),
+    }
+
+
+def _curve(rows: list[dict[str, Any]], names: tuple[str, ...], points: int = 400) -> dict[str, list[Any]]:
+    """Columns of rows, thinned; steps count through all phases."""
+    before, last, phase = 0, 0, None
+    found: dict[str, list[Any]] = {"step": []}
+    for row in rows[:: max(1, len(rows) // points)]:
+        if row["phase"] != phase:
+            before, phase = before + last, row["phase"]
+        last = row["step"]
+        found["step"].append(before + last)
+        for name in names:
+            found.setdefault(name, []).append(row.get(name))
+    return {k: v for k, v in found.items() if any(x is not None for x in v)}
+
+
+def _models(run: Run) -> list[dict[str, Any]]:
+    """A row for each form in which the run's model runs."""
+    from launch.measure import measured
+    from models import appraisal
+
+    recipe, facts = run.recipe(), run.facts()
+    task, data = workload(recipe.task).make(recipe)
+    held_out = next((s for s in HELD_OUT if s in facts.samples), None)
+    rows = []
+    for form in task.forms(run.final, run.folder / "exports") if held_out else []:
+        samples = data.open(Path(facts.folder), str(held_out))
+        found = appraisal.answers(form.open(), batches_of(samples))
+        right = int(found.right.sum())
+        rows.append(
+            {
+                "run": run.folder.name,
+                "task": recipe.task,
+                "form": form.name,
+                "split": held_out,
+                "samples": len(found.labels),
+                "accuracy": right / len(found.labels),
+                "accuracy_ci95": appraisal.interval(right, len(found.labels)),
+                **form.figures(),
+                **measured(form.kind, form.place, facts.extra["vocabulary"], appraisal.is_of_pairs(facts)),
+                "train_seconds": (run.summary() or {}).get("train_seconds"),
+                "right": found.right.tolist(),
+            }
+        )
+    return rows
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each model held against the first one: McNemar's test, and how much faster it is."""
+    import numpy as np
+
+    from models import appraisal
+
+    for row in rows:
+        first = rows[0]
+        same = len(row["right"]) == len(first["right"])
+        p = appraisal.mcnemar(np.array(row["right"]), np.array(first["right"])) if same else None
+        row["mcnemar_p"] = p
+        row["accuracy_verdict"] = _accuracy_verdict(row, first, p)
+        row["speedup"] = round(first["batch_1"]["p50"] / row["batch_1"]["p50"], 3)
+        row["speed_verdict"] = _speed_verdict(row["batch_1"], first["batch_1"])
+    for row in rows:
+        del row["right"]
+    return rows
+
+
+def _accuracy_verdict(row: dict[str, Any], first: dict[str, Any], p: float | None) -> str:
+    if row is first:
+        return "baseline"
+    if p is None:
+        return "another evaluation set: not comparable"
+    if p >= SIGNIFICANT:
+        return "within the noise"
+    return "better" if row["accuracy"] > first["accuracy"] else "worse"
+
+
+def _speed_verdict(mine: dict[str, float], first: dict[str, float]) -> str:
+    """Where the middle halves of the measurements overlap, a difference says nothing."""
+    if mine is first:
+        return "baseline"
+    if mine["p75"] < first["p25"]:
+        return "faster"
+    return "slower" if mine["p25"] > first["p75"] else "within the noise"
+
+
+COLUMNS = (
+    "model", "accuracy (95 % interval)", "against the first (McNemar p)", "parameters", "MACs", "file",
+    "ms, 1 text: p50 / p95", "ms, 16 texts: p50 / p95", "texts/s", "speed", "memory", "training",
+)  # fmt: skip
+
+
+def table(made: dict[str, Any]) -> list[list[str]]:
+    """The models as text, a row each under COLUMNS."""
+    return [_cells(row) for row in made["models"]]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    low, high = (100 * x for x in row["accuracy_ci95"])
+    p = "" if row["mcnemar_p"] is None else f" ({row['mcnemar_p']:.3f})"
+    one, many = row["batch_1"], row["batch_16"]
+    return [
+        f"{row['run']}, {row['form']}",
+        f"{100 * row['accuracy']:.2f} ({low:.1f} to {high:.1f})",
+        row["accuracy_verdict"] + ("" if row["accuracy_verdict"] == "baseline" else p),
+        f"{row['parameters']:,}",
+        f"{row['macs'] / 1e6:,.0f} M",
+        size(row["file_bytes"]),
+        f"{one['p50']:.2f} / {one['p95']:.2f}",
+        f"{many['p50']:.1f} / {many['p95']:.1f}",
+        f"{row['samples_per_second']:,.0f}",
+        f"{row['speedup']:.2f}x"
+        + ("" if row["speed_verdict"] != "within the noise" else ", within the noise"),
+        size(row["peak_memory_bytes"]),
+        f"{row['train_seconds']:,.0f} s",
+    ]
+
+
+def caption(made: dict[str, Any]) -> str:
+    """What the table's figures are figures of."""
+    if not made["models"]:
+        return f"Trained on {made['machine']}."
+    row = made["models"][0]
+    return (
+        f"Measured on {made['machine']}, {row['threads']} thread, texts of {row['tokens']} tokens; accuracy"
+        f" on all {row['samples']} samples of the {row['split']} split, MACs of one text; memory is a"
+        " process's peak. Accuracies whose difference McNemar's exact test does not tell from chance (p at least"
+        f" {SIGNIFICANT}) are within the noise, and so are speeds whose middle halves overlap."
+    )
+
+
+def markdown(made: dict[str, Any]) -> str:
+    lines = ["# Report", "", caption(made), ""]
+    if made["models"]:
+        lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+        lines += ["| " + " | ".join(cells) + " |" for cells in table(made)]
+    for run in made["runs"]:
+        figures = {k: v for k, v in (run["metrics"] or {}).items() if isinstance(v, float | int | list)}
+        lines += ["", f"## {run['run']} ({run['task']})", ""]
+        lines += [f"- {name}: {_plain(value)}" for name, value in figures.items()]
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
