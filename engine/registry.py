@@ -48,6 +48,10 @@ TASKS = {
 }
 
 
+CHAINS = {"compress": ("classifier", "pruning", "qat")}
+"""Names that `auto` takes for several tasks, one after the other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A task with its kind of data, ready to be asked for flags, models and samples."""
@@ -82,10 +86,15 @@ def workload(name: str) -> Workload:
             raise UserError(f"--task {name}: {task.__name__}.data must be a subclass of data.base.Data")
         return Workload(name, task, data)
     key = name.replace("_", "-").lower()
-    if key not in TASKS:
-        hint = opt.nearest(key, TASKS)
+    if key in CHAINS:
         raise UserError(
-            f"--task {name}: there is no such task{hint}; valid: {', '.join(TASKS)}, or ./file.py:Class"
+            f"--task {key}: only `auto` runs this chain; its stages are tasks: {', '.join(CHAINS[key])}"
+        )
+    if key not in TASKS:
+        valid = [*TASKS, *CHAINS]
+        hint = opt.nearest(key, valid)
+        raise UserError(
+            f"--task {name}: there is no such task{hint}; valid: {', '.join(valid)}, or ./file.py:Class"
         )
     entry = TASKS[key]
     return Workload(key, _load(entry.task), _load(entry.data))

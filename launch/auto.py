@@ -11,10 +11,12 @@ from engine import files
 from engine import options as opt
 from engine.errors import DONE, UserError
 from engine.plan import PlanOptions
+from engine.registry import CHAINS
 from engine.run import Run, RunOptions
 from launch.attempts import in_children, in_place, train
-from launch.flags import own_flags, request, split
+from launch.flags import Request, own_flags, request, split, task_name
 from launch.setting_up import facts_of, find_run, make_plan_here, relocate, set_up, stored_options, write_plan
+from models import fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,27 +25,46 @@ class AnswerOptions:
 
     json: bool = False
     """At the end, summary.json on standard output."""
+    seeds: fields.Positive = 1
+    """Train so often, with --seed and the numbers after it, and give mean and deviation of the metrics."""
 
 
 def auto(words: Sequence[str]) -> int:
-    """Usage: auto --task TASK [flags]. Without --data the task's demo runs. Try: auto --task causal-lm"""
+    """Usage: auto --task TASK [flags]. Without --data the task's demo runs. Try: auto --task causal-lm
+
+    --task compress is a chain: classifier, pruning, qat, and the report.
+    """
+    if task_name(words) in CHAINS:
+        from launch.compress import compress
+
+        return compress(words)
     asked = request(words, "auto", AnswerOptions)
     answer = AnswerOptions(**asked.extra)
+    if answer.seeds > 1:
+        from launch.seeds import several
+
+        return several(asked, answer.seeds, answer.json)
+    run, code = run_of(asked)
+    return _answered(run, code, answer)
+
+
+def run_of(asked: Request) -> tuple[Run, int]:
+    """The run that a request comes to, found or made, trained to its end; and its exit code."""
     for note in asked.notes:
         _say(note, asked.run.quiet)
     facts = facts_of(asked)
     run = find_run(asked, facts)
     if run is not None and run.status() == "done":
         _say(f"{run.folder} has this recipe and is done (--again for a new run)", asked.run.quiet)
-        return _answered(run, DONE, answer)
+        return run, DONE
     if run is None:
         run = set_up(asked, facts, None)
         with run.held("launch"):
-            return _answered(run, launch(run, asked.run), answer)
+            return run, launch(run, asked.run)
     _say(f"going on with {run.folder} ({run.status()})", asked.run.quiet)
     with run.held("launch"):
         run.refuse_if_training()
-        return _answered(run, launch(set_up(asked, facts, run), asked.run), answer)
+        return run, launch(set_up(asked, facts, run), asked.run)
 
 
 def resume(words: Sequence[str]) -> int:

@@ -144,6 +144,16 @@ def own_flags(flags: Mapping[str, str], kind: type, command: str) -> Any:
     return opt.build(kind, renamed, command)
 
 
+def task_name(words: Sequence[str]) -> str:
+    """The word after --task, or nothing."""
+    return split(words)[1].get("task", "").replace("_", "-").lower()
+
+
+def known_flags(task: str) -> set[str]:
+    """Names of all that `auto` takes for a task, its own answer's flags apart."""
+    return {name for names in _groups(workload(task), "auto", None).values() for name in names}
+
+
 def request(words: Sequence[str], command: str, own: type | None = None) -> Request:
     """Everything a command that needs a recipe was asked."""
     positional, flags = split(words)

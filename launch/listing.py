@@ -13,7 +13,7 @@ from engine import options as opt
 from engine.errors import UserError
 from engine.plan import PlanOptions
 from engine.recipe import Recipe
-from engine.registry import TASKS, workload
+from engine.registry import CHAINS, TASKS, workload
 from engine.run import Run, RunOptions, runs_in
 from launch import cluster
 from launch.cluster import job_of
@@ -37,6 +37,7 @@ def tasks(words: Sequence[str]) -> int:
         print(json.dumps({name: entry.summary for name, entry in TASKS.items()}))
     else:
         print("\n".join(f"{name:<14}{entry.summary}" for name, entry in TASKS.items()))
+        print("\n".join(f"{name:<14}{', '.join(stages)}, report" for name, stages in CHAINS.items()))
         print(f"{'./file.py:Class':<14} your own (see the README)")
     return 0
 

@@ -203,11 +203,12 @@ def caption(made: dict[str, Any]) -> str:
     if not made["models"]:
         return f"Trained on {made['machine']}."
     row = made["models"][0]
+    where = f"{made['machine']}, {row['threads']} thread, texts of {row['tokens']} tokens"
     return (
-        f"Measured on {made['machine']}, {row['threads']} thread, texts of {row['tokens']} tokens; accuracy"
-        f" on all {row['samples']} samples of the {row['split']} split, MACs of one text; memory is a"
-        " process's peak. Accuracies whose difference McNemar's exact test does not tell from chance (p at least"
-        f" {SIGNIFICANT}) are within the noise, and so are speeds whose middle halves overlap."
+        f"Measured on {where}; accuracy on all {row['samples']} samples of the {row['split']} split, MACs of"
+        " one text; memory is a process's peak. Accuracies whose difference McNemar's exact test does not"
+        f" tell from chance (p at least {SIGNIFICANT}) are within the noise, and so are speeds whose middle"
+        " halves overlap."
     )
 
 
