@@ -151,8 +151,11 @@ def saved_model(word: str, flag: str) -> str:
     """The folder of a finished run's model; else the word itself, a folder or a hub id."""
     folder = Path(word).expanduser()
     if not all((folder / name).is_file() for name in RUN_FILES):
-        if not folder.is_dir() and not hub.is_id(word):
+        if folder.is_dir():
+            return word
+        if not hub.is_id(word):
             raise ModelError(f"{flag} {word}: is no run, folder or hub id (owner/name)")
+        hub.require(word, None, flag)
         return word
     if not (folder / "final" / "config.json").is_file():
         raise ModelError(f"{flag} {word}: that run has no final/ yet: finish it with `resume {word}`")

@@ -23,11 +23,11 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
     return found if found and (found / "config.json").is_file() else None
 
 
-def require(name: str, revision: str | None) -> None:
+def require(name: str, revision: str | None, flag: str = "--model") -> None:
     """Raise unless the model is in the cache or the hub answers."""
     if snapshot(name, revision) is None and not cache.reachable():
         raise ModelError(
-            f"--model {name}: there is no such folder; as a hub id it is not in the cache {cache.home()},"
+            f"{flag} {name}: there is no such folder; as a hub id it is not in the cache {cache.home()},"
             " and the hub cannot be reached: give a folder, set HF_HOME to a cache that holds it,"
             " or run `prepare` on a machine with internet"
         )

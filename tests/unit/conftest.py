@@ -120,3 +120,14 @@ def together() -> Together:
         return Outcome([f.result() for f in futures], [w.calls for w in worlds])
 
     return run
+
+
+@pytest.fixture
+def tiny_facts(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Facts of prepared labelled texts with a tokenizer of a few words."""
+    from tokenizers import Tokenizer, models
+
+    folder = tmp_path_factory.mktemp("prepared")
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3}
+    Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    return SimpleNamespace(folder=str(folder), extra={"tokenizer": "tokenizer.json", "pad": 0, "unk": 1})

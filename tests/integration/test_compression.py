@@ -1,0 +1,223 @@
+"""Classifier, pruning, qat, exports and report, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.helpers import furthest, launch, rows, summary
+from tests.integration.test_bad_input import complaint
+from tests.integration.test_resume import killed_at_random
+
+SMALL = ["--train-fraction", "0.5", "--quiet"]
+PRUNE = [
+    "--task", "pruning", "--teacher", "runs/teacher", "--sparsity", "0.5", "--epochs", "2", "--lr", "3e-4",
+    "--prune-every", "4", "--save-every", "3", "--ledger", *SMALL,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished classifier, runs/teacher, and a pruned one, runs/pruned."""
+    folder = tmp_path_factory.mktemp("compression")
+    words = ["auto", "--task", "classifier", "--name", "teacher", "--epochs", "3", *SMALL]
+    done = launch(*words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    done = launch("auto", *PRUNE, "--name", "pruned", "--processes", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def decided(run: Path) -> list[dict[str, Any]]:
+    return [r for r in rows(run, "decisions.jsonl") if r["decision"] == "change of the model"]
+
+
+def trained(run: Path) -> list[float]:
+    return [r["loss"] for r in rows(run) if "lr" in r]
+
+
+def test_sparsity_rises_as_a_cubic_and_the_model_is_cut_on_the_way(home: Path) -> None:
+    run = home / "runs" / "pruned"
+    events = decided(run)
+    steps = max(r["step"] for r in rows(run) if r.get("phase") == "prune")
+    for event in events:
+        # --ramp and --recover are half of the run each: the ramp is all of the pruning phase.
+        target = 0.5 * (1 - (1 - event["step"] / steps) ** 3)
+        assert event["target"] == pytest.approx(target, abs=1e-5)
+        assert target <= event["sparsity"] + 1e-6 <= target + 0.09  # a head of this model is 0.04 of it
+        assert all(n % 32 == 0 for n in event["neurons_left"])
+    assert 3 <= sum(e["cut"] for e in events) <= 6
+    found = summary(run)["metrics"]
+    assert found["sparsity"] == pytest.approx(events[-1]["sparsity"], abs=1e-6)
+    assert (found["heads_left"], found["neurons_left"]) == (
+        events[-1]["heads_left"],
+        events[-1]["neurons_left"],
+    )
+    assert found["latency_ms_p50"] > 0
+    assert 0 <= found["mcnemar_p"] <= 1
+    whole, cut = summary(home / "runs" / "teacher"), summary(run)
+    assert cut["parameters"] < whole["parameters"]
+    sparsity = [r["sparsity"] for r in rows(run) if "lr" in r]
+    assert sparsity == sorted(sparsity)
+
+
+def test_two_processes_prune_the_same(home: Path) -> None:
+    words = ["auto", *PRUNE, "--name", "two", "--processes", "2", "--again"]
+    done = launch(*words, cwd=home)
+    assert done.returncode == 0, done.stderr
+    one, two = home / "runs" / "pruned", home / "runs" / "two"
+    assert decided(one) == decided(two)
+    assert furthest(trained(one), trained(two)) < 1e-4
+    verified = launch("verify", str(two), cwd=home)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def test_killed_in_the_middle_of_pruning_it_ends_the_same(home: Path, tmp_path: Path) -> None:
+    run, generator = home / "runs" / "killed", random.Random(3)
+    words = ["auto", *PRUNE, "--name", "killed", "--processes", "1"]
+    shutil.move(home / "runs" / "pruned", tmp_path / "pruned")  # or `auto` would find its recipe done
+    try:
+        for _ in range(4):
+            killed_at_random(words, run, generator)
+        done = launch("resume", str(run), cwd=home)
+        assert done.returncode == 0, done.stderr
+    finally:
+        shutil.move(tmp_path / "pruned", home / "runs" / "pruned")
+    whole = home / "runs" / "pruned"
+    assert decided(run) == decided(whole)
+    assert trained(run) == trained(whole)
+    weights = [(r / "final" / "model.safetensors").read_bytes() for r in (run, whole)]
+    assert weights[0] == weights[1]
+    verified = launch("verify", str(run), cwd=home)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def test_a_pruned_model_becomes_a_small_verified_file(home: Path) -> None:
+    words = ["auto", "--task", "qat", "--pruned", "runs/pruned", "--epochs", "1", "--name", "small", *SMALL]
+    done = launch(*words, cwd=home)
+    assert done.returncode == 0, done.stderr
+    run = home / "runs" / "small"
+    found, pruned = summary(run)["metrics"], summary(home / "runs" / "pruned")["metrics"]
+    assert found["max_logit_difference"] < 1e-3
+    assert found["rounding_doubt"] < 1e-2
+    assert found["baseline_accuracy"] == pytest.approx(pruned["accuracy"])
+    assert found["fake_quant_accuracy"] == pytest.approx(found["accuracy"])
+    whole = (home / "runs" / "pruned" / "final" / "model.safetensors").stat().st_size
+    assert found["file_bytes"] < whole / 4
+    assert launch("verify", str(run), cwd=home).returncode == 0
+    exported = launch("export", str(run), "--json", cwd=home)
+    assert exported.returncode == 0, exported.stderr
+    figures = json.loads(exported.stdout)
+    assert figures.keys() == {"hf", "dense", "onnx", "onnx-int4"}
+    assert all(f["max_logit_difference"] < 1e-4 for f in figures.values())
+    check_report(home)
+
+
+def check_report(home: Path) -> None:
+    """One page without anything from elsewhere, and the same figures as JSON and Markdown."""
+    done = launch("report", "runs/teacher", "runs/pruned", "runs/small", "--to", "report", "--json", cwd=home)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert made == json.loads((home / "report" / "report.json").read_text())
+    forms = [(row["run"], row["form"]) for row in made["models"]]
+    assert forms[:2] == [("teacher", "torch fp32"), ("pruned", "torch fp32")]
+    assert ("small", "onnxruntime 4-bit") in forms
+    # The file alone, without torch, needs a fraction of the memory.
+    memory = {form: row["peak_memory_bytes"] for form, row in zip(forms, made["models"], strict=True)}
+    assert memory["small", "onnxruntime 4-bit"] < memory["pruned", "torch fp32"] / 2
+    html = (home / "report" / "report.html").read_text()
+    assert html.count("<svg") >= 5
+    assert not re.findall(r"""(?:src|href)=["'](?!#)""", html.replace("xlink:href=", "xlink-href="))
+    markdown = (home / "report" / "report.md").read_text()
+    assert "within the noise" in markdown or "worse" in markdown
+
+
+def test_seeds_are_runs_of_their_own_and_one_answer(home: Path) -> None:
+    words = ["auto", "--task", "classifier", "--steps", "8", "--seeds", "2", "--json", "--quiet"]
+    done = launch(*words, cwd=home)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    values = [summary(home / run)["metrics"]["loss"] for run in found["runs"]]
+    assert values[0] != values[1]
+    assert found["metrics"]["loss"]["mean"] == pytest.approx(sum(values) / 2)
+
+
+def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
+    steps = ["--steps", "6", "--prune-every", "2", "--sparsity", "0.4", "--name", "chain", "--out", "chained"]
+    words = ["auto", "--task", "compress", *steps, *SMALL]
+    done = launch(*words, cwd=home)
+    assert done.returncode == 0, done.stderr
+    stages = ["chain-classifier", "chain-pruning", "chain-qat"]
+    assert sorted(p.name for p in (home / "chained").iterdir()) == stages
+    assert (home / "chained" / "chain-qat" / "report" / "report.html").is_file()
+    shutil.rmtree(home / "chained" / "chain-qat")
+    first = (home / "chained" / "chain-classifier" / "metrics.jsonl").read_bytes()
+    again = launch(*words, cwd=home)
+    assert again.returncode == 0, again.stderr
+    assert (home / "chained" / "chain-qat" / "report" / "report.html").is_file()
+    assert (home / "chained" / "chain-classifier" / "metrics.jsonl").read_bytes() == first
+
+
+WRONG = {
+    "above 1": (["--sparsity", "1.5"], "--sparsity 1.5: must be"),
+    "out of reach": (["--sparsity", "0.5", "--granularity", "heads"], "--sparsity 0.5: at most 0.333"),
+    "multiple": (["--multiple", "48"], "--multiple 48: the layers have 512 neurons"),
+    "ramp": (["--ramp", "0.9"], "--ramp 0.9: with --recover 0.5"),
+    "no teacher": (["--teacher", "runs/none"], "--teacher runs/none: there is no such folder"),
+    "pruned": (["--teacher", "runs/pruned"], "is pruned already"),
+    "misspelt": (["--importence", "l2"], "did you mean --importance?"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG, ids=str)
+def test_what_cannot_be_pruned_is_one_line(case: str, home: Path) -> None:
+    flags, expected = WRONG[case]
+    teacher = [] if "--teacher" in flags else ["--teacher", "runs/teacher"]
+    line = complaint(launch("auto", "--task", "pruning", *teacher, *flags, cwd=home))
+    assert expected in line
+
+
+def data(folder: Path, labels: str) -> Path:
+    folder.mkdir()
+    lines = [f"some words {n}\t{labels[n % len(labels)]}" for n in range(40)]
+    for name in ("train.tsv", "dev.tsv"):
+        (folder / name).write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    return folder
+
+
+def test_a_teacher_of_other_classes_is_refused(home: Path, tmp_path: Path) -> None:
+    other = data(tmp_path / "other", "xyz")
+    done = launch("auto", "--task", "pruning", "--teacher", "runs/teacher", "--data", str(other), cwd=home)
+    assert "the data has x, y, z" in complaint(done)
+
+
+def test_a_teacher_that_reads_other_tokens_is_refused(home: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(home / "runs" / "teacher" / "final", other)
+    file = other / "tokenizer.json"
+    tokens = json.loads(file.read_text())
+    tokens["model"]["vocab"]["zzzzzz"] = len(tokens["model"]["vocab"])
+    file.write_text(json.dumps(tokens))
+    words = ["--teacher", str(other), "--model", "runs/teacher/final"]
+    assert "its tokenizer is not that of" in complaint(launch("auto", "--task", "pruning", *words, cwd=home))
+
+
+def test_a_family_without_a_map_is_named(home: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(home / "runs" / "teacher" / "final", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "xlnet"}))
+    for task in ("pruning", "qat"):
+        line = complaint(launch("auto", "--task", task, "--model", str(other), cwd=home))
+        assert "known of bert, roberta, distilbert" in line
+
+
+def test_four_bits_need_qat(home: Path) -> None:
+    done = launch("export", "runs/pruned", "--to", "onnx-int4", cwd=home)
+    assert "`auto --task qat --pruned RUN`" in complaint(done)

@@ -1,0 +1,52 @@
+"""Small encoders of every family, with weights large enough to tell them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HEAD, HEADS, NEURONS, LAYERS = 16, 4, 128, 3
+VOCABULARY = 1000
+FAMILIES = ("bert", "roberta", "distilbert")
+
+
+def classifier(family: str, **more: Any) -> Any:
+    """A random classifier of 3 layers, 4 heads of 16 and 128 neurons; no dropout."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    width = HEAD * HEADS
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "intermediate_size": NEURONS,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": 0,
+    }
+    if family == "distilbert":
+        sizes = {"dim": width, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": NEURONS, "dropout": 0.0}
+        sizes |= {"attention_dropout": 0.0, "seq_classif_dropout": 0.0, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model(family, vocab_size=VOCABULARY, **sizes, **more)
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    return model.eval()
+
+
+def given(rows: int = 6, width: int = 19) -> dict[str, np.ndarray]:
+    """Texts of several lengths."""
+    ids = np.random.default_rng(0).integers(5, VOCABULARY, (rows, width))
+    mask = (np.arange(width) < np.arange(width, width - 3 * rows, -3)[:, None]).astype(np.int64)
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def logits(model: Any, inputs: dict[str, np.ndarray] | None = None) -> Tensor:
+    found: Tensor = model(**{k: torch.from_numpy(v) for k, v in (inputs or given()).items()}).logits
+    return found

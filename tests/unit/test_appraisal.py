@@ -1,0 +1,39 @@
+"""Two classifiers compared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from launch.report import compared
+from models import appraisal
+
+
+def test_mcnemar_is_the_exact_binomial_of_the_samples_they_disagree_on() -> None:
+    one = np.array([True] * 8 + [False] * 1 + [True] * 100)
+    other = np.array([False] * 8 + [True] * 1 + [True] * 100)
+    # 9 disagreements, 1 of them one way: 2 * (C(9,0) + C(9,1)) / 2^9
+    assert appraisal.mcnemar(one, other) == pytest.approx(2 * (1 + 9) / 512)
+    assert appraisal.mcnemar(one, one) == 1.0
+
+
+def row(right: int, of: int, p25: float, p75: float) -> dict:
+    return {
+        "accuracy": right / of,
+        "right": [True] * right + [False] * (of - right),
+        "batch_1": {"p25": p25, "p50": (p25 + p75) / 2, "p75": p75},
+    }
+
+
+def test_a_difference_inside_the_noise_is_called_that() -> None:
+    first, near, worse = compared([row(90, 100, 9, 11), row(88, 100, 10, 12), row(70, 100, 4, 5)])
+    assert (first["accuracy_verdict"], first["speed_verdict"]) == ("baseline", "baseline")
+    assert (near["accuracy_verdict"], near["speed_verdict"]) == ("within the noise", "within the noise")
+    assert (worse["accuracy_verdict"], worse["speed_verdict"]) == ("worse", "faster")
+    assert worse["speedup"] == pytest.approx(10 / 4.5, abs=1e-3)
+
+
+def test_models_of_other_samples_are_not_compared() -> None:
+    _, other = compared([row(90, 100, 9, 11), row(45, 50, 9, 11)])
+    assert other["mcnemar_p"] is None
+    assert "not comparable" in other["accuracy_verdict"]

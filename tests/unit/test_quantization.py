@@ -1,0 +1,203 @@
+"""Rounding as it will run: in training, in evaluation, and in onnxruntime's integer kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models import appraisal, encoders, exporting, onnx_graph, qat, quantization, saving, surgery
+from models.base import ExportError
+from tests.unit.encoders import FAMILIES, HEAD, classifier, given, logits
+from tests.unit.test_surgery import some
+
+
+def quantized(family: str = "bert", bits: int = 4, embedding_bits: int = 8, cut: bool = False) -> Any:
+    model = classifier(family)
+    if cut:
+        surgery.put_masks(encoders.layers(model), some(), HEAD)
+        surgery.cut(encoders.layers(model))
+    quantization.quantize(model, bits, embedding_bits)
+    quantization.collecting(model)
+    with torch.no_grad():
+        logits(model)
+    quantization.choose_ranges(model)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_and_evaluation_round_alike(family: str) -> None:
+    model = quantized(family)
+    whole = logits(model)
+    assert (logits(model.train()) - whole).abs().max() < 1e-3 * whole.abs().max()
+
+
+def test_eight_bits_are_nearer_than_four() -> None:
+    exact = logits(classifier("bert"))
+    four, eight = ((logits(quantized(bits=b)) - exact).abs().mean() for b in (4, 8))
+    assert eight < four < 0.2 * exact.abs().mean()
+
+
+def test_weights_are_whole_numbers_of_four_bits() -> None:
+    layer = encoders.layers(quantized())[0]
+    levels = layer.up.levels()
+    assert torch.equal(levels, levels.round())
+    assert levels.abs().max() == 7
+
+
+def test_learned_step_sizes_get_the_gradient_of_torchs_own_kernel() -> None:
+    torch.manual_seed(0)
+    weight, direction = torch.randn(8, 32), torch.randn(8, 32)
+    scale = torch.full((8,), 0.2)
+    found = []
+    for compute in (
+        lambda w, s: quantization._Rounded.apply(w, s, 7),
+        lambda w, s: torch._fake_quantize_learnable_per_channel_affine(
+            w, s, torch.zeros(8), 0, -7, 7, 1 / (32 * 7) ** 0.5
+        ),
+    ):
+        w, s = weight.clone().requires_grad_(), scale.clone().requires_grad_()
+        out = compute(w, s)
+        (out * direction).sum().backward()
+        found.append((out.detach(), w.grad, s.grad))
+    for mine, torchs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, torchs)
+
+
+def test_scales_are_those_of_least_squared_error() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(16, 512)
+    best = quantization.channel_scales(weight, 4)
+
+    def error(scale: torch.Tensor) -> torch.Tensor:
+        rounded = torch.round(weight / scale[:, None]).clamp(-7, 7) * scale[:, None]
+        return (rounded - weight).square().sum(1)
+
+    assert (error(best) < error(weight.abs().amax(1) / 7)).all()
+    assert (error(best) <= error(best * 1.2)).all()
+    assert (error(best) <= error(best / 1.2)).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("embedding_bits", [4, 8, 32])
+def test_onnxruntime_computes_what_was_trained(family: str, embedding_bits: int, tmp_path: Path) -> None:
+    model = quantized(family, embedding_bits=embedding_bits, cut=True)
+    file = tmp_path / "m.onnx"
+    onnx_graph.write(model, file, pairs=False)
+    batch = batch_of(given())
+    found = exporting.check_int4(model, file, False, lambda: [batch])
+    assert found["max_logit_difference"] < 1e-5
+    assert found["rounding_doubt"] < 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fp32_graph_computes_the_model(family: str, tmp_path: Path) -> None:
+    model = classifier(family)
+    onnx_graph.write(model, tmp_path / "m.onnx", pairs=False)
+    found = appraisal.onnx_runner(tmp_path / "m.onnx")(given())
+    assert np.abs(found - logits(model).detach().numpy()).max() < 1e-5
+
+
+def test_pairs_have_token_types_in_the_graph(tmp_path: Path) -> None:
+    model = classifier("bert")
+    inputs = given() | {"token_type_ids": (np.arange(19) > 9).astype(np.int64)[None].repeat(6, 0)}
+    onnx_graph.write(model, tmp_path / "m.onnx", pairs=True)
+    found = appraisal.onnx_runner(tmp_path / "m.onnx")(inputs)
+    assert np.abs(found - logits(model, inputs).detach().numpy()).max() < 1e-5
+    assert np.abs(found - logits(model).detach().numpy()).max() > 1e-3
+
+
+def test_the_graph_that_runs_has_integer_kernels(tmp_path: Path) -> None:
+    """onnxruntime folds the Casts from 4 bits and fuses the rest: behaviour that no contract promises."""
+    import onnx
+
+    onnx_graph.write(quantized(embedding_bits=4), tmp_path / "m.onnx", pairs=False)
+    appraisal.onnx_session(tmp_path / "m.onnx", 1, tmp_path / "optimized.onnx")
+    stored = Counter(t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer)
+    running = Counter(n.op_type for n in onnx.load(tmp_path / "optimized.onnx").graph.node)
+    layers = 3
+    # Query, key and value are one; then output, up and down. Word embeddings have 4 bits as well.
+    assert stored[onnx.TensorProto.INT4] == 4 * layers + 1
+    assert running["MatMulIntegerToFloat"] == 4 * layers
+    # What stays in fp32: scores and mixing of each layer, and the two small layers of the head.
+    assert running["MatMul"] + running["FusedMatMul"] == 2 * layers
+    assert running["Gemm"] + running["FusedGemm"] == 2
+
+
+def test_an_answer_does_not_depend_on_its_batch_mates(tmp_path: Path) -> None:
+    onnx_graph.write(quantized(), tmp_path / "m.onnx", pairs=False)
+    run = appraisal.onnx_runner(tmp_path / "m.onnx", threads=1)
+    together = run(given())
+    alone = np.concatenate([run({k: v[i : i + 1] for k, v in given().items()}) for i in range(6)])
+    assert np.abs(together - alone).max() < 1e-5
+
+
+def batch_of(inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    lengths = inputs["attention_mask"].sum(1)
+    label = torch.zeros(len(lengths), dtype=torch.int64)
+    return {
+        "tokens": torch.from_numpy(inputs["input_ids"]),
+        "length": torch.from_numpy(lengths),
+        "label": label,
+    }
+
+
+def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    model, other = quantized(), quantized()
+    with torch.no_grad():
+        encoders.layers(other)[1].up.weight_scale.mul_(1.05)
+    onnx_graph.write(other, tmp_path / "m.onnx", pairs=False)
+    with pytest.raises(ExportError, match="differ|level"):
+        exporting.check_int4(model, tmp_path / "m.onnx", False, lambda: [batch_of(given())])
+
+
+def test_a_changed_answer_is_named_by_its_sample() -> None:
+    labels = np.zeros(3, np.int64)
+    mine = appraisal.Answers(np.array([[1.0, 0], [1.0, 0], [0.6, 0.5]]), labels)
+    changed = appraisal.Answers(np.array([[1.0, 0], [1.0, 0], [0.5, 0.6]]), labels)
+    with pytest.raises(ExportError, match="sample 2"):
+        exporting.check("onnx", mine, changed)
+
+
+def test_the_exported_folder_gives_the_trained_model_back(tmp_path: Path, tiny_facts: Any) -> None:
+    model = quantized(cut=True, embedding_bits=4)
+    form = {"bits": "4", "embedding_bits": "4"}
+    saving.save(model, tiny_facts, tmp_path, quantization.rounded_state(model))
+    encoders.describe_sizes(model, tmp_path)
+    extra = {k: v.contiguous() for k, v in quantization.extra_state(model).items()}
+    from safetensors.torch import save_file
+
+    save_file(extra, tmp_path / qat.QUANTIZERS_FILE, metadata=form)
+    assert (logits(qat.open_quantized(tmp_path)) - logits(model)).abs().max() < 1e-5
+
+
+RUN = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is not here")
+sys.meta_path.insert(0, NoTorch())
+import numpy as np, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+(logits,) = session.run(None, dict(np.load(sys.argv[2])))
+np.save(sys.argv[3], logits)
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_file_runs_where_there_is_no_torch(tmp_path: Path) -> None:
+    model = quantized()
+    onnx_graph.write(model, tmp_path / "m.onnx", pairs=False)
+    np.savez(tmp_path / "given.npz", **given())  # type: ignore[arg-type]
+    names = ("m.onnx", "given.npz", "logits.npy")
+    words = [sys.executable, "-c", RUN, *(str(tmp_path / n) for n in names)]
+    subprocess.run(words, check=True, cwd=tmp_path)
+    run = appraisal.onnx_runner(tmp_path / "m.onnx")
+    assert np.abs(np.load(tmp_path / "logits.npy") - run(given())).max() < 1e-5

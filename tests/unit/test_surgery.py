@@ -1,0 +1,134 @@
+"""A cut model is the masked one, and goes on training as it would have."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.session import cut_moments
+from models import encoders, exporting, pruning, saving, surgery
+from models.importance import Kept
+from tests.unit.encoders import FAMILIES, HEAD, HEADS, NEURONS, classifier, given, logits
+
+
+def some() -> Kept:
+    """Two heads of the first layer, none of the second, all of the third; 64, 96 and 128 neurons."""
+    draw = torch.Generator().manual_seed(1)
+    heads = [torch.tensor([True, False, False, True]), torch.zeros(HEADS).bool(), torch.ones(HEADS).bool()]
+    neurons = []
+    for count in (64, 96, NEURONS):
+        keep = torch.zeros(NEURONS, dtype=torch.bool)
+        keep[torch.randperm(NEURONS, generator=draw)[:count]] = True
+        neurons.append(keep)
+    return Kept(heads, neurons)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_before_and_after_a_cut_agree(family: str) -> None:
+    model = classifier(family)
+    whole = logits(model)
+    surgery.put_masks(encoders.layers(model), some(), HEAD)
+    masked = logits(model)
+    surgery.cut(encoders.layers(model))
+    assert (masked - whole).abs().max() > 1e-2
+    assert (logits(model) - masked).abs().max() < 1e-5
+    assert encoders.heads_and_neurons(model) == [(2, 64), (0, 96), (4, 128)]
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        logits(model).square().sum().backward()
+        optimizer.step()
+
+
+def test_moments_are_cut_along() -> None:
+    """Two steps masked, a cut with its moments: the third step is that of a model that stayed masked."""
+    model = classifier("bert")
+    surgery.put_masks(encoders.layers(model), some(), HEAD)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    steps(model, optimizer, 2)
+    stays = copy.deepcopy(model)
+    again = torch.optim.AdamW(stays.parameters(), lr=1e-3, weight_decay=0.0)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    moments = {name: dict(optimizer.state.get(p, {})) for name, p in model.named_parameters()}
+    cuts = surgery.cut(encoders.layers(model))
+    fresh = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    for name, p in model.named_parameters():
+        fresh.state[p] = dict(cut_moments(moments, cuts)[name])
+    steps(model, fresh, 1)
+    steps(stays, again, 1)
+    assert (logits(model) - logits(stays)).abs().max() < 1e-5
+    lost = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    steps(model, lost, 1)  # the control: without moments the next step is another
+    steps(stays, again, 1)
+    assert (logits(model) - logits(stays)).abs().max() > 1e-4
+
+
+def test_a_fresh_model_takes_the_saved_shapes_masks_and_means() -> None:
+    model = classifier("bert")
+    surgery.put_masks(encoders.layers(model), some(), HEAD)
+    first = encoders.layers(model)[2]
+    surgery.mask(first.down, torch.arange(NEURONS) >= 32)
+    surgery.cut(encoders.layers(model)[:2])
+    first.down.register_buffer(surgery.IMPORTANCE, torch.rand(NEURONS))
+    state = model.state_dict()
+    fresh = classifier("bert")
+    assert pruning.fit(fresh, {k: tuple(v.shape) for k, v in state.items()})
+    fresh.load_state_dict(state)
+    assert torch.equal(logits(fresh), logits(model))
+
+
+def saved(family: str, facts: Any, folder: Path) -> Any:
+    model = classifier(family)
+    surgery.put_masks(encoders.layers(model), some(), HEAD)
+    surgery.cut(encoders.layers(model))
+    saving.save(model, facts, folder)
+    encoders.describe_sizes(model, folder)
+    return model
+
+
+OPEN = """
+import sys, numpy as np, torch
+from transformers import AutoModelForSequenceClassification
+assert not any(m in sys.modules for m in ("models", "engine"))
+remote = sys.argv[3] == "yes"
+model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1], trust_remote_code=remote)
+given = {k: torch.from_numpy(v) for k, v in np.load(sys.argv[2]).items()}
+np.save(sys.argv[2] + ".logits.npy", model.eval()(**given).logits.detach().numpy())
+"""
+
+
+def opened_elsewhere(folder: Path, place: Path, remote: bool) -> subprocess.CompletedProcess[str]:
+    """By transformers alone, in a process that does not know this project."""
+    words = [sys.executable, "-c", OPEN, str(folder), str(place / "given.npz"), "yes" if remote else "no"]
+    return subprocess.run(words, cwd=place, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pruned_model_opens_again_everywhere_or_fails_loudly(
+    family: str, tmp_path: Path, tiny_facts: Any
+) -> None:
+    import numpy as np
+
+    folder, padded = tmp_path / "final", tmp_path / "dense"
+    folder.mkdir()
+    padded.mkdir()
+    model = saved(family, tiny_facts, folder)
+    wanted = logits(model).detach().numpy()
+    assert np.abs(logits(encoders.open_classifier(str(folder))).detach().numpy() - wanted).max() == 0
+    np.savez(tmp_path / "given.npz", **given())  # type: ignore[arg-type]
+    assert opened_elsewhere(folder, tmp_path, remote=True).returncode == 0
+    assert np.abs(np.load(tmp_path / "given.npz.logits.npy") - wanted).max() < 1e-6
+    assert opened_elsewhere(folder, tmp_path, remote=False).returncode != 0
+    exporting.as_dense(encoders.open_classifier(str(folder)), folder, padded)
+    assert "per_layer_config" not in json.loads((padded / "config.json").read_text())
+    assert opened_elsewhere(padded, tmp_path, remote=False).returncode == 0
+    assert np.abs(np.load(tmp_path / "given.npz.logits.npy") - wanted).max() < 1e-5

@@ -1,0 +1,110 @@
+"""A teacher is asked once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from data.base import ArraySource, Ragged
+from engine.errors import UserError
+from engine.sampler import Sampler
+from engine.schedule import Stretch
+from engine.teaching import samples_used, taught
+from models.base import Batch, Teacher
+
+COUNT = 300
+
+
+class Counting(nn.Module):
+    """Answers with each text's sum, and counts the texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.seen += len(batch["index"])
+        inside = torch.arange(batch["tokens"].shape[1]) < batch["length"][:, None]
+        return (batch["tokens"] * inside).sum(1, keepdim=True).float()
+
+
+def source() -> ArraySource:
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(1, 9, n).astype(np.int32) for n in draw.integers(1, 30, COUNT)]
+    return ArraySource({"tokens": Ragged.from_rows(rows)})
+
+
+def sums(data: ArraySource, rows: np.ndarray) -> list[int]:
+    return [int(data.fetch(np.array([r]))["tokens"].sum()) for r in rows]
+
+
+def teacher(model: nn.Module, identity: str = "one") -> Teacher:
+    return Teacher(identity, lambda facts: model, lambda m, batch: {"sum": m(batch)})
+
+
+def facts(folder: Path) -> Any:
+    return SimpleNamespace(folder=str(folder / "prepared"), fingerprint="f")
+
+
+def world() -> Any:
+    return SimpleNamespace(
+        rank=0, size=1, is_main=True, device=torch.device("cpu"),
+        agree=lambda x: x, barrier=lambda: None, at=lambda _: None,
+    )  # fmt: skip
+
+
+def ask(model: nn.Module, folder: Path, used: np.ndarray, identity: str = "one") -> Any:
+    return taught(source(), teacher(model, identity), facts(folder), used, world(), lambda _: None)
+
+
+def test_answers_come_with_their_samples(tmp_path: Path) -> None:
+    found = ask(Counting(), tmp_path, np.arange(COUNT))
+    rows = np.array([7, 3, 299])
+    batch = found.fetch(rows, 40)
+    assert batch["teacher.sum"][:, 0].tolist() == sums(source(), rows)
+    assert batch["tokens"].shape == (3, 40)
+
+
+def test_later_epochs_and_runs_pay_nothing(tmp_path: Path) -> None:
+    first, second = Counting(), Counting()
+    ask(first, tmp_path, np.arange(COUNT))
+    ask(second, tmp_path, np.arange(COUNT))
+    assert (first.seen - 64, second.seen) == (COUNT, 0)  # one batch more, to see what shape answers have
+
+
+def test_only_what_is_used_is_asked_and_the_rest_later(tmp_path: Path) -> None:
+    first, second = Counting(), Counting()
+    ask(first, tmp_path, np.arange(50))
+    found = ask(second, tmp_path, np.arange(COUNT))
+    assert first.seen == 100
+    rows = np.arange(COUNT)
+    assert found.fetch(rows)["teacher.sum"][:, 0].tolist() == sums(source(), rows)
+
+
+def test_another_teacher_has_answers_of_its_own(tmp_path: Path) -> None:
+    ask(Counting(), tmp_path, np.arange(COUNT))
+    other = Counting()
+    ask(other, tmp_path, np.arange(COUNT), identity="two")
+    assert other.seen > 0
+
+
+def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+    ask(Counting(), tmp_path, np.arange(COUNT))
+    (damaged,) = tmp_path.glob("*/sum.npy")
+    damaged.write_bytes(b"not an array")
+    with pytest.raises(UserError, match="delete it and run again"):
+        ask(Counting(), tmp_path, np.arange(COUNT))
+
+
+def test_the_samples_used_are_those_of_the_steps() -> None:
+    sampler = Sampler(100, 8, seed=3)
+    short, whole = Stretch("a", 2, 13, 0.1, 13), Stretch("b", 40, 13, 0.1, 13)
+    wanted = np.unique(np.concatenate([sampler.batch(0), sampler.batch(1)]))
+    assert samples_used(sampler, [short]).tolist() == wanted.tolist()
+    assert samples_used(sampler, [short, whole]).tolist() == list(range(100))
