@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import sys
 
 from benchmarks import report
@@ -16,6 +17,9 @@ NAMES = {
     "strategies": "single, DDP and ZeRO in worlds of 1 to 3: equal losses, and any resumes any",
     "checkpoint": "what saving in the background costs training, against torch.save",
     "scaling": "one process of one thread against two on two cores, the same recipe",
+    "classifier": "fine-tuning on real text against Trainer: samples a second",
+    "compression": "pruning and 4-bit training: steps, file sizes, latency",
+    "accuracy": "the compression chain at several sparsities on real text; hours, and goes on where it stood",
     "soak": "a hundred faults at random moments: what they did to runs that must not notice",
     "contention": "what waiting threads do to speed when another process wants the cores",
 }
@@ -28,11 +32,17 @@ def main() -> int:
     )
     parser.add_argument("name", nargs="?", choices=[*NAMES], metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer repeats; keeps no results")
+    parser.add_argument("--data", help="folder of labelled texts, for those that need one")
+    parser.add_argument("--model", help="folder of a pretrained encoder, for those that need one")
     asked = parser.parse_args()
     if asked.name is None:
         print(listing)
         return 0
-    rows = importlib.import_module(f"benchmarks.{asked.name}").measure(asked.quick)
+    measure = importlib.import_module(f"benchmarks.{asked.name}").measure
+    needed = [n for n in ("data", "model") if n in inspect.signature(measure).parameters]
+    if missing := [n for n in needed if getattr(asked, n) is None]:
+        parser.error(f"{asked.name} needs --{missing[0]}")
+    rows = measure(asked.quick, **{n: getattr(asked, n) for n in needed})
     print(report.table(rows))
     if not asked.quick:
         print(f"written: {report.write(asked.name, rows)}")

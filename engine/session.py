@@ -163,7 +163,8 @@ class Session:
         """The task has cut its model: an optimizer for what is left, with its moments cut alike."""
         moments, names = self.strategy.moments(), self.stepper.names
         self._strategy = None
-        gc.collect()  # DDP's hooks go with it
+        if self.world.size > 1:
+            gc.collect()  # DDP's hooks go with it
         self._strategy = self._make_strategy()
         self.strategy.put_moments(cut_moments(moments, change.keep))
         self.stepper = self._make_stepper()

@@ -141,7 +141,7 @@ class _Rounded(torch.autograd.Function):
         ratio, levels = ctx.saved_tensors
         inside = ratio.abs() <= ctx.most + 0.5
         passed = gradient * inside
-        by_scale = (gradient * levels).sum(1) - (passed * ratio).sum(1)
+        by_scale = torch.einsum("oi,oi->o", gradient, levels) - torch.einsum("oi,oi->o", passed, ratio)
         return passed, by_scale / (ratio.shape[1] * ctx.most) ** 0.5, None
 
 

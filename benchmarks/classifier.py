@@ -1,0 +1,135 @@
+"""Fine-tuning a classifier on real text: this engine against transformers' Trainer, same model, data, batch.
+
+python -m benchmarks classifier --data SST2_FOLDER --model MINILM_FOLDER
+
+Lengths vary, so speed is samples over seconds of all counted steps, not of the median one. Trainer pads to
+the longest of a batch (its default), to 128, or groups by length itself. Each contender is a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import ROOT, Row, interleaved, middle, paired_ratio
+
+BATCH, LENGTH, LR = 32, 128, 5e-5
+WARM = 4
+WINDOW = 64
+"""Batches that our sampler sorts together: whole windows are a fair sample of an epoch."""
+OURS = "isobatch, grouped by length"
+OTHERS = {
+    "Trainer, its defaults": {"padding": "longest", "grouped": False, "share": 1.0},
+    "Trainer, grouped by length": {"padding": "longest", "grouped": True, "share": 1.0},
+    "Trainer, padded to 128": {"padding": "max_length", "grouped": False, "share": 0.2},
+}
+
+
+def measure(quick: bool, data: str, model: str) -> list[Row]:
+    steps = 16 if quick else 2 * WINDOW
+    with tempfile.TemporaryDirectory() as place:
+        spec = {"data": str(Path(data).resolve()), "model": str(Path(model).resolve()), "folder": place}
+        contenders: dict[str, Any] = {
+            OURS: lambda: _ours(spec, steps, True),
+            "isobatch, order as drawn": lambda: _ours(spec, steps, False),
+        }
+        for name, settings in OTHERS.items():
+            count = WARM + max(4, round(steps * float(settings["share"])))
+            contenders[name] = lambda s=settings, n=count: _trainer({**spec, **s, "steps": n})
+        found = interleaved(contenders, 1 if quick else 2)
+    return [_row(name, found) for name in contenders]
+
+
+def _row(name: str, found: dict[str, list[Row]]) -> Row:
+    return {
+        "contender": name,
+        "samples/s": round(middle(found[name], "rate"), 1),
+        "ours/its speed": round(paired_ratio(found[OURS], found[name], "rate"), 3),
+        "steps": found[name][0]["steps"],
+    }
+
+
+def _ours(spec: dict[str, Any], steps: int, grouped: bool) -> Row:
+    """A run of `auto`, checkpoints and journal and all."""
+    with tempfile.TemporaryDirectory(dir=spec["folder"]) as out:
+        words = ["auto", "--task", "classifier", "--data", spec["data"], "--model", spec["model"]]
+        words += ["--steps", str(WARM + steps), "--batch-size", str(BATCH), "--max-length", str(LENGTH)]
+        words += ["--eval-fraction", "0.01", "--out", out, "--name", "run", "--quiet"]
+        words += ["--group-by-length", "on" if grouped else "off"]
+        _child(["-m", "launch", *words])
+        lines = (Path(out) / "run" / "metrics.jsonl").read_text().splitlines()
+        rows = [r for r in map(json.loads, lines) if "lr" in r][WARM:]
+    samples = rows[-1]["samples"] - WARM * BATCH
+    return {"rate": samples / sum(r["step_seconds"] for r in rows), "steps": len(rows)}
+
+
+def _trainer(spec: dict[str, Any]) -> Row:
+    file = Path(spec["folder"]) / "spec.json"
+    file.write_text(json.dumps(spec))
+    found: Row = json.loads(_child(["-m", "benchmarks.classifier", str(file)]).splitlines()[-1])
+    return found
+
+
+def _child(words: list[str]) -> str:
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-3000:])
+    return ended.stdout
+
+
+def trainer(spec: dict[str, Any]) -> Row:
+    """As its documentation shows: a tokenized data set, a tokenizer, arguments."""
+    from datasets import load_dataset
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    rows = load_dataset("csv", data_files=f"{spec['data']}/train.tsv", sep="\t", split="train")
+
+    def tokenize(batch: dict[str, Any]) -> Any:
+        return tokenizer(batch["sentence"], truncation=True, max_length=LENGTH, padding=_padding(spec))
+
+    rows = rows.map(tokenize, batched=True, remove_columns=["sentence"])
+    marks: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            marks.append(time.perf_counter())
+
+    settings = TrainingArguments(
+        output_dir=spec["folder"],
+        per_device_train_batch_size=BATCH,
+        max_steps=spec["steps"],
+        learning_rate=LR,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        train_sampling_strategy="group_by_length" if spec["grouped"] else "random",
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(spec["model"])
+    Trainer(model, settings, train_dataset=rows, processing_class=tokenizer, callbacks=[Clock()]).train()
+    counted = len(marks) - WARM
+    return {"rate": counted * BATCH / (marks[-1] - marks[WARM - 1]), "steps": counted}
+
+
+def _padding(spec: dict[str, Any]) -> Any:
+    return "max_length" if spec["padding"] == "max_length" else False
+
+
+if __name__ == "__main__":
+    print(json.dumps(trainer(json.loads(Path(sys.argv[1]).read_text()))))

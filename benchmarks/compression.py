@@ -1,0 +1,210 @@
+"""What pruning and 4-bit training cost and bring: steps, files and latency.
+
+python -m benchmarks compression --data SST2_FOLDER --model MINILM_FOLDER
+
+Files and latency are of a DistilBERT shape with random weights: neither depends on the values. Latency is of
+one text of 32 tokens on one thread, as processor time, lower quartile: what else runs does not count.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.report import Row
+from engine.detection import detect
+from engine.plan import PlanOptions
+from engine.planner import make_plan
+from engine.prepare import prepare
+from engine.registry import workload
+from engine.session import Session
+from engine.world import World
+from launch.flags import make_recipe
+from models import appraisal, encoders, onnx_graph, quantization, surgery
+from models.importance import Kept
+
+SHAPES = {0: (12, 3072), 20: (10, 2432), 50: (6, 1536), 75: (3, 768)}
+"""Per cent removed -> heads and neurons of each layer, of 12 and 3072."""
+LAYERS, HEAD, VOCABULARY = 6, 64, 30522
+WARM = 4
+
+
+def measure(quick: bool, data: str, model: str) -> list[Row]:
+    return [*files_and_latency(quick), *steps(quick, data, model)]
+
+
+def distilbert(heads: int, neurons: int) -> Any:
+    """A random DistilBERT cut to these sizes."""
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    torch.manual_seed(0)
+    model = DistilBertForSequenceClassification(DistilBertConfig(vocab_size=VOCABULARY)).eval()
+    _cut(model, heads, neurons, HEAD)
+    return model
+
+
+def _cut(model: Any, heads: int, neurons: int, head: int) -> None:
+    layers = encoders.layers(model)
+    kept = Kept(
+        [torch.arange(layer.query.out_features // head) < heads for layer in layers],
+        [torch.arange(layer.up.out_features) < neurons for layer in layers],
+    )
+    surgery.put_masks(layers, kept, head)
+    surgery.cut(layers)
+
+
+def files_and_latency(quick: bool) -> list[Row]:
+    rows: list[Row] = []
+    given = appraisal.example(1, VOCABULARY, pairs=False)
+    with tempfile.TemporaryDirectory() as place, appraisal.one_thread():
+        runners: dict[tuple[int, str], appraisal.Runner] = {}
+        sizes: dict[tuple[int, str], float] = {}
+        for percent, (heads, neurons) in SHAPES.items():
+            for form, run, size in _forms(Path(place), percent, heads, neurons):
+                runners[percent, form], sizes[percent, form] = run, size
+        seconds: dict[Any, list[float]] = {key: [] for key in runners}
+        for _ in range(2 if quick else 5):  # in turn, so that a slow spell falls on all alike
+            for key, run in runners.items():
+                seconds[key].append(_processor_seconds(run, given, 10 if quick else 40))
+    dense = seconds[0, "torch fp32"]
+    for (percent, form), found in seconds.items():
+        ratio = median(a / b for a, b in zip(dense, found, strict=True))
+        rows.append(
+            {
+                "removed %": percent,
+                "form": form,
+                "file MB": round(sizes[percent, form] / 1e6, 2),
+                "ms": round(median(found) * 1e3, 3),
+                "faster than dense torch": round(ratio, 2),
+            }
+        )
+    return rows
+
+
+def _forms(place: Path, percent: int, heads: int, neurons: int) -> list[tuple[str, appraisal.Runner, float]]:
+    model = distilbert(heads, neurons)
+    bytes_ = 4 * sum(p.numel() for p in model.parameters())
+    found = [("torch fp32", appraisal.torch_runner(model), float(bytes_))]
+    plain = place / f"{percent}.onnx"
+    onnx_graph.write(model, plain, pairs=False)
+    found.append(("onnxruntime fp32", appraisal.onnx_runner(plain, 1), float(plain.stat().st_size)))
+    for bits in (8, 4):
+        small, file = distilbert(heads, neurons), place / f"{percent}-{bits}.onnx"
+        quantization.quantize(small, 4, bits)
+        quantization.collecting(small)
+        appraisal.torch_runner(small)(appraisal.example(4, VOCABULARY, pairs=False))
+        quantization.choose_ranges(small)
+        onnx_graph.write(small, file, pairs=False)
+        name = f"onnxruntime 4-bit, {bits}-bit embeddings"
+        found.append((name, appraisal.onnx_runner(file, 1), float(file.stat().st_size)))
+    return found
+
+
+def _processor_seconds(run: appraisal.Runner, given: dict[str, np.ndarray], times: int) -> float:
+    run(given)
+    found = []
+    for _ in range(times):
+        began = time.process_time()
+        run(given)
+        found.append(time.process_time() - began)
+    return float(np.quantile(found, 0.25))
+
+
+def steps(quick: bool, data: str, model: str) -> list[Row]:
+    """Seconds of optimizer steps: plain, with distillation, pruning, pruned, and 4-bit."""
+    count = 12 if quick else 48
+    with tempfile.TemporaryDirectory() as place:
+        teacher = _teacher(Path(place), data, model)
+        common = {"data": data, "batch_size": 32, "steps": WARM + 2 * count, "max_length": 128}
+        plain = _session("classifier", {**common, "model": teacher})
+        distilled = _session("qat", {**common, "model": teacher})
+        half = _session("classifier", {**common, "model": teacher})
+        sizes = encoders.sizes(half.model.config.to_dict(), model)
+        _cut(half.model, sizes.heads // 2, sizes.neurons // 2, sizes.hidden // sizes.heads)
+        half.enter(half.stretches[0])
+        sessions = {"plain": plain, "4-bit with cached distillation": distilled, "half of it removed": half}
+        found = _interleaved(sessions, count)
+        base = found["plain"]
+        rows = [
+            {
+                "step": name,
+                "ms": round(median(times) * 1e3, 1),
+                "over plain": round(sum(times) / sum(base), 3),
+            }
+            for name, times in found.items()
+        ]
+        return [*rows, *_overhead(teacher, data, count)]
+
+
+def _teacher(folder: Path, data: str, model: str) -> str:
+    """The encoder with a head of this data's classes, as a finished classifier."""
+    recipe, task, facts = _asked("classifier", {"data": data, "model": model, "max_length": 128})
+    made = folder / "teacher"
+    made.mkdir()
+    torch.manual_seed(recipe.seed)
+    task.export(task.build_model(facts), made, facts)
+    return str(made)
+
+
+def _asked(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any]:
+    chosen = workload(name)
+    options = {k: v for k, v in values.items() if k in chosen.option_flags()}
+    recipe, _ = make_recipe(chosen, {k: v for k, v in values.items() if k not in options}, options)
+    task, source = chosen.make(recipe)
+    return recipe, task, prepare(source)
+
+
+def _session(name: str, values: dict[str, Any]) -> Session:
+    recipe, task, facts = _asked(name, values)
+    asked = PlanOptions(device="cpu", precision="fp32", processes=1)
+    plan = make_plan(recipe, facts, task.shape(facts), detect(), asked)
+    session = Session(recipe, facts, plan, World(plan))
+    session.enter(session.stretches[0])
+    return session
+
+
+def _interleaved(sessions: dict[str, Session], count: int) -> dict[str, list[float]]:
+    """Seconds of the same steps of each, one after the other."""
+    feeds = {name: s.feed().steps(0, WARM + count) for name, s in sessions.items()}
+    found: dict[str, list[float]] = {name: [] for name in sessions}
+    for number in range(WARM + count):
+        for name, session in sessions.items():
+            loaded = next(feeds[name])
+            began = time.perf_counter()
+            session.step(loaded)
+            if number >= WARM:
+                found[name].append(time.perf_counter() - began)
+    return found
+
+
+def _overhead(teacher: str, data: str, count: int) -> list[Row]:
+    """Share of a pruning phase's time that importance, events and cuts take, at the recipe's own pace."""
+    every = 40 if count > 12 else 4
+    values = {"data": data, "teacher": teacher, "batch_size": 32, "sparsity": 0.5, "max_length": 128}
+    session = _session("pruning", {**values, "steps": 2 * 5 * every, "prune_every": every})
+    spent = {"importance": 0.0, "events and cuts": 0.0}
+    session.task.observe = _timed(session.task.observe, spent, "importance")  # type: ignore[method-assign]
+    session.task.after_step = _timed(session.task.after_step, spent, "events and cuts")  # type: ignore[method-assign]
+    session._wrap_again = _timed(session._wrap_again, spent, "events and cuts")  # type: ignore[method-assign]
+    began = time.perf_counter()
+    for loaded in session.feed().steps(0, session.stretch.steps):
+        session.step(loaded)
+    total = time.perf_counter() - began
+    return [{"part of a pruning phase": k, "share": round(v / total, 4)} for k, v in spent.items()]
+
+
+def _timed(function: Callable[..., Any], spent: dict[str, float], name: str) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        found = function(*arguments)
+        spent[name] += time.perf_counter() - began
+        return found
+
+    return call
