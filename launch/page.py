@@ -7,11 +7,11 @@ from html import escape
 from typing import Any
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; color: #1b1f24 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 100rem; color: #1b1f24 }
 body { margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .35rem .7rem; border-bottom: 1px solid #d8dee4; text-align: right; white-space: nowrap }
+th, td { padding: .35rem .6rem; border-bottom: 1px solid #d8dee4; text-align: right; white-space: nowrap }
 th { font-weight: 600; background: #f6f8fa } th:first-child, td:first-child { text-align: left }
 p.note { color: #57606a; max-width: 60rem } figure { margin: 1rem 0 } svg { max-width: 100%; height: auto }
 """
@@ -53,6 +53,7 @@ def _figure(draw: Any, width: float, height: float, columns: int = 1) -> str:
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
+        ax.set_axisbelow(True)
     draw(*axes)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
@@ -89,23 +90,21 @@ def _layers(run: dict[str, Any]) -> str:
 
 
 def _curves(run: dict[str, Any]) -> str:
+    """Loss, and of accuracy and sparsity what was measured."""
     training, evaluations = run["training"], run["evaluations"]
+    more = [
+        (curve, name) for curve, name in ((evaluations, "accuracy"), (training, "sparsity")) if name in curve
+    ]
 
-    def draw(loss: Any, accuracy: Any, sparsity: Any) -> None:
+    def draw(loss: Any, *others: Any) -> None:
         loss.plot(training["step"], training["loss"], lw=0.8, alpha=0.7, label="training")
-        _line(loss, evaluations, "loss", "held out")
-        _line(accuracy, evaluations, "accuracy", "held out")
-        _line(sparsity, training, "sparsity", "removed")
-        for ax, name in ((loss, "loss"), (accuracy, "accuracy"), (sparsity, "sparsity")):
-            ax.set(xlabel="step", ylabel=name)
+        if "loss" in evaluations:
+            loss.plot(evaluations["step"], evaluations["loss"], marker="o", ms=2.5, lw=1.2, label="held out")
+        loss.set(xlabel="step", ylabel="loss")
         loss.set_title(f"{run['run']} ({run['task']})", loc="left")
         loss.legend(fontsize=8, frameon=False)
+        for ax, (curve, name) in zip(others, more, strict=True):
+            ax.plot(curve["step"], curve[name], lw=1.2)
+            ax.set(xlabel="step", ylabel=name)
 
-    return _figure(draw, 11, 2.6, columns=3)
-
-
-def _line(ax: Any, curve: dict[str, list[Any]], name: str, label: str) -> None:
-    if name in curve:
-        ax.plot(curve["step"], curve[name], marker="o", ms=2.5, lw=1.2, label=label)
-    else:
-        ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes, color="#8c959f")
+    return _figure(draw, 3.8 * (1 + len(more)), 2.6, columns=1 + len(more))

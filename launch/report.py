@@ -19,6 +19,8 @@ from engine.summary import HELD_OUT
 from launch.flags import own_flags, split
 
 SIGNIFICANT = 0.05
+POINTS = 400
+"""Of a curve; more cannot be seen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,26 +76,30 @@ def _run(run: Run) -> dict[str, Any]:
     summary = run.summary() or {}
     rows = files.read_lines(run.metrics)
     kept = ("train_seconds", "steps", "samples_seen", "parameters", "metrics", "world_size", "precision")
+    steps = [r for r in rows if "lr" in r]
+    starts = _starts(steps)
     return {
         "run": run.folder.name,
         "task": run.recipe().task,
         **{name: summary.get(name) for name in kept},
-        "training": _curve([r for r in rows if "lr" in r], ("loss", "sparsity")),
-        "evaluations": _curve([r for r in rows if "split" in r and "final" not in r], ("loss", "accuracy")),
+        "training": _curve(steps, ("loss", "sparsity"), starts),
+        "evaluations": _curve([r for r in rows if "split" in r], ("loss", "accuracy"), starts),
     }
 
 
-def _curve(rows: list[dict[str, Any]], names: tuple[str, ...], points: int = 400) -> dict[str, list[Any]]:
+def _starts(steps: list[dict[str, Any]]) -> dict[str, int]:
+    """Phase -> steps of the phases before it."""
+    last = {row["phase"]: row["step"] for row in steps}
+    return {phase: sum(list(last.values())[:place]) for place, phase in enumerate(last)}
+
+
+def _curve(
+    rows: list[dict[str, Any]], names: tuple[str, ...], starts: dict[str, int]
+) -> dict[str, list[Any]]:
     """Columns of rows, thinned; steps count through all phases."""
-    before, last, phase = 0, 0, None
-    found: dict[str, list[Any]] = {"step": []}
-    for row in rows[:: max(1, len(rows) // points)]:
-        if row["phase"] != phase:
-            before, phase = before + last, row["phase"]
-        last = row["step"]
-        found["step"].append(before + last)
-        for name in names:
-            found.setdefault(name, []).append(row.get(name))
+    thinned = rows[:: max(1, len(rows) // POINTS)]
+    found = {"step": [starts.get(row["phase"], 0) + row["step"] for row in thinned]}
+    found |= {name: [row.get(name) for row in thinned] for name in names}
     return {k: v for k, v in found.items() if any(x is not None for x in v)}
 
 
