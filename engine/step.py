@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -37,7 +37,7 @@ class Result:
     """(len(names) + extra,): global loss sums over their weights, then the votes."""
     norm: Tensor
     """0-d: norm of the whole reduced gradient before clipping."""
-    figures: Mapping[str, float]
+    figures: Mapping[str, float] = field(default_factory=dict)
     """What the task saw of the gradients."""
     change: Change | None = None
     """What the task did to its model afterwards."""

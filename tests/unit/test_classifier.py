@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from models.appraisal import interval
 from models.base import ModelError, Rows, Sum
-from models.classifier import Classifier, interval
+from models.classifier import Classifier
 
 VOCABULARY = 300
 

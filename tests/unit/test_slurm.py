@@ -358,6 +358,7 @@ def test_what_is_wrong_is_said_before_anything_is_made(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ISOBATCH_STARTED", "0")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     assert main(["slurm", "--task", LINE, *words]) == 2
     assert says in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -321,7 +321,7 @@ def test_native_noise_is_drawn_again_by_a_resumed_run_and_refused_to_tasks(toget
             runner._bind(3, np.arange(4), 1)
             drawn.append(float(torch.rand(())))
         with pytest.raises(TrainingError, match=r"draws noise \(shake\) of its own: use --noise keyed"):
-            runner._step(0).noise.uniform("shake", (1,))
+            runner.moment(0).noise.uniform("shake", (1,))
         return drawn
 
     ((one, other),) = together(1, part).values
