@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ TEXTS = ("sentence", "text", "sentence1", "premise", "question1", "question")
 """Usual names of a text column; the first that is there is taken."""
 PAIRS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
 LABELS = ("label", "labels", "class", "category", "target")
+WITHHELD = (None, "-1")
+"""What GLUE's test splits have in place of labels."""
 MOST_CLASSES = 1000
 LONGEST_TEXT = 1_000_000
 VOCABULARY, DEMO_VOCABULARY = 8192, 2048
@@ -149,7 +152,7 @@ class Labelled(Data):
             raise DataError(f"--data {self.recipe.data}: the train split is empty")
         names = self._names([str(k) for k in first[1]])
         splits = {split: list(_examples(rows(), names)) for split, rows in sources.items()}
-        if splits.get("test") and all(e.label is None for e in splits["test"]):
+        if splits.get("test") and all(e.label in WITHHELD for e in splits["test"]):
             del splits["test"]
             notes.append("the test split has no labels and is left out")
         labels = _labels(splits, names, self.recipe.data)
@@ -260,11 +263,10 @@ def _text(row: Mapping[str, Any], column: str, where: str, flag: str) -> str:
 
 
 def _label(value: Any) -> str | None:
-    """As written; GLUE writes -1 where a label is withheld."""
+    """As written; None where there is none."""
     if value is None or value == "":
         return None
-    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
-    return None if text == "-1" else text
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
 
 
 def _labels(splits: Mapping[str, list[Example]], names: Names, data: str) -> list[str]:
@@ -288,7 +290,7 @@ def _labels(splits: Mapping[str, list[Example]], names: Names, data: str) -> lis
             raise DataError(
                 f"{strange.where}: the {split} split has the label {strange.label}, which no training row has"
             )
-    whole = all(label.lstrip("-").isdigit() for label in counts)
+    whole = all(re.fullmatch(r"-?[0-9]+", label) for label in counts)
     return sorted(counts, key=int) if whole else sorted(counts)
 
 

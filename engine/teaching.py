@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,11 +124,17 @@ def _answer(
 
 
 def _create(folder: Path, count: int, example: dict[str, np.ndarray]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    """Made beside its place: another run may make the same, and fill it, at this very moment."""
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
+    fresh.mkdir(parents=True)
     for name, values in example.items():
-        _new(folder / f"{name}.npy", values.dtype, (count, *values.shape[1:]))
-    _new(folder / FILLED, np.dtype(bool), (count,))
-    files.write_text(folder / INDEX, json.dumps(sorted(example)))
+        _new(fresh / f"{name}.npy", values.dtype, (count, *values.shape[1:]))
+    _new(fresh / FILLED, np.dtype(bool), (count,))
+    files.write_text(fresh / INDEX, json.dumps(sorted(example)))
+    try:
+        fresh.rename(folder)
+    except OSError:  # theirs came first
+        shutil.rmtree(fresh)
 
 
 def _new(file: Path, kind: np.dtype[Any], shape: tuple[int, ...]) -> None:

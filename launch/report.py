@@ -106,10 +106,12 @@ def _curve(
 def _models(run: Run) -> list[dict[str, Any]]:
     """A row for each form in which the run's model runs."""
     from launch.measure import measured
+    from launch.setting_up import relocate
     from models import appraisal
 
-    recipe, facts = run.recipe(), run.facts()
-    task, data = workload(recipe.task).make(recipe)
+    recipe = run.recipe()
+    relocate(run, recipe, None)
+    facts, (task, data) = run.facts(), workload(recipe.task).make(recipe)
     held_out = next((s for s in HELD_OUT if s in facts.samples), None)
     rows = []
     for form in task.forms(run.final, run.folder / "exports") if held_out else []:
@@ -129,6 +131,7 @@ def _models(run: Run) -> list[dict[str, Any]]:
                 **measured(form.kind, form.place, facts.extra["vocabulary"], appraisal.is_of_pairs(facts)),
                 "train_seconds": (run.summary() or {}).get("train_seconds"),
                 "right": found.right.tolist(),
+                "labels": found.labels.tolist(),
             }
         )
     return rows
@@ -142,14 +145,14 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     for row in rows:
         first = rows[0]
-        same = len(row["right"]) == len(first["right"])
+        same = row["labels"] == first["labels"]
         p = appraisal.mcnemar(np.array(row["right"]), np.array(first["right"])) if same else None
         row["mcnemar_p"] = p
         row["accuracy_verdict"] = _accuracy_verdict(row, first, p)
         row["speedup"] = round(first["batch_1"]["p50"] / row["batch_1"]["p50"], 3)
         row["speed_verdict"] = _speed_verdict(row["batch_1"], first["batch_1"])
     for row in rows:
-        del row["right"]
+        del row["right"], row["labels"]
     return rows
 
 

@@ -73,7 +73,7 @@ class Classifier(Task):
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name);"
                 f" presets: {', '.join(PRESETS)}"
             )
-        longest = hub.config(name, self.recipe.revision).get("max_position_embeddings")
+        longest = saving.longest(hub.config(name, self.recipe.revision))
         if longest is not None and length > longest:
             raise ModelError(f"--max-length {length}: {name} reads at most {longest} tokens")
 
@@ -113,10 +113,12 @@ class Classifier(Task):
     def build_model(self, facts: Any) -> nn.Module:
         import torch
         from transformers import BertForSequenceClassification
+        from transformers.utils import logging
 
         config = self._config(facts)
         if self._name in PRESETS:
             return BertForSequenceClassification(config)
+        logging.disable_progress_bar()
         where = hub.place(self._name, self.recipe.revision)
         return encoders.class_for(config).from_pretrained(
             where,

@@ -48,8 +48,12 @@ class Distilled(Classifier):
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model to begin with is the teacher, or what `teaches` says, unless --model says otherwise."""
-        given = values.get(cls.teaches)
-        return {} if given is None else {"model": saved_model(str(given), f"--{cls.teaches}")}
+        found: dict[str, Any] = {}
+        for name in ("teacher", "pruned"):
+            if values.get(name) is not None and Path(values[name]).expanduser().is_dir():
+                found[name] = str(Path(values[name]).expanduser().resolve())  # a run may be verified anywhere
+        given = found.get(cls.teaches, values.get(cls.teaches))
+        return found if given is None else {**found, "model": saved_model(str(given), f"--{cls.teaches}")}
 
     @property
     def teacher_word(self) -> str | None:
@@ -58,15 +62,28 @@ class Distilled(Classifier):
             return str(self.options.teacher)
         return self._name if is_finished(self._name, self.recipe.revision) else None
 
+    @property
+    def _teacher_flag(self) -> str:
+        """The flag by which the user named the teacher, and what was given."""
+        for name in ("teacher", "pruned"):
+            if (given := getattr(self.options, name, None)) is not None:
+                return f"--{name} {given}"
+        return f"--model {self._name}"
+
     def check(self) -> None:
         super().check()
         place = self._teacher_place()
         if place is None:
             return
-        hub.config(place, self.recipe.revision)
+        if hub.snapshot(place) is None and hub.is_id(place) and not Path(place).is_dir():
+            return
+        if not is_finished(place, None):
+            raise ModelError(
+                f"{self._teacher_flag}: has no classification head: train one with `auto --task classifier`"
+            )
         if _vocabulary(place) != _vocabulary(self._name):
             raise ModelError(
-                f"--teacher {self.teacher_word}: its tokenizer is not that of {self._name}: teacher and"
+                f"{self._teacher_flag}: its tokenizer is not that of {self._name}: teacher and"
                 " student must read the same tokens"
             )
         if self.options.distill_hidden and self._widths_differ(place):
@@ -79,13 +96,12 @@ class Distilled(Classifier):
         return None if self.teacher_word is None else saved_model(self.teacher_word, "--teacher")
 
     def _widths_differ(self, place: str) -> bool:
-        mine, its = (hub.config(p, self.recipe.revision) for p in (self._name, place))
-        names = ("hidden_size", "dim")
-        return [mine.get(n) for n in names] != [its.get(n) for n in names]
+        mine, its = self._raw_config(), hub.config(place, None)
+        return width(mine) != width(its)
 
     def _config(self, facts: Any) -> Any:
         if (place := self._teacher_place()) is not None:
-            _refuse_other_labels(place, str(self.teacher_word), facts.extra["labels"])
+            _refuse_other_labels(place, self._teacher_flag, facts.extra["labels"])
         return super()._config(facts)
 
     def teacher(self) -> Teacher | None:
@@ -142,7 +158,7 @@ def followed(student_BLH: Tensor, teacher_BMH: Tensor) -> Tensor:
     from torch.nn import functional as F
 
     count, most = student_BLH.shape[1], teacher_BMH.shape[1]
-    places = torch.arange(1, count + 1, device=student_BLH.device) * most // count - 1
+    places = -(-torch.arange(1, count + 1, device=student_BLH.device) * most // count) - 1
     student, teacher = F.normalize(student_BLH, dim=-1), F.normalize(teacher_BMH.float()[:, places], dim=-1)
     return (student - teacher).square().sum(-1).mean(-1).sum()
 
@@ -183,12 +199,17 @@ def weights_hash(place: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _refuse_other_labels(place: str, word: str, labels: list[str]) -> None:
+def width(config: Mapping[str, Any] | None) -> Any:
+    """Of the hidden states, by whatever name."""
+    return (config or {}).get("hidden_size") or (config or {}).get("dim")
+
+
+def _refuse_other_labels(place: str, flag: str, labels: list[str]) -> None:
     named = hub.config(place, None).get("id2label") or {}
     found = [named[k] for k in sorted(named, key=int)]
     if found != list(labels):
         raise ModelError(
-            f"--teacher {word}: knows the classes {', '.join(found[:8]) or 'LABEL_0, LABEL_1'}, and the data"
+            f"{flag}: knows the classes {', '.join(found[:8]) or 'LABEL_0, LABEL_1'}, and the data"
             f" has {', '.join(labels[:8])}: give a classifier trained on this data"
         )
 

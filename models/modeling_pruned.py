@@ -5,6 +5,7 @@ AutoModelForSequenceClassification.from_pretrained(FOLDER, trust_remote_code=Tru
 The sizes stand in config.json as `per_layer_config`; everything else is the family's own model.
 """
 
+import warnings
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -43,6 +44,12 @@ PARTS = {
 def resize(layer: Any, parts: Parts, width: int, neurons: int) -> None:
     """Give a layer attention of this inner width and this many neurons; new weights where it changes."""
     hidden = layer.get_submodule(parts.output).out_features
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # all heads may be gone
+        _resize(layer, parts, hidden, width, neurons)
+
+
+def _resize(layer: Any, parts: Parts, hidden: int, width: int, neurons: int) -> None:
     if layer.get_submodule(parts.query).out_features != width:
         for name in (parts.query, parts.key, parts.value):
             layer.set_submodule(name, nn.Linear(hidden, width))

@@ -9,6 +9,7 @@ Letters: B samples, T tokens, H hidden width, A heads of a layer, D width of a h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,9 @@ def write(model: Any, file: Path, pairs: bool, roundings: bool = False) -> None:
     onnx.save(made, str(file))
 
 
-def refuse(config: Any) -> None:
+def refuse(config: Mapping[str, Any]) -> None:
     """One line where this graph cannot compute what the model computes."""
-    kind = config.to_dict().get("hidden_act") or config.to_dict().get("activation")
+    kind = config.get("hidden_act") or config.get("activation") or "gelu"
     if kind not in ACTIVATIONS:
         raise ModelError(f"the onnx exports know {', '.join(ACTIVATIONS)}, and this model has {kind}")
 

@@ -107,7 +107,7 @@ class Pruning(Distilled):
             return
         if encoders.is_pruned(config):
             raise ModelError(
-                f"--model {self._name}: is pruned already; pruning starts from a dense classifier"
+                f"{self._teacher_flag}: is pruned already; pruning starts from a dense classifier"
             )
         refuse_sparsity(options, Budget(self._sizes(config), options.multiple, options.granularity))
 

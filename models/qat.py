@@ -66,6 +66,7 @@ class QAT(Distilled):
         super().check()
         if (config := self._raw_config()) is not None:
             encoders.sizes(config, self._name)
+            onnx_graph.refuse(config)
 
     def shape(self, facts: Any) -> Shape:
         """Two phases have two shapes, which shards could not follow."""
@@ -77,7 +78,6 @@ class QAT(Distilled):
 
         if phase != "qat" or quantization.is_quantized(model):
             return
-        onnx_graph.refuse(model.config)
         quantization.quantize(model, self.options.bits, self.options.embedding_bits)
         quantization.collecting(model)
         for batch in first(CALIBRATION):

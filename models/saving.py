@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
 ROLES = ("eos", "bos", "pad", "unk")
 
 
@@ -29,7 +30,27 @@ def save(model: nn.Module, facts: Any, folder: Path, weights: Mapping[str, Tenso
     prepared = tokenizer(facts)
     special = {f"{role}_token": facts.extra.get(role) for role in ROLES}
     names = {k: prepared.id_to_token(v) for k, v in special.items() if v is not None}
-    PreTrainedTokenizerFast(tokenizer_object=prepared, **names).save_pretrained(folder)
+    config = configured.config.to_dict()
+    limit = {} if longest(config) is None else {"model_max_length": longest(config)}
+    saved = PreTrainedTokenizerFast(
+        tokenizer_object=prepared, model_input_names=inputs_of(config), **limit, **names
+    )
+    saved.save_pretrained(folder)
+
+
+def inputs_of(config: Mapping[str, Any]) -> list[str]:
+    """What the tokenizer must give this model: of pairs, which text a token is from, where it asks."""
+    types = ["token_type_ids"] if (config.get("type_vocab_size") or 0) > 1 else []
+    return ["input_ids", *types, "attention_mask"]
+
+
+def longest(config: Mapping[str, Any]) -> int | None:
+    """The longest text a model reads, in tokens; RoBERTa counts positions from behind its padding id."""
+    found = config.get("max_position_embeddings")
+    if found is None:
+        return None
+    behind = config.get("pad_token_id", 1) + 1 if config.get("model_type") in BEHIND_PADDING else 0
+    return int(found) - behind
 
 
 def tokenizer(facts: Any) -> Any:

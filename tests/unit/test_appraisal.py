@@ -21,6 +21,7 @@ def row(right: int, of: int, p25: float, p75: float) -> dict:
     return {
         "accuracy": right / of,
         "right": [True] * right + [False] * (of - right),
+        "labels": [0] * of,
         "batch_1": {"p25": p25, "p50": (p25 + p75) / 2, "p75": p75},
     }
 

@@ -152,3 +152,19 @@ def test_a_trained_tokenizer_is_the_same_in_every_process(tmp_path: Path) -> Non
         for _ in range(3)
     }
     assert len(found) == 1
+
+
+def test_minus_one_is_a_class_where_not_all_of_a_split_has_it(tmp_path: Path) -> None:
+    """GLUE writes -1 for every row of a test split; sentiment data for the negative ones."""
+    rows = "".join(f"some text {n}\t{(-1, 1)[n % 2]}\n" for n in range(8))
+    for name in ("train.tsv", "dev.tsv"):
+        (tmp_path / name).write_text("sentence\tlabel\n" + rows)
+    (tmp_path / "test.tsv").write_text("sentence\tlabel\na text\t-1\nanother\t-1\n")
+    splits, _, extra = make(tmp_path)._read()
+    assert extra["labels"] == ["-1", "1"]
+    assert "test" not in splits
+
+
+def test_labels_that_only_look_like_numbers_are_names(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "a text\t²\nanother text\t3\n" * 30)
+    assert make(tmp_path)._read()[2]["labels"] == ["3", "²"]

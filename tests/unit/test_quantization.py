@@ -157,6 +157,12 @@ def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
         exporting.check_int4(model, tmp_path / "m.onnx", False, lambda: [batch_of(given())])
 
 
+def test_what_is_not_a_number_is_no_agreement() -> None:
+    nothing = appraisal.Answers(np.full((2, 2), np.nan), np.zeros(2, np.int64))
+    with pytest.raises(ExportError, match="nan"):
+        exporting.check("onnx", nothing, nothing)
+
+
 def test_a_changed_answer_is_named_by_its_sample() -> None:
     labels = np.zeros(3, np.int64)
     mine = appraisal.Answers(np.array([[1.0, 0], [1.0, 0], [0.6, 0.5]]), labels)

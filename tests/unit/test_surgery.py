@@ -113,6 +113,17 @@ def opened_elsewhere(folder: Path, place: Path, remote: bool) -> subprocess.Comp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_saved_tokenizer_gives_what_the_model_reads(family: str, tmp_path: Path, tiny_facts: Any) -> None:
+    """Of pairs, which text a token is from, and no more tokens than there are positions."""
+    from transformers import AutoTokenizer
+
+    saved(family, tiny_facts, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert ("token_type_ids" in tokenizer("good", "bad")) == (family != "distilbert")
+    assert tokenizer.model_max_length == {"roberta": 511}.get(family, 512)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_pruned_model_opens_again_everywhere_or_fails_loudly(
     family: str, tmp_path: Path, tiny_facts: Any
 ) -> None:

@@ -1,0 +1,35 @@
+"""What a student follows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from models.distillation import followed, softened, width
+
+
+def test_softened_is_the_divergence_at_temperature_times_its_square() -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(5, 3), torch.randn(5, 3)
+    p, q = F.softmax(teacher / 2, -1), F.softmax(student / 2, -1)
+    wanted = 4 * (p * (p.log() - q.log())).sum()
+    torch.testing.assert_close(softened(student, teacher, 2.0), wanted)
+    assert float(softened(teacher, teacher, 2.0)) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "places"),
+    [(3, 3, [0, 1, 2]), (3, 6, [1, 3, 5]), (6, 3, [0, 0, 1, 1, 2, 2]), (3, 4, [1, 2, 3])],
+)
+def test_layers_are_followed_in_order_and_the_last_by_the_last(
+    student: int, teacher: int, places: list[int]
+) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(2, teacher, 8)
+    assert float(followed(states[:, places], states)) == pytest.approx(0, abs=1e-6)
+    assert float(followed(states[:, places].flip(1), states)) > 0.1
+
+
+def test_widths_have_several_names() -> None:
+    assert width({"hidden_size": 768}) == width({"dim": 768})
