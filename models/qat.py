@@ -79,11 +79,11 @@ class QAT(Distilled):
         if phase != "qat" or quantization.is_quantized(model):
             return
         quantization.quantize(model, self.options.bits, self.options.embedding_bits)
+        model.to(next(model.parameters()).device)  # with the quantizers
         quantization.collecting(model)
         for batch in first(CALIBRATION):
             self.outputs(model, batch)
         quantization.choose_ranges(model)
-        model.to(next(model.parameters()).device)
 
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
         """The ONNX file; and the rounded weights as a folder for AutoModel, with the scales beside them."""

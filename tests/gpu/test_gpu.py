@@ -55,3 +55,21 @@ def test_compiled_training_draws_the_same_noise(tmp_path: Path) -> None:
     eager = trained(tmp_path, "eager", "--precision", "fp32", "--compile", "off")
     compiled = trained(tmp_path, "compiled", "--precision", "fp32", "--compile", "on")
     assert furthest(losses(compiled), losses(eager)) < 1e-3
+
+
+def test_a_classifier_is_pruned_and_quantized_as_on_the_cpu(tmp_path: Path) -> None:
+    """Without a teacher each trains its own baseline first; exact on both, so the same heads and neurons go."""
+    words = ["--task", "pruning", "--sparsity", "0.4", "--steps", "24", "--prune-every", "4"]
+    words += ["--precision", "fp32", "--again", "--quiet"]
+    decided = []
+    for device in ("cuda", "cpu"):
+        done = launch("auto", *words, "--device", device, "--name", device, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        text = (tmp_path / "runs" / device / "decisions.jsonl").read_text()
+        decided.append([line for line in text.splitlines() if "change of the model" in line])
+    assert decided[0] == decided[1]
+    qat = ["--task", "qat", "--pruned", "runs/cuda", "--steps", "12", "--name", "small", "--quiet"]
+    done = launch("auto", *qat, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = summary(tmp_path / "runs" / "small")["metrics"]
+    assert found["max_logit_difference"] < 1e-3
