@@ -58,7 +58,7 @@ def test_compiled_training_draws_the_same_noise(tmp_path: Path) -> None:
 
 
 def test_a_classifier_is_pruned_and_quantized_as_on_the_cpu(tmp_path: Path) -> None:
-    """Without a teacher each trains its own baseline first; exact on both, so the same heads and neurons go."""
+    """Each trains its own baseline first; in fp32 the same heads and neurons go."""
     words = ["--task", "pruning", "--sparsity", "0.4", "--steps", "24", "--prune-every", "4"]
     words += ["--precision", "fp32", "--again", "--quiet"]
     decided = []
