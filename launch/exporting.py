@@ -43,8 +43,16 @@ def export(words: Sequence[str]) -> int:
         print(json.dumps(found))
     for figures in () if own.json else found.values():
         apart = f"largest logit difference {figures['max_logit_difference']:.1e}"
-        print(f"{figures['folder']}: {apart} over {figures['samples']} samples")
+        print(f"{figures['folder']}: {apart} over {figures['samples']} samples{_ties(figures)}")
     return 0
+
+
+def _ties(figures: dict[str, Any]) -> str:
+    """What float noise does between two levels of a rounded activation, where a form rounds any."""
+    if "max_logit_difference_with_ties" not in figures:
+        return ""
+    most, changed = figures["max_logit_difference_with_ties"], figures["predictions_changed_by_ties"]
+    return f" with ties rounded alike, {most:.1e} as they come ({changed} predictions changed)"
 
 
 def _kinds(run: Run, own: ExportOptions) -> tuple[str, ...]:
