@@ -123,6 +123,9 @@ class Replicas:
         """Go to where a checkpoint was. A saved loss scale means something only under fp16."""
         portable.put_weights(saved, self.raw)
         portable.put_moments(saved, self.raw, self.optimizer)
+        self._put_scaling(scaling)
+
+    def _put_scaling(self, scaling: dict[str, Any] | None) -> None:
         if self.plan.precision == "fp16" and scaling:
             self.scale, self.good_steps = float(scaling["scale"]), int(scaling["good_steps"])
 
@@ -134,7 +137,9 @@ class Replicas:
         """The optimizer's state by the names that parameters had when it began."""
         return {name: dict(self.optimizer.state.get(p, {})) for name, p in self.named.items()}
 
-    def put_moments(self, moments: portable.Moments) -> None:
+    def put_moments(self, moments: portable.Moments, scaling: dict[str, Any]) -> None:
+        """Go on from another optimizer's state, and its loss scale."""
+        self._put_scaling(scaling)
         for name, state in moments.items():
             if state:
                 self.optimizer.state[self.named[name]] = dict(state)

@@ -64,12 +64,13 @@ class Session:
 
     def _prepare_model(self) -> None:
         self.model, self.noise = prepare_model(self.task, self.recipe, self.facts, self.plan, self.world)
-        self.world.broadcast(self.model)
         self._begun = ""
 
     def renew(self) -> None:
         """A model with the initial weights, whatever was done to the one before."""
-        self._strategy = None
+        strategy, self._strategy = self._strategy, None
+        if strategy is not None:
+            strategy.close()
         self._prepare_model()
 
     def begin(self, stretch: Stretch, saved: Saved | None = None) -> None:
@@ -161,12 +162,12 @@ class Session:
 
     def _wrap_again(self, change: Change) -> None:
         """The task has cut its model: an optimizer for what is left, with its moments cut alike."""
-        moments, names = self.strategy.moments(), self.stepper.names
+        moments, scaling, names = self.strategy.moments(), self.strategy.scaling(), self.stepper.names
         self._strategy = None
         if self.world.size > 1:
             gc.collect()  # DDP's hooks go with it
         self._strategy = self._make_strategy()
-        self.strategy.put_moments(cut_moments(moments, change.keep))
+        self.strategy.put_moments(cut_moments(moments, change.keep), scaling)
         self.stepper = self._make_stepper()
         self.stepper.names, self.stepper.foreign_noise = names, False
 

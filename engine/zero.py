@@ -114,7 +114,7 @@ class Shards:
     def moments(self) -> portable.Moments:
         raise AssertionError("the planner gives tasks that change their model no shards")
 
-    def put_moments(self, moments: portable.Moments) -> None:
+    def put_moments(self, moments: portable.Moments, scaling: dict[str, Any]) -> None:
         raise AssertionError("the planner gives tasks that change their model no shards")
 
     def scaling(self) -> dict[str, Any]:

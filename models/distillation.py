@@ -81,6 +81,8 @@ class Distilled(Classifier):
             raise ModelError(
                 f"{self._teacher_flag}: has no classification head: train one with `auto --task classifier`"
             )
+        if place == self._name:
+            return
         if _vocabulary(place) != _vocabulary(self._name):
             raise ModelError(
                 f"{self._teacher_flag}: its tokenizer is not that of {self._name}: teacher and"

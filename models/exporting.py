@@ -12,7 +12,7 @@ import numpy as np
 
 from models import appraisal, encoders, onnx_graph
 from models.appraisal import Answers
-from models.base import Batch, ExportError, ModelError
+from models.base import Batch, ExportError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,8 +149,3 @@ def as_onnx(model: Any, final: Path, folder: Path, pairs: bool) -> Path:
     for name in TEXTS:
         shutil.copy(final / name, folder)
     return folder / ONNX
-
-
-def refuse_unknown(kind: str, known: Iterable[str]) -> None:
-    if kind not in known:
-        raise ModelError(f"--to {kind}: this task exports {', '.join(known)}")

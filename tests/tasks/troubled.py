@@ -44,6 +44,15 @@ class Slow(Line):
         return super().loss(model, batch, step)
 
 
+class SlowUntilRequeuedTwice(Slow):
+    """However fast the machine, two time limits pass before the end."""
+
+    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+        if int(os.environ.get("SLURM_RESTART_COUNT", "0")) < 2:
+            time.sleep(0.2)
+        return super().loss(model, batch, step)
+
+
 class OneRankFails(Line):
     """Rank 1 alone meets an error with a name."""
 
