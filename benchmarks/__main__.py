@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import os
 import sys
 
 from benchmarks import report
@@ -25,7 +26,12 @@ NAMES = {
 }
 
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""isobatch asks torch for huge pages; here every contender gets them."""
+
+
 def main() -> int:
+    os.environ.setdefault(HUGE_PAGES, "1")
     listing = "\n".join(f"  {name:<12}{text}" for name, text in NAMES.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", epilog=listing, formatter_class=argparse.RawDescriptionHelpFormatter

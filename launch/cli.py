@@ -36,8 +36,9 @@ COMMANDS = {
 INTERNAL = {"job": "launch.job:job", "node": "launch.node:node"}
 """What the sbatch script and its steps run."""
 ALIASES = {"train": "auto"}
-SLEEPING_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
-"""Idle threads sleep, not spin: beside a busy neighbour on two cores 17,100 against 9,000 tokens/s."""
+BEFORE_TORCH = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
+"""Idle threads sleep, not spin: beside a busy neighbour on two cores 17,100 against 9,000 tokens/s.
+Large tensors lie in huge pages: with GPT-2's vocabulary 1.6 times faster on a CPU, in less memory."""
 
 USAGE = """isobatch: the recipe decides what is learnt, the plan decides how fast
 
@@ -54,8 +55,8 @@ commands:
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     os.environ.setdefault("ISOBATCH_STARTED", str(time.time()))
-    os.environ.setdefault(*SLEEPING_THREADS)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
+        os.environ.setdefault(name, value)
     arguments = list(sys.argv[1:] if words is None else words)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return guarded(_print_usage)

@@ -168,9 +168,10 @@ def _under_deepspeed(asked: Request) -> Request:
 
 
 if __name__ == "__main__":
-    from launch.cli import SLEEPING_THREADS, guarded
+    from launch.cli import BEFORE_TORCH, guarded
 
-    os.environ.setdefault(*SLEEPING_THREADS)
+    for name, value in BEFORE_TORCH.items():
+        os.environ.setdefault(name, value)
     code = guarded(lambda: main(sys.argv[1:]), debug="--debug" in sys.argv)
     # torchrun takes any other code for a crash and would kill ranks that are still writing.
     sys.exit(DONE if code == STOPPED else code)
