@@ -43,8 +43,16 @@ class Replicas:
         """Never in the first step, which shows whether DDP can follow: it needs all gradients."""
         self._reduces = False
         self.undecided = plan.reduction == "overlapped" and world.size > 1
+        self.tables: dict[nn.Parameter, Tensor] = {}
+        self._gather_rows(plan.device == "cpu" and plan.compile == "off")
         self.scale = SCALE_START if plan.precision == "fp16" else 1.0
         self.good_steps = 0
+
+    def _gather_rows(self, yes: bool) -> None:
+        """Embeddings' gradients as the rows that were read: a table for each micro-batch costs a CPU more."""
+        for module in self.raw.modules():
+            if isinstance(module, nn.Embedding) and not module.scale_grad_by_freq:
+                module.sparse = yes
 
     @property
     def computes_dummies(self) -> bool:
@@ -87,14 +95,25 @@ class Replicas:
     def reduce(self) -> Tensor:
         """The whole gradient, summed over ranks and unscaled, and its norm."""
         if not self.overlapped:
+            self._place_rows()
             everything_used = self.world.sum_gradients(self.trained)
             if self.undecided:
                 self.undecided, self.overlapped = False, everything_used
-                self.model = self.world.wrap(self.raw) if everything_used else self.raw
+                if everything_used:
+                    self._gather_rows(False)
+                    self.model = self.world.wrap(self.raw)
         gradients = [p.grad for p in self.trained if p.grad is not None]
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
         return nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
+
+    def _place_rows(self) -> None:
+        """Whole tables of the rows' gradients, in memory that is kept: new pages cost more than the sums."""
+        for p in self.trained:
+            if p.grad is not None and p.grad.is_sparse:
+                if p not in self.tables:
+                    self.tables[p] = torch.empty_like(p)
+                p.grad = self.tables[p].zero_().index_add_(0, p.grad._indices()[0], p.grad._values())
 
     def _overflowed(self, norm: Tensor) -> bool:
         """fp16: void the attempt, halve the scale and redo the same step, so that the schedule stays true."""

@@ -17,7 +17,7 @@ from engine.cut import Micro
 from engine.errors import TrainingError
 from engine.feed import Loaded, Work, to_device
 from engine.noise import KeyedNoise
-from models.base import Batch, Change, Loss, Step, Task
+from models.base import Batch, Change, Held, Loss, Step, Task
 
 if TYPE_CHECKING:
     from engine import portable
@@ -107,7 +107,7 @@ class Stepper:
         """Gradients of this rank's share, and its share of each loss over the global weight."""
         work = loaded.work
         parts: dict[str, Tensor] = {}
-        with self.strategy.accumulating():
+        with self.strategy.accumulating(), self._holding():
             for place, (micro, host) in enumerate(zip(work.mine, loaded.batches, strict=True)):
                 dummy = len(micro.places) == 0
                 if dummy and not self.strategy.computes_dummies:
@@ -121,6 +121,21 @@ class Stepper:
                 if place == 0 and self.names is None:
                     self._refuse_means(losses, micro, host, work.step)
         return self._pack(parts)
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[None]:
+        """What modules make of their weights is made once for all micro-batches."""
+        alone = not self.strategy.computes_dummies  # else backwards reduce, and need each weight's gradient
+        held = [m for m in self.strategy.raw.modules() if alone and isinstance(m, Held)]
+        for module in held:
+            module.hold()
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            for module in held:
+                module.release(whole)
 
     def _losses(self, batch: Batch, step: int) -> dict[str, Loss]:
         with self.world.accelerator.autocast(), self._watching_generators():

@@ -87,6 +87,22 @@ class Step:
     """One process's value on all of them: discrete decisions pass through it."""
 
 
+class Held(ABC):
+    """Mix into a module that computes with a function of its weights: computed once for a whole step.
+
+    Between `hold` and `release` any number of forwards and backwards may happen; gradients are linear in the
+    weights' function, so that they can be taken back through it at the end.
+    """
+
+    @abstractmethod
+    def hold(self) -> None:
+        """Compute it, and let gradients gather there."""
+
+    @abstractmethod
+    def release(self, whole: bool) -> None:
+        """Take what gathered back to the weights, if all of a step did, and forget it."""
+
+
 class Change(NamedTuple):
     """What a task did to its model after a step."""
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.base import Held
+
 ACTIVATION_LEVELS = 255
 CLIPS = 24
 """Clipping ranges tried for each weight channel and activation."""
@@ -88,8 +90,13 @@ def _some(x: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // MOST_VALUES)].clone()
 
 
-class QuantLinear(nn.Linear):
+class QuantLinear(nn.Linear, Held):
     """A linear layer with few-bit weights, whose input goes through `reads`."""
+
+    rounded: Tensor
+    """The weights rounded, as a function of weights and scales, while held."""
+    leaf: Tensor | None = None
+    """The same for micro-batches to compute with: their gradients gather in it."""
 
     def __init__(self, linear: nn.Linear, bits: int, reads: Quantizer, own: bool) -> None:
         super().__init__(linear.in_features, linear.out_features, device="meta")
@@ -112,9 +119,23 @@ class QuantLinear(nn.Linear):
         if reads.seen is not None:
             return F.linear(x, self.weight, self.bias)
         if self.training:
-            return F.linear(x, _Rounded.apply(self.weight, self.weight_scale, top(self.bits)), self.bias)
+            return F.linear(x, self._round() if self.leaf is None else self.leaf, self.bias)
         with torch.autocast(x.device.type, enabled=False):  # half precision cannot count so far
             return F.linear(x.float(), self.levels()) * (reads.scale * self.weight_scale) + self.bias
+
+    def _round(self) -> Tensor:
+        rounded: Tensor = _Rounded.apply(self.weight, self.weight_scale, top(self.bits))
+        return rounded
+
+    def hold(self) -> None:
+        self.rounded = self._round()
+        self.leaf = self.rounded.detach().requires_grad_()
+
+    def release(self, whole: bool) -> None:
+        rounded, leaf = self.rounded, self.leaf
+        del self.rounded, self.leaf
+        if whole and leaf is not None and leaf.grad is not None:
+            rounded.backward(leaf.grad)
 
     def levels(self) -> Tensor:
         """(out, in) whole numbers, as floats."""
@@ -141,9 +162,8 @@ class _Rounded(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         ratio, levels = ctx.saved_tensors
         inside = ratio.abs() <= ctx.most + 0.5
-        passed = gradient * inside
-        by_scale = torch.einsum("oi,oi->o", gradient, levels) - torch.einsum("oi,oi->o", passed, ratio)
-        return passed, by_scale / (ratio.shape[1] * ctx.most) ** 0.5, None
+        by_scale = torch.einsum("oi,oi->o", gradient, levels.sub_(ratio.mul_(inside)))
+        return gradient * inside, by_scale / (ratio.shape[1] * ctx.most) ** 0.5, None
 
 
 def channel_scales(weight: Tensor, bits: int) -> Tensor:
