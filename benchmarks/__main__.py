@@ -9,6 +9,7 @@ import os
 import sys
 
 from benchmarks import report
+from launch.cli import BEFORE_TORCH
 
 NAMES = {
     "engine": "this engine, a bare PyTorch loop and transformers' Trainer: speed, memory, equal losses",
@@ -26,12 +27,9 @@ NAMES = {
 }
 
 
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""isobatch asks torch for huge pages; here every contender gets them."""
-
-
 def main() -> int:
-    os.environ.setdefault(HUGE_PAGES, "1")
+    for name, value in BEFORE_TORCH.items():  # every contender gets what `launch` sets
+        os.environ.setdefault(name, value)
     listing = "\n".join(f"  {name:<12}{text}" for name, text in NAMES.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", epilog=listing, formatter_class=argparse.RawDescriptionHelpFormatter

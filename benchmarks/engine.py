@@ -1,7 +1,7 @@
 """This engine against a bare PyTorch loop and transformers' Trainer on the same model, samples and order.
 
-Each contender trains in a process of its own, in turn, with waiting threads asleep (see contention.py): else
-a neighbour's burst decides. Speed is that of the median step after the first few, memory the process's
+Each contender trains in a process of its own, in turn, with waiting threads soon asleep (see contention.py):
+else a neighbour's burst decides. Speed is that of the median step after the first few, memory the process's
 peak until its last step. Processor time does not count what neighbours took. Losses must agree.
 """
 
@@ -35,7 +35,6 @@ from models.decoders import PRESETS
 WORKLOAD = Path(__file__).with_name("workload.py")
 WARM = 3
 """First steps that are not counted."""
-ASLEEP = {"GOMP_SPINCOUNT": "0"}
 TOLERANCE = 2e-5
 """Largest relative difference of losses between contenders: they add the same floats in other orders."""
 
@@ -148,7 +147,7 @@ def _ours(run: Run, spec: dict[str, Any], folder: Path) -> Row:
 def _child(kind: str, spec: dict[str, Any], folder: Path) -> Row:
     (folder / "spec.json").write_text(json.dumps(spec))
     command = [sys.executable, "-m", "benchmarks.contenders", kind, str(folder / "spec.json")]
-    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **ASLEEP}, capture_output=True, text=True)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(f"{kind} failed:\n{ended.stderr[-3000:]}")
     found: Row = json.loads(ended.stdout.splitlines()[-1])

@@ -11,16 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
+import numpy as np
+import torch
+from torch.nn import functional
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from benchmarks.report import Row  # noqa: E402
-from engine import attention, noise  # noqa: E402
-from engine.keying import key_dropout  # noqa: E402
-from engine.noise import KeyedNoise, drop, keep_mask  # noqa: E402
+from benchmarks.report import Row
+from engine import attention, noise
+from engine.keying import key_dropout
+from engine.noise import KeyedNoise, drop, keep_mask
 
 PROBABILITY = 0.1
 ARMS = {"no dropout": (0.0, None), "native": (PROBABILITY, False), "keyed": (PROBABILITY, True)}
