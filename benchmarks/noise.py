@@ -6,7 +6,6 @@ masks and keys over the step's: what the step would save if random bits were fre
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
