@@ -70,6 +70,25 @@ def test_learned_step_sizes_get_the_gradient_of_torchs_own_kernel() -> None:
         torch.testing.assert_close(mine, torchs)
 
 
+def test_weights_rounded_once_get_the_gradient_of_all_micro_batches() -> None:
+    torch.manual_seed(0)
+    layer = encoders.layers(quantized())[0].up.train()
+    inputs, direction = torch.randn(3, 5, layer.in_features), torch.randn(3, 5, layer.out_features)
+
+    def gradients() -> list[torch.Tensor]:
+        for one, way in zip(inputs, direction, strict=True):
+            layer(one).backward(way)
+        return [layer.weight, layer.weight_scale]
+
+    each = [p.grad.clone() for p in gradients()]
+    layer.zero_grad()
+    layer.hold()
+    assert [p.grad for p in gradients()] == [None, None]
+    layer.release(True)
+    for found, wanted in zip([layer.weight.grad, layer.weight_scale.grad], each, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_scales_are_those_of_least_squared_error() -> None:
     torch.manual_seed(0)
     weight = torch.randn(16, 512)

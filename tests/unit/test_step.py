@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine.recipe import Recipe
 from engine.replicas import SCALE_START, Replicas
 from engine.sampler import Sampler
 from engine.step import Stepper
+from models import base
 from models.base import Batch, Loss, Step, Task
 from tests.unit.helpers import Held, plan
 
@@ -260,6 +262,89 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(together: Any) -> None:
         moved = torch.cat([(found["weights"][n] - before[n]).flatten() for n in before])
         assert found["norms"][0] > 0.05  # reported as it was before
         assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)  # lr 1 times the clipped norm
+
+
+class Tied(Model):
+    """Its table is its output layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out.weight = self.embedding.weight
+
+
+class Tables(Replicas):
+    """Embeddings' gradients as torch has them, a whole table for each micro-batch."""
+
+    def _gather_rows(self, yes: bool) -> None:
+        super()._gather_rows(False)
+
+
+@pytest.mark.parametrize("kind", [Model, Tied])
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_that_were_read_make_the_gradient_of_the_table(
+    size: int, kind: type[nn.Module], together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Model", kind)
+    rows, tables = (together(size, trained(kind=k)).values[0] for k in (Replicas, Tables))
+    assert rows["norms"] == pytest.approx(tables["norms"], rel=1e-5)
+    for name, weight in tables["weights"].items():
+        torch.testing.assert_close(rows["weights"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+class Doubled(nn.Linear, base.Held):
+    """Computes with twice its weight, and counts how often it was doubled."""
+
+    leaf: Tensor | None = None
+    times = 0
+
+    def hold(self) -> None:
+        self.times += 1
+        self.double = 2 * self.weight
+        self.leaf = self.double.detach().requires_grad_()
+
+    def release(self, whole: bool) -> None:
+        if whole and self.leaf is not None and self.leaf.grad is not None:
+            self.double.backward(self.leaf.grad)
+        self.leaf = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, 2 * self.weight if self.leaf is None else self.leaf, self.bias)
+
+
+class Holding(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = Doubled(8, 8)
+
+
+def test_what_is_held_is_made_once_a_step_and_learns_the_same(
+    together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Model", Holding)
+    made: list[Replicas] = []
+
+    class Kept(Replicas):
+        def __init__(self, *words: Any) -> None:
+            super().__init__(*words)
+            made.append(self)
+
+    once = together(1, trained(kind=Kept)).values[0]
+    each = together(1, trained(kind=Counting)).values[0]  # whose backwards reduce: it holds nothing
+    assert [m.raw.hidden.times for m in made] == [3]
+    assert once["norms"] == pytest.approx(each["norms"], rel=1e-5)
+    for name, weight in each["weights"].items():
+        torch.testing.assert_close(once["weights"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_half_a_step_leaves_no_gradient_behind(together: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(world: Any) -> tuple[Any, Any]:
+        runner = stepper(strategy := replicas(world, Holding()))
+        monkeypatch.setattr(Tiny, "loss", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runner.backward(next(iter(Feed(source(), np.arange, strategy.plan, 0).steps(8, 9))))
+        return strategy.raw.hidden.leaf, strategy.raw.hidden.weight.grad
+
+    assert together(1, part).values == [(None, None)]
 
 
 @pytest.mark.parametrize("size", [1, 3])
