@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from data import hub, readers, tokenizers
-from data.base import Column, Columns, Data, DataError, Ragged, save
+from data.base import Column, Columns, DataError, Ragged, save
 from data.corpora import DEMO, DEMO_PACKAGES
+from data.tokenized import Tokenized
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,7 +30,6 @@ WITHHELD = (None, "-1")
 """What GLUE's test splits have in place of labels."""
 MOST_CLASSES = 1000
 LONGEST_TEXT = 1_000_000
-VOCABULARY, DEMO_VOCABULARY = 8192, 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class Names(NamedTuple):
     label: str
 
 
-class Labelled(Data):
+class Labelled(Tokenized):
     """Labelled texts from a folder, a file, a hub id, or the demo.
 
     Columns: `tokens` (n, up to max_length) with the tokenizer's special tokens, `types` of the same shape
@@ -79,6 +79,7 @@ class Labelled(Data):
 
     Options: ClassVar[type] = LabelledOptions
     version: ClassVar[int] = 2
+    demo_vocabulary: ClassVar[int] = 2048
 
     def check(self) -> None:
         size = self.options.vocab_size
@@ -95,13 +96,6 @@ class Labelled(Data):
             self._names(readers.columns(readers.find(path, self.recipe.format)["train"]))
         elif self.recipe.data != DEMO:
             hub.require_dataset(self.recipe.data)
-
-    def _place(self) -> tokenizers.Place:
-        return tokenizers.locate(self.recipe.tokenizer, self.recipe.model, self.recipe.revision)
-
-    def _path(self) -> Path | None:
-        path = Path(self.recipe.data).expanduser()
-        return path if os.path.exists(path) and self.recipe.data != DEMO else None
 
     def _names(self, there: list[str]) -> Names:
         """The columns among those there are: the ones asked for, else the first of the usual names."""
@@ -132,9 +126,6 @@ class Labelled(Data):
             return [self.recipe.data, self.options.data_config]
         return readers.content(readers.find(path, self.recipe.format))
 
-    def _vocabulary_size(self) -> int:
-        return self.options.vocab_size or (DEMO_VOCABULARY if self.recipe.data == DEMO else VOCABULARY)
-
     def read(self) -> Mapping[str, Columns]:
         return self._read()[0]
 
@@ -156,7 +147,7 @@ class Labelled(Data):
             del splits["test"]
             notes.append("the test split has no labels and is left out")
         labels = _labels(splits, names, self.recipe.data)
-        tokenizer, special = self._tokenizer(splits["train"])
+        tokenizer, special = self._opened(splits["train"])
         found: dict[str, Columns] = {}
         for split, examples in splits.items():
             found[split], cut = self._columns(examples, labels, tokenizer, special["pad"] or 0)
@@ -196,18 +187,11 @@ class Labelled(Data):
         found["valid"] = lambda: [row for number, row in enumerate(rows) if number in held]
         return found, ["there is no validation split: every twentieth row of the training data is it"]
 
-    def _tokenizer(self, examples: list[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
-        place = self._place()
-        path = place.path
-        if place.hub_id is not None:
-            path = tokenizers.download(place.hub_id, place.revision)
-        if path is None:
-            texts = (text for e in examples for text in (e.text, e.pair) if text)
-            tokenizer = tokenizers.train_lowercase(texts, self._vocabulary_size())
-        else:
-            tokenizer = tokenizers.open_tokenizer(path)
+    def _opened(self, examples: list[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
+        texts = (text for e in examples for text in (e.text, e.pair) if text)
+        tokenizer, special = self._tokenizer(lambda size: tokenizers.train_lowercase(texts, size))
         tokenizers.require_template(tokenizer)
-        return tokenizer, tokenizers.special_ids(tokenizer, path)
+        return tokenizer, special
 
     def _columns(
         self, examples: list[Example], labels: list[str], tokenizer: Tokenizer, pad: int

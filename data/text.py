@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,14 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from data import corpora, hub, readers, tokenizers
-from data.base import Columns, Data, DataError, Ragged, save
+from data.base import Columns, DataError, Ragged, save
 from data.corpora import DEMO, Corpus
+from data.tokenized import Tokenized
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-DEMO_VOCABULARY = 1024
-VOCABULARY = 8192
 SMALLEST_VOCABULARY = 257
 
 
@@ -53,7 +51,7 @@ class Counts:
             yield text + end if end else text
 
 
-class Text(Data):
+class Text(Tokenized):
     """Text from a folder, a file, a hub id, or the demo: source code of Python's own standard library.
 
     Columns: `tokens` (n, max_length), the last block of a split may be shorter, and `token.weight` (n,), the
@@ -61,6 +59,7 @@ class Text(Data):
     """
 
     Options: ClassVar[type] = TextOptions
+    demo_vocabulary: ClassVar[int] = 1024
 
     def check(self) -> None:
         size = self.options.vocab_size
@@ -84,13 +83,6 @@ class Text(Data):
             if not part.is_stream:
                 readers.require_column(part, self.options.text_column)
 
-    def _place(self) -> tokenizers.Place:
-        return tokenizers.locate(self.recipe.tokenizer, self.recipe.model, self.recipe.revision)
-
-    def _path(self) -> Path | None:
-        path = Path(self.recipe.data).expanduser()
-        return path if os.path.exists(path) else None  # Path.exists raises where it may not look
-
     def identity(self) -> dict[str, Any]:
         return {
             "data": self._content(),
@@ -109,9 +101,6 @@ class Text(Data):
             return [self.recipe.data, self.options.data_config]
         return readers.content(readers.find(path, self.recipe.format))
 
-    def _vocabulary_size(self) -> int:
-        return self.options.vocab_size or (DEMO_VOCABULARY if self.recipe.data == DEMO else VOCABULARY)
-
     def corpus(self) -> Corpus:
         """The texts, with a validation split."""
         if self.recipe.data == DEMO:
@@ -122,14 +111,14 @@ class Text(Data):
 
     def read(self) -> Mapping[str, Columns]:
         corpus = self.corpus()
-        tokenizer, special = self._tokenizer(corpus)
+        tokenizer, special = self._opened(corpus)
         return {
             split: self._split(corpus, split, tokenizer, special["eos"], None)[0] for split in corpus.splits
         }
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         corpus = self.corpus()
-        tokenizer, special = self._tokenizer(corpus)
+        tokenizer, special = self._opened(corpus)
         sizes = {}
         for split in corpus.splits:
             columns, sizes[split] = self._split(corpus, split, tokenizer, special["eos"], folder)
@@ -144,16 +133,8 @@ class Text(Data):
             "notes": list(corpus.notes),
         }
 
-    def _tokenizer(self, corpus: Corpus) -> tuple[Tokenizer, dict[str, int | None]]:
-        place = self._place()
-        path = place.path
-        if place.hub_id is not None:
-            path = tokenizers.download(place.hub_id, place.revision)
-        if path is not None:
-            tokenizer = tokenizers.open_tokenizer(path)
-        else:
-            tokenizer = tokenizers.train(corpus.splits["train"](), self._vocabulary_size())
-        return tokenizer, tokenizers.special_ids(tokenizer, path)
+    def _opened(self, corpus: Corpus) -> tuple[Tokenizer, dict[str, int | None]]:
+        return self._tokenizer(lambda size: tokenizers.train(corpus.splits["train"](), size))
 
     def _split(
         self, corpus: Corpus, split: str, tokenizer: Tokenizer, eos: int | None, spool_in: Path | None

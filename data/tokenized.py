@@ -1,0 +1,45 @@
+"""What all data made of text shares: where it lies, and the tokenizer it goes through."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from data import tokenizers
+from data.base import Data
+from data.corpora import DEMO
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+VOCABULARY = 8192
+
+
+class Tokenized(Data):
+    """Data with texts; its options have a `vocab_size`."""
+
+    demo_vocabulary: ClassVar[int]
+
+    def _place(self) -> tokenizers.Place:
+        return tokenizers.locate(self.recipe.tokenizer, self.recipe.model, self.recipe.revision)
+
+    def _path(self) -> Path | None:
+        """The file or folder that --data names, if it names one."""
+        path = Path(self.recipe.data).expanduser()
+        # Path.exists raises where it may not look
+        return path if self.recipe.data != DEMO and os.path.exists(path) else None
+
+    def _vocabulary_size(self) -> int:
+        by_default = self.demo_vocabulary if self.recipe.data == DEMO else VOCABULARY
+        return self.options.vocab_size or by_default
+
+    def _tokenizer(self, train: Callable[[int], Tokenizer]) -> tuple[Tokenizer, dict[str, int | None]]:
+        """The model's tokenizer, or one trained to a size; and its special ids."""
+        place = self._place()
+        path = place.path
+        if place.hub_id is not None:
+            path = tokenizers.download(place.hub_id, place.revision)
+        tokenizer = tokenizers.open_tokenizer(path) if path is not None else train(self._vocabulary_size())
+        return tokenizer, tokenizers.special_ids(tokenizer, path)
