@@ -82,6 +82,7 @@ def test_nothing_unpickles(file: Path) -> None:
 RAW = ("torch.rand", "torch.normal", "torch.bernoulli", "torch.multinomial", "torch.poisson", "np.random.")
 RAW += ("numpy.random.", "random.")
 SEEDED = ("np.random.default_rng", "numpy.random.default_rng", "np.random.Generator", "random.Random")
+SEEDED += ("np.random.PCG64",)
 METHODS = {
     "normal_",
     "uniform_",

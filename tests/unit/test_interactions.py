@@ -1,0 +1,348 @@
+"""Interactions from every form of file, numbered, split, and ranked against what a user has not seen."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data import interactions, splitting
+from data.base import DataError
+from data.interactions import InteractionOptions, Interactions, catalogue
+from engine.facts import Facts
+from engine.prepare import prepare
+from engine.recipe import Recipe
+
+NCF = Path(__file__).parents[3] / "shared" / "data" / "ml-1m-ncf"
+
+
+def asked(
+    path: Path | str, tokenizer: str | None = None, form: str | None = None, **options: Any
+) -> Interactions:
+    recipe = Recipe(task="recommender", data=str(path), tokenizer=tokenizer, format=form)
+    return Interactions(recipe, InteractionOptions(**{"vocab_size": 300, "eval_negatives": 2, **options}))
+
+
+def made(path: Path | str, **options: Any) -> tuple[Facts, dict[str, dict[str, np.ndarray]]]:
+    data = asked(path, **options)
+    data.check()
+    facts = prepare(data)
+    sources = {split: data.open(Path(facts.folder), split) for split in facts.samples}
+    return facts, {split: s.fetch(np.arange(len(s))) for split, s in sources.items()}
+
+
+def ids(facts: Facts, rows: dict[str, np.ndarray]) -> list[tuple[str, str]]:
+    """(user, item) as written."""
+    names = interactions.names(facts.folder)
+    return [(names["users"][u], names["items"][i]) for u, i in zip(rows["user"], rows["item"], strict=True)]
+
+
+def words(facts: Facts, which: str) -> list[str]:
+    """The text of each user or item, through its tokens."""
+    from tokenizers import Tokenizer
+
+    tokenizer, known = (
+        Tokenizer.from_file(str(Path(facts.folder) / "tokenizer.json")),
+        catalogue(facts.folder),
+    )
+    numbers = known.user_text if which == "users" else known.item_text
+    return ["" if n < 0 else tokenizer.decode(known.texts.rows(np.array([n]))[0].tolist()) for n in numbers]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path / "cache"))
+
+
+def ml_1m(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "ratings.dat").write_text(
+        "1::10::5::100\n1::20::3::300\n1::30::4::200\n2::20::1::5\n2::10::5::6\n1::10::4::150\n"
+    )
+    (folder / "users.dat").write_text("1::F::1::10::48067\n2::M::56::16::70072\n")
+    titles = "10::Toy Story (1995)::Animation|Comedy\n20::Matrix, The (1999)::Action\n"
+    titles += "30::Am\xe9lie (2001)::Comedy\n"
+    (folder / "movies.dat").write_bytes(titles.encode("latin-1"))
+    return folder
+
+
+def ml_100k(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "u.data").write_text("196\t242\t3\t881250949\n196\t302\t3\t891717742\n22\t242\t1\t878887116\n")
+    (folder / "u.user").write_text("196|49|M|writer|55105\n22|25|F|technician|40206\n")
+    (folder / "u.genre").write_text("unknown|0\nAction|1\nComedy|2\n\n")
+    rows = (
+        "242|Kolya (1996)|24-Jan-1997||http://x|0|0|1\n302|Rosi\xe8re, La (1997)|1-Jan-1997||http://x|0|1|1\n"
+    )
+    (folder / "u.item").write_bytes(rows.encode("latin-1"))
+    return folder
+
+
+def ncf(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "x.train.rating").write_text("0\t0\t5\t1\n0\t1\t5\t2\n1\t0\t5\t1\n1\t3\t4\t2\n")
+    (folder / "x.test.rating").write_text("0\t2\t5\t3\n1\t2\t5\t3\n")
+    (folder / "x.test.negative").write_text("(0,2)\t3\t4\n(1,2)\t1\t4\n")
+    return folder
+
+
+def tables(folder: Path, kind: str = "csv") -> Path:
+    folder.mkdir()
+    log = {
+        "user": ["ann", "ann", "ann", "bob", "bob"],
+        "item": ["x", "y", "z", "y", "z"],
+        "time": [3, 1, 2, 1, 2],
+    }
+    items = {"item": ["x", "y", "z"], "title": ["X ray", "Yacht", "Zoo"], "genre": ["war|sea", "sea", ""]}
+    users = {"user": ["ann", "bob"], "town": ["Ayr", "Bath"], "age": ["30", "40"]}
+    for name, columns in (("interactions", log), ("items", items), ("users", users)):
+        if kind == "parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as parquet
+
+            parquet.write_table(pa.table(columns), folder / f"{name}.parquet")
+        else:
+            between = "," if kind == "csv" else "\t"
+            rows = [list(columns), *zip(*columns.values(), strict=True)]
+            (folder / f"{name}.{kind}").write_text("".join(between.join(map(str, r)) + "\n" for r in rows))
+    return folder
+
+
+def test_movielens_1m(tmp_path: Path) -> None:
+    facts, splits = made(ml_1m(tmp_path / "m"))
+    assert ids(facts, splits["test"]) == [("1", "20"), ("2", "10")]
+    assert ids(facts, splits["valid"]) == [("1", "30")]
+    assert ids(facts, splits["train"]) == [("2", "20"), ("1", "10")]
+    assert words(facts, "users") == ["female, under 18, K-12 student", "male, 56 or older, self-employed"]
+    assert words(facts, "items") == [
+        "Toy Story (1995). Animation, Comedy",
+        "The Matrix (1999). Action",
+        "Am\xe9lie (2001). Comedy",
+    ]
+    assert "1 repeated interactions count once" in facts.extra["notes"]
+    assert facts.extra["protocol"] == "leave-one-out, 2 negatives"
+
+
+def test_movielens_100k(tmp_path: Path) -> None:
+    facts, splits = made(ml_100k(tmp_path / "m"))
+    assert ids(facts, splits["test"]) == [("196", "302")]
+    assert words(facts, "users") == ["female, 25 years old, technician", "male, 49 years old, writer"]
+    assert words(facts, "items") == ["Kolya (1996). Comedy", "La Rosi\xe8re (1997). Action, Comedy"]
+    assert any("one interaction" in note for note in facts.extra["notes"])
+
+
+def test_the_ncf_protocol(tmp_path: Path) -> None:
+    facts, splits = made(ncf(tmp_path / "x"))
+    assert ids(facts, splits["test"]) == [("0", "2"), ("1", "2")]
+    assert splits["test"]["rivals"].tolist() == [[3, 4], [1, 4]]
+    assert ids(facts, splits["valid"]) == [("0", "1")]
+    assert facts.extra["items"] == 5  # the negatives' items are in the catalogue
+    assert facts.extra["protocol"] == "given, 2 negatives of the data"
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet"])
+def test_tables(kind: str, tmp_path: Path) -> None:
+    facts, splits = made(tables(tmp_path / "t", kind))
+    assert ids(facts, splits["test"]) == [("ann", "x"), ("bob", "z")]
+    assert ids(facts, splits["valid"]) == [("ann", "z")]
+    assert words(facts, "users") == ["Ayr. 30", "Bath. 40"]
+    assert words(facts, "items") == ["X ray. war, sea", "Yacht. sea", "Zoo"]
+    assert interactions.names(facts.folder)["titles"] == ["X ray", "Yacht", "Zoo"]
+    chosen, _ = made(tmp_path / "t", user_text="town", item_text="genre")
+    assert words(chosen, "users") == ["Ayr", "Bath"]
+    assert words(chosen, "items") == ["war, sea", "sea", ""]
+
+
+def test_columns_of_other_names_and_a_single_file(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text("who,what,stars\n1,a,5\n1,b,1\n1,c,5\n2,a,4\n")
+    facts, splits = made(file, user_column="who", item_column="what", min_rating=4)
+    assert sorted(sum((ids(facts, s) for s in splits.values()), [])) == [("1", "a"), ("1", "c"), ("2", "a")]
+    assert any(note.startswith("there are no times") for note in facts.extra["notes"])
+
+
+def test_given_splits_and_time(tmp_path: Path) -> None:
+    (tmp_path / "given").mkdir()
+    for split, rows in (("train", "1,a\n1,b\n2,a\n"), ("valid", "2,b\n"), ("test", "1,c\n")):
+        (tmp_path / "given" / f"{split}.csv").write_text("user,item\n" + rows)
+    facts, splits = made(tmp_path / "given")
+    assert {s: ids(facts, r) for s, r in splits.items()} == {
+        "train": [("1", "a"), ("1", "b"), ("2", "a")],
+        "valid": [("2", "b")],
+        "test": [("1", "c")],
+    }
+    (tmp_path / "all.csv").write_text("user,item,time\n" + "".join(f"{n % 3},{n},{-n}\n" for n in range(20)))
+    facts, splits = made(tmp_path / "all.csv", split="time")
+    assert [i for _, i in ids(facts, splits["test"])] == ["1", "0"]
+    assert len(splits["train"]["user"]) == 16
+
+
+def test_rivals_are_unseen_different_and_seeded() -> None:
+    draw = np.random.default_rng(0)
+    user, item = draw.integers(50, size=2000), draw.integers(40, size=2000)
+    seen = np.unique(splitting.keys(user, item, 40))
+    rows = np.arange(50)
+    rivals = splitting.rivals_of(rows, seen, 40, 8, 7)
+    assert np.array_equal(rivals, splitting.rivals_of(rows, seen, 40, 8, 7))
+    assert not np.array_equal(rivals, splitting.rivals_of(rows, seen, 40, 8, 8))
+    for u in rows:
+        there = rivals[u][rivals[u] >= 0]
+        assert len(set(there)) == len(there)
+        assert not set(there) & set(seen[seen // 40 == u] % 40)
+        unseen = 40 - int((seen // 40 == u).sum())
+        assert len(there) == min(8, unseen)
+
+
+def test_rivals_are_evenly_drawn() -> None:
+    rivals = splitting.rivals_of(np.arange(20000), np.array([-1]), 100, 10, 0)
+    counts = np.bincount(rivals.reshape(-1), minlength=100)
+    assert abs(counts - 2000).max() < 5 * 2000**0.5
+
+
+def test_the_demo_is_the_same_everywhere_and_its_words_tell_of_tastes() -> None:
+    facts, splits = made("demo")
+    pairs = np.stack([splits["train"]["user"], splits["train"]["item"]]).astype(np.int32)
+    assert zlib.crc32(pairs.tobytes()) == 773680649
+    assert facts.samples == {"train": 11181, "valid": 600, "test": 600}
+    assert not splits["test"]["rivals"].min() < 0
+
+
+def test_many_rows_stay_in_arrays(tmp_path: Path) -> None:
+    import tracemalloc
+
+    draw, rows = np.random.default_rng(0), 300_000
+    user, item = draw.integers(1000, size=rows), draw.integers(1000, size=rows)
+    file = tmp_path / "big.csv"
+    np.savetxt(
+        file, np.stack([user, item, np.arange(rows)], 1), "%d", ",", header="user,item,time", comments=""
+    )
+    tracemalloc.start()
+    facts, _ = made(file)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert facts.samples["train"] > 200_000
+    assert peak < 250 * rows  # arrays; a Python object for each number would be more
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {}
+
+
+def refused(message: str, **options: Any) -> Callable[[Callable[[Path], Path]], Callable[[Path], Path]]:
+    def keep(make: Callable[[Path], Path]) -> Callable[[Path], Path]:
+        REFUSED[make.__name__] = (make, options, message)
+        return make
+
+    return keep
+
+
+@refused(r"ratings.dat line 2: .*")
+def broken_line(folder: Path) -> Path:
+    (ml_1m(folder) / "ratings.dat").write_text("1::10::5::100\n1::20::3\n1::30::4::200\n")
+    return folder
+
+
+@refused(r"ratings.dat line 3: .*'x'")
+def broken_number(folder: Path) -> Path:
+    (ml_1m(folder) / "ratings.dat").write_text("1::10::5::100\n1::20::3::4\nx::30::4::200\n")
+    return folder
+
+
+@refused(r"movies.dat line 1: has 2 fields between '::', not 3")
+def broken_movie(folder: Path) -> Path:
+    (ml_1m(folder) / "movies.dat").write_text("10::Toy Story (1995)\n")
+    return folder
+
+
+@refused(r"there is no users.dat")
+def missing_file(folder: Path) -> Path:
+    (ml_1m(folder) / "users.dat").unlink()
+    return folder
+
+
+@refused(r"has no column item or item_id or itemId \(there are user, thing, time\).*--item-column")
+def missing_column(folder: Path) -> Path:
+    (tables(folder) / "interactions.csv").write_text("user,thing,time\n1,2,3\n")
+    return folder
+
+
+@refused(r"--item-column itm: is no column .*did you mean item", item_column="itm")
+def misspelt_column(folder: Path) -> Path:
+    return tables(folder)
+
+
+@refused(r"interaction 2 has no user or no item")
+def empty_id(folder: Path) -> Path:
+    (tables(folder) / "interactions.csv").write_text("user,item\n1,2\n,3\n")
+    return folder
+
+
+@refused(r"its rows are not those of the test file")
+def other_negatives(folder: Path) -> Path:
+    (ncf(folder) / "x.test.negative").write_text("(0,2)\t3\t4\n(5,2)\t1\t4\n")
+    return folder
+
+
+@refused(r"--split time: .* has no times", split="time")
+def no_times(folder: Path) -> Path:
+    (tables(folder) / "interactions.csv").write_text("user,item\n1,2\n1,3\n")
+    return folder
+
+
+@refused(r"--split given: .* has no train file", split="given")
+def not_split(folder: Path) -> Path:
+    return tables(folder)
+
+
+@refused(r"--split time: .* is split already", split="time")
+def split_already(folder: Path) -> Path:
+    return ncf(folder)
+
+
+@refused(r"no interactions are left to train on", min_rating=9.0)
+def all_below(folder: Path) -> Path:
+    return ml_1m(folder)
+
+
+@refused(r"there is no ratings.dat, .*found: notes.txt")
+def something_else(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "notes.txt").write_text("x")
+    return folder
+
+
+@refused(r"--eval-negatives 0: must be at least 1", eval_negatives=0)
+def no_rivals(folder: Path) -> Path:
+    return tables(folder)
+
+
+@refused(r"--format lmdb: is not one of ml-1m, ml-100k, ncf, csv", form="lmdb")
+def unknown_form(folder: Path) -> Path:
+    return tables(folder)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_said_in_a_line(name: str, tmp_path: Path) -> None:
+    make, options, message = REFUSED[name]
+    with pytest.raises(DataError, match=message) as caught:
+        made(make(tmp_path / "d"), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_too_few_unseen_items_are_all_ranked_against(tmp_path: Path) -> None:
+    facts, splits = made(tables(tmp_path / "t"), eval_negatives=50)
+    assert (splits["test"]["rivals"] >= 0).sum(1).tolist() == [0, 1]
+    assert any("fewer than 50 unseen items" in note for note in facts.extra["notes"])
+
+
+@pytest.mark.skipif(not NCF.is_dir(), reason="needs the MovieLens NCF folder beside the project")
+def test_popularity_on_the_published_protocol() -> None:
+    facts, splits = made(NCF, eval_negatives=99)
+    counts, test = catalogue(facts.folder).counts, splits["test"]
+    mine, theirs = counts[test["item"]][:, None], counts[test["rivals"]]
+    rank = (theirs > mine).sum(1) + 0.5 * (theirs == mine).sum(1)
+    assert (rank < 10).mean() == pytest.approx(0.4538, abs=5e-5)
+    assert np.where(rank < 10, 1 / np.log2(rank + 2), 0).mean() == pytest.approx(0.2536, abs=5e-5)
