@@ -45,6 +45,11 @@ TASKS = {
         "data.labelled:Labelled",
         "train a classifier to run in 4-bit weights and 8-bit activations",
     ),
+    "recommender": Entry(
+        "models.recommender:Recommender",
+        "data.interactions:Interactions",
+        "recommend items from ids and texts, with LoRA in the text encoder",
+    ),
 }
 
 

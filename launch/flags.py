@@ -48,6 +48,7 @@ SYNONYMS = {
     "eval_steps": "eval_every",
     "early_stopping_patience": "patience",
     "model_name_or_path": "model",
+    "text_model": "model",
     "dataset": "data",
     "pruned_model_path": "pruned",
     "per_device_train_batch_size": "per_device_batch_size",

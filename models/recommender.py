@@ -1,0 +1,320 @@
+"""Recommendation from ids and texts: who takes what next.
+
+python -m launch auto --task recommender --data FOLDER
+python -m launch auto --task recommender --data FOLDER --text lora --text-model FOLDER
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from models import hub
+from models.base import Batch, Loss, ModelError, Phase, Rows, Shape, Step, Sum, Task
+from models.decoders import PRESETS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TRAINABLE = ("projection", "fusion", "mlp", "ids")
+ENCODED = "encoded"
+"""Folder beside the prepared data where states of frozen blocks are kept."""
+MOST_SCORES = 1 << 24
+"""Scores of a full ranking computed at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecommenderOptions:
+    """The fields of recommenders."""
+
+    text: Literal["frozen", "lora", "full", "off"] | None = None
+    """How texts are used: encoder fixed, vectors kept; LoRA in its top blocks; all of it trained;
+    or not at all. By default a phase `frozen`, then a phase `lora`."""
+    text_cache: Literal["auto", "on", "off"] = "auto"
+    """What a fixed part of the encoder computes is kept: all of it for frozen, what lies below the lowest
+    trained block for lora. off computes it anew for each batch."""
+    lora_blocks: int = 4
+    """The top blocks of the encoder that get LoRA."""
+    lora_r: int = 8
+    """Rank of LoRA."""
+    lora_alpha: int = 16
+    """LoRA's update is scaled by alpha / r."""
+    lora_lr: float = 1e-4
+    """Peak learning rate of phase lora; --lr is that of the others."""
+    trainable: str = ",".join(TRAINABLE)
+    """The parts that train besides the encoder."""
+    head: Literal["dot", "mlp", "neumf"] = "dot"
+    """How two vectors make a score."""
+    dim: int = 64
+    """Width of users' and items' vectors."""
+    layers: str = "128,64"
+    """Widths of the MLP of heads mlp and neumf."""
+    loss: Literal["sampled-softmax", "bce", "gbce"] = "sampled-softmax"
+    """sampled-softmax: against negatives that the whole batch shares. bce, gbce: against negatives of each."""
+    negatives: int = 0
+    """Items each pair is trained against; 0: 4 of its own, or 1,024 shared ones."""
+    cohort: int = 0
+    """In place of drawn negatives, the items of the other pairs in groups of so many; 0 draws."""
+    gbce_t: float = 0.75
+    """Calibration of gbce (Petrov and Macdonald 2023): 0 is bce, 1 makes scores probabilities."""
+    pooling: Literal["mean", "last"] = "mean"
+    """A text's vector: the mean of its tokens' states, or the last one's."""
+    top_k: int = 10
+    """Length of the list in which a hit counts."""
+
+
+class Recommender(Task):
+    """Pairs of users and items against items that were not taken.
+
+    Metrics: hit rate and NDCG of held-out items among their `rivals` (hr@10, ndcg@10), and among all items
+    that the user had not in training (full_...); popularity's under the same protocol beside them.
+    """
+
+    Options: ClassVar[type] = RecommenderOptions
+    monitor: ClassVar[tuple[str, str]] = ("ndcg@10", "max")
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "model": "small",
+        "batch_size": 2048,
+        "max_length": 64,
+        "lr": 1e-3,
+        "weight_decay": 0.0,
+        "clip": 0.0,
+    }
+    demo: ClassVar[Mapping[str, Any]] = {
+        "model": "tiny",
+        "batch_size": 256,
+        "lr": 3e-3,
+        "epochs": [12],
+        "lora_blocks": 1,
+    }
+    fast: ClassVar[Mapping[str, Any]] = {"train_fraction": 0.3, "eval_fraction": 0.5}
+
+    def __init__(self, recipe: Any, options: Any) -> None:
+        super().__init__(recipe, options)
+        self.cohort = options.cohort or 1  # type: ignore[misc]
+        self.monitor = (f"ndcg@{options.top_k}", "max")  # type: ignore[misc]
+
+    def phases(self) -> list[Phase]:
+        lora = Phase(name="lora", epochs=3.0, lr=self.options.lora_lr, share=0.25)
+        match self.options.text:
+            case None:
+                return [Phase(name="frozen", epochs=10.0), lora]
+            case "lora":
+                return [lora]
+            case other:
+                return [Phase(name=other if other != "off" else "ids", epochs=10.0)]
+
+    def check(self) -> None:
+        options = self.options
+        trains = options.text in (None, "lora", "full")
+        if options.text_cache == "on" and trains:
+            how = "the phase lora" if options.text is None else f"--text {options.text}"
+            raise ModelError(
+                f"--text-cache on: a cached vector passes no gradient, so {how} would learn nothing of texts;"
+                " leave it out (texts are encoded once a batch, what lies below LoRA once and for all), or"
+                " use --text frozen"
+            )
+        for flag in ("dim", "lora_blocks", "lora_r", "top_k"):
+            if getattr(options, flag) < 1:
+                raise ModelError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
+        if options.head == "neumf" and options.dim % 2:
+            raise ModelError(f"--dim {options.dim}: neumf halves it, so it must be even")
+        if unknown := set(self._trainable) - set(TRAINABLE):
+            raise ModelError(f"--trainable {unknown.pop()}: is not one of {', '.join(TRAINABLE)}")
+        if options.cohort == 1 or options.cohort < 0:
+            raise ModelError(f"--cohort {options.cohort}: must be 0 or at least 2")
+        if options.cohort and options.loss != "sampled-softmax":
+            raise ModelError(f"--cohort {options.cohort}: in-batch negatives are for --loss sampled-softmax")
+        if options.cohort and self.recipe.batch_size % options.cohort:
+            raise ModelError(f"--cohort {options.cohort}: must divide --batch-size {self.recipe.batch_size}")
+        _ = self._layers
+        self._check_text_model()
+
+    def _check_text_model(self) -> None:
+        name = self.recipe.model
+        if self.options.text == "off" or name in PRESETS:
+            return
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            hub.check_folder(folder, self.recipe.tokenizer)
+        elif hub.is_id(name):
+            hub.require(name, self.recipe.revision, "--text-model")
+        else:
+            raise ModelError(
+                f"--text-model {name}: is no preset ({', '.join(PRESETS)}), folder or hub id (owner/name)"
+            )
+
+    @property
+    def _trainable(self) -> list[str]:
+        return [part.strip() for part in self.options.trainable.split(",")]
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        parts = self.options.layers.split(",")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+            raise ModelError(f"--layers {self.options.layers}: give widths such as 128,64")
+        return tuple(int(part) for part in parts)
+
+    @property
+    def _negatives(self) -> int:
+        shared = self.options.loss == "sampled-softmax"
+        return int(self.options.negatives or (1024 if shared else 4))
+
+    def _config(self, facts: Any) -> dict[str, Any] | None:
+        """The encoder's config.json; None where no texts are used."""
+        if self.options.text == "off" or not facts.extra.get("texts", 1):
+            return None
+        name, vocabulary = self.recipe.model, facts.extra.get("vocabulary", 0)
+        if name in PRESETS:
+            return PRESETS[name].config(vocabulary, self.recipe.max_length)
+        config = hub.config(name, self.recipe.revision)
+        hub.check_vocabulary(name, config.get("vocab_size"), vocabulary)
+        return config
+
+    def build_model(self, facts: Any) -> nn.Module:
+        from data.interactions import catalogue
+        from models.recommender_net import RecommenderNet
+
+        known = catalogue(facts.folder)
+        encoder = self._encoder(facts, known)
+        self._kept = Path(facts.folder) / ENCODED
+        return RecommenderNet(known, self.options.dim, self._layers, self.options.head, encoder)
+
+    def _encoder(self, facts: Any, known: Any) -> Any:
+        from transformers import AutoConfig
+
+        from models.text_encoder import TextEncoder, add_lora, make_net
+
+        if (numbers := self._config(facts)) is None:
+            return None
+        name, options = self.recipe.model, self.options
+        if name in PRESETS:
+            net = make_net(AutoConfig.for_model(**numbers), None, None)
+        else:
+            place = hub.place(name, self.recipe.revision)
+            net = make_net(AutoConfig.from_pretrained(place), place, self.recipe.revision)
+        encoder = TextEncoder(net, known.texts, options.pooling, options.text_cache != "off")
+        self._lowest = 0
+        if options.text in (None, "lora"):
+            blocks = len(encoder.blocks[2])
+            if options.lora_blocks > blocks:
+                raise ModelError(f"--lora-blocks {options.lora_blocks}: this text model has {blocks} blocks")
+            self._lowest = add_lora(encoder, options.lora_blocks, options.lora_r, options.lora_alpha)
+        net.requires_grad_(False)
+        return encoder
+
+    def shape(self, facts: Any) -> Shape:
+        """Tables of ids, and an encoder whose rows are texts, not samples."""
+        options = self.options
+        users, items = facts.extra.get("users", 10_000), facts.extra.get("items", 10_000)
+        dim, layers = options.dim, self._layers
+        count = (users + items) * dim + items
+        inner = 0
+        if options.head != "dot":
+            widths = [2 * dim if options.head == "mlp" else dim, *layers, 1]
+            count += sum(a * b + b for a, b in zip(widths, widths[1:], strict=False))
+            inner = sum(layers)
+        numbers = self._config(facts)
+        encoder = 0
+        if numbers is not None:
+            encoder, hidden = _encoder_size(numbers)
+            count += 2 * (hidden * dim + dim) + 2 * (2 * dim * dim + dim)
+        pairs = 1 if options.loss == "sampled-softmax" else 1 + self._negatives
+        return Shape(
+            parameters=count + encoder,
+            trainable=count + (encoder if options.text == "full" else 0),
+            layers=1,
+            hidden=dim * pairs,
+            heads=1,
+            intermediate=max(inner, dim) * pairs,
+            vocabulary=(options.cohort or self._negatives) if pairs == 1 else 0,
+        )
+
+    def begin(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
+        """Choose what trains, and compute once what will not change."""
+        for kind, parameters in model.parts().items():
+            for p in parameters:
+                p.requires_grad_(kind in self._trainable)
+        encoder = model.encoder
+        if encoder is None:
+            return
+        for name, p in encoder.net.named_parameters():
+            p.requires_grad_("lora_" in name if phase == "lora" else phase == "full")
+        model.table, model.cached = None, False
+        encoder.remember_prefix(self._lowest if phase == "lora" else 0, self._kept)
+        if phase == "frozen" and self.options.text_cache != "off":
+            model.table, model.cached = encoder.vectors(), True
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        from models import recommender_loss as losses
+
+        user, item = batch["user"].long(), batch["item"].long()
+        options, count = self.options, self._negatives
+        if options.cohort:
+            total = losses.in_batch(model, user, item, options.cohort)
+        elif options.loss == "sampled-softmax":
+            pool = losses.pool(count, self._items(model), (self.recipe.seed, step.phase, step.number))
+            total = losses.sampled_softmax(model, user, item, pool.to(user.device))
+        else:
+            drawn = step.noise.integers("negatives", (count, 2), self._items(model))
+            calibration = options.gbce_t if options.loss == "gbce" else 0.0
+            total = losses.binary(model, user, item, drawn, calibration)
+        return {"loss": Loss(total, "sample")}
+
+    def _items(self, model: Any) -> int:
+        return len(getattr(model, "module", model).item_text)
+
+    def observe(self, model: Any, step: Step) -> Mapping[str, float]:
+        """LoRA must get a gradient from the first step on: else it is an ornament."""
+        if step.phase != "lora" or step.number > 0 or model.encoder is None:
+            return {}
+        gradients = [p.grad for p in model.encoder.trained() if p.grad is not None]
+        norm = float(sum(float(g.float().square().sum()) for g in gradients) ** 0.5)
+        if not norm > 0:
+            raise ModelError("phase lora: LoRA gets no gradient, so that it would not learn")
+        return {"lora_grad_norm": norm}
+
+    def evaluate(self, model: Any, batch: Batch) -> dict[str, Sum | Rows]:
+        from models import ranking
+
+        return {**ranking.parts(model, batch, self.options.top_k)}
+
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super().metrics(parts, split, facts)
+        del found["loss"]
+        return {**found, "protocol": facts.extra["protocol"]}
+
+    def appraise(
+        self, model: Any, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        """EASE on the same interactions, where its matrix is small."""
+        from models import ranking
+
+        return ranking.ease_metrics(model, batches(), self.options.top_k)
+
+    def sample(self, model: Any, facts: Any, folder: Path) -> str | None:
+        """The first user's list."""
+        from models.recommendations import Recommendations
+
+        found = Recommendations(folder)
+        lines = [f"  {title}  {score:.2f}" for title, score in found.top(found.users[0], 5)]
+        return "\n".join([f"for user {found.users[0]}:", *lines])
+
+    def export(self, model: Any, folder: Path, facts: Any) -> None:
+        from models.recommendations import write
+
+        write(model, folder, facts)
+
+
+def _encoder_size(config: Mapping[str, Any]) -> tuple[int, int]:
+    """(parameters, hidden width) of a text model by its config's numbers."""
+    from models.decoders import shape_of
+
+    if (known := shape_of(config)) is not None:
+        return known.parameters, known.hidden
+    hidden = int(config.get("hidden_size") or config.get("dim") or config["d_model"])
+    layers = int(config.get("num_hidden_layers") or config.get("n_layers") or 12)
+    inner = int(config.get("intermediate_size") or config.get("hidden_dim") or 4 * hidden)
+    return int(config["vocab_size"]) * hidden + layers * (4 * hidden**2 + 2 * hidden * inner), hidden
