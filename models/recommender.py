@@ -30,8 +30,8 @@ class RecommenderOptions:
     """The fields of recommenders."""
 
     text: Literal["frozen", "lora", "full", "off"] | None = None
-    """How texts are used: encoder fixed, vectors kept; LoRA in its top blocks; all of it trained;
-    or not at all. By default a phase `frozen`, then a phase `lora`."""
+    """How texts are used: encoder fixed, vectors kept; LoRA in its top blocks; all of it trained; or
+    not at all. By default a phase `frozen`, then a phase `lora`."""
     text_cache: Literal["auto", "on", "off"] = "auto"
     """What a fixed part of the encoder computes is kept: all of it for frozen, what lies below the lowest
     trained block for lora. off computes it anew for each batch."""
@@ -52,7 +52,7 @@ class RecommenderOptions:
     layers: str = "128,64"
     """Widths of the MLP of heads mlp and neumf."""
     loss: Literal["sampled-softmax", "bce", "gbce"] = "sampled-softmax"
-    """sampled-softmax: against negatives that the whole batch shares. bce, gbce: against negatives of each."""
+    """sampled-softmax: against items that the whole batch shares. bce, gbce: against some of its own."""
     negatives: int = 0
     """Items each pair is trained against; 0: 4 of its own, or 1,024 shared ones."""
     cohort: int = 0

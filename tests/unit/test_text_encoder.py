@@ -1,0 +1,168 @@
+"""What makes texts cheap changes nothing: once a batch, known below, backward in chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from data.base import Ragged
+from models import text_encoder
+from models.base import ModelError
+from models.text_encoder import TextEncoder, add_lora, make_net
+
+BLOCKS, WIDTH, WORDS = 4, 32, 50
+SIZES = {"num_hidden_layers": BLOCKS, "hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 64}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": BLOCKS, "n_embd": WIDTH, "n_head": 4, "n_positions": 32},
+    "distilbert": {"n_layers": BLOCKS, "dim": WIDTH, "n_heads": 4, "hidden_dim": 64},
+    **dict.fromkeys(("bert", "roberta", "llama"), SIZES),
+}
+
+
+def texts(count: int = 23, longest: int = 14) -> Ragged:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, longest, size=count)
+    return Ragged.from_rows([draw.integers(3, WORDS, size=n).astype(np.uint16) for n in lengths])
+
+
+def encoder(family: str = "gpt2", lora: int = 2, prefix: bool = True, pooling: str = "mean") -> TextEncoder:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=WORDS, **CONFIGS[family])
+    made = TextEncoder(make_net(config, None, None), texts(), pooling, prefix)
+    if lora:
+        made.lowest = add_lora(made, lora, 4, 8)  # type: ignore[assignment]
+        for name, p in made.net.named_parameters():
+            p.requires_grad_("lora_" in name)
+            if "lora_B" in name:
+                nn.init.normal_(p, std=0.2)
+    return made.eval()
+
+
+def learnt(made: TextEncoder, numbers: Tensor) -> tuple[float, dict[str, Tensor]]:
+    """A loss over these texts' vectors, and the gradient of all that trains."""
+    made.zero_grad()
+    direction = torch.linspace(-1, 1, len(numbers) * made.hidden).view(len(numbers), -1)
+    loss = (made(numbers) * direction).sum() + made(numbers).square().sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return float(loss.detach()), {
+        n: p.grad.clone() for n, p in made.net.named_parameters() if p.grad is not None
+    }
+
+
+def agree(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]]) -> None:
+    assert one[0] == pytest.approx(other[0], rel=1e-5)
+    assert one[1].keys() == other[1].keys()
+    assert one[1]
+    for name, gradient in one[1].items():
+        assert (gradient - other[1][name]).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_known_prefix_gives_the_same_vectors_and_gradients(family: str, tmp_path: Path) -> None:
+    made, numbers = encoder(family), torch.tensor([3, 0, 17, 22, 9])
+    whole = learnt(made, numbers)
+    made.remember_prefix(2, tmp_path)
+    assert made.prefix is not None
+    agree(whole, learnt(made, numbers))
+    assert len(made.blocks[2]) == BLOCKS, "the model is whole again"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_backward_in_chunks_gives_the_same_gradients(family: str, prefix: bool, tmp_path: Path) -> None:
+    made, numbers = encoder(family), torch.arange(23)
+    if prefix:
+        made.remember_prefix(2, tmp_path)
+    made.chunked = False
+    whole = learnt(made, numbers)
+    made.chunked, made.chunk_tokens = True, 30
+    assert len(made._chunks(numbers)) > 4
+    agree(whole, learnt(made, numbers))
+
+
+def test_all_of_an_encoder_trains_in_chunks_too() -> None:
+    made, numbers = encoder(lora=0), torch.arange(23)
+    made.net.requires_grad_(True)
+    whole = learnt(made, numbers)
+    made.chunk_tokens = 30
+    agree(whole, learnt(made, numbers))
+
+
+def test_memory_of_the_graph_does_not_grow_with_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = encoder()
+    made.chunk_tokens = 40
+    most = []
+    encode = TextEncoder._encode
+
+    def watched(self: TextEncoder, numbers: Tensor, device: torch.device) -> Tensor:
+        if torch.is_grad_enabled():
+            most.append(len(numbers) * int(self.lengths[numbers].max()))
+        return encode(self, numbers, device)
+
+    monkeypatch.setattr(TextEncoder, "_encode", watched)
+    for count in (5, 23):
+        learnt(made, torch.arange(count))
+    assert max(most) <= 40
+
+
+def test_vectors_do_not_depend_on_who_is_encoded_beside() -> None:
+    made = encoder()
+    together = made(torch.arange(23))
+    for number in (0, 7, 22):
+        torch.testing.assert_close(made(torch.tensor([number]))[0], together[number], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_pooling_looks_at_tokens_only(pooling: str) -> None:
+    made = encoder(pooling=pooling, lora=0)
+    rows = texts()
+    for number in (1, 4):
+        ids = torch.from_numpy(rows.rows(np.array([number])).astype(np.int64))
+        with torch.no_grad():
+            states = made.net(input_ids=ids).last_hidden_state[0]
+        wanted = states.mean(0) if pooling == "mean" else states[-1]
+        torch.testing.assert_close(made(torch.tensor([number]))[0], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_prefix_is_kept_for_the_same_texts_and_weights_only(tmp_path: Path) -> None:
+    first = encoder()
+    first.remember_prefix(2, tmp_path)
+    (kept,) = tmp_path.glob("*.bin")
+    when = kept.stat().st_mtime_ns
+    again = encoder()
+    again.remember_prefix(2, tmp_path)
+    assert kept.stat().st_mtime_ns == when
+    assert again.prefix is not None
+    assert first.prefix is not None
+    assert torch.equal(again.prefix, first.prefix)
+    first.remember_prefix(3, tmp_path)
+    other = encoder()
+    with torch.no_grad():
+        other.net.get_parameter("wte.weight").add_(1)
+    other.remember_prefix(2, tmp_path)
+    assert len(list(tmp_path.glob("*.bin"))) == 3
+
+
+def test_lora_sits_in_the_top_blocks_only() -> None:
+    made = encoder(lora=1)
+    places = {n.split(".")[1] for n, p in made.net.named_parameters() if p.requires_grad}
+    assert places == {"3"}
+    assert made.lowest == 3
+
+
+def test_a_model_without_blocks_or_projections_is_refused() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = AutoConfig.for_model("gpt2", **CONFIGS["gpt2"])
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+    with pytest.raises(ModelError, match="no list of blocks"):
+        _ = TextEncoder(Flat(), texts(), "mean").blocks
+    assert text_encoder.CHUNK_TOKENS >= 1024
