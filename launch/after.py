@@ -1,4 +1,4 @@
-"""`evaluate` and `generate`: a run after it has ended."""
+"""`evaluate`, `generate` and `recommend`: a run after it has ended."""
 
 from __future__ import annotations
 
@@ -44,6 +44,18 @@ class GenerateOptions:
     """One JSON object on standard output."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecommendOptions:
+    """Flags of `recommend`."""
+
+    user: str | None = None
+    """The user, by the id that the data has."""
+    top: fields.Positive = 10
+    """Length of the list."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
 def one_run(positional: list[str], command: str) -> Run:
     if len(positional) != 1:
         raise UserError(f"{command}: give the folder of one run (`runs` lists them)")
@@ -83,11 +95,32 @@ def generate(words: Sequence[str]) -> int:
     run, own = one_run(positional, "generate"), own_flags(flags, GenerateOptions, "generate")
     if own.prompt is None:
         raise UserError('generate: needs --prompt "..."')
-    task, _ = workload(run.recipe().task).make(run.recipe())
-    if type(task).generate is Task.generate:
-        raise UserError(f"generate: {run.folder} trained {run.recipe().task}, which continues no text")
-    if not run.final.is_dir():
-        raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
+    task = _able(run, "generate", "continues no text")
     text = task.generate(run.final, own.prompt, tokens=own.tokens, temperature=own.temperature, seed=own.seed)
     print(json.dumps({"prompt": own.prompt, "text": text}, ensure_ascii=False) if own.json else text)
     return 0
+
+
+def recommend(words: Sequence[str]) -> int:
+    """Usage: recommend RUN --user ID [--top 10] [--json]"""
+    positional, flags = split(words)
+    run, own = one_run(positional, "recommend"), own_flags(flags, RecommendOptions, "recommend")
+    if own.user is None:
+        raise UserError("recommend: needs --user ID")
+    found = _able(run, "recommend", "recommends nothing").recommend(run.final, own.user, own.top)
+    if own.json:
+        items = [{"title": title, "score": score} for title, score in found]
+        print(json.dumps({"user": own.user, "items": items}, ensure_ascii=False))
+    for title, score in [] if own.json else found:
+        print(f"{score:8.3f}  {title}")
+    return 0
+
+
+def _able(run: Run, what: str, otherwise: str) -> Task:
+    """The task of a finished run, if it does this."""
+    task, _ = workload(run.recipe().task).make(run.recipe())
+    if getattr(type(task), what) is getattr(Task, what):
+        raise UserError(f"{what}: {run.folder} trained {run.recipe().task}, which {otherwise}")
+    if not run.final.is_dir():
+        raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
+    return task

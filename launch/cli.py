@@ -29,6 +29,7 @@ COMMANDS = {
     "export": ("launch.exporting:export", "a finished model in other forms, each checked"),
     "report": ("launch.report:report", "models side by side: accuracy, size and speed, measured here"),
     "generate": ("launch.after:generate", "continue a prompt with a trained language model"),
+    "recommend": ("launch.after:recommend", "the best items for a user, by a trained recommender"),
     "tasks": ("launch.listing:tasks", "the workloads there are"),
     "runs": ("launch.listing:runs", "the runs in a folder"),
     "describe": ("launch.listing:describe", "every flag of a task, with type, default and meaning"),

@@ -286,6 +286,10 @@ class Task(ABC):
         """Continue a text with the exported model in `final`; for language models."""
         raise NotImplementedError
 
+    def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:
+        """(title, score) of the best items for a user by id; for recommenders."""
+        raise NotImplementedError
+
     def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:
         """A line or two that shows a person what the model learnt."""
         return None

@@ -294,6 +294,11 @@ class Recommender(Task):
 
         return ranking.ease_metrics(model, batches(), self.options.top_k)
 
+    def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:
+        from models.recommendations import Recommendations
+
+        return Recommendations(final).top(user, top)
+
     def sample(self, model: Any, facts: Any, folder: Path) -> str | None:
         """The first user's list."""
         from models.recommendations import Recommendations

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding  # rows by number: the gradient of x[i] is added up in any order
 
 from data.interactions import Catalogue
 from models.text_encoder import TextEncoder
@@ -94,7 +95,7 @@ class RecommenderNet(nn.Module):
         users, user_place = torch.unique(user, return_inverse=True)
         items, item_place = torch.unique(item, return_inverse=True)
         of_users, of_items = self._sides(users, items)
-        return of_users[user_place], of_items[item_place]
+        return embedding(user_place, of_users), embedding(item_place, of_items)
 
     def _sides(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
         by_user, by_item = self.user_ids(user), self.item_ids(item)
@@ -121,8 +122,7 @@ class RecommenderNet(nn.Module):
             repeated: Tensor = self.encoder(texts)
             return repeated
         different, place = torch.unique(texts, return_inverse=True)
-        found: Tensor = self.encoder(different)[place]
-        return found
+        return embedding(place, self.encoder(different))
 
     def train(self, mode: bool = True) -> RecommenderNet:
         """Training changes the encoder, so that the vectors of an evaluation do not outlive it."""

@@ -72,7 +72,7 @@ class TextEncoder(nn.Module):
             vectors = _Chunked.apply(self._encode, chunks, numbers.device, *trained)
         else:
             vectors = torch.cat([self._encode(chunk, numbers.device) for chunk in chunks])
-        return vectors[torch.argsort(order)]
+        return nn.functional.embedding(torch.argsort(order), vectors)
 
     def _chunks(self, numbers: Tensor) -> list[Tensor]:
         """Texts of like lengths, as many as `chunk_tokens` holds when padded."""

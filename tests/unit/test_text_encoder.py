@@ -55,7 +55,10 @@ def learnt(made: TextEncoder, numbers: Tensor) -> tuple[float, dict[str, Tensor]
     }
 
 
-def agree(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]]) -> None:
+Learnt = tuple[float, dict[str, Tensor]]
+
+
+def agree(one: Learnt, other: Learnt) -> None:
     assert one[0] == pytest.approx(other[0], rel=1e-5)
     assert one[1].keys() == other[1].keys()
     assert one[1]

@@ -1,0 +1,132 @@
+"""A recommender as a user trains it: two phases, any number of processes, lists for users."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoint import Saved
+from tests.integration.helpers import furthest, launch, rows, summary
+from tests.integration.test_bad_input import complaint
+
+SHORT = ["auto", "--task", "recommender", "--epochs", "1,0.3", "--save-every", "5", "--keep", "9", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run of both phases, runs/one."""
+    folder = tmp_path_factory.mktemp("recommender")
+    done = launch(*SHORT, "--name", "one", "--processes", "1", "--ledger", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def losses(run: Path) -> list[float]:
+    """Of both phases, step by step."""
+    return [r["loss"] for r in rows(run) if "lr" in r]
+
+
+def test_both_phases_run_and_say_how_they_were_measured(home: Path) -> None:
+    found = summary(home / "runs" / "one")["metrics"]
+    assert found["protocol"] == "leave-one-out, 99 negatives"
+    for name in ("hr@10", "ndcg@10", "full_hr@10", "popularity_hr@10", "ease_hr@10"):
+        assert 0 < found[name] < 1, name
+    assert found["hr@10"] > 1.2 * found["popularity_hr@10"]
+    assert {r["phase"] for r in rows(home / "runs" / "one")} == {"frozen", "lora"}
+
+
+def test_lora_gets_gradients_and_moves(home: Path) -> None:
+    run = home / "runs" / "one"
+    (norm,) = [r["lora_grad_norm"] for r in rows(run) if "lora_grad_norm" in r]
+    assert norm > 0
+    newest = max((run / "checkpoints").glob("lora-*"), key=lambda p: p.name)
+    saved = Saved(newest)
+    moved = {n: float(saved.read(n).abs().max()) for n in saved.entries if "lora_B" in n and "weight" in n}
+    assert moved
+    assert all(value > 0 for name, value in moved.items() if name.startswith("weight")), moved
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_more_processes_learn_the_same(processes: int, home: Path) -> None:
+    name = f"of{processes}"
+    done = launch(*SHORT, "--name", name, "--processes", str(processes), "--again", cwd=home)
+    assert done.returncode == 0, done.stderr
+    one, many = home / "runs" / "one", home / "runs" / name
+    assert furthest(losses(one), losses(many)) < 1e-4
+    assert summary(one)["metrics"]["hr@10"] == pytest.approx(summary(many)["metrics"]["hr@10"], abs=0.005)
+    verified = launch("verify", str(many), cwd=home)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def test_in_batch_negatives_are_a_cohorts_on_any_number_of_processes(home: Path) -> None:
+    flags = ["--cohort", "32", "--text", "off", "--epochs", "1", "--quiet"]
+    for processes in ("1", "2"):
+        words = ["auto", "--task", "recommender", *flags, "--name", f"cohort{processes}", "--again"]
+        done = launch(*words, "--processes", processes, cwd=home)
+        assert done.returncode == 0, done.stderr
+    one, two = (losses(home / "runs" / f"cohort{n}") for n in (1, 2))
+    assert furthest(one, two) < 1e-5
+
+
+def test_stopped_in_the_second_phase_it_goes_on_where_it_was(home: Path) -> None:
+    run = home / "runs" / "again"
+    shutil.copytree(home / "runs" / "one", run)
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "final")
+    for checkpoint in sorted((run / "checkpoints").glob("lora-*"))[1:]:
+        shutil.rmtree(checkpoint)
+    done = launch("resume", str(run), "--quiet", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert losses(run) == losses(home / "runs" / "one")
+
+
+@pytest.mark.parametrize(("head", "loss"), [("mlp", "bce"), ("neumf", "gbce")])
+def test_other_heads_and_losses_learn(head: str, loss: str, home: Path) -> None:
+    name = f"{head}-{loss}"
+    flags = ["--head", head, "--loss", loss, "--text", "off", "--epochs", "4", "--name", name, "--quiet"]
+    done = launch("auto", "--task", "recommender", *flags, cwd=home)
+    assert done.returncode == 0, done.stderr
+    found = summary(home / "runs" / name)["metrics"]
+    assert found["hr@10"] > found["popularity_hr@10"]
+    listed = launch("recommend", f"runs/{name}", "--user", "0", "--top", "3", cwd=home)
+    assert listed.returncode == 0, listed.stderr
+    assert len(listed.stdout.splitlines()) == 3
+
+
+def test_cached_vectors_under_a_trained_encoder_are_refused(home: Path) -> None:
+    said = complaint(
+        launch("auto", "--task", "recommender", "--text", "lora", "--text-cache", "on", cwd=home)
+    )
+    assert "passes no gradient" in said
+    assert "--text frozen" in said
+
+
+def test_lists_for_a_user(home: Path) -> None:
+    done = launch("recommend", "runs/one", "--user", "7", "--top", "4", "--json", cwd=home)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    scores = [item["score"] for item in found["items"]]
+    assert len(scores) == 4
+    assert scores == sorted(scores, reverse=True)
+    said = complaint(launch("recommend", "runs/one", "--user", "nobody", cwd=home))
+    assert "--user nobody" in said
+    assert "needs --user" in complaint(launch("recommend", "runs/one", cwd=home))
+
+
+def test_lists_need_numpy_only(home: Path) -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
+        "from recommendations import Recommendations\n"
+        "print(Recommendations('.').top('7', 4))"
+    )
+    final = home / "runs" / "one" / "final"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=final, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("(") >= 4

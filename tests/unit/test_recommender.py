@@ -1,0 +1,232 @@
+"""Losses against their formulas, ranks against counting, and vectors that numpy can search."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from data.base import Ragged
+from data.interactions import Catalogue
+from models import ranking
+from models import recommender_loss as losses
+from models.base import ModelError
+from models.recommender import Recommender, RecommenderOptions
+from models.recommender_net import RecommenderNet
+from tests.unit.test_text_encoder import encoder, texts
+
+USERS, ITEMS, DIM = 6, 23, 8
+
+
+def catalogue() -> Catalogue:
+    draw = np.random.default_rng(1)
+    user, item = draw.integers(USERS, size=40), draw.integers(ITEMS, size=40)
+    seen = np.unique(user.astype(np.int64) * ITEMS + item)
+    counts = np.bincount(seen % ITEMS, minlength=ITEMS)
+    of_users, of_items = np.arange(USERS) % 3, np.arange(ITEMS)
+    of_items[5] = -1
+    return Catalogue(texts(ITEMS), of_users, of_items, counts, seen)
+
+
+def net(head: str = "dot", text: bool = True) -> RecommenderNet:
+    made = encoder() if text else None
+    torch.manual_seed(0)
+    return RecommenderNet(catalogue(), DIM, (12, 6), head, made)
+
+
+def scores(model: RecommenderNet) -> Tensor:
+    (found,) = model(torch.arange(USERS), [torch.arange(ITEMS)])
+    assert isinstance(found, Tensor)
+    return found.detach()
+
+
+@pytest.mark.parametrize("head", ["dot", "mlp", "neumf"])
+def test_a_pairs_score_is_the_same_shared_or_its_own(head: str) -> None:
+    model = net(head)
+    own = torch.randint(ITEMS, (USERS, 4), generator=torch.Generator().manual_seed(0))
+    (found,) = model(torch.arange(USERS), [own])
+    torch.testing.assert_close(found, scores(model).gather(1, own), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["dot", "neumf"])
+def test_what_is_named_twice_is_computed_once_and_learns_the_same(head: str) -> None:
+    model = net(head)
+    model.train()
+    user, item = torch.tensor([0, 1, 0, 3, 3]), torch.tensor([[2, 2], [7, 5], [2, 9], [9, 9], [0, 5]])
+    gradients = []
+    for model.deduplicate in (True, False):
+        model.zero_grad()
+        (found,) = model(user, [item])
+        found.square().sum().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    once, each = gradients
+    assert any("lora_A" in name for name in once)
+    assert once.keys() == each.keys()
+    for name, gradient in once.items():
+        assert gradient is not None
+        assert (gradient - each[name]).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+
+
+def test_an_item_without_text_has_its_id_alone() -> None:
+    model = net()
+    _, before = model.vectors(torch.tensor([0]), torch.tensor([5, 6]))
+    with torch.no_grad():
+        model.item_meta_proj.weight.mul_(3)
+        model.item_meta_proj.bias.add_(1)
+    _, after = model.vectors(torch.tensor([0]), torch.tensor([5, 6]))
+    assert torch.equal(before[0], after[0])
+    assert not torch.allclose(before[1], after[1])
+
+
+def test_sampled_softmax_is_the_softmax_where_all_items_are_drawn() -> None:
+    model, user, item = net(text=False), torch.tensor([0, 2, 5]), torch.tensor([4, 4, 9])
+    found = losses.sampled_softmax(model, user, item, torch.arange(ITEMS)).detach()
+    wanted = torch.nn.functional.cross_entropy(scores(model)[user], item, reduction="sum")
+    assert float(found) == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_sampled_softmax_is_near_the_softmax_on_average() -> None:
+    """logQ: without log(I/S) the loss would be smaller by about log(I/S) a pair."""
+    model, user, item = net(text=False), torch.tensor([0, 2, 5]), torch.tensor([4, 4, 9])
+    pools = [losses.pool(12, ITEMS, (0, "x", n)) for n in range(200)]
+    found = np.mean([float(losses.sampled_softmax(model, user, item, p).detach()) for p in pools])
+    wanted = torch.nn.functional.cross_entropy(scores(model)[user], item, reduction="sum")
+    assert found == pytest.approx(float(wanted), abs=0.1)
+
+
+def test_pools_are_of_different_items_and_of_their_moment() -> None:
+    one = losses.pool(8, ITEMS, (0, "x", 1))
+    assert len(set(one.tolist())) == 8
+    assert torch.equal(one, losses.pool(8, ITEMS, (0, "x", 1)))
+    assert not torch.equal(one, losses.pool(8, ITEMS, (0, "x", 2)))
+    assert losses.pool(99, ITEMS, (0, "x", 1)).tolist() == list(range(ITEMS))
+
+
+def test_in_batch_negatives_are_those_of_the_cohort() -> None:
+    model, user = net(text=False), torch.tensor([0, 1, 2, 3, 4])
+    item = torch.tensor([3, 8, 3, 3, 7])  # two cohorts of two and a rest; 3 and 3 in one of them
+    found = float(losses.in_batch(model, user, item, 2).detach())
+    logits = scores(model) - torch.log(model.counts.clamp_min(1) * 2 / model.counts.sum())
+    first = torch.nn.functional.cross_entropy(logits[:2][:, [3, 8]], torch.tensor([0, 1]), reduction="sum")
+    assert found == pytest.approx(float(first), rel=1e-5)  # the others have nobody to lose against
+
+
+def test_binary_leaves_out_what_was_taken_and_gbce_tempers() -> None:
+    model, user, item = net(text=False), torch.tensor([0]), torch.tensor([4])
+    taken = int(model.seen[0])  # of user 0
+    free = next(i for i in range(ITEMS) if not model.were_seen(user, torch.tensor([[i]]))[0, 0])
+    all_scores = scores(model)[0]
+    sigmoid = torch.nn.functional.logsigmoid
+    for drawn, negative in (([taken, free], free), ([free, taken], free), ([taken, taken], None)):
+        found = losses.binary(model, user, item, torch.tensor([[drawn]]), 0.0)
+        wanted = -sigmoid(all_scores[4]) - (0 if negative is None else sigmoid(-all_scores[negative]))
+        assert float(found.detach()) == pytest.approx(float(wanted), rel=1e-5)
+    rate = 1 / (ITEMS - 1)
+    beta = rate * (0.75 * (1 - 1 / rate) + 1 / rate)
+    found = losses.binary(model, user, item, torch.tensor([[[taken, taken]]]), 0.75)
+    assert float(found.detach()) == pytest.approx(-beta * float(sigmoid(all_scores[4])), rel=1e-5)
+
+
+def test_ranks_and_gains() -> None:
+    others = torch.tensor([[3.0, 1.0, 2.0], [5.0, 5.0, 9.0]])
+    there = torch.tensor([[True, True, True], [True, True, False]])
+    rank = ranking.ranks(torch.tensor([2.0, 5.0]), others, there)
+    assert rank.tolist() == [1.5, 1.0]
+    found = ranking.sums("", torch.tensor([0.0, 1.0, 2.0, 3.0]), 3)
+    assert float(found["hr@3"].value) == 3
+    assert float(found["ndcg@3"].value) == pytest.approx(1 + 1 / math.log2(3) + 0.5)
+
+
+def test_full_ranking_leaves_out_what_the_user_had() -> None:
+    model = net(text=False)
+    user = torch.tensor([0, 3])
+    batch = {
+        "user": user,
+        "item": torch.tensor([2, 7]),
+        "rivals": torch.tensor([[1, 4, -1], [2, 3, 9]]),
+        "hidden": torch.tensor([[-1], [11]]),
+    }
+    found = ranking.parts(model, batch, 10)
+    every = scores(model)[user]
+    hits = 0
+    for row, target in enumerate((2, 7)):
+        had = {int(k) % ITEMS for k in model.seen if int(k) // ITEMS == int(user[row])} | {[-1, 11][row]}
+        better = [
+            i for i in range(ITEMS) if i not in had and i != target and every[row, i] > every[row, target]
+        ]
+        hits += len(better) < 10
+    assert float(found["full_hr@10"].value) == hits
+    assert found["full_hr@10"].weight == 2
+
+
+def test_ease_is_the_closed_form() -> None:
+    model = net(text=False)
+    x = np.zeros((USERS, ITEMS))
+    x[model.seen.numpy() // ITEMS, model.seen.numpy() % ITEMS] = 1
+    p = np.linalg.inv(x.T @ x + ranking.EASE_LAMBDA * np.eye(ITEMS))
+    wanted = -p / np.diag(p)
+    np.fill_diagonal(wanted, 0)
+    np.testing.assert_allclose(ranking.ease(model).numpy(), wanted, rtol=1e-4, atol=1e-8)
+
+
+def recommender(**options: Any) -> Recommender:
+    from engine.recipe import Recipe
+
+    common = {k: options.pop(k) for k in ("batch_size", "model") if k in options}
+    return Recommender(
+        Recipe(task="recommender", **{"model": "tiny", **common}), RecommenderOptions(**options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"text_cache": "on"}, "passes no gradient, so the phase lora would learn nothing"),
+        ({"text_cache": "on", "text": "lora"}, "so --text lora would learn nothing of texts.*--text frozen"),
+        ({"text_cache": "on", "text": "full"}, "so --text full would learn nothing"),
+        ({"trainable": "ids,fussion"}, "--trainable fussion: is not one of projection"),
+        ({"head": "neumf", "dim": 7}, "--dim 7: neumf halves it"),
+        ({"dim": 0}, "--dim 0: must be at least 1"),
+        ({"layers": "64,x"}, "--layers 64,x: give widths"),
+        ({"cohort": 1}, "--cohort 1: must be 0 or at least 2"),
+        ({"cohort": 7, "batch_size": 32}, "--cohort 7: must divide --batch-size 32"),
+        ({"cohort": 8, "loss": "bce", "batch_size": 32}, "--cohort 8: in-batch negatives are for"),
+        ({"model": "tinny"}, "--text-model tinny: is no preset"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_in_a_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        recommender(**options).check()
+
+
+def test_frozen_texts_may_be_cached() -> None:
+    recommender(text="frozen", text_cache="on").check()
+
+
+def test_the_shape_counts_every_parameter(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    for head in ("dot", "mlp", "neumf"):
+        task = recommender(text="off", head=head, dim=DIM, layers="12,6")
+        facts = SimpleNamespace(extra={"users": USERS, "items": ITEMS}, folder=str(tmp_path))
+        made = RecommenderNet(catalogue(), DIM, (12, 6), head, None)
+        count = sum(p.numel() for p in made.parameters())
+        assert task.shape(facts).parameters == pytest.approx(count, abs=DIM)
+
+
+def test_no_gradient_for_lora_is_an_error() -> None:
+    from models.base import Step
+
+    task, model = recommender(), net()
+    step = Step(0, "lora", None)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="LoRA gets no gradient"):
+        task.observe(model, step)
+    model.train()
+    model(torch.tensor([0]), [torch.tensor([1])])[0].sum().backward()
+    assert task.observe(model, step)["lora_grad_norm"] > 0
+    assert isinstance(texts(), Ragged)
