@@ -34,9 +34,9 @@ class TextEncoder(nn.Module):
     def __init__(self, net: nn.Module, texts: Ragged, pooling: str, prefix_cache: bool = True) -> None:
         super().__init__()
         self.net, self.pooling, self.uses_prefix = net, pooling, prefix_cache
-        self.lengths = torch.from_numpy(np.ascontiguousarray(texts.lengths))
-        self.starts = torch.from_numpy(np.ascontiguousarray(texts.offsets[:-1]))
-        self.tokens = torch.from_numpy(np.ascontiguousarray(texts.values).astype(np.int64))
+        self.lengths = torch.from_numpy(np.array(texts.lengths))
+        self.starts = torch.from_numpy(np.array(texts.offsets[:-1]))
+        self.tokens = torch.from_numpy(texts.values.astype(np.int64))
         self.below = 0
         """Blocks whose output is known: `prefix` holds it."""
         self.prefix: Tensor | None = None

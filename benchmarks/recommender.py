@@ -1,0 +1,225 @@
+"""What texts cost a recommender, and what ids alone do.
+
+python -m benchmarks recommender --data NCF_FOLDER
+
+The encoder: a GPT-2 of 12 blocks with random weights (124 million parameters), texts of the data. `naive`
+encodes the texts of every row, as the loop one would write; all ways must give one loss and gradient.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.report import ROOT, Row
+from data.interactions import Catalogue, catalogue
+from engine.detection import detect
+from engine.plan import PlanOptions
+from engine.planner import make_plan
+from engine.prepare import prepare
+from engine.registry import workload
+from engine.session import Session
+from engine.world import World
+from launch.flags import make_recipe
+from models.recommender_net import RecommenderNet
+from models.text_encoder import TextEncoder, add_lora, make_net
+
+BLOCKS, TOP = 12, 4
+DIM, NEGATIVES = 64, 4
+
+
+def measure(quick: bool, data: str) -> list[Row]:
+    batches = (64,) if quick else (2048, 4096)
+    known, rows = prepared(data)
+    found = [row for batch in batches for row in encoder_steps(known, rows, batch, 64 if quick else 768)]
+    return [*found, *memory(quick), *ids_alone(quick, data)]
+
+
+def prepared(data: str) -> tuple[Catalogue, Any]:
+    recipe, _, source = _asked({"data": data})
+    facts = prepare(source)
+    return catalogue(facts.folder), source.open(Path(facts.folder), "train")
+
+
+def _asked(values: dict[str, Any]) -> tuple[Any, Any, Any]:
+    chosen = workload("recommender")
+    options = {k: v for k, v in values.items() if k in chosen.option_flags()}
+    recipe, _ = make_recipe(chosen, {k: v for k, v in values.items() if k not in options}, options)
+    return recipe, *chosen.make(recipe)
+
+
+def net(known: Catalogue, width: int, blocks: int = BLOCKS) -> RecommenderNet:
+    """A recommender with LoRA, whose second half is no longer zero, in the top blocks of a random GPT-2."""
+    from transformers import GPT2Config
+
+    torch.manual_seed(0)
+    size = int(known.texts.values.max()) + 1
+    config = GPT2Config(
+        n_embd=width, n_layer=blocks, n_head=width // 64, vocab_size=size, bos_token_id=0, eos_token_id=0
+    )
+    encoder = TextEncoder(make_net(config, None, None), known.texts, "mean")
+    add_lora(encoder, TOP, 8, 16)
+    for name, p in encoder.net.named_parameters():
+        p.requires_grad_("lora_" in name)
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.02)
+    return RecommenderNet(known, DIM, (), "dot", encoder).train()
+
+
+def encoder_steps(known: Catalogue, rows: Any, batch: int, width: int) -> Iterator[Row]:
+    """Seconds of a forward and backward of pairs against one negative each."""
+    taken = np.random.default_rng(0).integers(len(rows), size=batch)
+    user, item = (torch.from_numpy(rows.fetch(taken)[k]).long() for k in ("user", "item"))
+    other = torch.from_numpy(np.random.default_rng(1).integers(len(known.item_text), size=batch))
+    model = net(known, width)
+    encoder = model.encoder
+    assert encoder is not None
+    seconds: dict[str, float] = {}
+    learnt: dict[str, tuple[float, Tensor]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        for name in ("naive", "once a batch", "once a batch, known below the top 4"):
+            model.deduplicate = name != "naive"
+            encoder.remember_prefix(BLOCKS - TOP if "below" in name else 0, Path(place))
+            seconds[name], learnt[name] = _step(model, user, torch.stack([item, other], 1))
+    loss, gradient = learnt["naive"]
+    for name, took in seconds.items():
+        yield {
+            "step": name,
+            "batch": batch,
+            "seconds": round(took, 2),
+            "over naive": round(seconds["naive"] / took, 2),
+            "loss differs": f"{abs(learnt[name][0] / loss - 1):.1e}",
+            "LoRA gradient differs": f"{float((learnt[name][1] - gradient).norm() / gradient.norm()):.1e}",
+        }
+
+
+def _step(model: RecommenderNet, user: Tensor, items: Tensor) -> tuple[float, tuple[float, Tensor]]:
+    assert model.encoder is not None
+    model.zero_grad()
+    began = time.perf_counter()
+    (scores,) = model(user, [items])
+    loss = nn.functional.cross_entropy(scores, torch.zeros(len(user), dtype=torch.long))
+    loss.backward()
+    took = time.perf_counter() - began
+    gradient = torch.cat([p.grad.flatten() for p in model.encoder.trained() if p.grad is not None])
+    return took, (float(loss.detach()), gradient)
+
+
+GROWTH = """
+import resource, sys
+from benchmarks import recommender
+print(recommender.grown(int(sys.argv[1]), int(sys.argv[2])))
+"""
+
+
+def memory(quick: bool) -> Iterator[Row]:
+    """Peak memory that a step over a whole catalogue adds, each in a process of its own."""
+    for texts in (400, 1600) if quick else (4_000, 16_000, 64_000):
+        words = [sys.executable, "-c", GROWTH, str(texts), "64" if quick else "256"]
+        ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+        yield {"texts in a step": texts, "encoder adds MB": float(ended.stdout.split()[-1])}
+
+
+def grown(texts: int, width: int) -> float:
+    """MB that encoding so many texts, forward and backward, adds to the peak after one chunk of them."""
+    from data.base import Ragged
+
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(1000, size=n).astype(np.uint16) for n in draw.integers(6, 18, size=texts)]
+    known = Catalogue(
+        Ragged.from_rows(rows),
+        np.zeros(1, np.int32),
+        np.arange(texts, dtype=np.int32),
+        np.ones(texts, np.int64),
+        np.zeros(1, np.int64),
+    )
+    model = net(known, width)
+    assert model.encoder is not None
+    peaks = []
+    for count in (300, texts):
+        model.encoder(torch.arange(count)).square().sum().backward()
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
+    return round(peaks[1] - peaks[0] - 3 * texts * width * 4 / 1e6, 1)  # less the vectors and their gradients
+
+
+def ids_alone(quick: bool, data: str) -> list[Row]:
+    """Positives a second: this engine, and a loop over a DataLoader of rows, same model and loss."""
+    batch, steps = 2048, 6 if quick else 60
+    ours = _engine(data, batch, steps)
+    rows = [{"training on ids": "isobatch", "pairs/s": round(ours), "isobatch is faster": 1.0}]
+    for workers in (0, 2):
+        theirs = _rows_loop(data, batch, max(4, steps // 10), workers)
+        rows.append(
+            {
+                "training on ids": f"DataLoader over rows, {workers} workers",
+                "pairs/s": round(theirs),
+                "isobatch is faster": round(ours / theirs, 1),
+            }
+        )
+    return rows
+
+
+def _engine(data: str, batch: int, steps: int) -> float:
+    values = {"data": data, "text": "off", "loss": "bce", "negatives": NEGATIVES, "dim": DIM, "head": "neumf"}
+    recipe, task, source = _asked({**values, "batch_size": batch, "steps": steps})
+    facts = prepare(source)
+    asked = PlanOptions(device="cpu", precision="fp32", processes=1)
+    plan = make_plan(recipe, facts, task.shape(facts), detect(), asked)
+    session = Session(recipe, facts, plan, World(plan))
+    session.enter(session.stretches[0])
+    taken = []
+    began = time.perf_counter()
+    for loaded in session.feed().steps(0, steps):
+        session.step(loaded)
+        now = time.perf_counter()
+        taken.append(now - began)
+        began = now
+    return batch / median(taken[2:])
+
+
+class Rows(torch.utils.data.Dataset[tuple[int, int, float]]):
+    """(user, item, label) one by one, negatives drawn beforehand."""
+
+    def __init__(self, user: np.ndarray, item: np.ndarray, items: int) -> None:
+        draw = np.random.default_rng(0)
+        self.user = np.repeat(user, 1 + NEGATIVES)
+        self.item = np.column_stack([item, draw.integers(items, size=(len(item), NEGATIVES))]).reshape(-1)
+        self.label = np.tile([1.0] + [0.0] * NEGATIVES, len(user)).astype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+    def __getitem__(self, row: int) -> tuple[int, int, float]:
+        return self.user[row], self.item[row], self.label[row]
+
+
+def _rows_loop(data: str, batch: int, steps: int, workers: int) -> float:
+    known, source = prepared(data)
+    part = source.fetch(np.random.default_rng(0).permutation(len(source))[: batch * (steps + 2)])
+    rows = Rows(part["user"], part["item"], len(known.item_text))
+    torch.manual_seed(0)
+    model = RecommenderNet(known, DIM, (128, 64), "neumf", None)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(rows, batch * (1 + NEGATIVES), shuffle=True, num_workers=workers)
+    taken, began = [], time.perf_counter()
+    for user, item, label in loader:
+        (scores,) = model(user.long(), [item[:, None]])
+        loss = nn.functional.binary_cross_entropy_with_logits(scores[:, 0], label.float())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        now = time.perf_counter()
+        taken.append(now - began)
+        began = now
+    return batch / median(taken[1:])
