@@ -353,12 +353,12 @@ def test_what_is_wrong_is_said_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from launch.cli import main
+    from launch.cli import BEFORE_TORCH, main
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ISOBATCH_STARTED", "0")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    settings = {"ISOBATCH_STARTED": "0", "TRANSFORMERS_VERBOSITY": "error", **BEFORE_TORCH}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
     assert main(["slurm", "--task", LINE, *words]) == 2
     assert says in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
