@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.report import ROOT, Row
-from data.interactions import Catalogue, catalogue
 from engine.detection import detect
 from engine.plan import PlanOptions
 from engine.planner import make_plan
@@ -32,6 +31,7 @@ from engine.registry import workload
 from engine.session import Session
 from engine.world import World
 from launch.flags import make_recipe
+from models.catalogue import Catalogue
 from models.recommender_net import RecommenderNet
 from models.text_encoder import TextEncoder, add_lora, make_net
 
@@ -49,7 +49,7 @@ def measure(quick: bool, data: str) -> list[Row]:
 def prepared(data: str) -> tuple[Catalogue, Any]:
     recipe, _, source = _asked({"data": data})
     facts = prepare(source)
-    return catalogue(facts.folder), source.open(Path(facts.folder), "train")
+    return Catalogue.read(facts.folder), source.open(Path(facts.folder), "train")
 
 
 def _asked(values: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -64,11 +64,11 @@ def net(known: Catalogue, width: int, blocks: int = BLOCKS) -> RecommenderNet:
     from transformers import GPT2Config
 
     torch.manual_seed(0)
-    size = int(known.texts.values.max()) + 1
+    size = int(known.tokens.max()) + 1
     config = GPT2Config(
         n_embd=width, n_layer=blocks, n_head=width // 64, vocab_size=size, bos_token_id=0, eos_token_id=0
     )
-    encoder = TextEncoder(make_net(config, None, None), known.texts, "mean")
+    encoder = TextEncoder(make_net(config, None, None), known, "mean")
     add_lora(encoder, TOP, 8, 16)
     for name, p in encoder.net.named_parameters():
         p.requires_grad_("lora_" in name)
@@ -133,16 +133,15 @@ def memory(quick: bool) -> Iterator[Row]:
 
 def grown(texts: int, width: int) -> float:
     """MB that encoding so many texts, forward and backward, adds to the peak after one chunk of them."""
-    from data.base import Ragged
-
     draw = np.random.default_rng(0)
-    rows = [draw.integers(1000, size=n).astype(np.uint16) for n in draw.integers(6, 18, size=texts)]
+    offsets = np.concatenate([[0], np.cumsum(draw.integers(6, 18, size=texts))])
     known = Catalogue(
-        Ragged.from_rows(rows),
-        np.zeros(1, np.int32),
-        np.arange(texts, dtype=np.int32),
-        np.ones(texts, np.int64),
-        np.zeros(1, np.int64),
+        tokens=draw.integers(1000, size=offsets[-1]),
+        offsets=offsets,
+        user_text=np.zeros(1, np.int32),
+        item_text=np.arange(texts, dtype=np.int32),
+        counts=np.ones(texts, np.int64),
+        seen=np.zeros(1, np.int64),
     )
     model = net(known, width)
     assert model.encoder is not None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from data import club, hub, movielens, ratings, tokenizers
-from data.base import Columns, DataError, Ragged, load, save
+from data.base import Columns, DataError, Ragged, save
 from data.corpora import DEMO
 from data.splitting import (
     NOTHING,
@@ -34,8 +34,8 @@ from data.tokenizers import file_hash
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CATALOGUE = "catalogue"
-NAMES_FILE = "names.json"
+CATALOGUE, NAMES_FILE = "catalogue", "names.json"
+"""Folder of arrays beside the splits, and the ids as written in it: see models/catalogue.py."""
 RIVALS_SEED = 0
 """The same whatever the recipe's seed is, so that runs with several can be compared."""
 
@@ -141,10 +141,10 @@ class Interactions(Tokenized):
         train = splits["train"]
         seen = np.sort(keys(np.asarray(train["user"]), np.asarray(train["item"]), len(items)))
         counts = np.bincount(np.asarray(train["item"]), minlength=len(items))
-        save(place / "texts", {"tokens": tokens})
-        save(place / "users", {"text": of_users})
-        save(place / "items", {"text": of_items, "count": counts.astype(np.int64)})
-        save(place / "seen", {"key": seen})
+        place.mkdir()
+        arrays = {"tokens": tokens.values, "offsets": tokens.offsets, "counts": counts.astype(np.int64)}
+        for name, array in {**arrays, "user_text": of_users, "item_text": of_items, "seen": seen}.items():
+            np.save(place / f"{name}.npy", array)
         tokenizer.save(str(folder / "tokenizer.json"))
         titles = [found.items[name].title if name in found.items else name for name in items]
         names = {"users": users, "items": items, "titles": titles}
@@ -267,39 +267,4 @@ def _without_text(users: np.ndarray, items: np.ndarray) -> list[str]:
         missing = int((texts == NOTHING).sum())
         if missing > 0:
             found.append(f"{missing:,} of {len(texts):,} {what} have no text: their ids alone count")
-    return found
-
-
-@dataclass(frozen=True)
-class Catalogue:
-    """What prepared data knows of users and items."""
-
-    texts: Ragged
-    user_text: np.ndarray
-    """(users,) number of each one's text; -1 for none."""
-    item_text: np.ndarray
-    counts: np.ndarray
-    """(items,) training interactions."""
-    seen: np.ndarray
-    """Sorted `keys` of the training interactions."""
-
-
-def catalogue(folder: str | Path) -> Catalogue:
-    """The catalogue of a prepared folder."""
-    place = Path(folder) / CATALOGUE
-    texts = load(place / "texts")["tokens"]
-    assert isinstance(texts, Ragged)
-    users, items, seen = (load(place / name) for name in ("users", "items", "seen"))
-    return Catalogue(
-        texts,
-        np.asarray(users["text"]),
-        np.asarray(items["text"]),
-        np.asarray(items["count"]),
-        np.asarray(seen["key"]),
-    )
-
-
-def names(folder: str | Path) -> dict[str, list[str]]:
-    """Ids of users and items as written, and the items' titles."""
-    found: dict[str, list[str]] = json.loads((Path(folder) / CATALOGUE / NAMES_FILE).read_text())
     return found

@@ -28,7 +28,7 @@ def write(net: Any, folder: Path, facts: Any) -> None:
 
     from safetensors.numpy import save_file
 
-    from data import interactions
+    from models import catalogue
 
     net.eval()
     users, items = net.all_vectors()
@@ -38,7 +38,7 @@ def write(net: Any, folder: Path, facts: Any) -> None:
             arrays[name] = p
     found = {k: np.ascontiguousarray(v.detach().cpu().numpy()) for k, v in arrays.items()}
     save_file(found, folder / VECTORS_FILE)
-    names = interactions.names(facts.folder)
+    names = catalogue.names(facts.folder)
     (folder / NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
     (folder / CONFIG_FILE).write_text(json.dumps({"model_type": "isobatch-recommender", "head": net.head}))
     shutil.copy(__file__, folder / "recommendations.py")

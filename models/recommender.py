@@ -174,10 +174,10 @@ class Recommender(Task):
         return config
 
     def build_model(self, facts: Any) -> nn.Module:
-        from data.interactions import catalogue
+        from models.catalogue import Catalogue
         from models.recommender_net import RecommenderNet
 
-        known = catalogue(facts.folder)
+        known = Catalogue.read(facts.folder)
         encoder = self._encoder(facts, known)
         self._kept = Path(facts.folder) / ENCODED
         return RecommenderNet(known, self.options.dim, self._layers, self.options.head, encoder)
@@ -195,7 +195,7 @@ class Recommender(Task):
         else:
             place = hub.place(name, self.recipe.revision)
             net = make_net(AutoConfig.from_pretrained(place), place, self.recipe.revision)
-        encoder = TextEncoder(net, known.texts, options.pooling, options.text_cache != "off")
+        encoder = TextEncoder(net, known, options.pooling, options.text_cache != "off")
         self._lowest = 0
         if options.text in (None, "lora"):
             blocks = len(encoder.blocks[2])

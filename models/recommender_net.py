@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding  # rows by number: the gradient of x[i] is added up in any order
 
-from data.interactions import Catalogue
+from models.catalogue import Catalogue
 from models.text_encoder import TextEncoder
 
 ID_STD = 0.1
@@ -35,7 +35,7 @@ class RecommenderNet(nn.Module):
         users, items = len(catalogue.user_text), len(catalogue.item_text)
         self.user_ids, self.item_ids = nn.Embedding(users, dim), nn.Embedding(items, dim)
         for table in (self.user_ids, self.item_ids):
-            nn.init.normal_(table.weight, std=ID_STD)
+            table.weight.data.mul_(ID_STD)
         self.item_bias = nn.Embedding(items, 1)
         nn.init.zeros_(self.item_bias.weight)
         for name, texts in (("user_text", catalogue.user_text), ("item_text", catalogue.item_text)):

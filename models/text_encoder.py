@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.base import Ragged
 from models.base import ModelError
+from models.catalogue import Catalogue
 
 CHUNK_TOKENS = 4096
 """Padded tokens that the encoder computes at a time."""
@@ -31,12 +31,12 @@ LORA_TARGETS = ("c_attn", "query", "value", "q_proj", "v_proj", "q_lin", "v_lin"
 class TextEncoder(nn.Module):
     """A transformers model that turns numbered texts into (n, hidden) vectors."""
 
-    def __init__(self, net: nn.Module, texts: Ragged, pooling: str, prefix_cache: bool = True) -> None:
+    def __init__(self, net: nn.Module, known: Catalogue, pooling: str, prefix_cache: bool = True) -> None:
         super().__init__()
         self.net, self.pooling, self.uses_prefix = net, pooling, prefix_cache
-        self.lengths = torch.from_numpy(np.array(texts.lengths))
-        self.starts = torch.from_numpy(np.array(texts.offsets[:-1]))
-        self.tokens = torch.from_numpy(texts.values.astype(np.int64))
+        self.lengths = torch.from_numpy(np.diff(known.offsets))
+        self.starts = torch.from_numpy(np.array(known.offsets[:-1]))
+        self.tokens = torch.from_numpy(known.tokens.astype(np.int64))
         self.below = 0
         """Blocks whose output is known: `prefix` holds it."""
         self.prefix: Tensor | None = None

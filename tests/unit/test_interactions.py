@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import interactions, splitting
+from data import splitting
 from data.base import DataError
-from data.interactions import InteractionOptions, Interactions, catalogue
+from data.interactions import InteractionOptions, Interactions
 from engine.facts import Facts
 from engine.prepare import prepare
 from engine.recipe import Recipe
+from models import catalogue
+from models.catalogue import Catalogue
 
 NCF = Path(__file__).parents[3] / "shared" / "data" / "ml-1m-ncf"
 
@@ -37,7 +39,7 @@ def made(path: Path | str, **options: Any) -> tuple[Facts, dict[str, dict[str, n
 
 def ids(facts: Facts, rows: dict[str, np.ndarray]) -> list[tuple[str, str]]:
     """(user, item) as written."""
-    names = interactions.names(facts.folder)
+    names = catalogue.names(facts.folder)
     return [(names["users"][u], names["items"][i]) for u, i in zip(rows["user"], rows["item"], strict=True)]
 
 
@@ -45,12 +47,11 @@ def words(facts: Facts, which: str) -> list[str]:
     """The text of each user or item, through its tokens."""
     from tokenizers import Tokenizer
 
-    tokenizer, known = (
-        Tokenizer.from_file(str(Path(facts.folder) / "tokenizer.json")),
-        catalogue(facts.folder),
-    )
+    tokenizer = Tokenizer.from_file(str(Path(facts.folder) / "tokenizer.json"))
+    known = Catalogue.read(facts.folder)
     numbers = known.user_text if which == "users" else known.item_text
-    return ["" if n < 0 else tokenizer.decode(known.texts.rows(np.array([n]))[0].tolist()) for n in numbers]
+    found = np.split(known.tokens, known.offsets[1:-1])
+    return ["" if n < 0 else tokenizer.decode(found[n].tolist()) for n in numbers]
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +152,7 @@ def test_tables(kind: str, tmp_path: Path) -> None:
     assert ids(facts, splits["valid"]) == [("ann", "z")]
     assert words(facts, "users") == ["Ayr. 30", "Bath. 40"]
     assert words(facts, "items") == ["X ray. war, sea", "Yacht. sea", "Zoo"]
-    assert interactions.names(facts.folder)["titles"] == ["X ray", "Yacht", "Zoo"]
+    assert catalogue.names(facts.folder)["titles"] == ["X ray", "Yacht", "Zoo"]
     chosen, _ = made(tmp_path / "t", user_text="town", item_text="genre")
     assert words(chosen, "users") == ["Ayr", "Bath"]
     assert words(chosen, "items") == ["war, sea", "sea", ""]
@@ -341,7 +342,7 @@ def test_too_few_unseen_items_are_all_ranked_against(tmp_path: Path) -> None:
 @pytest.mark.skipif(not NCF.is_dir(), reason="needs the MovieLens NCF folder beside the project")
 def test_popularity_on_the_published_protocol() -> None:
     facts, splits = made(NCF, eval_negatives=99)
-    counts, test = catalogue(facts.folder).counts, splits["test"]
+    counts, test = Catalogue.read(facts.folder).counts, splits["test"]
     mine, theirs = counts[test["item"]][:, None], counts[test["rivals"]]
     rank = (theirs > mine).sum(1) + 0.5 * (theirs == mine).sum(1)
     assert (rank < 10).mean() == pytest.approx(0.4538, abs=5e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.base import Ragged
-from data.interactions import Catalogue
 from models import ranking
 from models import recommender_loss as losses
 from models.base import ModelError
+from models.catalogue import Catalogue
 from models.recommender import Recommender, RecommenderOptions
 from models.recommender_net import RecommenderNet
 from tests.unit.test_text_encoder import encoder, texts
@@ -30,7 +30,7 @@ def catalogue() -> Catalogue:
     counts = np.bincount(seen % ITEMS, minlength=ITEMS)
     of_users, of_items = np.arange(USERS) % 3, np.arange(ITEMS)
     of_items[5] = -1
-    return Catalogue(texts(ITEMS), of_users, of_items, counts, seen)
+    return dataclasses.replace(texts(ITEMS), user_text=of_users, item_text=of_items, counts=counts, seen=seen)
 
 
 def net(head: str = "dot", text: bool = True) -> RecommenderNet:
@@ -229,4 +229,3 @@ def test_no_gradient_for_lora_is_an_error() -> None:
     model.train()
     model(torch.tensor([0]), [torch.tensor([1])])[0].sum().backward()
     assert task.observe(model, step)["lora_grad_norm"] > 0
-    assert isinstance(texts(), Ragged)

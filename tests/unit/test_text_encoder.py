@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from data.base import Ragged
 from models import text_encoder
 from models.base import ModelError
+from models.catalogue import Catalogue
 from models.text_encoder import TextEncoder, add_lora, make_net
 
 BLOCKS, WIDTH, WORDS = 4, 32, 50
@@ -25,10 +25,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def texts(count: int = 23, longest: int = 14) -> Ragged:
+def texts(count: int = 23, longest: int = 14) -> Catalogue:
     draw = np.random.default_rng(0)
     lengths = draw.integers(1, longest, size=count)
-    return Ragged.from_rows([draw.integers(3, WORDS, size=n).astype(np.uint16) for n in lengths])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    none = np.zeros(1, np.int64)
+    return Catalogue(draw.integers(3, WORDS, size=offsets[-1]), offsets, none, none, none, none)
 
 
 def encoder(family: str = "gpt2", lora: int = 2, prefix: bool = True, pooling: str = "mean") -> TextEncoder:
@@ -126,7 +128,7 @@ def test_pooling_looks_at_tokens_only(pooling: str) -> None:
     made = encoder(pooling=pooling, lora=0)
     rows = texts()
     for number in (1, 4):
-        ids = torch.from_numpy(rows.rows(np.array([number])).astype(np.int64))
+        ids = torch.from_numpy(rows.tokens[rows.offsets[number] : rows.offsets[number + 1]])[None]
         with torch.no_grad():
             states = made.net(input_ids=ids).last_hidden_state[0]
         wanted = states.mean(0) if pooling == "mean" else states[-1]

@@ -1,0 +1,41 @@
+"""What prepared data knows of users and items, as arrays in its folder `catalogue`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+FOLDER, NAMES_FILE = "catalogue", "names.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """Users and items by number."""
+
+    tokens: np.ndarray
+    """Of all different texts, end to end."""
+    offsets: np.ndarray
+    """(texts + 1,) int64: each text's borders in `tokens`."""
+    user_text: np.ndarray
+    """(users,) number of each one's text; -1 for none."""
+    item_text: np.ndarray
+    """(items,)"""
+    counts: np.ndarray
+    """(items,) training interactions."""
+    seen: np.ndarray
+    """Sorted user * items + item of every training interaction."""
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Catalogue:
+        """From a prepared folder."""
+        place = Path(folder) / FOLDER
+        return cls(**{name: np.load(place / f"{name}.npy", mmap_mode="r") for name in cls.__slots__})
+
+
+def names(folder: str | Path) -> dict[str, list[str]]:
+    """Ids of users and items as written, and the items' titles."""
+    found: dict[str, list[str]] = json.loads((Path(folder) / FOLDER / NAMES_FILE).read_text())
+    return found
