@@ -75,6 +75,7 @@ class Interactions(Tokenized):
     """
 
     Options: ClassVar[type] = InteractionOptions
+    version: ClassVar[int] = 2
     demo_vocabulary: ClassVar[int] = 512
 
     def check(self) -> None:

@@ -55,7 +55,8 @@ class Trainer:
 
     def fit(self) -> None:
         """Train every phase, evaluate, export; leaves summary.json."""
-        self.console.say(self._headline())
+        for line in (self._headline(), *self.session.facts.extra.get("notes", [])):
+            self.console.say(line)
         with self.stop, self.watch:
             if self.world.is_main:
                 checkpoint.sweep(self.run.checkpoints)

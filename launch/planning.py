@@ -113,5 +113,6 @@ def prepare(words: Sequence[str]) -> int:
         f"{counts} samples of up to {facts.longest} tokens (mean {facts.mean_length:.0f}),"
         f" {facts.fingerprint}"
     )
-    print(f"in {facts.folder}")
+    for line in (*facts.extra.get("notes", []), f"in {facts.folder}"):
+        print(line)
     return 0

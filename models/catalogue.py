@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 FOLDER, NAMES_FILE = "catalogue", "names.json"
+SMALL_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,13 @@ class Catalogue:
     @classmethod
     def read(cls, folder: str | Path) -> Catalogue:
         """From a prepared folder."""
-        place = Path(folder) / FOLDER
-        return cls(**{name: np.load(place / f"{name}.npy", mmap_mode="r") for name in cls.__slots__})
+        return cls(**{name: _array(Path(folder) / FOLDER / f"{name}.npy") for name in cls.__slots__})
+
+
+def _array(file: Path) -> np.ndarray:
+    """Mapped where it is large: an empty one cannot be."""
+    found: np.ndarray = np.load(file, mmap_mode="r" if file.stat().st_size > SMALL_FILE_BYTES else None)
+    return found
 
 
 def names(folder: str | Path) -> dict[str, list[str]]:

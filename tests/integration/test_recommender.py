@@ -98,6 +98,17 @@ def test_other_heads_and_losses_learn(head: str, loss: str, home: Path) -> None:
     assert len(listed.stdout.splitlines()) == 3
 
 
+def test_a_bare_table_is_enough(tmp_path: Path) -> None:
+    rows_ = [f"{user},{(user * 7 + n * n) % 30}" for user in range(40) for n in range(6)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item", *rows_]))
+    flags = ["--data", "log.csv", "--epochs", "1", "--batch-size", "32", "--name", "bare"]
+    done = launch("auto", "--task", "recommender", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "items have no text" in done.stderr
+    assert "the last in the file" in done.stderr
+    assert 0 <= summary(tmp_path / "runs" / "bare")["metrics"]["hr@10"] <= 1
+
+
 def test_cached_vectors_under_a_trained_encoder_are_refused(home: Path) -> None:
     said = complaint(
         launch("auto", "--task", "recommender", "--text", "lora", "--text-cache", "on", cwd=home)
