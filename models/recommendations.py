@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 VECTORS_FILE = "model.safetensors"
+TRAINING_FILE = "training.safetensors"
+"""The weights as they were trained, for another training to begin with."""
 NAMES_FILE = "names.json"
 CONFIG_FILE = "config.json"
 
@@ -38,6 +40,8 @@ def write(net: Any, folder: Path, facts: Any) -> None:
             arrays[name] = p
     found = {k: np.ascontiguousarray(v.detach().cpu().numpy()) for k, v in arrays.items()}
     save_file(found, folder / VECTORS_FILE)
+    own = {n: p for n, p in net.named_parameters() if "encoder." not in n or "lora_" in n or p.requires_grad}
+    save_file({n: p.detach().cpu().contiguous().numpy() for n, p in own.items()}, folder / TRAINING_FILE)
     names = catalogue.names(facts.folder)
     (folder / NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
     (folder / CONFIG_FILE).write_text(json.dumps({"model_type": "isobatch-recommender", "head": net.head}))

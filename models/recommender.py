@@ -35,6 +35,12 @@ class RecommenderOptions:
     text_cache: Literal["auto", "on", "off"] = "auto"
     """What a fixed part of the encoder computes is kept: all of it for frozen, what lies below the lowest
     trained block for lora. off computes it anew for each batch."""
+    text_dedup: bool = True
+    """Encode a text once however many rows of a batch want it."""
+    text_chunk: int = 4096
+    """Tokens that the encoder computes at a time; more than one chunk are encoded again in the backward."""
+    start: str | None = None
+    """A finished recommender, a run or its final/, whose weights training begins with; see --phase."""
     lora_blocks: int = 4
     """The top blocks of the encoder that get LoRA."""
     lora_r: int = 8
@@ -116,7 +122,9 @@ class Recommender(Task):
                 " leave it out (texts are encoded once a batch, what lies below LoRA once and for all), or"
                 " use --text frozen"
             )
-        for flag in ("dim", "lora_blocks", "lora_r", "top_k"):
+        if options.start is not None and not _weights_of(options.start).is_file():
+            raise ModelError(f"--start {options.start}: is no finished recommender (a run, or its final/)")
+        for flag in ("dim", "lora_blocks", "lora_r", "top_k", "text_chunk"):
             if getattr(options, flag) < 1:
                 raise ModelError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
         if options.head == "neumf" and options.dim % 2:
@@ -145,6 +153,12 @@ class Recommender(Task):
             raise ModelError(
                 f"--text-model {name}: is no preset ({', '.join(PRESETS)}), folder or hub id (owner/name)"
             )
+
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A run may be verified anywhere: what it begins with is named by its whole path."""
+        start = values.get("start")
+        return {} if start is None else {"start": str(Path(start).expanduser().resolve())}
 
     @property
     def _trainable(self) -> list[str]:
@@ -180,7 +194,24 @@ class Recommender(Task):
         known = Catalogue.read(facts.folder)
         encoder = self._encoder(facts, known)
         self._kept = Path(facts.folder) / ENCODED
-        return RecommenderNet(known, self.options.dim, self._layers, self.options.head, encoder)
+        net = RecommenderNet(known, self.options.dim, self._layers, self.options.head, encoder)
+        net.deduplicate = self.options.text_dedup
+        if self.options.start is not None:
+            self._begin_with(net, self.options.start)
+        return net
+
+    def _begin_with(self, net: nn.Module, start: str) -> None:
+        """The weights of another run; what it has not, such as LoRA, stays as it is."""
+        from safetensors.torch import load_file
+
+        found, own = load_file(_weights_of(start)), net.state_dict()
+        for name, value in found.items():
+            if name in own and own[name].shape != value.shape:
+                raise ModelError(
+                    f"--start {start}: its {name} is {tuple(value.shape)}, here {tuple(own[name].shape)}: it"
+                    " was trained on other data or with other --dim, --head or --layers"
+                )
+        net.load_state_dict({k: v for k, v in found.items() if k in own}, strict=False)
 
     def _encoder(self, facts: Any, known: Any) -> Any:
         from transformers import AutoConfig
@@ -195,7 +226,7 @@ class Recommender(Task):
         else:
             place = hub.place(name, self.recipe.revision)
             net = make_net(AutoConfig.from_pretrained(place), place, self.recipe.revision)
-        encoder = TextEncoder(net, known, options.pooling, options.text_cache != "off")
+        encoder = TextEncoder(net, known, options.pooling, options.text_cache != "off", options.text_chunk)
         self._lowest = 0
         if options.text in (None, "lora"):
             blocks = len(encoder.blocks[2])
@@ -311,6 +342,12 @@ class Recommender(Task):
         from models.recommendations import write
 
         write(model, folder, facts)
+
+
+def _weights_of(start: str) -> Path:
+    """Where a run, or its final/, has the weights that training can begin with."""
+    folder = Path(start).expanduser()
+    return (folder / "final" if (folder / "final").is_dir() else folder) / "training.safetensors"
 
 
 def _encoder_size(config: Mapping[str, Any]) -> tuple[int, int]:

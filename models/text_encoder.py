@@ -31,7 +31,14 @@ LORA_TARGETS = ("c_attn", "query", "value", "q_proj", "v_proj", "q_lin", "v_lin"
 class TextEncoder(nn.Module):
     """A transformers model that turns numbered texts into (n, hidden) vectors."""
 
-    def __init__(self, net: nn.Module, known: Catalogue, pooling: str, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        known: Catalogue,
+        pooling: str,
+        prefix_cache: bool = True,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> None:
         super().__init__()
         self.net, self.pooling, self.uses_prefix = net, pooling, prefix_cache
         self.lengths = torch.from_numpy(np.diff(known.offsets))
@@ -41,7 +48,7 @@ class TextEncoder(nn.Module):
         """Blocks whose output is known: `prefix` holds it."""
         self.prefix: Tensor | None = None
         """(all tokens, hidden) states that enter block `below`."""
-        self.chunk_tokens = CHUNK_TOKENS
+        self.chunk_tokens = chunk_tokens
         self.chunked: bool | None = None
         """Whether the backward runs in chunks; None: where more than one chunk is needed."""
 

@@ -98,6 +98,19 @@ def test_other_heads_and_losses_learn(head: str, loss: str, home: Path) -> None:
     assert len(listed.stdout.splitlines()) == 3
 
 
+def test_the_second_phase_begins_with_a_run(home: Path) -> None:
+    flags = ["--phase", "lora", "--start", "runs/one", "--epochs", "0.2", "--name", "second", "--quiet"]
+    done = launch("auto", "--task", "recommender", *flags, cwd=home)
+    assert done.returncode == 0, done.stderr
+    first = losses(home / "runs" / "second")[0]
+    trained = losses(home / "runs" / "one")
+    assert abs(first - trained[-1]) < 0.3 < trained[0] - first
+    said = complaint(launch("auto", "--task", "recommender", "--start", "runs/two", cwd=home))
+    assert "is no finished recommender" in said
+    other = launch("auto", "--task", "recommender", "--start", "runs/one", "--dim", "8", cwd=home)
+    assert "was trained on other data or with other --dim" in complaint(other)
+
+
 def test_a_bare_table_is_enough(tmp_path: Path) -> None:
     rows_ = [f"{user},{(user * 7 + n * n) % 30}" for user in range(40) for n in range(6)]
     (tmp_path / "log.csv").write_text("\n".join(["user,item", *rows_]))
