@@ -303,8 +303,6 @@ def make_net(config: Any, place: str | None, revision: str | None) -> nn.Module:
             setattr(config, name, 0.0)
     if place is None:
         return AutoModel.from_config(config, dtype=torch.float32)
-    found = AutoModel.from_pretrained(
-        place, config=config, revision=revision or "main", dtype=torch.float32, add_pooling_layer=False
-    )
+    found = AutoModel.from_pretrained(place, config=config, revision=revision or "main", dtype=torch.float32)
     made: nn.Module = found
     return made
