@@ -73,8 +73,8 @@ def measures(case: Case, asked: PlanOptions, processes: int) -> list[tuple[Strat
 
 def unshardable(case: Case) -> str:
     """Why this recipe cannot be trained in shards, or nothing."""
-    if case.shape.changes:
-        return f"{case.recipe.task} changes the model's shape, so each process holds all of it: use ddp"
+    if case.shape.whole:
+        return f"{case.recipe.task}: {case.shape.whole}, so each process holds all of it: use ddp"
     if case.precision == "fp16":
         return "fp16's loss scale is not kept under ZeRO: use --precision fp32 or bf16"
     if case.recipe.optimizer not in ("adamw", "sgd"):

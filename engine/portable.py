@@ -95,9 +95,14 @@ def share(sizes: Mapping[str, int], rank: int, world: int) -> Iterator[tuple[str
         position += size
 
 
+def weights(saved: Reads) -> set[str]:
+    """Names of the saved weights and buffers."""
+    return {k.removeprefix(WEIGHT) for k in saved.entries if k.startswith(WEIGHT)}
+
+
 def check(saved: Reads, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise TrainingError unless the saved weights are, by name and shape, those of `shapes`."""
-    found = {k.removeprefix(WEIGHT) for k in saved.entries if k.startswith(WEIGHT)}
+    found = weights(saved)
     if found != set(shapes):
         odd = sorted(found ^ set(shapes))
         raise TrainingError(

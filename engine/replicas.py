@@ -148,7 +148,7 @@ class Replicas:
         if self.plan.precision == "fp16" and scaling:
             self.scale, self.good_steps = float(scaling["scale"]), int(scaling["good_steps"])
 
-    def put_weights(self, saved: Saved) -> None:
+    def put_weights(self, saved: Saved, first: bool = False) -> None:
         """The weights alone, as for a last evaluation."""
         portable.put_weights(saved, self.raw)
 

@@ -129,7 +129,9 @@ class Session:
         """The model with all its weights, on one process: from a checkpoint where it is in shards."""
         if not self.plan.strategy.startswith("zero"):
             return self.model
-        model = self.task.build_model(self.facts)
+        model = self.task.build_model(self.facts).eval()
+        with torch.no_grad():  # what trains, and so was saved, may be the phase's
+            self.task.begin(model, self.stretch.name, self._first_samples)
         portable.put_weights(Saved(saved), model)
         return model
 

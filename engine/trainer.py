@@ -71,7 +71,7 @@ class Trainer:
                     self._go_to(found)
                     found = None
                 elif self.plan.strategy.startswith("zero") and before.exists():
-                    self.session.strategy.put_weights(Saved(before))
+                    self.session.strategy.put_weights(Saved(before), first=True)
                 self._train(stretch)
             self._finish()
 

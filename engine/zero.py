@@ -160,15 +160,17 @@ class Shards:
                 # One count per flat group: all its parameters have taken the same steps of this phase.
                 shard.steps.fill_(float(saved.read(key)))
 
-    def put_weights(self, saved: Saved) -> None:
-        """Shards and, where this rank holds a whole parameter, that."""
+    def put_weights(self, saved: Saved, first: bool = False) -> None:
+        """Shards and, where this rank holds a whole parameter, that. `first`: what only now trains, and so
+        was not saved by the phase before, stays as it was made."""
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._trained()}
         shapes |= {name: tuple(b.shape) for name, b in self._buffers().items()}
-        portable.check(saved, shapes)
+        known = portable.weights(saved) if first else set(shapes)
+        portable.check(saved, {name: shape for name, shape in shapes.items() if name in known})
         with torch.no_grad():
             for name, buffer in self._buffers().items():
                 buffer.copy_(saved.read(WEIGHT + name))
-            for name, p in self._trained():
+            for name, p in ((n, p) for n, p in self._trained() if n in known):
                 if p.numel() and tuple(p.shape) == shapes[name]:
                     p.copy_(saved.read(WEIGHT + name))
                 shard = self._shard(p)

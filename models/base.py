@@ -139,6 +139,10 @@ class Phase:
     """Whether --patience may end it and its best checkpoint is looked for."""
 
 
+CHANGES = "it changes the model's shape"
+"""A reason for Shape.whole."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """The size of a model, from which its memory and time follow. Zero where a notion does not apply."""
@@ -151,8 +155,8 @@ class Shape:
     intermediate: int = 0
     vocabulary: int = 0
     """Width of an output projection computed for every token."""
-    changes: bool = False
-    """Training changes the model's shape: every process must hold all of it."""
+    whole: str = ""
+    """Why every process must hold all of the model, if it must: as in `it changes the model's shape`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

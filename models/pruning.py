@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from models import appraisal, encoders, importance, surgery
-from models.base import Batch, Change, ModelError, Phase, Shape, Step
+from models.base import CHANGES, Batch, Change, ModelError, Phase, Shape, Step
 from models.distillation import DistillationOptions, Distilled
 from models.fields import Fraction, Positive, Share
 from models.importance import Budget, Granularity, Kept, Scores
@@ -115,7 +115,7 @@ class Pruning(Distilled):
         return encoders.sizes(config, self._name)
 
     def shape(self, facts: Any) -> Shape:
-        return dataclasses.replace(super().shape(facts), changes=True)
+        return dataclasses.replace(super().shape(facts), whole=CHANGES)
 
     def begin(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Place for the running mean of what gates are worth, where gradients count."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from models import appraisal, encoders, exporting, onnx_graph, saving
 from models.appraisal import Form
-from models.base import Batch, Phase, Shape
+from models.base import CHANGES, Batch, Phase, Shape
 from models.classifier import onnx_forms
 from models.distillation import DistillationOptions, Distilled
 
@@ -70,7 +70,7 @@ class QAT(Distilled):
 
     def shape(self, facts: Any) -> Shape:
         """Two phases have two shapes, which shards could not follow."""
-        return dataclasses.replace(super().shape(facts), changes=self.teacher_word is None)
+        return dataclasses.replace(super().shape(facts), whole="" if self.teacher_word else CHANGES)
 
     def begin(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Round from now on, in ranges chosen on the first training samples."""

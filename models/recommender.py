@@ -261,6 +261,7 @@ class Recommender(Task):
             heads=1,
             intermediate=max(inner, dim) * pairs,
             vocabulary=(options.cohort or self._negatives) if pairs == 1 else 0,
+            whole="it computes parts of its encoder by themselves" if numbers is not None else "",
         )
 
     def begin(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:

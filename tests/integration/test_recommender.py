@@ -122,6 +122,12 @@ def test_a_bare_table_is_enough(tmp_path: Path) -> None:
     assert 0 <= summary(tmp_path / "runs" / "bare")["metrics"]["hr@10"] <= 1
 
 
+def test_shards_are_refused(home: Path) -> None:
+    flags = ["--strategy", "zero2", "--processes", "2"]
+    said = complaint(launch("auto", "--task", "recommender", *flags, cwd=home))
+    assert "computes parts of its encoder by themselves" in said
+
+
 def test_cached_vectors_under_a_trained_encoder_are_refused(home: Path) -> None:
     said = complaint(
         launch("auto", "--task", "recommender", "--text", "lora", "--text-cache", "on", cwd=home)

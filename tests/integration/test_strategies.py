@@ -55,6 +55,24 @@ def test_from_a_laptop_to_zero_and_back(tmp_path: Path) -> None:
     assert launch("verify", str(run), cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_phase_may_train_what_the_one_before_left_frozen(strategy: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    common = ["auto", "--task", f"{ROOT}/tests/tasks/troubled.py:Thaws", "--quiet"]
+    assert launch(*common, "--name", "one", cwd=tmp_path).returncode == 0
+    two = [*common, "--name", "two", "--again", "--processes", "2", "--strategy", strategy]
+    done = launch(*two, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    one, other = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    curves = [[r["loss"] for r in rows(run) if "lr" in r] for run in (one, other)]
+    assert len(curves[0]) == 20
+    assert furthest(*curves) < 1e-5
+    weights, others = (load_file(run / "final" / "model.safetensors") for run in (one, other))
+    for name, weight in weights.items():
+        assert float((weight - others[name]).abs().max()) < 1e-5
+
+
 def _cut_back(run: Path, step: int) -> None:
     """As if it had been killed soon after this step."""
     import shutil

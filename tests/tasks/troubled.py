@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from data.base import Columns, Data
-from models.base import Batch, Loss, ModelError, Step, Task
+from models.base import Batch, Loss, ModelError, Phase, Step, Task
 
 
 class Points(Data):
@@ -168,3 +168,20 @@ class Normed(Line):
 class WrongUnit(Line):
     def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
         return {"loss": Loss((model(batch["x"]) - batch["y"]).square().sum(), "tokens")}
+
+
+class Thaws(Line):
+    """Two phases: what the first left frozen trains in the second."""
+
+    defaults = {**Line.defaults, "steps": [10, 10], "lr": 1e-2}
+
+    def phases(self) -> list[Phase]:
+        return [Phase(name="cold"), Phase(name="warm")]
+
+    def build_model(self, facts: Any) -> Any:
+        from torch import nn
+
+        return nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 1))
+
+    def begin(self, model: Any, phase: str, first: Any) -> None:
+        model[0].requires_grad_(phase == "warm")
