@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 TRAINABLE = ("projection", "fusion", "mlp", "ids")
 ENCODED = "encoded"
 """Folder beside the prepared data where states of frozen blocks are kept."""
-MOST_SCORES = 1 << 24
-"""Scores of a full ranking computed at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +63,8 @@ class RecommenderOptions:
     """In place of drawn negatives, the items of the other pairs in groups of so many; 0 draws."""
     gbce_t: float = 0.75
     """Calibration of gbce (Petrov and Macdonald 2023): 0 is bce, 1 makes scores probabilities."""
+    l2: float = 0.0
+    """Penalty on the squared id vectors of each pair (Rendle et al. 2020 take 0.005)."""
     pooling: Literal["mean", "last"] = "mean"
     """A text's vector: the mean of its tokens' states, or the last one's."""
     top_k: int = 10
@@ -293,7 +293,10 @@ class Recommender(Task):
             drawn = step.noise.integers("negatives", (count, 2), self._items(model))
             calibration = options.gbce_t if options.loss == "gbce" else 0.0
             total = losses.binary(model, user, item, drawn, calibration)
-        return {"loss": Loss(total, "sample")}
+        if not options.l2:
+            return {"loss": Loss(total, "sample")}
+        penalty = options.l2 * losses.squares(model, user, item)
+        return {"ranking": Loss(total, "sample"), "l2": Loss(penalty, "sample")}
 
     def _items(self, model: Any) -> int:
         return len(getattr(model, "module", model).item_text)

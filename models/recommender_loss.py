@@ -71,3 +71,10 @@ def binary(model: Any, user: Tensor, item: Tensor, drawn: Tensor, calibration: f
     beta = rate * (calibration * (1 - 1 / rate) + 1 / rate)
     against = logsigmoid(-scores.float()).masked_fill(taken, 0.0)
     return -(beta * logsigmoid(positive.float()).sum() + against.sum())
+
+
+def squares(model: Any, user: Tensor, item: Tensor) -> Tensor:
+    """Sum of the squared id vectors of the pairs."""
+    net = getattr(model, "module", model)
+    found: Tensor = net.user_ids(user).square().sum() + net.item_ids(item).square().sum()
+    return found
