@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +33,27 @@ class Replicas:
     equal_counts = False
     """Ranks may compute different numbers of micro-batches."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, world: World, clip: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        world: World,
+        clip: float,
+        lazy: Sequence[nn.Parameter] = (),
+    ) -> None:
         self.raw, self.optimizer, self.plan, self.world, self.clip = model, optimizer, plan, world, clip
         self.named = dict(model.named_parameters())
         self.model = model
         """What computes a loss."""
-        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.lazy = [p for p in lazy if p.requires_grad]
+        """Tables whose gradients and updates are of the rows that were read."""
+        apart = {id(p) for p in self.lazy}
+        self.trained = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
         self.overlapped = False
         """Never in the first step, which shows whether DDP can follow: it needs all gradients."""
         self._reduces = False
-        self.undecided = plan.reduction == "overlapped" and world.size > 1
+        self.undecided = plan.reduction == "overlapped" and world.size > 1 and not self.lazy
         self.tables: dict[nn.Parameter, Tensor] = {}
         self._gather_rows(plan.device == "cpu" and plan.compile == "off")
         self.scale = SCALE_START if plan.precision == "fp16" else 1.0
@@ -50,9 +61,10 @@ class Replicas:
 
     def _gather_rows(self, yes: bool) -> None:
         """Embeddings' gradients as the rows that were read: a table for each micro-batch costs a CPU more."""
+        lazy = {id(p) for p in self.lazy}
         for module in self.raw.modules():
             if isinstance(module, nn.Embedding) and not module.scale_grad_by_freq:
-                module.sparse = yes
+                module.sparse = yes or id(module.weight) in lazy
 
     @property
     def computes_dummies(self) -> bool:
@@ -88,6 +100,8 @@ class Replicas:
             group["lr"] = rate
         if self.clip:
             nn.utils.clip_grads_with_norm_(self.trained, self.clip, norm)
+            for rows in self._rows():
+                rows.mul_((self.clip / (norm + 1e-6)).clamp_max(1.0))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -97,15 +111,22 @@ class Replicas:
         if not self.overlapped:
             self._place_rows()
             everything_used = self.world.sum_gradients(self.trained)
+            for p in self.lazy:
+                if p.grad is not None or self.world.size > 1:
+                    p.grad = self.world.sum_rows(p)
             if self.undecided:
                 self.undecided, self.overlapped = False, everything_used
                 if everything_used:
                     self._gather_rows(False)
                     self.model = self.world.wrap(self.raw)
-        gradients = [p.grad for p in self.trained if p.grad is not None]
+        gradients = [p.grad for p in self.trained if p.grad is not None] + self._rows()
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
         return nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
+
+    def _rows(self) -> list[Tensor]:
+        """The gradients of the lazy tables' rows."""
+        return [p.grad._values() for p in self.lazy if p.grad is not None]
 
     def _place_rows(self) -> None:
         """Whole tables of the rows' gradients, in memory that is kept: new pages cost more than the sums."""
@@ -123,7 +144,7 @@ class Replicas:
                 self.scale *= 2
             return False
         self.scale, self.good_steps = self.scale / 2, 0
-        for p in self.trained:
+        for p in (*self.trained, *self.lazy):
             p.grad = None
         if self.scale < SCALE_LEAST:
             raise TrainingError(

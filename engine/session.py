@@ -136,12 +136,13 @@ class Session:
         return model
 
     def _make_strategy(self) -> Strategy:
-        optimizer = make_optimizer(self.model, self.recipe, self.plan.device)
+        lazy = list(self.task.lazy(self.model))
+        optimizer = make_optimizer(self.model, self.recipe, self.plan.device, lazy)
         if self.plan.strategy.startswith("zero"):
             from engine.zero import Shards
 
             return Shards(self.model, optimizer, self.plan, self.world, self.recipe.clip)
-        return Replicas(self.model, optimizer, self.plan, self.world, self.recipe.clip)
+        return Replicas(self.model, optimizer, self.plan, self.world, self.recipe.clip, lazy)
 
     def _make_stepper(self) -> Stepper:
         stretch = self.stretch

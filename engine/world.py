@@ -169,6 +169,34 @@ class World:
                 p.grad.copy_(piece.view_as(p))
         return all(n == busy for n in used)
 
+    def sum_rows(self, p: nn.Parameter) -> Tensor:
+        """A table's sparse gradient, summed over ranks; what is sent grows with the rows of the batch."""
+        import torch
+
+        if self.size == 1 and p.grad is not None:
+            return p.grad.coalesce()
+        rows, values = torch.empty(0, dtype=torch.int64, device=p.device), p.detach()[:0]
+        if p.grad is not None:
+            mine = p.grad.coalesce()
+            rows, values = mine.indices()[0], mine.values()
+        counts = self.gather_tensors(torch.tensor([len(rows)], device=p.device)).tolist()
+        most = max(1, *counts)
+        every = self.gather_tensors(_padded(rows, most)).split(most)
+        of_every = self.gather_tensors(_padded(values, most)).split(most)
+        rows = torch.cat([part[:n] for part, n in zip(every, counts, strict=True)])
+        values = torch.cat([part[:n] for part, n in zip(of_every, counts, strict=True)])
+        return torch.sparse_coo_tensor(rows[None], values, p.shape, check_invariants=False).coalesce()
+
+    def gather_tensors(self, values: Tensor) -> Tensor:
+        """(ranks * n, ...) of every rank's (n, ...), in their order."""
+        import torch
+        import torch.distributed as dist
+
+        found = [torch.empty_like(values) for _ in range(self.size)]
+        with self.waits("rows of a table"):
+            dist.all_gather(found, values.contiguous())
+        return torch.cat(found)
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's object, on every rank."""
         if self.size == 1:
@@ -221,6 +249,13 @@ class World:
             store.set(f"isobatch/left/{self.rank}", "1")
             everyone = [f"isobatch/left/{rank}" for rank in range(self.size)]
             store.wait(everyone, datetime.timedelta(seconds=60))
+
+
+def _padded(values: Tensor, count: int) -> Tensor:
+    """(count, ...) with zeros below."""
+    import torch
+
+    return torch.cat([values, values.new_zeros(count - len(values), *values.shape[1:])])
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

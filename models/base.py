@@ -237,6 +237,13 @@ class Task(ABC):
         """
         return
 
+    def lazy(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        """Embedding tables that move by the rows a step reads: another optimizer, so the recipe's choice.
+
+        Work and communication then grow with the batch and not with the table. Single process or DDP only.
+        """
+        return []
+
     def observe(self, model: nn.Module, step: Step) -> Mapping[str, float]:
         """See the whole reduced gradients before the optimizer does; figures for the step's log."""
         return {}

@@ -82,19 +82,29 @@ class Budget:
     granularity: Granularity
 
     @property
+    def weights(self) -> int:
+        """Weights of all that may go."""
+        s = self.sizes
+        return s.layers * (self._heads(s.heads) + self._neurons(s.neurons))
+
+    @property
     def most(self) -> float:
         """The largest sparsity there can be: each layer keeps `multiple` neurons."""
         s = self.sizes
-        heads = s.heads * s.head_weights if self.granularity != "neurons" else 0
-        neurons = (s.neurons - self.multiple) * s.neuron_weights if self.granularity != "heads" else 0
-        return s.layers * (heads + neurons) / s.weights
+        gone = s.layers * (self._heads(s.heads) + self._neurons(s.neurons - self.multiple))
+        return gone / self.weights
 
-    def sparsity(self, kept: Kept) -> float:
-        """Weights of removed heads and neurons over weights of all (biases apart)."""
+    def _heads(self, count: int) -> int:
+        return count * self.sizes.head_weights if self.granularity != "neurons" else 0
+
+    def _neurons(self, count: int) -> int:
+        return count * self.sizes.neuron_weights if self.granularity != "heads" else 0
+
+    def sparsity(self, heads: int, neurons: int) -> float:
+        """Weights removed of what may go, where so many heads and neurons are left (biases apart)."""
         s = self.sizes
-        heads = s.layers * s.heads - sum(int(k.sum()) for k in kept.heads)
-        neurons = s.layers * s.neurons - sum(int(k.sum()) for k in kept.neurons)
-        return (heads * s.head_weights + neurons * s.neuron_weights) / s.weights
+        gone = self._heads(s.layers * s.heads - heads) + self._neurons(s.layers * s.neurons - neurons)
+        return gone / self.weights
 
 
 def choose(scores: Scores, kept: Kept, budget: Budget, sparsity: float) -> Kept:
@@ -112,7 +122,7 @@ def choose(scores: Scores, kept: Kept, budget: Budget, sparsity: float) -> Kept:
     order = torch.argsort(density, stable=True)
     removed_before = costs[order].cumsum(0) - costs[order]
     goes = torch.zeros(len(order), dtype=torch.bool)
-    goes[order] = removed_before < sparsity * budget.sizes.weights - 0.5
+    goes[order] = removed_before < sparsity * budget.weights - 0.5
     heads, neurons = [k.clone() for k in kept.heads], [k.clone() for k in kept.neurons]
     for unit, gone in zip(units, goes.split([len(u.density) for u in units]), strict=True):
         if unit.is_heads:

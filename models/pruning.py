@@ -30,7 +30,7 @@ class PruningOptions(DistillationOptions):
     """The fields of pruning."""
 
     sparsity: Share = 0.2
-    """Part of the weights of all heads and feed-forward neurons to remove."""
+    """Part to remove of the weights of all heads and neurons, or of those that --granularity names."""
     importance: Literal["l2", "gradient", "l2+gradient"] = "l2+gradient"
     """What a head or neuron is worth: its weights' size, its effect on the loss, or both."""
     importance_window: Positive = 50
@@ -233,16 +233,13 @@ class Pruning(Distilled):
 
 
 def sparsity_of(model: Any, budget: Budget, masks: bool = True) -> float:
-    """Weights of removed (and masked) heads and neurons over those of all."""
-    head, s = encoders.head_size(model.config), budget.sizes
-    layers = encoders.layers(model)
+    """Weights of removed (and masked) heads and neurons over those of all that may go."""
     if masks:
-        left = surgery.kept(layers, head)
+        left = surgery.kept(encoders.layers(model), encoders.head_size(model.config))
         heads, neurons = (sum(int(k.sum()) for k in part) for part in left)
     else:
         heads, neurons = (sum(x) for x in zip(*encoders.heads_and_neurons(model), strict=True))
-    stays = heads * s.head_weights + neurons * s.neuron_weights
-    return 1 - stays / s.weights
+    return budget.sparsity(heads, neurons)
 
 
 def refuse_sparsity(options: PruningOptions, budget: Budget) -> None:

@@ -63,6 +63,9 @@ class RecommenderOptions:
     """In place of drawn negatives, the items of the other pairs in groups of so many; 0 draws."""
     gbce_t: float = 0.75
     """Calibration of gbce (Petrov and Macdonald 2023): 0 is bce, 1 makes scores probabilities."""
+    sparse_tables: bool = False
+    """Ids' tables are trained by SparseAdam (Adam that moves only the rows a step reads, without decay): for
+    tables so large that reading all of them in each step would cost the most."""
     l2: float = 0.0
     """Penalty on the squared id vectors of each pair (Rendle et al. 2020 take 0.005)."""
     pooling: Literal["mean", "last"] = "mean"
@@ -124,6 +127,10 @@ class Recommender(Task):
             )
         if options.start is not None and not _weights_of(options.start).is_file():
             raise ModelError(f"--start {options.start}: is no finished recommender (a run, or its final/)")
+        if options.sparse_tables and self.recipe.optimizer != "adamw":
+            raise ModelError(
+                f"--sparse-tables: rows are updated by Adam; leave out --optimizer {self.recipe.optimizer}"
+            )
         for flag in ("dim", "lora_blocks", "lora_r", "top_k", "text_chunk"):
             if getattr(options, flag) < 1:
                 raise ModelError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
@@ -261,8 +268,17 @@ class Recommender(Task):
             heads=1,
             intermediate=max(inner, dim) * pairs,
             vocabulary=(options.cohort or self._negatives) if pairs == 1 else 0,
-            whole="it computes parts of its encoder by themselves" if numbers is not None else "",
+            whole=self._whole(numbers is not None),
         )
+
+    def _whole(self, reads: bool) -> str:
+        if reads:
+            return "it computes parts of its encoder by themselves"
+        return "its tables are updated by rows" if self.options.sparse_tables else ""
+
+    def lazy(self, model: Any) -> Iterable[nn.Parameter]:
+        tables = (model.user_ids, model.item_ids, model.item_bias)
+        return [table.weight for table in tables] if self.options.sparse_tables else []
 
     def begin(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Choose what trains, and compute once what will not change."""

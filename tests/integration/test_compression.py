@@ -166,7 +166,7 @@ def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
 
 WRONG = {
     "above 1": (["--sparsity", "1.5"], "--sparsity 1.5: must be"),
-    "out of reach": (["--sparsity", "0.5", "--granularity", "heads"], "--sparsity 0.5: at most 0.333"),
+    "out of reach": (["--sparsity", "0.95", "--granularity", "neurons"], "--sparsity 0.95: at most 0."),
     "multiple": (["--multiple", "48"], "--multiple 48: the layers have 512 neurons"),
     "ramp": (["--ramp", "0.9"], "--ramp 0.9: with --recover 0.5"),
     "no teacher": (["--teacher", "runs/none"], "--teacher runs/none: there is no such folder"),

@@ -63,14 +63,20 @@ def test_more_processes_learn_the_same(processes: int, home: Path) -> None:
     assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
-def test_in_batch_negatives_are_a_cohorts_on_any_number_of_processes(home: Path) -> None:
-    flags = ["--cohort", "32", "--text", "off", "--epochs", "1", "--quiet"]
+@pytest.mark.parametrize(
+    "flags", [["--cohort", "32"], ["--sparse-tables", "--clip", "1"]], ids=lambda f: f[0]
+)
+def test_choices_that_could_depend_on_the_world_do_not(flags: list[str], home: Path) -> None:
+    name = flags[0].strip("-")
     for processes in ("1", "2"):
-        words = ["auto", "--task", "recommender", *flags, "--name", f"cohort{processes}", "--again"]
-        done = launch(*words, "--processes", processes, cwd=home)
+        words = ["auto", "--task", "recommender", *flags, "--text", "off", "--epochs", "1", "--quiet"]
+        where = ["--processes", processes, "--name", f"{name}{processes}", "--again", "--save-every", "20"]
+        done = launch(*words, *where, cwd=home)
         assert done.returncode == 0, done.stderr
-    one, two = (losses(home / "runs" / f"cohort{n}") for n in (1, 2))
-    assert furthest(one, two) < 1e-5
+    one, two = (home / "runs" / f"{name}{n}" for n in (1, 2))
+    assert furthest(losses(one), losses(two)) < 1e-5
+    verified = launch("verify", str(two), cwd=home)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
 def test_stopped_in_the_second_phase_it_goes_on_where_it_was(home: Path) -> None:

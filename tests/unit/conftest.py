@@ -73,6 +73,11 @@ class ThreadWorld(World):
     def gather(self, value: Any) -> list[Any]:
         return self._meet(value, "gather")
 
+    def gather_tensors(self, values: Tensor) -> Tensor:
+        import torch
+
+        return torch.cat(self._meet(values, "gather tensors", tuple(values.shape), values.dtype))
+
     def agree(self, value: Any) -> Any:
         return self._meet(value, "agree")[0]
 

@@ -177,7 +177,7 @@ def test_ease_is_the_closed_form() -> None:
 def recommender(**options: Any) -> Recommender:
     from engine.recipe import Recipe
 
-    common = {k: options.pop(k) for k in ("batch_size", "model") if k in options}
+    common = {k: options.pop(k) for k in ("batch_size", "model", "optimizer") if k in options}
     return Recommender(
         Recipe(task="recommender", **{"model": "tiny", **common}), RecommenderOptions(**options)
     )
@@ -196,6 +196,7 @@ def recommender(**options: Any) -> Recommender:
         ({"cohort": 1}, "--cohort 1: must be 0 or at least 2"),
         ({"cohort": 7, "batch_size": 32}, "--cohort 7: must divide --batch-size 32"),
         ({"cohort": 8, "loss": "bce", "batch_size": 32}, "--cohort 8: in-batch negatives are for"),
+        ({"sparse_tables": True, "optimizer": "sgd"}, "--sparse-tables: rows are updated by Adam"),
         ({"model": "tinny"}, "--text-model tinny: is no preset"),
     ],
 )

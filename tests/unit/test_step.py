@@ -291,6 +291,41 @@ def test_rows_that_were_read_make_the_gradient_of_the_table(
         torch.testing.assert_close(rows["weights"][name], weight, rtol=1e-5, atol=1e-6)
 
 
+class ByRows(Replicas):
+    """Its embedding moves by the rows that were read."""
+
+    def __init__(self, model: nn.Module, _: Any, plan: Any, world: Any, clip: float) -> None:
+        lazy = [model.embedding.weight]
+        recipe = Recipe(task="tiny", batch_size=16, lr=0.1, weight_decay=0.1)
+        super().__init__(model, make_optimizer(model, recipe, "cpu", lazy), plan, world, clip, lazy)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_tables_by_rows_learn_the_same_on_any_number_of_ranks(
+    clip: float, together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe(task="tiny", batch_size=16, lr=0.01, clip=clip, dropout=0.2)
+    alone = together(1, trained(recipe, kind=ByRows)).values[0]
+    for size in (2, 3, 20):  # of twenty, some have no samples
+        for found in together(size, trained(recipe, kind=ByRows, most=20)).values:
+            assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+            for name, weight in alone["weights"].items():
+                torch.testing.assert_close(found["weights"][name], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_by_rows_only_what_was_read_moves_as_adam_moves_it() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    before = table.weight.detach().clone()
+    recipe = Recipe(task="tiny", lr=0.1)
+    optimizer = make_optimizer(nn.ModuleList([table, nn.Linear(3, 1)]), recipe, "cpu", [table.weight])
+    table(torch.tensor([1, 3, 3])).sum().backward()
+    optimizer.step()
+    moved = table.weight.detach() - before
+    torch.testing.assert_close(moved[[1, 3]], torch.full((2, 3), -0.1), rtol=1e-5, atol=1e-5)
+    assert not moved[[0, 2, 4]].any()
+    assert set(optimizer.state[table.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
 class Doubled(nn.Linear, base.Held):
     """Computes with twice its weight, and counts how often it was doubled."""
 
