@@ -32,8 +32,8 @@ def sums(name: str, rank: Tensor, k: int) -> dict[str, Sum]:
     hit = rank < k
     gain = torch.where(hit, 1 / torch.log2(rank + 2), torch.zeros_like(rank))
     return {
-        f"{name}hr@{k}": Sum(hit.sum(dtype=torch.float64), len(rank)),
-        f"{name}ndcg@{k}": Sum(gain.sum(dtype=torch.float64), len(rank)),
+        f"{name}hr@{k}": Sum(hit.sum(), len(rank)),
+        f"{name}ndcg@{k}": Sum(gain.sum(), len(rank)),
     }
 
 
@@ -88,7 +88,8 @@ def ease_metrics(net: Any, batches: Iterable[Batch], k: int) -> Mapping[str, flo
 def _had(net: Any, user: Tensor) -> Tensor:
     """(B, items) 1 where a user had the item in training."""
     found = torch.zeros(len(user), len(net.item_text))
-    found[net.seen_by(user)] = 1
+    rows, items = net.seen_by(user.to(net.seen.device))
+    found[rows.cpu(), items.cpu()] = 1
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.noise import KeyedDropout, KeyedNoise, hash_bits
-from tests.integration.helpers import RAGGED, furthest, launch, losses, summary
+from tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -73,3 +73,17 @@ def test_a_classifier_is_pruned_and_quantized_as_on_the_cpu(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     found = summary(tmp_path / "runs" / "small")["metrics"]
     assert found["max_logit_difference"] < 1e-3
+
+
+def test_a_recommender_learns_what_the_cpu_learns(tmp_path: Path) -> None:
+    """Both phases: kept vectors, then LoRA above a kept prefix, its backward in chunks."""
+    common = ["--task", "recommender", "--epochs", "1,0.3", "--text-chunk", "500", "--quiet", "--again"]
+    curves = []
+    for name, words in {
+        "cpu": ["--device", "cpu", "--processes", "1"],
+        "gpu": ["--precision", "fp32", "--compile", "off"],
+    }.items():
+        done = launch("auto", *common, "--name", name, *words, cwd=tmp_path, timeout=400)
+        assert done.returncode == 0, done.stderr
+        curves.append([r["loss"] for r in rows(tmp_path / "runs" / name) if "lr" in r])
+    assert furthest(*curves) < 1e-3
