@@ -154,7 +154,10 @@ def _sizes(case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout]
             nodes,
             f"{case.local(processes)} processes a node" if nodes > 1 else "everything runs on one node",
         ),
-        "strategy": (chosen.choices.strategy, why_strategy(case, asked, chosen)),
+        "strategy": (
+            chosen.choices.strategy,
+            "; ".join(filter(None, (why_strategy(case, asked, chosen), case.shape.remark))),
+        ),
         "activation_checkpointing": (
             chosen.choices.activation_checkpointing,
             why_checkpointing(asked, chosen),

@@ -155,6 +155,8 @@ class Shape:
     intermediate: int = 0
     vocabulary: int = 0
     """Width of an output projection computed for every token."""
+    remark: str = ""
+    """What a plan should say of this model beside."""
     whole: str = ""
     """Why every process must hold all of the model, if it must: as in `it changes the model's shape`."""
 

@@ -268,7 +268,21 @@ class Recommender(Task):
             heads=1,
             intermediate=max(inner, dim) * pairs,
             vocabulary=(options.cohort or self._negatives) if pairs == 1 else 0,
+            remark=self._cost_of_tables((users + items) * dim + items),
             whole=self._whole(numbers is not None),
+        )
+
+    def _cost_of_tables(self, numbers: int) -> str:
+        """Adam keeps four floats a number and moves seven: all of the table, or the rows of a batch."""
+        own, dim = self._negatives, self.options.dim
+        shared = self.options.loss == "sampled-softmax"
+        rows = self.recipe.batch_size * (2 if shared else 2 + own) + (own if shared else 0)
+        every, some = 28 * numbers / 1e6, 28 * min(numbers, rows * dim) / 1e6
+        now, other = (some, every) if self.options.sparse_tables else (every, some)
+        without = "without" if self.options.sparse_tables else "with"
+        return (
+            f"tables of ids take {16 * numbers / 1e6:.1f} MB of each process, and a step moves {now:.1f} MB of"
+            f" them ({without} --sparse-tables at most {other:.1f})"
         )
 
     def _whole(self, reads: bool) -> str:
