@@ -281,8 +281,8 @@ class Recommender(Task):
         now, other = (some, every) if self.options.sparse_tables else (every, some)
         without = "without" if self.options.sparse_tables else "with"
         return (
-            f"tables of ids take {16 * numbers / 1e6:.1f} MB of each process, and a step moves {now:.1f} MB of"
-            f" them ({without} --sparse-tables at most {other:.1f})"
+            f"tables of ids take {16 * numbers / 1e6:.1f} MB of each process, and a step moves {now:.1f} MB"
+            f" of them ({without} --sparse-tables at most {other:.1f})"
         )
 
     def _whole(self, reads: bool) -> str:
