@@ -67,6 +67,11 @@ class Replicas:
                 module.sparse = yes or id(module.weight) in lazy
 
     @property
+    def holds(self) -> bool:
+        """Not where backwards reduce, and so need each weight's gradient, nor in a compiled graph."""
+        return not self.computes_dummies and self.plan.compile == "off"
+
+    @property
     def computes_dummies(self) -> bool:
         """Whether a micro-batch of weight zero must be computed for its collectives."""
         return self.overlapped

@@ -55,6 +55,11 @@ class Strategy(Protocol):
     """Every rank must compute the same number of micro-batches, in training and evaluation."""
 
     @property
+    def holds(self) -> bool:
+        """Whether gradients may gather in what modules hold until the last micro-batch is through."""
+        ...
+
+    @property
     def computes_dummies(self) -> bool: ...
     def accumulating(self) -> AbstractContextManager[None]: ...
     def micro_batch(self, last: bool) -> AbstractContextManager[None]: ...
@@ -125,8 +130,7 @@ class Stepper:
     @contextlib.contextmanager
     def _holding(self) -> Iterator[None]:
         """What modules make of their weights is made once for all micro-batches."""
-        alone = not self.strategy.computes_dummies  # else backwards reduce, and need each weight's gradient
-        held = [m for m in self.strategy.raw.modules() if alone and isinstance(m, Held)]
+        held = [m for m in self.strategy.raw.modules() if isinstance(m, Held)] if self.strategy.holds else []
         for module in held:
             module.hold()
         whole = False

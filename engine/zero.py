@@ -33,6 +33,7 @@ class Shards:
     """A model under ZeRO: the same contract as Replicas."""
 
     computes_dummies = True
+    holds = False
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, world: World, clip: float) -> None:
         self.raw, self.world = model, world
