@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from models import hub
+from models import hub, recommender_size
 from models.base import Batch, Loss, ModelError, Phase, Rows, Shape, Step, Sum, Task
 from models.decoders import PRESETS
 
@@ -144,7 +144,7 @@ class Recommender(Task):
             raise ModelError(f"--cohort {options.cohort}: in-batch negatives are for --loss sampled-softmax")
         if options.cohort and self.recipe.batch_size % options.cohort:
             raise ModelError(f"--cohort {options.cohort}: must divide --batch-size {self.recipe.batch_size}")
-        _ = self._layers
+        recommender_size.widths(options.layers)
         self._check_text_model()
 
     def _check_text_model(self) -> None:
@@ -171,18 +171,6 @@ class Recommender(Task):
     def _trainable(self) -> list[str]:
         return [part.strip() for part in self.options.trainable.split(",")]
 
-    @property
-    def _layers(self) -> tuple[int, ...]:
-        parts = self.options.layers.split(",")
-        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-            raise ModelError(f"--layers {self.options.layers}: give widths such as 128,64")
-        return tuple(int(part) for part in parts)
-
-    @property
-    def _negatives(self) -> int:
-        shared = self.options.loss == "sampled-softmax"
-        return int(self.options.negatives or (1024 if shared else 4))
-
     def _config(self, facts: Any) -> dict[str, Any] | None:
         """The encoder's config.json; None where no texts are used."""
         if self.options.text == "off" or not facts.extra.get("texts", 1):
@@ -198,11 +186,12 @@ class Recommender(Task):
         from models.catalogue import Catalogue
         from models.recommender_net import RecommenderNet
 
-        known = Catalogue.read(facts.folder)
+        options, known = self.options, Catalogue.read(facts.folder)
         encoder = self._encoder(facts, known)
         self._kept = Path(facts.folder) / ENCODED
-        net = RecommenderNet(known, self.options.dim, self._layers, self.options.head, encoder)
-        net.deduplicate = self.options.text_dedup
+        layers = recommender_size.widths(options.layers)
+        net = RecommenderNet(known, options.dim, layers, options.head, encoder)
+        net.deduplicate = options.text_dedup
         if self.options.start is not None:
             self._begin_with(net, self.options.start)
         return net
@@ -244,51 +233,7 @@ class Recommender(Task):
         return encoder
 
     def shape(self, facts: Any) -> Shape:
-        """Tables of ids, and an encoder whose rows are texts, not samples."""
-        options = self.options
-        users, items = facts.extra.get("users", 10_000), facts.extra.get("items", 10_000)
-        dim, layers = options.dim, self._layers
-        count = (users + items) * dim + items
-        inner = 0
-        if options.head != "dot":
-            widths = [2 * dim if options.head == "mlp" else dim, *layers, 1]
-            count += sum(a * b + b for a, b in zip(widths, widths[1:], strict=False))
-            inner = sum(layers)
-        numbers = self._config(facts)
-        encoder = 0
-        if numbers is not None:
-            encoder, hidden = _encoder_size(numbers)
-            count += 2 * (hidden * dim + dim) + 2 * (2 * dim * dim + dim)
-        pairs = 1 if options.loss == "sampled-softmax" else 1 + self._negatives
-        return Shape(
-            parameters=count + encoder,
-            trainable=count + (encoder if options.text == "full" else 0),
-            layers=1,
-            hidden=dim * pairs,
-            heads=1,
-            intermediate=max(inner, dim) * pairs,
-            vocabulary=(options.cohort or self._negatives) if pairs == 1 else 0,
-            remark=self._cost_of_tables((users + items) * dim + items),
-            whole=self._whole(numbers is not None),
-        )
-
-    def _cost_of_tables(self, numbers: int) -> str:
-        """Adam keeps four floats a number and moves seven: all of the table, or the rows of a batch."""
-        own, dim = self._negatives, self.options.dim
-        shared = self.options.loss == "sampled-softmax"
-        rows = self.recipe.batch_size * (2 if shared else 2 + own) + (own if shared else 0)
-        every, some = 28 * numbers / 1e6, 28 * min(numbers, rows * dim) / 1e6
-        now, other = (some, every) if self.options.sparse_tables else (every, some)
-        without = "without" if self.options.sparse_tables else "with"
-        return (
-            f"tables of ids take {16 * numbers / 1e6:.1f} MB of each process, and a step moves {now:.1f} MB"
-            f" of them ({without} --sparse-tables at most {other:.1f})"
-        )
-
-    def _whole(self, reads: bool) -> str:
-        if reads:
-            return "it computes parts of its encoder by themselves"
-        return "its tables are updated by rows" if self.options.sparse_tables else ""
+        return recommender_size.shape(self.recipe, self.options, facts, self._config(facts))
 
     def lazy(self, model: Any) -> Iterable[nn.Parameter]:
         tables = (model.user_ids, model.item_ids, model.item_bias)
@@ -313,7 +258,7 @@ class Recommender(Task):
         from models import recommender_loss as losses
 
         user, item = batch["user"].long(), batch["item"].long()
-        options, count = self.options, self._negatives
+        options, count = self.options, recommender_size.negatives(self.options)
         if options.cohort:
             total = losses.in_batch(model, user, item, options.cohort)
         elif options.loss == "sampled-softmax":
@@ -382,15 +327,3 @@ def _weights_of(start: str) -> Path:
     """Where a run, or its final/, has the weights that training can begin with."""
     folder = Path(start).expanduser()
     return (folder / "final" if (folder / "final").is_dir() else folder) / "training.safetensors"
-
-
-def _encoder_size(config: Mapping[str, Any]) -> tuple[int, int]:
-    """(parameters, hidden width) of a text model by its config's numbers."""
-    from models.decoders import shape_of
-
-    if (known := shape_of(config)) is not None:
-        return known.parameters, known.hidden
-    hidden = int(config.get("hidden_size") or config.get("dim") or config["d_model"])
-    layers = int(config.get("num_hidden_layers") or config.get("n_layers") or 12)
-    inner = int(config.get("intermediate_size") or config.get("hidden_dim") or 4 * hidden)
-    return int(config["vocab_size"]) * hidden + layers * (4 * hidden**2 + 2 * hidden * inner), hidden
