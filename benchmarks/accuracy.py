@@ -22,7 +22,7 @@ STAGES = {
     BASELINE: "--task classifier --epochs 3 --lr 5e-5 --group-by-length on",
     "p20": "--task pruning --teacher A0 --sparsity 0.2 --epochs 1",
     "p50": "--task pruning --teacher A0 --sparsity 0.5 --epochs 2",
-    "p75": "--task pruning --teacher A0 --sparsity 0.75 --epochs 1",
+    "p75": "--task pruning --teacher A0 --sparsity 0.75 --epochs 3",
     "p20fast": "--task pruning --teacher A0 --fast",
     "q20": "--task qat --pruned p20 --epochs 1 --train-fraction 0.3",
     "q50": "--task qat --pruned p50 --epochs 1 --train-fraction 0.3",
