@@ -19,14 +19,8 @@ import numpy as np
 import torch
 
 from benchmarks.report import Row
-from engine.detection import detect
-from engine.plan import PlanOptions
-from engine.planner import make_plan
-from engine.prepare import prepare
-from engine.registry import workload
+from benchmarks.sessions import asked, session
 from engine.session import Session
-from engine.world import World
-from launch.flags import make_recipe
 from models import appraisal, encoders, onnx_graph, quantization, surgery
 from models.importance import Kept
 
@@ -123,9 +117,9 @@ def steps(quick: bool, data: str, model: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as place:
         teacher = _teacher(Path(place), data, model)
         common = {"data": data, "batch_size": 32, "steps": WARM + 2 * count, "max_length": 128}
-        plain = _session("classifier", {**common, "model": teacher})
-        distilled = _session("qat", {**common, "model": teacher})
-        half = _session("classifier", {**common, "model": teacher})
+        plain = session("classifier", {**common, "model": teacher})
+        distilled = session("qat", {**common, "model": teacher})
+        half = session("classifier", {**common, "model": teacher})
         sizes = encoders.sizes(half.model.config.to_dict(), model)
         _cut(half.model, sizes.heads // 2, sizes.neurons // 2, sizes.hidden // sizes.heads)
         half.enter(half.stretches[0])
@@ -145,7 +139,7 @@ def steps(quick: bool, data: str, model: str) -> list[Row]:
 
 def _teacher(folder: Path, data: str, model: str) -> str:
     """The encoder with a head of this data's classes, as a finished classifier."""
-    recipe, task, facts = _asked("classifier", {"data": data, "model": model, "max_length": 128})
+    recipe, task, facts, _ = asked("classifier", {"data": data, "model": model, "max_length": 128})
     made = folder / "teacher"
     made.mkdir()
     torch.manual_seed(recipe.seed)
@@ -153,32 +147,15 @@ def _teacher(folder: Path, data: str, model: str) -> str:
     return str(made)
 
 
-def _asked(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any]:
-    chosen = workload(name)
-    options = {k: v for k, v in values.items() if k in chosen.option_flags()}
-    recipe, _ = make_recipe(chosen, {k: v for k, v in values.items() if k not in options}, options)
-    task, source = chosen.make(recipe)
-    return recipe, task, prepare(source)
-
-
-def _session(name: str, values: dict[str, Any]) -> Session:
-    recipe, task, facts = _asked(name, values)
-    asked = PlanOptions(device="cpu", precision="fp32", processes=1)
-    plan = make_plan(recipe, facts, task.shape(facts), detect(), asked)
-    session = Session(recipe, facts, plan, World(plan))
-    session.enter(session.stretches[0])
-    return session
-
-
 def _interleaved(sessions: dict[str, Session], count: int) -> dict[str, list[float]]:
     """Seconds of the same steps of each, one after the other."""
     feeds = {name: s.feed().steps(0, WARM + count) for name, s in sessions.items()}
     found: dict[str, list[float]] = {name: [] for name in sessions}
     for number in range(WARM + count):
-        for name, session in sessions.items():
+        for name, made in sessions.items():
             loaded = next(feeds[name])
             began = time.perf_counter()
-            session.step(loaded)
+            made.step(loaded)
             if number >= WARM:
                 found[name].append(time.perf_counter() - began)
     return found
@@ -188,14 +165,14 @@ def _overhead(teacher: str, data: str, count: int) -> list[Row]:
     """Share of a pruning phase's time that importance, events and cuts take, at the recipe's own pace."""
     every = 40 if count > 12 else 4
     values = {"data": data, "teacher": teacher, "batch_size": 32, "sparsity": 0.5, "max_length": 128}
-    session = _session("pruning", {**values, "steps": 2 * 5 * every, "prune_every": every})
+    made = session("pruning", {**values, "steps": 2 * 5 * every, "prune_every": every})
     spent = {"importance": 0.0, "events and cuts": 0.0}
-    session.task.observe = _timed(session.task.observe, spent, "importance")  # type: ignore[method-assign]
-    session.task.after_step = _timed(session.task.after_step, spent, "events and cuts")  # type: ignore[method-assign]
-    session._wrap_again = _timed(session._wrap_again, spent, "events and cuts")  # type: ignore[method-assign]
+    made.task.observe = _timed(made.task.observe, spent, "importance")  # type: ignore[method-assign]
+    made.task.after_step = _timed(made.task.after_step, spent, "events and cuts")  # type: ignore[method-assign]
+    made._wrap_again = _timed(made._wrap_again, spent, "events and cuts")  # type: ignore[method-assign]
     began = time.perf_counter()
-    for loaded in session.feed().steps(0, session.stretch.steps):
-        session.step(loaded)
+    for loaded in made.feed().steps(0, made.stretch.steps):
+        made.step(loaded)
     total = time.perf_counter() - began
     return [{"part of a pruning phase": k, "share": round(v / total, 4)} for k, v in spent.items()]
 

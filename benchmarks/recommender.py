@@ -23,14 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.report import ROOT, Row
-from engine.detection import detect
-from engine.plan import PlanOptions
-from engine.planner import make_plan
-from engine.prepare import prepare
-from engine.registry import workload
-from engine.session import Session
-from engine.world import World
-from launch.flags import make_recipe
+from benchmarks.sessions import asked, session
 from models.catalogue import Catalogue
 from models.recommender_net import RecommenderNet
 from models.text_encoder import TextEncoder, add_lora, make_net
@@ -47,26 +40,18 @@ def measure(quick: bool, data: str) -> list[Row]:
 
 
 def prepared(data: str) -> tuple[Catalogue, Any]:
-    recipe, _, source = _asked({"data": data})
-    facts = prepare(source)
+    _, _, facts, source = asked("recommender", {"data": data})
     return Catalogue.read(facts.folder), source.open(Path(facts.folder), "train")
 
 
-def _asked(values: dict[str, Any]) -> tuple[Any, Any, Any]:
-    chosen = workload("recommender")
-    options = {k: v for k, v in values.items() if k in chosen.option_flags()}
-    recipe, _ = make_recipe(chosen, {k: v for k, v in values.items() if k not in options}, options)
-    return recipe, *chosen.make(recipe)
-
-
-def net(known: Catalogue, width: int, blocks: int = BLOCKS) -> RecommenderNet:
+def net(known: Catalogue, width: int) -> RecommenderNet:
     """A recommender with LoRA, whose second half is no longer zero, in the top blocks of a random GPT-2."""
     from transformers import GPT2Config
 
     torch.manual_seed(0)
     size = int(known.tokens.max()) + 1
     config = GPT2Config(
-        n_embd=width, n_layer=blocks, n_head=width // 64, vocab_size=size, bos_token_id=0, eos_token_id=0
+        n_embd=width, n_layer=BLOCKS, n_head=width // 64, vocab_size=size, bos_token_id=0, eos_token_id=0
     )
     encoder = TextEncoder(make_net(config, None, None), known, "mean")
     add_lora(encoder, TOP, 8, 16)
@@ -117,7 +102,7 @@ def _step(model: RecommenderNet, user: Tensor, items: Tensor) -> tuple[float, tu
 
 
 GROWTH = """
-import resource, sys
+import sys
 from benchmarks import recommender
 print(recommender.grown(int(sys.argv[1]), int(sys.argv[2])))
 """
@@ -171,16 +156,11 @@ def ids_alone(quick: bool, data: str) -> list[Row]:
 
 def _engine(data: str, batch: int, steps: int) -> float:
     values = {"data": data, "text": "off", "loss": "bce", "negatives": NEGATIVES, "dim": DIM, "head": "neumf"}
-    recipe, task, source = _asked({**values, "batch_size": batch, "steps": steps})
-    facts = prepare(source)
-    asked = PlanOptions(device="cpu", precision="fp32", processes=1)
-    plan = make_plan(recipe, facts, task.shape(facts), detect(), asked)
-    session = Session(recipe, facts, plan, World(plan))
-    session.enter(session.stretches[0])
+    made = session("recommender", {**values, "batch_size": batch, "steps": steps})
     taken = []
     began = time.perf_counter()
-    for loaded in session.feed().steps(0, steps):
-        session.step(loaded)
+    for loaded in made.feed().steps(0, steps):
+        made.step(loaded)
         now = time.perf_counter()
         taken.append(now - began)
         began = now

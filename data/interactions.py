@@ -150,7 +150,7 @@ class Interactions(Tokenized):
         titles = [found.items[name].title if name in found.items else name for name in items]
         names = {"users": users, "items": items, "titles": titles}
         (place / NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
-        notes = [*found.notes, *extra.pop("notes"), *_without_text(of_users, of_items)]
+        notes = [*extra.pop("notes"), *_without_text(of_users, of_items)]
         return {
             **extra,
             "texts": len(texts),
@@ -235,6 +235,10 @@ class Interactions(Tokenized):
             of_user[splits["valid"].user] = splits["valid"].item
             hidden[:, 0] = of_user[pairs.user]
         if given is not None:
+            if len(given) != len(pairs.user):
+                raise DataError(
+                    f"--data {self.recipe.data}: some test rows are the same, or below --min-rating"
+                )
             place = {name: number for number, name in enumerate(items)}
             named, where = np.unique(given, return_inverse=True)
             number = np.array([place[str(n)] for n in named], np.int32)

@@ -16,8 +16,8 @@ from data.tables import fields, parsed, rows
 if TYPE_CHECKING:
     import pyarrow as pa
 
-AGES = {1: "under 18", 18: "18 to 24", 25: "25 to 34", 35: "35 to 44", 45: "45 to 49", 50: "50 to 55"}
-AGES |= {56: "56 or older"}
+AGES = {"1": "under 18", "18": "18 to 24", "25": "25 to 34", "35": "35 to 44", "45": "45 to 49"}
+AGES |= {"50": "50 to 55", "56": "56 or older"}
 OCCUPATIONS = (
     *(
         "other",
@@ -48,7 +48,7 @@ def _ml_1m_users(file: Path) -> dict[str, str]:
     """Sex, age and occupation in words; not the zip code, with which hardly two users would be alike."""
     found = {}
     for where, (user, sex, age, occupation, _) in fields(file, "::", 5):
-        kind, years = _numbered(OCCUPATIONS, occupation, where), AGES.get(int(age), age)
+        kind, years = _numbered(OCCUPATIONS, occupation, where), AGES.get(age, age)
         found[user] = f"{SEXES.get(sex, sex)}, {years}, {kind}"
     return found
 

@@ -58,7 +58,6 @@ class Found:
     items: dict[str, Item] = field(default_factory=dict)
     negatives: np.ndarray | None = None
     """(test rows, n) ids of items that each test row is ranked against."""
-    notes: list[str] = field(default_factory=list)
 
 
 class Form(NamedTuple):

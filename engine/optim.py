@@ -112,8 +112,3 @@ class _States:
 
     def __setitem__(self, p: nn.Parameter, state: Any) -> None:
         self.owner[p].state[p] = state
-
-
-def set_rate(optimizer: Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate

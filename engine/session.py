@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,16 @@ class Session:
             weights = {k: e for k, e in saved.entries.items() if k.startswith(portable.WEIGHT)}
             self.task.fit(self.model, {k.removeprefix(portable.WEIGHT): e.shape for k, e in weights.items()})
 
-    def _first_samples(self, count: int) -> Iterator[dict[str, torch.Tensor]]:
+    def _first_samples(
+        self, count: int, device: torch.device | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """`count` training samples in the recipe's order, in batches that no plan decides on."""
         steps = range(-(-count // self.recipe.batch_size))
         samples = np.concatenate([self.sampler.batch(step) for step in steps])[:count]
         samples = samples[np.argsort(self.splits["train"].lengths[samples], kind="stable")]
         for start in range(0, len(samples), CALIBRATION_BATCH):
             rows = samples[start : start + CALIBRATION_BATCH]
-            yield to_device(tensors(self.splits["train"].fetch(rows), pin=False), self.world.device)
+            yield to_device(tensors(self.splits["train"].fetch(rows), pin=False), device or self.world.device)
 
     @property
     def phases(self) -> list[str]:
@@ -131,7 +134,8 @@ class Session:
             return self.model
         model = self.task.build_model(self.facts).eval()
         with torch.no_grad():  # what trains, and so was saved, may be the phase's
-            self.task.begin(model, self.stretch.name, self._first_samples)
+            first = partial(self._first_samples, device=torch.device("cpu"))
+            self.task.begin(model, self.stretch.name, first)
         portable.put_weights(Saved(saved), model)
         return model
 

@@ -38,7 +38,7 @@ INTERNAL = {"job": "launch.job:job", "node": "launch.node:node"}
 """What the sbatch script and its steps run."""
 ALIASES = {"train": "auto"}
 BEFORE_TORCH = {"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1"}
-"""Set where the user has not. Waiting threads soon sleep: beside a busy neighbour 1.6 times faster than
+"""Set where the user has not. Waiting threads soon sleep: beside a busy neighbour 1.5 times faster than
 spinning, and alone 1.3 times faster than sleeping at once, where operations are small. Large tensors lie in
 huge pages: with GPT-2's vocabulary 1.6 times faster on a CPU, in less memory.
 """

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from models import text_encoder
 from models.base import ModelError
 from models.catalogue import Catalogue
 from models.text_encoder import TextEncoder, add_lora, make_net
@@ -170,4 +169,3 @@ def test_a_model_without_blocks_or_projections_is_refused() -> None:
 
     with pytest.raises(ModelError, match="no list of blocks"):
         _ = TextEncoder(Flat(), texts(), "mean").blocks
-    assert text_encoder.CHUNK_TOKENS >= 1024

@@ -1,0 +1,33 @@
+"""Workloads as the benchmarks run them: a recipe from a few values, and a session on one process of a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.detection import detect
+from engine.plan import PlanOptions
+from engine.planner import make_plan
+from engine.prepare import prepare
+from engine.registry import workload
+from engine.session import Session
+from engine.world import World
+from launch.flags import make_recipe
+
+
+def asked(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """(recipe, task, facts, data) of a task's flags, prepared."""
+    chosen = workload(name)
+    options = {k: v for k, v in values.items() if k in chosen.option_flags()}
+    recipe, _ = make_recipe(chosen, {k: v for k, v in values.items() if k not in options}, options)
+    task, data = chosen.make(recipe)
+    return recipe, task, prepare(data), data
+
+
+def session(name: str, values: dict[str, Any]) -> Session:
+    """Ready for the first step of its first phase."""
+    recipe, task, facts, _ = asked(name, values)
+    options = PlanOptions(device="cpu", precision="fp32", processes=1)
+    plan = make_plan(recipe, facts, task.shape(facts), detect(), options)
+    made = Session(recipe, facts, plan, World(plan))
+    made.enter(made.stretches[0])
+    return made
