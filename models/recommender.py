@@ -67,7 +67,8 @@ class RecommenderOptions:
     """Ids' tables are trained by SparseAdam (Adam that moves only the rows a step reads, without decay): for
     tables so large that reading all of them in each step would cost the most."""
     l2: float = 0.0
-    """Penalty on the squared id vectors of each pair (Rendle et al. 2020 take 0.005)."""
+    """Penalty on the squared id vectors of each pair, of a user with an item taken or one of its own that was
+    not (half the regularization of Rendle et al. 2020)."""
     pooling: Literal["mean", "last"] = "mean"
     """A text's vector: the mean of its tokens' states, or the last one's."""
     top_k: int = 10
@@ -255,26 +256,29 @@ class Recommender(Task):
             model.table, model.cached = encoder.vectors(), True
 
     def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        import torch
+
         from models import recommender_loss as losses
 
         user, item = batch["user"].long(), batch["item"].long()
         options, count = self.options, recommender_size.negatives(self.options)
+        net: Any = getattr(model, "module", model)
+        pairs = item[:, None]
         if options.cohort:
             total = losses.in_batch(model, user, item, options.cohort)
         elif options.loss == "sampled-softmax":
-            pool = losses.pool(count, self._items(model), (self.recipe.seed, step.phase, step.number))
+            pool = losses.pool(count, len(net.item_text), (self.recipe.seed, step.phase, step.number))
             total = losses.sampled_softmax(model, user, item, pool.to(user.device))
         else:
-            drawn = step.noise.integers("negatives", (count, 2), self._items(model))
+            drawn = step.noise.integers("negatives", (count, 2), len(net.item_text))
+            negatives, taken = losses.untaken(net, user, drawn)
             calibration = options.gbce_t if options.loss == "gbce" else 0.0
-            total = losses.binary(model, user, item, drawn, calibration)
+            total = losses.binary(model, user, item, negatives, taken, calibration)
+            pairs = torch.cat([pairs, negatives], 1)
         if not options.l2:
             return {"loss": Loss(total, "sample")}
-        penalty = options.l2 * losses.squares(model, user, item)
+        penalty = options.l2 * losses.squares(net, user, pairs)
         return {"ranking": Loss(total, "sample"), "l2": Loss(penalty, "sample")}
-
-    def _items(self, model: Any) -> int:
-        return len(getattr(model, "module", model).item_text)
 
     def observe(self, model: Any, step: Step) -> Mapping[str, float]:
         """LoRA must get a gradient from the first step on: else it is an ornament."""

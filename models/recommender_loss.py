@@ -56,16 +56,22 @@ def in_batch(model: Any, user: Tensor, item: Tensor, cohort: int) -> Tensor:
     return total
 
 
-def binary(model: Any, user: Tensor, item: Tensor, drawn: Tensor, calibration: float) -> Tensor:
-    """Binary cross-entropy of each pair against negatives of its own, (B, n, 2): the second where the first
-    was taken in training; where both were, none.
+def untaken(net: Any, user: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, n) items of (B, n, 2) drawn ones: the second where the first was taken in training; and whether
+    that was taken too."""
+    items = torch.where(net.were_seen(user, drawn[..., 0]), drawn[..., 1], drawn[..., 0])
+    return items, net.were_seen(user, items)
+
+
+def binary(
+    model: Any, user: Tensor, item: Tensor, negatives: Tensor, taken: Tensor, calibration: float
+) -> Tensor:
+    """Binary cross-entropy of each pair against (B, n) negatives of its own, without those `taken`.
 
     gBCE (Petrov and Macdonald 2023) tempers the positives: -beta log sigmoid(s+), beta = a (t (1 - 1/a) +
     1/a), a = n / (I - 1); t = 0 is plain cross-entropy.
     """
     net = getattr(model, "module", model)
-    negatives = torch.where(net.were_seen(user, drawn[..., 0]), drawn[..., 1], drawn[..., 0])
-    taken = net.were_seen(user, negatives)
     positive, scores = model(user, [item[:, None], negatives])
     rate = min(1.0, negatives.shape[1] / max(1, len(net.item_text) - 1))
     beta = rate * (calibration * (1 - 1 / rate) + 1 / rate)
@@ -73,8 +79,10 @@ def binary(model: Any, user: Tensor, item: Tensor, drawn: Tensor, calibration: f
     return -(beta * logsigmoid(positive.float()).sum() + against.sum())
 
 
-def squares(model: Any, user: Tensor, item: Tensor) -> Tensor:
-    """Sum of the squared id vectors of the pairs."""
-    net = getattr(model, "module", model)
-    found: Tensor = net.user_ids(user).square().sum() + net.item_ids(item).square().sum()
-    return found
+def squares(net: Any, user: Tensor, items: Tensor) -> Tensor:
+    """Sum of |u|^2 + |v|^2 over the id vectors of (B,) users with each of their (B, k) items."""
+    total = torch.zeros((), device=user.device)
+    for table, rows, each in ((net.user_ids, user, items.shape[1]), (net.item_ids, items, 1)):
+        different, times = torch.unique(rows, return_counts=True)
+        total = total + (table(different).square().sum(1) * times).sum() * each
+    return total

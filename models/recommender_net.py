@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding  # rows by number: the gradient of x[i] is added up in any order
+from torch.nn.functional import embedding, linear  # embedding: x[i] adds its gradient up in any order
 
 from models.catalogue import Catalogue
 from models.text_encoder import TextEncoder
@@ -138,17 +138,21 @@ class RecommenderNet(nn.Module):
         if self.head == "dot":
             products = users @ items.T if shared else torch.einsum("bd,bkd->bk", users, items)
             return products + bias
-        width = (len(users), items.shape[-2], self.dim)
-        u = users[:, None].expand(width)
-        v = items[None].expand(width) if shared else items
-        assert self.mlp_layers is not None
         if self.head == "mlp":
-            found: Tensor = self.mlp_layers(torch.cat([u, v], -1))[..., 0]
-            return found + bias
+            return self._deep(users, items) + bias
         half = self.dim // 2
-        product = self.product(u[..., :half] * v[..., :half])
-        deep = self.mlp_layers(torch.cat([u[..., half:], v[..., half:]], -1))
-        return (product + deep)[..., 0] + bias
+        product = self.product(users[:, None, :half] * items[..., :half])[..., 0]
+        return product + self._deep(users[:, half:], items[..., half:]) + bias
+
+    def _deep(self, users: Tensor, items: Tensor) -> Tensor:
+        """(B, k): the MLP of [u; v]. Its first layer is linear in both, so it is computed once for each user
+        and item and not for each pair."""
+        assert self.mlp_layers is not None
+        first = cast(nn.Linear, self.mlp_layers[0])
+        of_user, of_item = first.weight.split(users.shape[-1], 1)
+        found = linear(users, of_user, first.bias)[:, None] + linear(items, of_item)
+        found = self.mlp_layers[1:](found)
+        return found[..., 0]
 
     def were_seen(self, user: Tensor, items: Tensor) -> Tensor:
         """(B, k) bool: whether (B,) users had these (B, k) items in training."""

@@ -123,13 +123,25 @@ def test_binary_leaves_out_what_was_taken_and_gbce_tempers() -> None:
     all_scores = scores(model)[0]
     sigmoid = torch.nn.functional.logsigmoid
     for drawn, negative in (([taken, free], free), ([free, taken], free), ([taken, taken], None)):
-        found = losses.binary(model, user, item, torch.tensor([[drawn]]), 0.0)
+        found = losses.binary(model, user, item, *losses.untaken(model, user, torch.tensor([[drawn]])), 0.0)
         wanted = -sigmoid(all_scores[4]) - (0 if negative is None else sigmoid(-all_scores[negative]))
         assert float(found.detach()) == pytest.approx(float(wanted), rel=1e-5)
     rate = 1 / (ITEMS - 1)
     beta = rate * (0.75 * (1 - 1 / rate) + 1 / rate)
-    found = losses.binary(model, user, item, torch.tensor([[[taken, taken]]]), 0.75)
+    none = losses.untaken(model, user, torch.tensor([[[taken, taken]]]))
+    found = losses.binary(model, user, item, *none, 0.75)
     assert float(found.detach()) == pytest.approx(-beta * float(sigmoid(all_scores[4])), rel=1e-5)
+
+
+def test_the_penalty_counts_each_vector_as_often_as_it_is_scored() -> None:
+    model, user = net(text=False), torch.tensor([0, 2, 0])
+    items = torch.tensor([[4, 9], [9, 9], [1, 4]])
+    found = losses.squares(model, user, items)
+    u, v = model.user_ids.weight, model.item_ids.weight
+    wanted = sum(
+        u[a].square().sum() + v[b].square().sum() for a, row in zip(user, items, strict=True) for b in row
+    )
+    assert float(found.detach()) == pytest.approx(float(wanted), rel=1e-5)  # type: ignore[arg-type]
 
 
 def test_ranks_and_gains() -> None:
