@@ -127,6 +127,7 @@ def grown(texts: int, width: int) -> float:
         item_text=np.arange(texts, dtype=np.int32),
         counts=np.ones(texts, np.int64),
         seen=np.zeros(1, np.int64),
+        had=np.zeros(1, np.int64),
     )
     model = net(known, width)
     assert model.encoder is not None

@@ -6,7 +6,7 @@ Samples are pairs; what is known of users and items lies in the folder `catalogu
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -75,7 +75,7 @@ class Interactions(Tokenized):
     """
 
     Options: ClassVar[type] = InteractionOptions
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     demo_vocabulary: ClassVar[int] = 512
 
     def check(self) -> None:
@@ -140,11 +140,12 @@ class Interactions(Tokenized):
         tokens = self._tokens(tokenizer, texts, special["pad"] or 0)
         place = folder / CATALOGUE
         train = splits["train"]
-        seen = np.sort(keys(np.asarray(train["user"]), np.asarray(train["item"]), len(items)))
+        seen, had = taken([train], len(items)), taken(splits.values(), len(items))
         counts = np.bincount(np.asarray(train["item"]), minlength=len(items))
         place.mkdir()
-        arrays = {"tokens": tokens.values, "offsets": tokens.offsets, "counts": counts.astype(np.int64)}
-        for name, array in {**arrays, "user_text": of_users, "item_text": of_items, "seen": seen}.items():
+        arrays = {"tokens": tokens.values, "offsets": tokens.offsets, "user_text": of_users}
+        arrays |= {"item_text": of_items, "counts": counts.astype(np.int64), "seen": seen, "had": had}
+        for name, array in arrays.items():
             np.save(place / f"{name}.npy", array)
         tokenizer.save(str(folder / "tokenizer.json"))
         titles = [found.items[name].title if name in found.items else name for name in items]
@@ -185,13 +186,13 @@ class Interactions(Tokenized):
         splits = self._split(parts, how, "time" in next(iter(tables.values())).column_names, notes)
         if len(splits["train"].user) == 0:
             raise DataError(f"--data {self.recipe.data}: no interactions are left to train on")
-        seen = np.unique(np.concatenate([keys(p.user, p.item, len(items)) for p in splits.values()]))
+        had = taken([{"user": p.user, "item": p.item} for p in splits.values()], len(items))
         columns: dict[str, Columns] = {}
         for split, pairs in splits.items():
             held: Columns = {}
             if split != "train":
-                taken = rivals if split == "test" else None
-                held = self._held_out(split, pairs, splits, seen, items, taken, notes)
+                named = rivals if split == "test" else None
+                held = self._held_out(split, pairs, splits, had, items, named, notes)
             columns[split] = {"user": pairs.user, "item": pairs.item, **held}
         protocol = f"{how}, {self.options.eval_negatives if rivals is None else rivals.shape[1]} negatives"
         protocol += "" if rivals is None else " of the data"
@@ -222,7 +223,7 @@ class Interactions(Tokenized):
         split: str,
         pairs: Pairs,
         splits: Mapping[str, Pairs],
-        seen: np.ndarray,
+        had: np.ndarray,
         items: list[str],
         given: np.ndarray | None,
         notes: list[str],
@@ -243,13 +244,19 @@ class Interactions(Tokenized):
             named, where = np.unique(given, return_inverse=True)
             number = np.array([place[str(n)] for n in named], np.int32)
             return {"rivals": number[where].reshape(given.shape), "hidden": hidden}
-        drawn = rivals_of(pairs.user, seen, len(items), self.options.eval_negatives, RIVALS_SEED)
+        drawn = rivals_of(pairs.user, had, len(items), self.options.eval_negatives, RIVALS_SEED)
         if short := int((drawn == NOTHING).any(1).sum()):
             notes.append(
                 f"{split}: {short} users have fewer than {self.options.eval_negatives} unseen items: theirs"
                 " are ranked against those there are"
             )
         return {"rivals": drawn, "hidden": hidden}
+
+
+def taken(splits: Iterable[Columns], items: int) -> np.ndarray:
+    """Sorted `keys` of the pairs of splits."""
+    found = [keys(np.asarray(split["user"]), np.asarray(split["item"]), items) for split in splits]
+    return np.unique(np.concatenate(found))
 
 
 def texts_of(

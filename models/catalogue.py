@@ -28,6 +28,8 @@ class Catalogue:
     """(items,) training interactions."""
     seen: np.ndarray
     """Sorted user * items + item of every training interaction."""
+    had: np.ndarray
+    """The same of all interactions, held-out ones too."""
 
     @classmethod
     def read(cls, folder: str | Path) -> Catalogue:

@@ -34,11 +34,12 @@ def write(net: Any, folder: Path, facts: Any) -> None:
 
     net.eval()
     users, items = net.all_vectors()
-    arrays = {"users": users, "items": items, "bias": net.item_bias.weight[:, 0], "seen": net.seen}
+    arrays = {"users": users, "items": items, "bias": net.item_bias.weight[:, 0]}
     for name, p in net.named_parameters():
         if name.startswith(("mlp_layers.", "product.")):
             arrays[name] = p
     found = {k: np.ascontiguousarray(v.detach().cpu().numpy()) for k, v in arrays.items()}
+    found["had"] = np.array(catalogue.Catalogue.read(facts.folder).had)
     save_file(found, folder / VECTORS_FILE)
     own = {n: p for n, p in net.named_parameters() if "encoder." not in n or "lora_" in n or p.requires_grad}
     save_file({n: p.detach().cpu().contiguous().numpy() for n, p in own.items()}, folder / TRAINING_FILE)
@@ -93,8 +94,8 @@ class Recommendations:
             raise UnknownUser(f"--user {user}: is not in the training data (ids such as {shown})")
         number, items = self.users.index(user), len(self.items)
         scores = self.scores(number)
-        seen = self.arrays["seen"]
-        first, last = np.searchsorted(seen, [number * items, (number + 1) * items])
-        scores[seen[first:last] - number * items] = -np.inf
+        had = self.arrays["had"]
+        first, last = np.searchsorted(had, [number * items, (number + 1) * items])
+        scores[had[first:last] - number * items] = -np.inf
         best = np.argsort(-scores, kind="stable")[:count]
         return [(self.titles[i], float(scores[i])) for i in best if np.isfinite(scores[i])]

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from data import club
 from engine.checkpoint import Saved
+from models.recommendations import Recommendations
 from tests.integration.helpers import furthest, launch, rows, summary
 from tests.integration.test_bad_input import complaint
 
@@ -152,6 +154,13 @@ def test_lists_for_a_user(home: Path) -> None:
     said = complaint(launch("recommend", "runs/one", "--user", "nobody", cwd=home))
     assert "--user nobody" in said
     assert "needs --user" in complaint(launch("recommend", "runs/one", cwd=home))
+
+
+def test_lists_leave_out_all_that_a_user_had_held_out_or_not(home: Path) -> None:
+    table = club.demo().splits["all"].to_pandas()
+    found = Recommendations(home / "runs" / "one" / "final")
+    had = table[table.user == 7].item.nunique()
+    assert len(found.top("7", 9999)) == len(found.items) - had
 
 
 def test_lists_need_numpy_only(home: Path) -> None:
