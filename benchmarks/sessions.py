@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from engine.detection import detect
@@ -31,3 +33,16 @@ def session(name: str, values: dict[str, Any]) -> Session:
     made = Session(recipe, facts, plan, World(plan))
     made.enter(made.stretches[0])
     return made
+
+
+def train(made: Session, after: Callable[[str, float], None] = lambda phase, seconds: None) -> None:
+    """All phases to their ends; `after` is told the seconds of each step."""
+    for stretch in made.stretches:
+        if stretch is not made.stretches[0]:
+            made.enter(stretch)
+        began = time.perf_counter()
+        for loaded in made.feed().steps(0, stretch.steps):
+            made.step(loaded)
+            now = time.perf_counter()
+            after(stretch.name, now - began)
+            began = now

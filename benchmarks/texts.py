@@ -1,0 +1,175 @@
+"""Whether texts help a recommender, where it matters, and what each way of using them costs and learns.
+
+python -m benchmarks texts --data NCF_FOLDER --model ENCODER_FOLDER
+
+A tenth of the items are taken from training altogether, and a tenth of the users keep three interactions.
+Items never seen are ranked among each other; others among the given rivals.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.report import ROOT, Row
+from benchmarks.sessions import session, train
+from data import movielens
+from models import ranking
+from models.catalogue import names
+
+HIDDEN_SHARE, KEPT = 0.1, 3
+FEW = 50
+"""Interactions in training below which an item counts as rare."""
+MOST_PAIRS = 20_000
+WAYS = {"ids alone": "off", "frozen": "frozen", "frozen, then lora": None}
+
+
+def measure(quick: bool, data: str, model: str) -> list[Row]:
+    return [*schemes(quick), *helped(quick, Path(data), model)]
+
+
+# The three ways of the field, on the demo
+
+
+def schemes(quick: bool) -> Iterator[Row]:
+    """Each in a process of its own: after one frozen phase, the second phase in four ways."""
+    for way in ("frozen only", "lora over cached vectors", "lora, naive", "lora"):
+        words = [sys.executable, "-c", ALONE, way, "1" if quick else "0"]
+        ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+        yield json.loads(ended.stdout.splitlines()[-1])
+
+
+ALONE = """
+import json, sys
+from benchmarks import texts
+print(json.dumps(texts.scheme(sys.argv[1], sys.argv[2] == "1")))
+"""
+
+
+def scheme(way: str, quick: bool) -> Row:
+    """The demo by one of the ways: seconds of a step of the second phase, memory, and what was learnt."""
+    naive = {"text_dedup": False, "text_cache": "off"} if way == "lora, naive" else {}
+    text = {"text": "frozen"} if way == "frozen only" else {}
+    made = session("recommender", {**text, **naive, **({"epochs": [1, 0.3]} if quick and not text else {})})
+    if way == "lora over cached vectors":
+        _cut_off(made)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    train(made, lambda phase, took: seconds[phase].append(took))
+    encoder: Any = made.model.encoder
+    lora = [p.detach() for name, p in encoder.net.named_parameters() if "lora_B" in name]
+    moved = float(sum(p.square().sum() for p in lora) ** 0.5)
+    found = made.evaluate("test")
+    return {
+        "way": way,
+        "ms a step": round(1e3 * median(seconds.get("lora") or seconds["frozen"]), 1),
+        "peak MB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
+        "HR@10": round(found["hr@10"], 4),
+        "NDCG@10": round(found["ndcg@10"], 4),
+        "LoRA moved by": round(moved, 4),
+    }
+
+
+def _cut_off(made: Any) -> None:
+    """What is refused otherwise: LoRA trains while the vectors are taken from a table."""
+    begin = made.task.begin
+
+    def cached(model: Any, phase: str, first: Any) -> None:
+        begin(model, phase, first)
+        model.table, model.cached = model.encoder.vectors(), True
+
+    made.task.begin, made.task.observe = cached, lambda model, step: {}
+
+
+# Where texts help
+
+
+def helped(quick: bool, data: Path, model: str) -> Iterator[Row]:
+    """HR@10 by how much is known of a user or an item."""
+    with tempfile.TemporaryDirectory() as place:
+        folder, hidden = thinned(data, Path(place))
+        for way, text in WAYS.items():
+            values = {"data": str(folder), "model": model, "text": text, "lora_blocks": 1, "batch_size": 4096}
+            length = [2, 2] if quick else [2400, 120]
+            made = session("recommender", {**values, "steps": length if text is None else length[:1]})
+            seconds: dict[str, list[float]] = defaultdict(list)
+            train(made, lambda phase, took, seconds=seconds: seconds[phase].append(took))
+            with torch.no_grad():
+                found = slices(made, hidden)
+            yield {"uses": way, **found, "minutes": round(sum(map(sum, seconds.values())) / 60, 1)}
+
+
+def thinned(data: Path, place: Path) -> tuple[Path, np.ndarray]:
+    """The same protocol with less to learn from; and the (n, 2) users and items of what was taken away."""
+    found = movielens.FORMS["ncf"].read(data)
+    draw = np.random.default_rng(0)
+    user, item = (found.splits["train"][name].to_numpy() for name in ("user", "item"))
+    worded = np.array([int(name) for name in found.items])
+    cold = np.isin(item, draw.choice(worded, round(len(worded) * HIDDEN_SHARE), replace=False))
+    users = np.unique(user)
+    poor = np.isin(user, draw.choice(users, round(len(users) * HIDDEN_SHARE), replace=False))
+    order = np.lexsort((draw.random(len(user)), user))
+    nth = np.empty(len(user), np.int64)
+    nth[order] = np.arange(len(user)) - np.searchsorted(user[order], user[order])
+    kept = ~cold & (~poor | (nth < KEPT))
+    folder = place / data.name
+    folder.mkdir()
+    for file in (f for f in data.iterdir() if ".train." not in f.name):
+        (folder / file.name).symlink_to(file.resolve())
+    (place / "ml-1m").symlink_to((data.parent / "ml-1m").resolve())
+    stem = next(data.glob("*.test.negative")).name.removesuffix(".test.negative")
+    np.savetxt(folder / f"{stem}.train.rating", np.stack([user, item], 1)[kept], fmt="%d", delimiter="\t")
+    return folder, np.stack([user, item], 1)[cold]
+
+
+def slices(made: Any, hidden: np.ndarray) -> dict[str, float]:
+    """HR@10 by how much training told of the user or the item."""
+    net: Any = made.model.eval()
+    test = made.splits["test"].fetch(np.arange(len(made.splits["test"])))
+    user, item, rivals = (torch.from_numpy(test[k]).long() for k in ("user", "item", "rivals"))
+    taken = torch.bincount(net.seen // len(net.item_text), minlength=len(net.user_text))
+    known = net.counts[item] > 0
+    groups = {
+        "all known": known,
+        f"users of at most {KEPT}": known & (taken[user] <= KEPT),
+        f"items of under {FEW}": known & (net.counts[item] < FEW),
+    }
+    found = {}
+    for name, rows in groups.items():
+        (scores,) = net(user[rows], [torch.cat([item[rows, None], rivals[rows]], 1)])
+        found[name] = _hits(scores[:, 0], scores[:, 1:], torch.ones_like(scores[:, 1:], dtype=torch.bool))
+    return {**found, "items never seen": _among_hidden(net, _numbers(made, hidden))}
+
+
+def _numbers(made: Any, hidden: np.ndarray) -> np.ndarray:
+    """Pairs as the data names them -> as the model numbers them."""
+    written = names(made.facts.folder)
+    place = [{name: n for n, name in enumerate(written[kind])} for kind in ("users", "items")]
+    return np.array([[place[0][str(u)], place[1][str(i)]] for u, i in hidden])
+
+
+def _among_hidden(net: Any, pairs: np.ndarray) -> float:
+    """Each pair's item among all that were taken from training and that its user did not take."""
+    items = torch.from_numpy(np.unique(pairs[:, 1]))
+    had = torch.zeros(len(net.user_text), len(net.item_text), dtype=torch.bool)
+    had[pairs[:, 0], pairs[:, 1]] = True
+    some = np.random.default_rng(0).permutation(len(pairs))[:MOST_PAIRS]
+    user, item = torch.from_numpy(pairs[some]).unbind(1)
+    (scores,) = net(user, [items])
+    own = scores.gather(1, torch.searchsorted(items, item)[:, None])[:, 0]
+    return _hits(own, scores, ~had[user][:, items])
+
+
+def _hits(own: Tensor, others: Tensor, there: Tensor) -> float:
+    return round(float((ranking.ranks(own, others, there) < 10).float().mean()), 4)
