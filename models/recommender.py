@@ -267,10 +267,10 @@ class Recommender(Task):
         if options.cohort:
             total = losses.in_batch(model, user, item, options.cohort)
         elif options.loss == "sampled-softmax":
-            pool = losses.pool(count, net, (self.recipe.seed, step.phase, step.number))
-            total = losses.sampled_softmax(model, user, item, pool)
+            pool = losses.pool(count, len(net.item_text), (self.recipe.seed, step.phase, step.number))
+            total = losses.sampled_softmax(model, user, item, pool.to(user.device))
         else:
-            drawn = step.noise.integers("negatives", (count, 2), len(net.candidates))
+            drawn = step.noise.integers("negatives", (count, 2), len(net.item_text))
             negatives, taken = losses.untaken(net, user, drawn)
             calibration = options.gbce_t if options.loss == "gbce" else 0.0
             total = losses.binary(model, user, item, negatives, taken, calibration)

@@ -14,15 +14,16 @@ from torch.nn.functional import logsigmoid
 NEVER = float("-inf")
 
 
-def pool(count: int, net: Any, moment: tuple[int, str, int]) -> Tensor:
-    """(count,) different candidates that a step's pairs share, the same on every process; at most all."""
-    items: Tensor = net.candidates
-    if count >= len(items):
-        return items
+def pool(count: int, items: int, moment: tuple[int, str, int]) -> Tensor:
+    """(count,) different items that a step's pairs share, the same on every process; at most all.
+
+    Items that nobody took in training are among them: left out, they would score above all that were refused.
+    """
+    if count >= items:
+        return torch.arange(items)
     seed, phase, number = moment
     draw = np.random.default_rng([seed, zlib.crc32(phase.encode()), number])
-    rows = draw.choice(len(items), count, replace=False, shuffle=False)
-    return items[torch.from_numpy(rows).to(items.device)]
+    return torch.from_numpy(draw.choice(items, count, replace=False, shuffle=False))
 
 
 def sampled_softmax(model: Any, user: Tensor, item: Tensor, shared: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ def sampled_softmax(model: Any, user: Tensor, item: Tensor, shared: Tensor) -> T
     """
     net = getattr(model, "module", model)
     positive, others = model(user, [item[:, None], shared])
-    others = others + math.log(len(net.candidates) / len(shared))
+    others = others + math.log(len(net.item_text) / len(shared))
     others = others.masked_fill(shared == item[:, None], NEVER)
     scores = torch.cat([positive, others], 1).float()
     return (torch.logsumexp(scores, 1) - scores[:, 0]).sum()
@@ -59,9 +60,9 @@ def in_batch(model: Any, user: Tensor, item: Tensor, cohort: int) -> Tensor:
 
 
 def untaken(net: Any, user: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, n) items of (B, n, 2) drawn candidates: the second where the first was taken by the user; and
+    """(B, n) items of (B, n, 2) drawn ones: the second where the first was taken by the user; and
     whether that was taken too."""
-    first, second = net.candidates[drawn].unbind(-1)
+    first, second = drawn.unbind(-1)
     items = torch.where(net.were_seen(user, first), second, first)
     return items, net.were_seen(user, items)
 
@@ -76,7 +77,7 @@ def binary(
     """
     net = getattr(model, "module", model)
     positive, scores = model(user, [item[:, None], negatives])
-    rate = min(1.0, negatives.shape[1] / max(1, len(net.candidates) - 1))
+    rate = min(1.0, negatives.shape[1] / max(1, len(net.item_text) - 1))
     beta = rate * (calibration * (1 - 1 / rate) + 1 / rate)
     against = logsigmoid(-scores.float()).masked_fill(taken, 0.0)
     return -(beta * logsigmoid(positive.float()).sum() + against.sum())

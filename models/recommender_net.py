@@ -38,13 +38,12 @@ class RecommenderNet(nn.Module):
         taken = (np.unique(catalogue.seen // items), np.flatnonzero(catalogue.counts))
         for table, known in zip((self.user_ids, self.item_ids), taken, strict=True):
             drawn = table.weight.data.clone() * ID_STD
-            table.weight.data.zero_()[known] = drawn[known]  # nothing is learnt of others: their texts speak
+            table.weight.data.zero_()[known] = drawn[known]  # the others' texts speak for them
         self.item_bias = nn.Embedding(items, 1)
         nn.init.zeros_(self.item_bias.weight)
         for name, texts in (("user_text", catalogue.user_text), ("item_text", catalogue.item_text)):
             self.register_buffer(name, torch.from_numpy(texts.astype("int64")), persistent=False)
-        arrays = {"seen": catalogue.seen, "counts": catalogue.counts, "candidates": taken[1]}
-        for name, array in arrays.items():
+        for name, array in (("seen", catalogue.seen), ("counts", catalogue.counts)):
             self.register_buffer(name, torch.from_numpy(array.copy()), persistent=False)
         self.user_text: Tensor
         self.item_text: Tensor
@@ -52,8 +51,6 @@ class RecommenderNet(nn.Module):
         """(n,) int64, sorted: user * items + item of every training interaction."""
         self.counts: Tensor
         """(items,) training interactions."""
-        self.candidates: Tensor
-        """Items taken in training: the others are no negatives, for nobody could take or leave them."""
         self.encoder = encoder
         self.cached = False
         """Whether the texts' vectors are taken from `table`, which passes no gradient to the encoder."""
