@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.report import ROOT, Row
 from benchmarks.sessions import asked, session
+from engine.sampler import Sampler
 from models.catalogue import Catalogue
 from models.recommender_net import RecommenderNet
 from models.text_encoder import TextEncoder, add_lora, make_net
@@ -36,7 +37,7 @@ def measure(quick: bool, data: str) -> list[Row]:
     batches = (64,) if quick else (2048, 4096)
     known, rows = prepared(data)
     found = [row for batch in batches for row in encoder_steps(known, rows, batch, 64 if quick else 768)]
-    return [*found, *memory(quick), *ids_alone(quick, data)]
+    return [*found, *memory(quick), *ids_alone(quick, data), *delivered(quick, data)]
 
 
 def prepared(data: str) -> tuple[Catalogue, Any]:
@@ -139,20 +140,39 @@ def grown(texts: int, width: int) -> float:
 
 
 def ids_alone(quick: bool, data: str) -> list[Row]:
-    """Positives a second: this engine, and a loop over a DataLoader of rows, same model and loss."""
+    """Positives a second, each with 4 negatives: this engine, and loops over a DataLoader of rows; same model
+    (NeuMF) and loss."""
     batch, steps = 2048, 6 if quick else 60
     ours = _engine(data, batch, steps)
-    rows = [{"training on ids": "isobatch", "pairs/s": round(ours), "isobatch is faster": 1.0}]
-    for workers in (0, 2):
-        theirs = _rows_loop(data, batch, max(4, steps // 10), workers)
-        rows.append(
-            {
-                "training on ids": f"DataLoader over rows, {workers} workers",
-                "pairs/s": round(theirs),
-                "isobatch is faster": round(ours / theirs, 1),
-            }
-        )
+    rows = [
+        {"training on ids": f"isobatch, batch {batch}", "pairs/s": round(ours), "isobatch is faster": 1.0}
+    ]
+    same, published = batch * (1 + NEGATIVES), 256
+    for name, rows_a_step, python, workers in (
+        ("DataLoader over rows, same batch, negatives given", same, False, 0),
+        ("DataLoader over rows, same batch, negatives given, 2 workers", same, False, 2),
+        ("NCF's loop: 256 rows, negatives drawn row by row", published, True, 0),
+        ("NCF's loop: 256 rows, negatives drawn row by row, 2 workers", published, True, 2),
+    ):
+        enough = 4 if quick else 15 if rows_a_step == same else 400
+        theirs = _rows_loop(data, rows_a_step, enough, workers, python)
+        times = round(ours / theirs, 1)
+        rows.append({"training on ids": name, "pairs/s": round(theirs), "isobatch is faster": times})
     return rows
+
+
+def delivered(quick: bool, data: str) -> Iterator[Row]:
+    """Rows a second that the order of the samples and the fetch deliver, before any model."""
+    _, source = prepared(data)
+    for batch in (2048, 16384):
+        sampler = Sampler(len(source), batch, seed=0)
+        steps = min(sampler.steps_per_epoch - 1, 5 if quick else 200)
+        seconds = []
+        for step in range(steps):
+            began = time.perf_counter()
+            source.fetch(sampler.batch(step))
+            seconds.append(time.perf_counter() - began)
+        yield {"rows delivered, batch": batch, "million rows/s": round(batch / median(seconds) / 1e6, 1)}
 
 
 def _engine(data: str, batch: int, steps: int) -> float:
@@ -169,12 +189,11 @@ def _engine(data: str, batch: int, steps: int) -> float:
 
 
 class Rows(torch.utils.data.Dataset[tuple[int, int, float]]):
-    """(user, item, label) one by one, negatives drawn beforehand."""
+    """(user, item, label) one by one."""
 
-    def __init__(self, user: np.ndarray, item: np.ndarray, items: int) -> None:
-        draw = np.random.default_rng(0)
+    def __init__(self, user: np.ndarray, item: np.ndarray, negatives: np.ndarray) -> None:
         self.user = np.repeat(user, 1 + NEGATIVES)
-        self.item = np.column_stack([item, draw.integers(items, size=(len(item), NEGATIVES))]).reshape(-1)
+        self.item = np.column_stack([item, negatives]).reshape(-1)
         self.label = np.tile([1.0] + [0.0] * NEGATIVES, len(user)).astype(np.float32)
 
     def __len__(self) -> int:
@@ -184,22 +203,48 @@ class Rows(torch.utils.data.Dataset[tuple[int, int, float]]):
         return self.user[row], self.item[row], self.label[row]
 
 
-def _rows_loop(data: str, batch: int, steps: int, workers: int) -> float:
+def _drawn_one_by_one(user: np.ndarray, items: int, taken: set[tuple[int, int]]) -> np.ndarray:
+    """As the loops of NCF's repositories draw, once an epoch."""
+    draw = np.random.RandomState(0)
+    found = np.empty((len(user), NEGATIVES), np.int64)
+    for row, who in enumerate(user.tolist()):
+        for column in range(NEGATIVES):
+            other = draw.randint(items)
+            while (who, other) in taken:
+                other = draw.randint(items)
+            found[row, column] = other
+    return found
+
+
+def _rows_loop(data: str, rows_a_step: int, steps: int, workers: int, python: bool) -> float:
     known, source = prepared(data)
-    part = source.fetch(np.random.default_rng(0).permutation(len(source))[: batch * (steps + 2)])
-    rows = Rows(part["user"], part["item"], len(known.item_text))
+    items = len(known.item_text)
+    count = rows_a_step * (steps + 3) // (1 + NEGATIVES)
+    part = source.fetch(np.random.default_rng(0).permutation(len(source))[:count])
+    user, item = part["user"], part["item"]
+    drawing = 0.0
+    if python:
+        taken = {(int(key) // items, int(key) % items) for key in known.seen}
+        began = time.perf_counter()
+        negatives = _drawn_one_by_one(user, items, taken)
+        drawing = (time.perf_counter() - began) / count
+    else:
+        negatives = np.random.default_rng(0).integers(items, size=(count, NEGATIVES))
     torch.manual_seed(0)
     model = RecommenderNet(known, DIM, (128, 64), "neumf", None)
+    model.deduplicate = False
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    loader = torch.utils.data.DataLoader(rows, batch * (1 + NEGATIVES), shuffle=True, num_workers=workers)
-    taken, began = [], time.perf_counter()
-    for user, item, label in loader:
-        (scores,) = model(user.long(), [item[:, None]])
+    loader = torch.utils.data.DataLoader(
+        Rows(user, item, negatives), rows_a_step, shuffle=True, num_workers=workers
+    )
+    seconds, began = [], time.perf_counter()
+    for users, others, label in loader:
+        (scores,) = model(users.long(), [others.long()[:, None]])
         loss = nn.functional.binary_cross_entropy_with_logits(scores[:, 0], label.float())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         now = time.perf_counter()
-        taken.append(now - began)
+        seconds.append(now - began)
         began = now
-    return batch / median(taken[1:])
+    return 1 / (median(seconds[1:]) * (1 + NEGATIVES) / rows_a_step + drawing)

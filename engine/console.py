@@ -70,8 +70,9 @@ class Console:
 def _figures(row: dict[str, Any]) -> str:
     wait = row["data_seconds"] / max(1e-9, row["step_seconds"])
     rate = row.get("tokens_per_second", 0.0)
+    unit = "samples" if rate == row.get("samples_per_second") else "tokens"  # pairs of ids are of length 1
     return (
-        f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {rate:,.0f} tokens/s"
+        f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {rate:,.0f} {unit}/s"
         f"  {size(row['memory_bytes'])}  data wait {wait:.0%}"
     )
 
