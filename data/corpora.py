@@ -1,4 +1,4 @@
-"""Where a corpus comes from: files, the hub, or the demo. Each answers with texts per split."""
+"""Where a corpus comes from: files, the hub, or the demo. Each answers with texts, or rows, per split."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from data import hub, readers
 from data.base import DataError
+from data.readers import Rows
 
 DEMO = "demo"
 DEMO_PACKAGES = ("email", "http", "json", "logging", "urllib")
@@ -24,6 +25,16 @@ class Corpus:
 
     splits: Mapping[str, Callable[[], Iterable[str]]]
     is_stream: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows per split, readable again and again."""
+
+    splits: Mapping[str, Callable[[], Rows]]
+    columns: tuple[str, ...]
+    """The names of the training rows' columns."""
     notes: tuple[str, ...] = ()
 
 
@@ -52,29 +63,61 @@ def _whole(files: list[Path]) -> Iterator[str]:
 
 def of_files(parts: dict[str, readers.Part], column: str) -> Corpus:
     """A corpus of files found by `readers.find`."""
-    notes: tuple[str, ...] = ()
-    if "valid" not in parts:
-        train, valid = readers.hold_out(parts["train"])
-        parts, notes = {**parts, "train": train, "valid": valid}, (HELD_OUT,)
+    parts, notes = _with_valid(parts)
     splits = {split: partial(readers.texts, part, column) for split, part in parts.items()}
     return Corpus(splits, parts["train"].is_stream, notes)
 
 
+def table_of_files(parts: dict[str, readers.Part]) -> Table:
+    """The rows of files found by `readers.find`."""
+    columns = tuple(readers.columns(parts["train"]))
+    parts, notes = _with_valid(parts)
+    return Table({split: partial(readers.rows, part) for split, part in parts.items()}, columns, notes)
+
+
+def _with_valid(parts: dict[str, readers.Part]) -> tuple[dict[str, readers.Part], tuple[str, ...]]:
+    if "valid" in parts:
+        return parts, ()
+    train, valid = readers.hold_out(parts["train"])
+    return {**parts, "train": train, "valid": valid}, (HELD_OUT,)
+
+
 def of_hub(name: str, config: str | None, column: str) -> Corpus:
     """A hub data set with a text column, fetched through `datasets` or opened from its cache."""
+    splits, notes = _hub_splits(name, config)
+    if column not in (names := splits["train"].column_names):
+        raise DataError(f"--text-column {column}: {name} has no such column; it has: {', '.join(names)}")
+    return Corpus({split: partial(_column, rows, column) for split, rows in splits.items()}, notes=notes)
+
+
+def table_of_hub(name: str, config: str | None) -> Table:
+    """The rows of a hub data set."""
+    splits, notes = _hub_splits(name, config)
+    rows: dict[str, Callable[[], Rows]] = {k: partial(named_rows, name, found) for k, found in splits.items()}
+    return Table(rows, tuple(splits["train"].column_names), notes)
+
+
+def _hub_splits(name: str, config: str | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     found = hub.load_dataset(name, config)
     splits = {readers.SPLITS[split]: rows for split, rows in found.items() if split in readers.SPLITS}
     if "train" not in splits:
         raise DataError(f"--data {name}: has no train split; it has: {', '.join(found)}")
-    if column not in (names := splits["train"].column_names):
-        raise DataError(f"--text-column {column}: {name} has no such column; it has: {', '.join(names)}")
-    notes: tuple[str, ...] = ()
-    if "valid" not in splits:
-        rows = splits["train"]
-        border = len(rows) - max(1, len(rows) // readers.HELD_OUT)
-        splits["train"], splits["valid"] = rows.select(range(border)), rows.select(range(border, len(rows)))
-        notes = (HELD_OUT,)
-    return Corpus({split: partial(_column, rows, column) for split, rows in splits.items()}, notes=notes)
+    if "valid" in splits:
+        return splits, ()
+    rows = splits["train"]
+    border = len(rows) - max(1, len(rows) // readers.HELD_OUT)
+    splits["train"], splits["valid"] = rows.select(range(border)), rows.select(range(border, len(rows)))
+    return splits, (HELD_OUT,)
+
+
+def named_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Rows with their classes' names in place of numbers, where the data set says them."""
+    classes = {k: f.names for k, f in rows.features.items() if hasattr(f, "names")}
+    for number, row in enumerate(rows):
+        named = {
+            k: names[row[k]] if row[k] is not None and row[k] >= 0 else None for k, names in classes.items()
+        }
+        yield f"{name} row {number}", {**row, **named}
 
 
 def _column(rows: Any, column: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ import ast
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ import numpy as np
 
 from data import hub, readers, tokenizers
 from data.base import Column, Columns, DataError, Ragged, save
-from data.corpora import DEMO, DEMO_PACKAGES
+from data.corpora import DEMO, DEMO_PACKAGES, named_rows
+from data.readers import Rows
 from data.tokenized import Tokenized
 
 if TYPE_CHECKING:
@@ -57,7 +58,6 @@ class Example(NamedTuple):
     label: str | None
 
 
-Rows = Iterable[tuple[str, Mapping[str, Any]]]
 Splits = Mapping[str, Callable[[], Rows]]
 
 
@@ -290,17 +290,7 @@ def _of_hub(name: str, config: str | None) -> dict[str, Callable[[], Rows]]:
     }
     if "train" not in found:
         raise DataError(f"--data {name}: has no train split")
-    return {split: partial(_named, name, rows) for split, rows in found.items()}
-
-
-def _named(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rows with their classes' names in place of numbers, where the data set says them."""
-    classes = {k: f.names for k, f in rows.features.items() if hasattr(f, "names")}
-    for number, row in enumerate(rows):
-        named = {
-            k: names[row[k]] if row[k] is not None and row[k] >= 0 else None for k, names in classes.items()
-        }
-        yield f"{name} row {number}", {**row, **named}
+    return {split: partial(named_rows, name, rows) for split, rows in found.items()}
 
 
 def _demo_files() -> dict[str, list[Path]]:

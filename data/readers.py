@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ FORMS = {".txt": "txt", ".text": "txt", ".raw": "txt", ".tokens": "txt", ".csv":
 FORMS |= {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 SPLITS = {"train": "train", "training": "train", "valid": "valid", "validation": "valid", "val": "valid"}
 SPLITS |= {"dev": "valid", "test": "test"}
+Rows = Iterable[tuple[str, Mapping[str, Any]]]
+"""(where it stands, the row) of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +255,9 @@ def _parquet(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     except ImportError:
         raise DataError(f"{file}: parquet needs pyarrow: pip install pyarrow") from None
     try:
-        for batch in parquet.ParquetFile(os.fspath(file)).iter_batches(batch_size=1000):
-            for record in batch.to_pylist():
-                yield str(file), record
+        batches = parquet.ParquetFile(os.fspath(file)).iter_batches(batch_size=1000)
+        records = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, record in enumerate(records, 1):
+            yield f"{file} row {number}", record
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: is no whole parquet file: {error}") from None

@@ -22,6 +22,7 @@ TRAINING_CHARACTERS = 20_000_000
 END = "<|endoftext|>"
 FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.bpe", "merges.txt", "vocab.txt")
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+CHAT_TEMPLATE = "chat_template.jinja"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 USUAL = {
     "eos": (END, "</s>", "<|end_of_text|>", "<eos>", "[SEP]"),
@@ -159,7 +160,7 @@ def download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*FILES, *SETTINGS]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*FILES, *SETTINGS, CHAT_TEMPLATE]))
     except Exception as error:  # network, missing repository, gated: all are one line to the user
         raise DataError(
             f"{name}: the tokenizer cannot be had from the hub: {str(error).splitlines()[0]}"

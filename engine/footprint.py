@@ -72,7 +72,7 @@ def footprint(recipe: Recipe, shape: Shape, choices: Choices, tokens: float, len
     share = _shards(choices)
     slack = FRAGMENTATION[choices.device]
     return Footprint(
-        weights=shape.parameters * (6.0 if choices.half else 4.0) / share["weights"],
+        weights=(shape.weight_bytes or shape.parameters * (6.0 if choices.half else 4.0)) / share["weights"],
         gradients=shape.trainable * _gradient_bytes(choices) / share["gradients"],
         moments=shape.trainable * _state_bytes(recipe, choices) / share["moments"],
         activations=slack

@@ -336,8 +336,10 @@ class Trainer:
 
     def _headline(self) -> str:
         steps, plan = sum(s.steps for s in self.session.stretches), self.plan
+        remark = self.task.shape(self.session.facts).remark
         return (
             f"{self.recipe.task}: {self.session.facts.samples['train']:,} samples, global batch"
             f" {self.recipe.batch_size}, {steps:,} steps on {self.world.size} x {self.world.device.type} in"
             f" {plan.precision} ({plan.invariance}); about {clock(steps * plan.predicted_step_seconds)}"
+            + (f"\n{remark}" if remark else "")
         )

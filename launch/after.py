@@ -14,6 +14,7 @@ from engine.run import Run
 from launch.flags import own_flags, split
 from models import fields
 from models.base import Task
+from models.generation import Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,10 @@ class GenerateOptions:
     """Most tokens to add."""
     temperature: fields.Rate = 0.8
     """0 takes the likeliest token every time."""
+    top_k: fields.Count = 0
+    """Draw among so many of the likeliest tokens; 0 for all."""
+    top_p: fields.Fraction = 1.0
+    """Draw among the likeliest tokens that have this probability together."""
     seed: fields.Count = 0
     """Another seed, another continuation."""
     json: bool = False
@@ -90,15 +95,30 @@ def _evaluate(run: Run, own: EvaluateOptions) -> dict[str, Any]:
 
 
 def generate(words: Sequence[str]) -> int:
-    """Usage: generate RUN --prompt "..." [--tokens 60] [--temperature 0.8] [--seed 0] [--json]"""
+    """Usage: generate RUN --prompt "..." [--tokens 60] [--temperature 0.8] [--top-k 50] [--top-p 0.9]
+    [--seed 0] [--json]
+    """
     positional, flags = split(words)
     run, own = one_run(positional, "generate"), own_flags(flags, GenerateOptions, "generate")
     if own.prompt is None:
         raise UserError('generate: needs --prompt "..."')
     task = _able(run, "generate", "continues no text")
-    text = task.generate(run.final, own.prompt, tokens=own.tokens, temperature=own.temperature, seed=own.seed)
-    print(json.dumps({"prompt": own.prompt, "text": text}, ensure_ascii=False) if own.json else text)
+    pieces = task.generate(run.final, own.prompt, sampling(own))
+    if own.json:
+        text = own.prompt + "".join(pieces)
+        print(json.dumps({"prompt": own.prompt, "text": text}, ensure_ascii=False))
+        return 0
+    print(own.prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
     return 0
+
+
+def sampling(own: Any) -> Sampling:
+    return Sampling(
+        tokens=own.tokens, temperature=own.temperature, top_k=own.top_k, top_p=own.top_p, seed=own.seed
+    )
 
 
 def recommend(words: Sequence[str]) -> int:

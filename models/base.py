@@ -155,6 +155,8 @@ class Shape:
     intermediate: int = 0
     vocabulary: int = 0
     """Width of an output projection computed for every token."""
+    weight_bytes: float = 0.0
+    """Of all weights, where they are not 4 a parameter."""
     remark: str = ""
     """What a plan should say of this model beside."""
     whole: str = ""
@@ -295,8 +297,11 @@ class Task(ABC):
         """The ways in which a finished model runs and can be measured (see models.appraisal.Form)."""
         return []
 
-    def generate(self, final: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-        """Continue a text with the exported model in `final`; for language models."""
+    def generate(self, final: Path, prompt: str, how: Any) -> Iterable[str]:
+        """What the exported model in `final` writes behind a text, piece by piece; for language models.
+
+        `how` is a models.generation.Sampling.
+        """
         raise NotImplementedError
 
     def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:

@@ -2,33 +2,33 @@
 
 python -m launch auto --task causal-lm --data FOLDER --model small
 python -m launch auto --task causal-lm --data FOLDER --model openai-community/gpt2 --preset finetune
+python -m launch auto --task causal-lm --data FOLDER --model FOLDER --adapter qlora
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from models import decoders, hub, saving
+from models import adapters, decoders, hub, saving
 from models.base import Batch, Loss, ModelError, Rows, Shape, Step, Sum, Task
 from models.decoders import PRESETS
-from models.generation import continuation
+from models.generation import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-IGNORED = -100
 LONGEST_WITH_ATTENTION_DROPOUT = 512
 """Above it attention dropout is 0: keyed noise would take the kernel's speed and memory."""
 LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CausalLMOptions:
+class CausalLMOptions(adapters.AdapterOptions):
     """The fields of causal language models."""
 
     generate_prompt: str | None = None
@@ -50,6 +50,7 @@ class CausalLM(Task):
     """
 
     Options: ClassVar[type] = CausalLMOptions
+    exports: ClassVar[tuple[str, ...]] = ("merged", "adapter")
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "small",
         "max_length": 256,
@@ -74,8 +75,13 @@ class CausalLM(Task):
     def _name(self) -> str:
         return self.recipe.model or "small"
 
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return adapters.complete(values)
+
     def check(self) -> None:
         name = self._name
+        adapters.check(self.options, pretrained=name not in PRESETS)
         if self.recipe.max_length < 2:
             raise ModelError(f"--max-length {self.recipe.max_length}: a block needs at least 2 tokens")
         if self.options.generate_tokens < 0:
@@ -116,17 +122,26 @@ class CausalLM(Task):
         return config
 
     def build_model(self, facts: Any) -> nn.Module:
-        import torch
-        from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+        from transformers import GPT2LMHeadModel
 
-        config = self._transformers_config(facts)
+        from models import head
+
+        config, options = self._transformers_config(facts), self.options
         if self._name in PRESETS:
-            return GPT2LMHeadModel(config)
-        where = hub.place(self._name, self.recipe.revision)
-        revision = self.recipe.revision or "main"
-        return AutoModelForCausalLM.from_pretrained(
-            where, config=config, revision=revision, dtype=torch.float32
-        )
+            model: nn.Module = GPT2LMHeadModel(config)
+        else:
+            where = hub.place(self._name, self.recipe.revision)
+            model = adapters.load(where, config, self.recipe.revision, options)
+            if options.adapter != "none":
+                adapters.add(model, options, self._base, self.recipe.revision)
+        head.make_passable(model)
+        return model
+
+    @property
+    def _base(self) -> str:
+        """What an adapter is for, as others can find it."""
+        folder = Path(self._name).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else self._name
 
     def _transformers_config(self, facts: Any) -> Any:
         from transformers import AutoConfig, GPT2Config
@@ -155,7 +170,10 @@ class CausalLM(Task):
 
     def shape(self, facts: Any) -> Shape:
         """Counted from the config's numbers; other architectures are built without storage."""
-        return decoders.shape_of(self._config(facts)) or self._counted(facts)
+        whole = decoders.shape_of(self._config(facts)) or self._counted(facts)
+        if self.options.adapter == "none":
+            return whole
+        return adapters.shape(whole, self._transformers_config(facts), self.options, self.recipe.optimizer)
 
     def _counted(self, facts: Any) -> Shape:
         import torch
@@ -174,19 +192,16 @@ class CausalLM(Task):
         return {"loss": Loss(self._nll(model, batch), "token")}
 
     def _nll(self, model: nn.Module, batch: Batch) -> Tensor:
-        from torch.nn import functional as F
+        from models import head
 
         # No attention mask: padding is on the right, and a token sees none to its right, so real positions
         # never see it and the others' targets are ignored. It keeps SDPA on its causal path without a mask.
-        logits_BTV = model(input_ids=batch["tokens"].long(), use_cache=False).logits
-        targets_BT = _targets(batch["tokens"], batch["length"])
-        # The last position keeps its logits and an ignored target: slicing logits would copy them all.
-        return F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        return head.loss(model, batch["tokens"].long(), _targets(batch))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
-        return {"nll": Sum(self._nll(model, batch), (batch["length"] - 1).sum())}
+        from models.head import IGNORED
+
+        return {"nll": Sum(self._nll(model, batch), (_targets(batch) != IGNORED).sum())}
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, float]:
         loss = float(parts["nll"].value) / float(parts["nll"].weight)
@@ -198,33 +213,58 @@ class CausalLM(Task):
         return found
 
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
-        """A folder for AutoModelForCausalLM and AutoTokenizer."""
-        saving.save(model, facts, folder)
+        """A folder for AutoModelForCausalLM and AutoTokenizer; an adapter's for PeftModel."""
         configured: Any = model
-        configured.generation_config.save_pretrained(folder)
+        if self.options.adapter == "none":
+            saving.save(model, facts, folder)
+            configured.generation_config.save_pretrained(folder)
+        else:
+            adapters.save(model, folder)
+            saving.save_tokenizer(configured.config.to_dict(), facts, folder)
 
-    def generate(self, final: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-        from models.generation import generate
+    def export_as(
+        self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        if self.options.adapter == "none":
+            raise ModelError(f"--to {kind}: the run trained no adapter: final/ is the whole model")
+        adapted = adapters.opened(final).eval()
+        if kind == "adapter":
+            adapters.copy(final, folder)
+            return adapters.compared(adapted, adapters.opened(folder).eval(), batches())
+        merged = adapters.opened(final).eval().merge_and_unload()
+        saving.save(merged, facts, folder)
+        merged.generation_config.save_pretrained(folder)
+        return adapters.compared(adapted, merged, batches())
 
-        return generate(final, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    def generate(self, final: Path, prompt: str, how: Sampling) -> Iterator[str]:
+        from models import generation
+
+        model, tokenizer = generation.opened(final, self.options.load_bits)
+        return generation.pieces(model, tokenizer, prompt, how)
 
     def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:
+        from models.generation import continuation
+
         if self.options.generate_tokens == 0:
             return None
         prompt = self.options.generate_prompt or facts.extra.get("prompt", "")
-        return continuation(
-            model, saving.tokenizer(facts), prompt, self.options.generate_tokens, 0.8, self.recipe.seed
-        )
+        how = Sampling(tokens=self.options.generate_tokens, seed=self.recipe.seed)
+        return continuation(model, saving.tokenizer(facts), prompt, how)
 
 
-def _targets(tokens_BT: Tensor, length_B: Tensor) -> Tensor:
-    """(B, T): the next token at each position that has one, IGNORED elsewhere."""
+def _targets(batch: Batch) -> Tensor:
+    """(B, T): the next token at each position that has one to learn, IGNORED elsewhere."""
     import torch
 
-    width = tokens_BT.shape[1]
+    from models.head import IGNORED
+
+    tokens_BT, length_B = batch["tokens"], batch["length"]
     shifted = torch.nn.functional.pad(tokens_BT[:, 1:].long(), (0, 1), value=IGNORED)
-    position = torch.arange(width, device=tokens_BT.device)
-    return shifted.masked_fill(position >= (length_B - 1)[:, None], IGNORED)
+    position = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+    nothing = position >= (length_B - 1)[:, None]
+    if "learn" in batch:
+        nothing = nothing | torch.nn.functional.pad(batch["learn"][:, 1:] == 0, (0, 1), value=True)
+    return shifted.masked_fill(nothing, IGNORED)
 
 
 def _exp(value: float) -> float:

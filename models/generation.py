@@ -2,78 +2,118 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models import decoders
+from models import adapters, decoders
 from models.base import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+UNFINISHED = "\ufffd"
+"""What a decoder writes for bytes that are not yet a character."""
 
-def generate(folder: Path, prompt: str, *, tokens: int = 60, temperature: float = 0.8, seed: int = 0) -> str:
-    """The prompt and what the model in `folder` (such as a run's final/) writes after it.
 
-    temperature 0 always takes the likeliest token. Errors: ModelError where the folder holds no model.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is drawn; temperature 0 takes the likeliest."""
+
+    tokens: int = 60
+    """Most to write."""
+    temperature: float = 0.8
+    top_k: int = 0
+    """Only among so many of the likeliest; 0 for all."""
+    top_p: float = 1.0
+    """Only among the likeliest that have this probability together (Holtzman et al. 2020, nucleus)."""
+    seed: int = 0
+
+
+def opened(folder: Path, bits: int = 16) -> tuple[nn.Module, Any]:
+    """The model, or the adapter on its base, and the tokenizer of a folder such as a run's final/.
+
+    Errors: ModelError where the folder holds neither.
     """
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} holds no trained model (config.json): has the run finished?")
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return continuation(model, tokenizer, prompt, tokens, temperature, seed)
+    if (folder / adapters.CONFIG_FILE).is_file():
+        model = adapters.opened(folder, bits)
+    elif (folder / "config.json").is_file():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    else:
+        raise ModelError(f"{folder} holds no trained model (config.json): has the run finished?")
+    return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def continuation(
-    model: nn.Module, tokenizer: Any, prompt: str, tokens: int, temperature: float, seed: int
-) -> str:
-    """The prompt with up to `tokens` new tokens; fewer at an end token or at the model's context."""
-    import torch
+def continuation(model: nn.Module, tokenizer: Any, prompt: str, how: Sampling) -> str:
+    """The prompt with new tokens behind it; fewer than asked for at an end token or the model's context."""
+    return prompt + "".join(pieces(model, tokenizer, prompt, how))
 
+
+def pieces(model: nn.Module, tokenizer: Any, prompt: str, how: Sampling) -> Iterator[str]:
+    """What comes after the prompt, as it is written: whole characters only."""
     config: Any = model.config
     longest = decoders.context(config.to_dict()) or 1 << 30
-    device = next(model.parameters()).device
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [config.eos_token_id or 0]
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [_first(config.eos_token_id)]
     ids = ids[-max(1, longest // 2) :]
+    before, written = tokenizer.decode(ids), []
+    for token in _tokens(model, ids, min(how.tokens, longest - len(ids)), how):
+        written.append(token)
+        text = tokenizer.decode(ids + written)
+        if len(text) > len(before) and not text.endswith(UNFINISHED):
+            yield text[len(before) :]
+            before = text
+
+
+def _first(ids: int | Sequence[int] | None) -> int:
+    return (ids if isinstance(ids, int) else next(iter(ids or ()), 0)) or 0
+
+
+def _tokens(model: nn.Module, ids: list[int], most: int, how: Sampling) -> Iterator[int]:
+    """New tokens until an end token. The model is as it was whenever the caller gets one."""
+    import torch
+
+    # A generator of its own on the CPU: training's random state stays as it is, and any device draws alike.
+    generator = torch.Generator().manual_seed(how.seed)
+    ends = model.config.eos_token_id  # type: ignore[union-attr]
+    stops = set(ends if isinstance(ends, list) else [ends])
+    row = torch.tensor([ids], device=next(model.parameters()).device)
+    cache = None
+    for _ in range(most):
+        logits, cache = _next(model, row, cache)
+        token = _draw(logits, how, generator)
+        if token in stops:
+            return
+        yield token
+        row = row.new_tensor([[token]])
+
+
+def _next(model: nn.Module, row: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    import torch
+
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            row = torch.tensor([ids], device=device)
-            written = _write(model, row, min(tokens, longest - len(ids)), temperature, seed)
+            output = model(input_ids=row, past_key_values=cache, use_cache=True)
     finally:
         model.train(was_training)
-    return prompt + tokenizer.decode(ids + written)[len(tokenizer.decode(ids)) :]
+    return output.logits[0, -1].float().cpu(), output.past_key_values
 
 
-def _write(model: nn.Module, row: Tensor, tokens: int, temperature: float, seed: int) -> list[int]:
+def _draw(logits_V: Tensor, how: Sampling, generator: Any) -> int:
     import torch
 
-    # A generator of its own on the CPU: training's random state stays as it is, and any device draws alike.
-    generator = torch.Generator().manual_seed(seed)
-    ends = model.config.eos_token_id  # type: ignore[union-attr]
-    stops = set(ends if isinstance(ends, list) else [ends])
-    written: list[int] = []
-    cache = None
-    for _ in range(tokens):
-        output = model(input_ids=row, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        token = _draw(output.logits[0, -1].float().cpu(), temperature, generator)
-        if token in stops:
-            break
-        written.append(token)
-        row = row.new_tensor([[token]])
-    return written
-
-
-def _draw(logits_V: Tensor, temperature: float, generator: Any) -> int:
-    import torch
-
-    if temperature == 0:
+    if how.temperature == 0:
         return int(logits_V.argmax())
-    return int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator))
+    chances, tokens = (logits_V / how.temperature).softmax(-1).sort(descending=True, stable=True)
+    if how.top_k:
+        chances = chances[: how.top_k]
+    before = chances.cumsum(0) - chances
+    chances = chances[before < how.top_p]  # the likeliest is always among them
+    return int(tokens[torch.multinomial(chances, 1, generator=generator)])

@@ -16,7 +16,6 @@ ROLES = ("eos", "bos", "pad", "unk")
 def save(model: nn.Module, facts: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Weights, or those given in their place, config.json and the tokenizer of the prepared data."""
     from safetensors.torch import save_file, save_model
-    from transformers import PreTrainedTokenizerFast
 
     # save_pretrained would import deepspeed, two seconds and a warning, to find that nothing is sharded.
     file, form = str(folder / "model.safetensors"), {"format": "pt"}
@@ -27,10 +26,16 @@ def save(model: nn.Module, facts: Any, folder: Path, weights: Mapping[str, Tenso
     configured: Any = model
     configured.config.architectures = [type(model).__name__]
     configured.config.save_pretrained(folder)
+    save_tokenizer(configured.config.to_dict(), facts, folder)
+
+
+def save_tokenizer(config: Mapping[str, Any], facts: Any, folder: Path) -> None:
+    """The prepared data's, as AutoTokenizer opens it for a model with this config."""
+    from transformers import PreTrainedTokenizerFast
+
     prepared = tokenizer(facts)
     special = {f"{role}_token": facts.extra.get(role) for role in ROLES}
     names = {k: prepared.id_to_token(v) for k, v in special.items() if v is not None}
-    config = configured.config.to_dict()
     limit = {} if longest(config) is None else {"model_max_length": longest(config)}
     saved = PreTrainedTokenizerFast(
         tokenizer_object=prepared, model_input_names=inputs_of(config), **limit, **names

@@ -17,7 +17,7 @@ from hub import cache
 from models.base import ModelError
 from models.causal_lm import CausalLM, CausalLMOptions
 from models.decoders import PRESETS, shape_of
-from models.generation import generate
+from models.generation import Sampling, opened, pieces
 
 VOCABULARY = 257
 
@@ -236,6 +236,10 @@ def test_a_sample_is_repeatable_and_leaves_the_random_state_alone(saved: Path, m
     assert samples[0] == samples[1]
     assert str(samples[0]).startswith("def ")
     assert torch.equal(before, torch.get_rng_state())
+
+
+def generate(folder: Path, prompt: str, **how: Any) -> str:
+    return prompt + "".join(pieces(*opened(folder), prompt, Sampling(**how)))
 
 
 def test_generate_is_greedy_at_temperature_zero_and_stops_at_the_context(saved: Path, model: Any) -> None:

@@ -1,0 +1,262 @@
+"""Adapters: few trained weights beside frozen ones, which may lie in 8 or 4 bits.
+
+LoRA (Hu et al. 2021), DoRA (Liu et al. 2024), QLoRA (Dettmers et al. 2023), by peft and bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from models.base import Batch, ExportError, ModelError, Shape
+from models.fields import Positive, Probability
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+TOLERANCE = 1e-4
+"""Between logits with an adapter beside the weights and in them, in shares of the largest."""
+PREFIX = "base_model.model."
+"""What peft's own wrapper puts before the names of a model's parts."""
+BYTES = {16: 4.0, 8: 1.0 + 4 / 1024, 4: 0.5 + 4 / 64}
+"""Of a number in a frozen matrix: 4 bits have a float for each 64 of them, 8 bits about one a row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterOptions:
+    """The fields of adapters."""
+
+    adapter: Literal["none", "lora", "qlora", "dora"] = "none"
+    """Train few weights beside the model's own, which stay as they are. qlora: lora beside 4-bit weights."""
+    lora_r: Positive = 8
+    """Rank of the adapter's matrices."""
+    lora_alpha: Positive = 16
+    """The adapter's part is scaled by alpha / r."""
+    lora_dropout: Probability = 0.05
+    """Dropout of what the adapter reads."""
+    lora_targets: str = "auto"
+    """Which matrices get one: names such as c_attn,c_proj; all-linear; auto: those usual for the model."""
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases train too."""
+    load_bits: Literal[16, 8, 4] = 16
+    """Bits of frozen matrices. 8 and 4 save memory, not time, and are for adapters."""
+
+
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """qlora is lora in 4 bits."""
+    return {"load_bits": 4} if values.get("adapter") == "qlora" and "load_bits" not in values else {}
+
+
+def check(options: Any, pretrained: bool) -> None:
+    """Raise where these fields contradict each other or the model."""
+    if options.adapter == "none":
+        if options.load_bits != 16:
+            raise ModelError(
+                f"--load-bits {options.load_bits}: rounded weights cannot train: add --adapter lora (which is"
+                " --adapter qlora with 4 bits)"
+            )
+        return
+    if options.adapter == "qlora" and options.load_bits != 4:
+        raise ModelError(f"--load-bits {options.load_bits}: qlora means 4; with 8 say --adapter lora")
+    if not pretrained:
+        raise ModelError(
+            f"--adapter {options.adapter}: a model from scratch has nothing to adapt; give --model a folder"
+            " or hub id"
+        )
+
+
+def load(place: str, config: Any, revision: str | None, options: Any) -> nn.Module:
+    """The pretrained model, its frozen matrices in as many bits as asked for."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    given: dict[str, Any] = {}
+    if options.load_bits != 16:
+        given = {"quantization_config": _rounding(options.load_bits), "device_map": {"": "cpu"}}
+    return AutoModelForCausalLM.from_pretrained(
+        place, config=config, revision=revision or "main", dtype=torch.float32, **given
+    )
+
+
+def _rounding(bits: int) -> Any:
+    import torch
+
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise ModelError(f"--load-bits {bits} needs: pip install bitsandbytes") from None
+    from transformers import BitsAndBytesConfig
+
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+
+
+def add(model: nn.Module, options: Any, base: str, revision: str | None) -> None:
+    """Put adapters into a model; nothing else of it trains from then on."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        revision=revision,
+        r=options.lora_r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        bias=options.lora_bias,
+        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
+        use_dora=options.adapter == "dora",
+        target_modules=_targets(model, options.lora_targets),
+    )
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if _is_matrix(m)})
+        raise ModelError(
+            f"--lora-targets {options.lora_targets}: {str(error).splitlines()[0]}; this model has"
+            f" {', '.join(linear)}"
+        ) from None
+    if options.lora_bias == "none":
+        for name, p in model.named_parameters():
+            p.requires_grad_("lora_" in name)
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.ndim == 2 and "Embedding" not in type(module).__name__
+
+
+def _targets(model: Any, asked: str) -> Any:
+    """None lets peft choose, which it can for the families it knows."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+
+    if asked not in ("auto", "all-linear"):
+        return [name.strip() for name in asked.split(",")]
+    if asked == "auto" and model.config.model_type in USUAL:
+        return None
+    head = model.get_output_embeddings()
+    return sorted({n for n, m in model.named_modules() if _is_matrix(m) and m is not head})
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What an adapter trains, by numbers."""
+
+    trained: int
+    targets: Mapping[str, int]
+    """Last part of a module's name -> how many of them have an adapter."""
+    frozen_matrices: int
+    """Numbers in matrices that --load-bits rounds."""
+
+
+def counted(config: Any, options: Any) -> Counted:
+    """Of the model with this config, built without storage."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        head = model.get_output_embeddings()
+        matrices = sum(m.weight.numel() for m in model.modules() if _is_matrix(m) and m is not head)
+        add(model, options, "", None)
+    targets: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            kind = name.rpartition(".")[2]
+            targets[kind] = targets.get(kind, 0) + 1
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Counted(trained, targets, matrices)
+
+
+def shape(whole: Shape, config: Any, options: Any, optimizer: str) -> Shape:
+    """The size of a model with an adapter, and what a user should know of the choice."""
+    found = counted(config, options)
+    weights = 4.0 * whole.parameters - (4.0 - BYTES[options.load_bits]) * found.frozen_matrices
+    return dataclasses.replace(
+        whole,
+        parameters=whole.parameters + found.trained,
+        trainable=found.trained,
+        weight_bytes=weights + 4.0 * found.trained,
+        whole="bitsandbytes' weights cannot be cut" if options.load_bits != 16 else whole.whole,
+        remark="; ".join(_remarks(whole, found, options, optimizer, weights)),
+    )
+
+
+def _remarks(whole: Shape, found: Counted, options: Any, optimizer: str, weights: float) -> list[str]:
+    where = ", ".join(f"{count} {name}" for name, count in found.targets.items())
+    share = found.trained / whole.parameters
+    said = [
+        f"{options.adapter} of rank {options.lora_r} on {where} trains {found.trained:,} of"
+        f" {whole.parameters + found.trained:,} parameters ({share:.2%})"
+    ]
+    if options.load_bits != 16:
+        said.append(
+            f"weights in {options.load_bits} bits take {weights / 1e6:,.0f} MB in place of"
+            f" {4 * whole.parameters / 1e6:,.0f}; steps get slower, not faster"
+        )
+    if "8bit" in optimizer:
+        said.append(
+            f"--optimizer {optimizer} saves {6 * found.trained / 1e6:.1f} MB at most: so little is trained"
+        )
+    return said
+
+
+def save(model: Any, folder: Path) -> None:
+    """As peft saves: PeftModel.from_pretrained opens it."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    found = get_peft_model_state_dict(model, adapter_name="default")
+    weights = {PREFIX + name: value.detach().cpu().contiguous() for name, value in found.items()}
+    save_file(weights, folder / FILE, metadata={"format": "pt"})
+    config = model.peft_config["default"]
+    config.inference_mode = True
+    config.save_pretrained(folder)
+
+
+def opened(folder: Path, bits: int = 16) -> Any:
+    """The base model with the adapter in `folder` upon it."""
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoConfig
+
+    base = str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
+    config = AutoConfig.from_pretrained(base)
+    options = AdapterOptions(adapter="lora", load_bits=bits)  # type: ignore[arg-type]
+    return PeftModel.from_pretrained(load(base, config, None, options), str(folder))
+
+
+def copy(final: Path, folder: Path) -> None:
+    """An adapter's files."""
+    for file in (FILE, CONFIG_FILE, *TOKENIZER_FILES):
+        if (final / file).is_file():
+            shutil.copy(final / file, folder)
+
+
+def compared(one: Any, other: Any, batches: Iterable[Batch]) -> dict[str, Any]:
+    """How far apart the logits of two models are over all batches; ExportError where that is too far."""
+    import torch
+
+    worst, samples = 0.0, 0
+    for batch in batches:
+        tokens = batch["tokens"].long()
+        with torch.no_grad():
+            a, b = (net(input_ids=tokens, use_cache=False).logits for net in (one, other))
+        worst = max(worst, float((a - b).abs().max() / a.abs().max().clamp_min(1)))
+        samples += len(tokens)
+    if worst > TOLERANCE:
+        raise ExportError(f"merged logits differ by {worst:.1e} of the largest: at most {TOLERANCE:.0e}")
+    return {"max_logit_difference": worst, "samples": samples}

@@ -1,0 +1,145 @@
+"""Adapters as a user trains them: they learn, resume, merge, and open in the libraries they are made for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from data import corpora, tokenizers
+from engine.checkpoint import Saved
+from tests.integration.helpers import furthest, launch, losses, summary
+from tests.integration.test_bad_input import complaint
+
+TASK = ["auto", "--task", "causal-lm", "--model", "base", "--lr", "1e-2", "--quiet", "--save-every", "6"]
+WAYS = {
+    "lora": ["--adapter", "lora", "--lora-targets", "c_attn,c_proj"],
+    "dora": ["--adapter", "dora"],
+    "qlora": ["--adapter", "qlora"],
+    "int8": ["--adapter", "lora", "--load-bits", "8"],
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a pretrained model, `base`."""
+    folder = tmp_path_factory.mktemp("adapters")
+    tokenizer = tokenizers.train(corpora.demo().splits["train"](), 600)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64}  # bitsandbytes rounds 64 at a time
+    config = GPT2Config(vocab_size=tokenizer.get_vocab_size(), **sizes, **ends)
+    GPT2LMHeadModel(config).save_pretrained(folder / "base")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END)
+    fast.save_pretrained(folder / "base")
+    return folder
+
+
+def trained(home: Path, way: str, name: str, *more: str) -> Path:
+    words = [*TASK, *WAYS[way], "--max-length", "64", "--steps", "12", "--keep", "9", "--name", name, *more]
+    done = launch(*words, cwd=home)
+    assert done.returncode == 0, done.stderr
+    return home / "runs" / name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_trains_resumes_merges_and_writes(way: str, home: Path) -> None:
+    run = trained(home, way, way)
+    first = losses(run)
+    assert first[-1] < first[0]
+    weights = [name for name in Saved(run / "checkpoints" / "train-12").entries if name.startswith("weight")]
+    assert weights
+    assert all("lora_" in name for name in weights)
+    again = home / "runs" / f"{way}-again"
+    shutil.copytree(run, again)
+    for gone in ("checkpoints/train-12", "final"):
+        shutil.rmtree(again / gone)
+    (again / "summary.json").unlink()
+    resumed = launch("resume", str(again), "--quiet", cwd=home)
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(again) == first
+    exported = launch("export", str(run), "--to", "merged", "--json", cwd=home)
+    assert exported.returncode == 0, exported.stderr
+    assert json.loads(exported.stdout)["merged"]["max_logit_difference"] < 1e-4
+    text = launch("generate", str(run), "--prompt", "def f", "--tokens", "5", cwd=home)
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("def f")
+
+
+OPENED = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+run, base = sys.argv[1:]
+adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), f"{run}/final").eval()
+merged = AutoModelForCausalLM.from_pretrained(f"{run}/exports/merged").eval()
+ids = AutoTokenizer.from_pretrained(f"{run}/exports/merged")("def read(self):", return_tensors="pt").input_ids
+plain = AutoModelForCausalLM.from_pretrained(base).eval()
+a, b, c = (net(ids).logits for net in (adapted, merged, plain))
+print(float((a - b).abs().max()), float((a - c).abs().max()))
+"""
+
+
+@pytest.mark.parametrize("way", ["lora", "dora"])
+def test_peft_opens_the_adapter_and_transformers_the_merged_model(way: str, home: Path) -> None:
+    run = home / "runs" / way if (home / "runs" / way).is_dir() else trained(home, way, way)
+    if not (run / "exports" / "merged").is_dir():
+        assert launch("export", str(run), "--to", "merged", cwd=home).returncode == 0
+    words = [sys.executable, "-c", OPENED, str(run), "base"]
+    done = subprocess.run(words, cwd=home, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    apart, learnt = map(float, done.stdout.split())
+    assert apart < 1e-4
+    assert learnt > 1e-2
+
+
+def test_processes_learn_the_same_with_an_adapters_dropout(home: Path) -> None:
+    flags = ["--lora-dropout", "0.3"]
+    one = trained(home, "lora", "one", *flags, "--processes", "1")
+    two = trained(home, "lora", "two", *flags, "--processes", "2", "--again")
+    without = trained(home, "lora", "without", "--lora-dropout", "0")
+    assert furthest(losses(one), losses(two)) < 1e-5
+    assert furthest(losses(one), losses(without)) > 1e-5
+    verified = launch("verify", str(two), cwd=home)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def test_what_trains_is_said_before_and_after(home: Path) -> None:
+    words = [word for word in TASK if word != "--quiet"]
+    done = launch(*words, *WAYS["lora"], "--steps", "2", "--max-length", "64", "--name", "said", cwd=home)
+    # A block's rank-8 pairs: 64 -> 192, 64 -> 64 and 256 -> 64.
+    count = 2 * 8 * ((64 + 192) + (64 + 64) + (256 + 64))
+    assert f"lora of rank 8 on 2 c_attn, 4 c_proj trains {count:,} of" in done.stderr
+    assert summary(home / "runs" / "said")["trainable_parameters"] == count
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--load-bits", "4"], "--load-bits 4: rounded weights cannot train: add --adapter lora"),
+        (["--adapter", "qlora", "--load-bits", "8"], "--load-bits 8: qlora means 4"),
+        (["--adapter", "lora", "--lora-targets", "c_atn"], "this model has c_attn, c_fc, c_proj"),
+        (
+            ["--adapter", "qlora", "--strategy", "zero3", "--processes", "2"],
+            "bitsandbytes' weights cannot be cut",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_answered_in_a_line(flags: list[str], said: str, home: Path) -> None:
+    assert said in complaint(launch(*TASK, *flags, "--max-length", "64", cwd=home))
+
+
+def test_a_model_from_scratch_has_nothing_to_adapt(home: Path) -> None:
+    done = launch("auto", "--task", "causal-lm", "--adapter", "lora", cwd=home)
+    assert "a model from scratch has nothing to adapt" in complaint(done)
+    run = home / "runs" / "plain"
+    plain = launch("auto", "--task", "causal-lm", "--steps", "1", "--name", "plain", "--quiet", cwd=home)
+    assert plain.returncode == 0, plain.stderr
+    assert "the run trained no adapter" in complaint(launch("export", str(run), cwd=home))

@@ -1,0 +1,113 @@
+"""The loss without a table of logits against the loss with one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models import head
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16},
+    "llama": SMALL,
+    "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 16},
+    "bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 4},
+    "gpt_neox": SMALL,
+}
+VOCABULARY = 67
+
+
+def made(family: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=VOCABULARY, **CONFIGS[family])
+    for name in vars(config):
+        if ("drop" in name or "pdrop" in name) and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def learnt(model: Any, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    found = head.loss(model, tokens, targets)
+    (found * 0.37).backward()
+    return float(found.detach()), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (3, 12), generator=draw)
+    targets = torch.randint(VOCABULARY, (3, 12), generator=draw)
+    targets[0, 5:], targets[1, :3] = head.IGNORED, head.IGNORED
+    return tokens, targets
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_learns_the_same(
+    family: str, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 5)  # five tokens at a time
+    model = made(family)
+    whole = learnt(model, *batch)
+    head.make_passable(model)
+    assert isinstance(model.get_output_embeddings(), head.Head)
+    chunked = learnt(model, *batch)
+    assert chunked[0] == pytest.approx(whole[0], rel=1e-6)
+    assert chunked[1].keys() == whole[1].keys()
+    for name, gradient in whole[1].items():
+        assert (chunked[1][name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+
+
+def test_logits_are_there_for_all_others(batch: tuple[Tensor, Tensor]) -> None:
+    model = made("gpt2")
+    before = model(input_ids=batch[0]).logits
+    head.make_passable(model)
+    learnt(model, *batch)
+    assert torch.equal(model(input_ids=batch[0]).logits, before)
+
+
+def test_a_frozen_head_gets_no_gradient(batch: tuple[Tensor, Tensor]) -> None:
+    model = made("llama")
+    head.make_passable(model)
+    model.get_output_embeddings().weight.requires_grad_(False)
+    _, gradients = learnt(model, *batch)
+    assert "lm_head.weight" not in gradients
+    assert gradients
+
+
+def test_logits_of_more_than_a_head_are_left_alone() -> None:
+    config = AutoConfig.for_model("gemma2", vocab_size=VOCABULARY, head_dim=8, num_key_value_heads=4, **SMALL)
+    model = AutoModelForCausalLM.from_config(config)
+    head.make_passable(model)
+    assert not isinstance(model.get_output_embeddings(), head.Head)  # it caps its logits
+
+
+def test_memory_is_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4,000 tokens and 20,000 words the logits would be 320 MB."""
+    largest = 0
+    plain = torch.Tensor.float
+
+    def watched(self: Tensor, *given: Any, **named: Any) -> Tensor:
+        nonlocal largest
+        largest = max(largest, self.numel())
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(torch.Tensor, "float", watched)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 << 20)
+    states = torch.randn(4000, 8, requires_grad=True)
+    weight = torch.randn(20_000, 8, requires_grad=True)
+    targets = torch.zeros(4000, dtype=torch.long)
+    found = head._Chunked.apply(states, weight, None, targets)
+    found.backward()
+    assert 0 < largest <= 1 << 20
+    assert float(found.detach()) == pytest.approx(
+        float(cross_entropy(states @ weight.T, targets, reduction="sum").detach()), rel=1e-4
+    )
