@@ -67,6 +67,11 @@ def check(options: Any, pretrained: bool) -> None:
                 " --adapter qlora with 4 bits)"
             )
         return
+    if options.resize_embeddings:
+        raise ModelError(
+            f"--resize-embeddings: with --adapter {options.adapter} the new embeddings would never train:"
+            " leave one of them out"
+        )
     if options.adapter == "qlora" and options.load_bits != 4:
         raise ModelError(f"--load-bits {options.load_bits}: qlora means 4; with 8 say --adapter lora")
     if not pretrained:
@@ -213,6 +218,18 @@ def _remarks(whole: Shape, found: Counted, options: Any, optimizer: str, weights
             f"--optimizer {optimizer} saves {6 * found.trained / 1e6:.1f} MB at most: so little is trained"
         )
     return said
+
+
+def advice(whole: Shape, optimizer: str) -> str:
+    """What cheaper ways to train all of this model would leave of its weights, gradients and moments."""
+    count = whole.parameters
+    frozen = [f"{name} {each * count / 1e9:.2f}" for name, each in (("lora", 4.0), ("qlora", BYTES[4]))]
+    ways = [f"--optimizer adamw8bit {10 * count / 1e9:.2f}"] if optimizer == "adamw" else []
+    kept = (16 if optimizer == "adamw" else 10) * count / 1e9
+    return (
+        f"weights, gradients and moments take {kept:.2f} GB;"
+        f" with {', '.join([*ways, *(f'--adapter {f}' for f in frozen)])}"
+    )
 
 
 def save(model: Any, folder: Path) -> None:

@@ -7,6 +7,7 @@ python -m launch auto --task causal-lm --data FOLDER --model FOLDER --adapter ql
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +36,8 @@ class CausalLMOptions(adapters.AdapterOptions):
     """What the sample at the end of training starts with; by default the validation text's first words."""
     generate_tokens: int = 60
     """Length of that sample; 0 for none."""
+    resize_embeddings: bool = False
+    """Give a loaded model as many embeddings as the tokenizer has tokens; new ones begin at the mean."""
 
 
 class CausalLM(Task):
@@ -118,7 +121,10 @@ class CausalLM(Task):
             return PRESETS[name].config(vocabulary, self.recipe.max_length)
         config = hub.config(name, self.recipe.revision)
         self._check_context(config)
-        hub.check_vocabulary(name, config.get("vocab_size"), vocabulary)
+        if self.options.resize_embeddings:
+            return {**config, "vocab_size": vocabulary}
+        more = "; --resize-embeddings adds rows, to be trained"
+        hub.check_vocabulary(name, config.get("vocab_size"), vocabulary, more)
         return config
 
     def build_model(self, facts: Any) -> nn.Module:
@@ -132,6 +138,9 @@ class CausalLM(Task):
         else:
             where = hub.place(self._name, self.recipe.revision)
             model = adapters.load(where, config, self.recipe.revision, options)
+            if options.resize_embeddings:
+                resized: Any = model
+                resized.resize_token_embeddings(facts.extra["vocabulary"])
             if options.adapter != "none":
                 adapters.add(model, options, self._base, self.recipe.revision)
         head.make_passable(model)
@@ -171,8 +180,10 @@ class CausalLM(Task):
     def shape(self, facts: Any) -> Shape:
         """Counted from the config's numbers; other architectures are built without storage."""
         whole = decoders.shape_of(self._config(facts)) or self._counted(facts)
-        if self.options.adapter == "none":
+        if self._name in PRESETS:
             return whole
+        if self.options.adapter == "none":
+            return dataclasses.replace(whole, remark=adapters.advice(whole, self.recipe.optimizer))
         return adapters.shape(whole, self._transformers_config(facts), self.options, self.recipe.optimizer)
 
     def _counted(self, facts: Any) -> Shape:

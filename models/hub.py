@@ -43,12 +43,12 @@ def check_folder(folder: Path, tokenizer: str | None) -> None:
         )
 
 
-def check_vocabulary(name: str, rows: int | None, vocabulary: int) -> None:
-    """Raise where the tokenizer has ids beyond the model's embeddings."""
+def check_vocabulary(name: str, rows: int | None, vocabulary: int, otherwise: str = "") -> None:
+    """Raise where the tokenizer has ids beyond the model's embeddings; `otherwise` is another way out."""
     if rows is not None and rows < vocabulary:
         raise ModelError(
             f"--model {name}: knows {rows} tokens, and the tokenizer has {vocabulary}: "
-            "leave out --tokenizer, or give the one that the model was trained with"
+            f"leave out --tokenizer, or give the one that the model was trained with{otherwise}"
         )
 
 

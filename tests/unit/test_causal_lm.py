@@ -23,7 +23,8 @@ VOCABULARY = 257
 
 
 def make(model: str = "tiny", **changes: Any) -> CausalLM:
-    values = {"tokenizer": None, "revision": None, "max_length": 12, "seed": 0, "dropout": None, **changes}
+    values = {"tokenizer": None, "revision": None, "max_length": 12, "seed": 0, "dropout": None}
+    values |= {"optimizer": "adamw", **changes}
     return CausalLM(SimpleNamespace(model=model, **values), CausalLMOptions())
 
 

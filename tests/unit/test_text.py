@@ -17,7 +17,8 @@ import pytest
 
 from data import corpora, hub, readers, tokenizers
 from data.base import DataError
-from data.text import Text, TextOptions, blocks
+from data.blocks import blocks
+from data.text import Text, TextOptions
 from hub import cache
 
 ROOT = Path(__file__).parents[2]
