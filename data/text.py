@@ -1,61 +1,49 @@
-"""Text for language models: tokenized, joined and cut into independent blocks of `max_length` tokens."""
+"""Text for language models: plain text in blocks, or conversations with a mask of what is learnt."""
 
 from __future__ import annotations
 
 import platform
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-import numpy as np
-
-from data import corpora, hub, readers, tokenizers
-from data.base import Columns, DataError, Ragged, save
-from data.corpora import DEMO, Corpus
+from data import conversations, corpora, hub, readers, supervised, templates, tokenizers
+from data.base import Columns, DataError, save
+from data.blocks import Encoder, PlainText
+from data.corpora import DEMO, Table
+from data.supervised import Conversations
 from data.tokenized import Tokenized
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 SMALLEST_VOCABULARY = 257
+TEXT = "text"
+"""The column of plain text, where none is named."""
+TextSet = PlainText | Conversations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextOptions:
-    """The fields of plain text."""
+    """The fields of text."""
 
-    text_column: str = "text"
-    """The column of csv, jsonl, json, parquet and hub data that holds the text."""
+    text_column: str | None = None
+    """The column of csv, jsonl, json, parquet and hub data that holds plain text; by default text, unless
+    the rows are conversations: instruction and output, messages, or conversations."""
+    template: Literal["auto", "alpaca", "chatml", "plain"] = "auto"
+    """How a conversation is written as text; auto is the tokenizer's own chat template, else alpaca for
+    instructions and chatml for messages."""
+    response_only: bool = True
+    """Of conversations learn the assistant's tokens only; off learns the prompts too."""
     vocab_size: int | None = None
     """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
     data_config: str | None = None
     """The configuration of a hub data set that has several, such as wikitext-2-raw-v1."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """The size of a split's text, before it became tokens."""
-
-    words: int = 0
-    """Separated by white space; ends of lines are no words."""
-    bytes: int = 0
-    """In UTF-8."""
-
-    def of(self, texts: Iterable[str], end: str) -> Iterator[str]:
-        """The same texts, each with `end` behind it, counted as they pass."""
-        for text in texts:
-            self.words += len(text.split())
-            self.bytes += len(text.encode()) + len(end)
-            yield text + end if end else text
-
-
 class Text(Tokenized):
     """Text from a folder, a file, a hub id, or the demo: source code of Python's own standard library.
 
-    Columns: `tokens` (n, max_length), the last block of a split may be shorter, and `token.weight` (n,), the
-    number of tokens a causal model predicts in a block: its length - 1.
+    Columns: those of PlainText, or of Conversations where the rows are such.
     """
 
     Options: ClassVar[type] = TextOptions
@@ -79,9 +67,16 @@ class Text(Tokenized):
         parts = readers.find(path, self.recipe.format)
         if not any(file.stat().st_size for file in parts["train"].files):
             raise DataError(f"--data {path}: {parts['train'].files[0]} is empty")
-        for part in parts.values():
-            if not part.is_stream:
-                readers.require_column(part, self.options.text_column)
+        if self._form(parts) is None:
+            for part in parts.values():
+                if not part.is_stream:
+                    readers.require_column(part, self.options.text_column or TEXT)
+
+    def _form(self, parts: Mapping[str, readers.Part]) -> str | None:
+        """What marks the rows as conversations; None for plain text, and for a column that was named."""
+        if parts["train"].is_stream or self.options.text_column is not None:
+            return None
+        return conversations.form_of(readers.columns(parts["train"]))
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -89,8 +84,22 @@ class Text(Tokenized):
             "format": self.recipe.format,
             "tokenizer": self._place().identity(),
             "max_length": self.recipe.max_length,
-            "text_column": self.options.text_column,
+            "text_column": self.options.text_column or TEXT,
             "vocab_size": self._vocabulary_size(),
+            **self._conversation_identity(),
+        }
+
+    def _conversation_identity(self) -> dict[str, Any]:
+        """What conversations depend on beside. A hub data set, which is not at hand, may hold some."""
+        path = self._path()
+        plain = self.recipe.data == DEMO or (
+            path is not None and self._form(readers.find(path, self.recipe.format)) is None
+        )
+        if plain:
+            return {}
+        template = templates.identity(self._place().path)
+        return {
+            "conversations": [supervised.RULES, self.options.template, self.options.response_only, template]
         }
 
     def _content(self) -> Any:
@@ -101,84 +110,65 @@ class Text(Tokenized):
             return [self.recipe.data, self.options.data_config]
         return readers.content(readers.find(path, self.recipe.format))
 
-    def corpus(self) -> Corpus:
+    def text_set(self) -> TextSet:
         """The texts, with a validation split."""
-        if self.recipe.data == DEMO:
-            return corpora.demo()
+        name, column = self.recipe.data, self.options.text_column or TEXT
+        if name == DEMO:
+            return PlainText(name, corpora.demo())
         if (path := self._path()) is not None:
-            return corpora.of_files(readers.find(path, self.recipe.format), self.options.text_column)
-        return corpora.of_hub(self.recipe.data, self.options.data_config, self.options.text_column)
+            parts = readers.find(path, self.recipe.format)
+            if form := self._form(parts):
+                return self._conversations(corpora.table_of_files(parts), form)
+            return PlainText(name, corpora.of_files(parts, column))
+        table = corpora.table_of_hub(name, self.options.data_config)
+        form = conversations.form_of(table.columns) if self.options.text_column is None else None
+        if form is not None:
+            return self._conversations(table, form)
+        return PlainText(name, corpora.of_hub(name, self.options.data_config, column))
+
+    def _conversations(self, table: Table, form: str) -> Conversations:
+        notes = [*table.notes]
+        if TEXT in table.columns:
+            notes.append(
+                f"the rows are read as conversations ({form}): --text-column {TEXT} reads plain text"
+            )
+        return Conversations(
+            name=self.recipe.data,
+            rows=table.splits,
+            read=partial(conversations.messages_of, form=form),
+            wanted=self.options.template,
+            by_default="alpaca" if form == "instruction" else "chatml",
+            response_only=self.options.response_only,
+            folder=self._tokenizer_folder(),
+            notes=notes,
+        )
 
     def read(self) -> Mapping[str, Columns]:
-        corpus = self.corpus()
-        tokenizer, special = self._opened(corpus)
-        return {
-            split: self._split(corpus, split, tokenizer, special["eos"], None)[0] for split in corpus.splits
-        }
+        found, encoder = self._opened()
+        return {split: found.encode(split, encoder)[0] for split in found.splits}
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        corpus = self.corpus()
-        tokenizer, special = self._opened(corpus)
+        found, encoder = self._opened(folder)
         sizes = {}
-        for split in corpus.splits:
-            columns, sizes[split] = self._split(corpus, split, tokenizer, special["eos"], folder)
+        for split in found.splits:
+            columns, sizes[split] = found.encode(split, encoder)
             save(folder / split, columns)
-        tokenizer.save(str(folder / "tokenizer.json"))
+        encoder.tokenizer.save(str(folder / "tokenizer.json"))
         return {
             "tokenizer": "tokenizer.json",
-            "vocabulary": tokenizers.size(tokenizer),
-            **special,
+            "vocabulary": tokenizers.size(encoder.tokenizer),
+            **encoder.special,
             "splits": sizes,
-            "prompt": "def" if self.recipe.data == DEMO else _first_words(corpus.splits["valid"]()),
-            "notes": list(corpus.notes),
+            "prompt": "def" if self.recipe.data == DEMO else found.prompt(),
+            **found.facts(),
+            "notes": found.notes,
         }
 
-    def _opened(self, corpus: Corpus) -> tuple[Tokenizer, dict[str, int | None]]:
-        return self._tokenizer(lambda size: tokenizers.train(corpus.splits["train"](), size))
-
-    def _split(
-        self, corpus: Corpus, split: str, tokenizer: Tokenizer, eos: int | None, spool_in: Path | None
-    ) -> tuple[Columns, dict[str, int]]:
-        """A split's columns and sizes. The tokens pass through a file, so that memory stays flat."""
-        kind = np.uint16 if tokenizers.size(tokenizer) <= 1 << 16 else np.int32
-        counts = Counts()
-        after = [eos] if eos is not None and not corpus.is_stream else []
-        texts = counts.of(corpus.splits[split](), "" if corpus.is_stream or after else "\n")
-        tokens = _spooled(tokenizers.encode(tokenizer, texts, after, kind), kind, spool_in)
-        if len(tokens) < 2:
-            raise DataError(
-                f"--data {self.recipe.data}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
-            )
-        columns = blocks(tokens, self.recipe.max_length)
-        predicted = int(columns["token.weight"].sum())
-        return columns, {
-            "tokens": len(tokens),
-            "predicted": predicted,
-            "words": counts.words,
-            "bytes": counts.bytes,
-        }
-
-
-def blocks(tokens: np.ndarray, width: int) -> dict[str, Any]:
-    """Columns of independent blocks; a last block of one token is dropped, for it predicts nothing."""
-    if width < 2:
-        raise DataError(f"--max-length {width}: a block needs at least 2 tokens")
-    if len(tokens) % width == 1:
-        tokens = tokens[:-1]
-    ragged = Ragged.from_blocks(tokens, width)
-    return {"tokens": ragged, "token.weight": (ragged.lengths - 1).astype(np.int32)}
-
-
-def _spooled(chunks: Iterable[np.ndarray], kind: type, folder: Path | None) -> np.ndarray:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as spool:
-        for chunk in chunks:
-            spool.write(chunk.tobytes())
-        spool.flush()
-        return np.memmap(spool, kind, "r") if spool.tell() else np.empty(0, kind)
-
-
-def _first_words(texts: Iterable[str], count: int = 8) -> str:
-    words = next((words for text in texts if (words := text.split())), ["The"])
-    return " ".join(words[:count])
+    def _opened(self, folder: Path | None = None) -> tuple[TextSet, Encoder]:
+        if self.recipe.max_length < 2:
+            raise DataError(f"--max-length {self.recipe.max_length}: a row needs at least 2 tokens")
+        found = self.text_set()
+        tokenizer, special = self._tokenizer(lambda size: tokenizers.train(found.texts(), size))
+        encoder = Encoder(tokenizer, special, self.recipe.max_length, folder)
+        found.open(encoder)
+        return found, encoder

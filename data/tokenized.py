@@ -35,11 +35,13 @@ class Tokenized(Data):
         by_default = self.demo_vocabulary if self.recipe.data == DEMO else VOCABULARY
         return self.options.vocab_size or by_default
 
+    def _tokenizer_folder(self) -> Path | None:
+        """Where the model's tokenizer lies on this machine, fetched where it must be; None: to be trained."""
+        place = self._place()
+        return place.path if place.hub_id is None else tokenizers.download(place.hub_id, place.revision)
+
     def _tokenizer(self, train: Callable[[int], Tokenizer]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The model's tokenizer, or one trained to a size; and its special ids."""
-        place = self._place()
-        path = place.path
-        if place.hub_id is not None:
-            path = tokenizers.download(place.hub_id, place.revision)
+        path = self._tokenizer_folder()
         tokenizer = tokenizers.open_tokenizer(path) if path is not None else train(self._vocabulary_size())
         return tokenizer, tokenizers.special_ids(tokenizer, path)

@@ -160,7 +160,9 @@ def download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*FILES, *SETTINGS, CHAT_TEMPLATE]))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=[*FILES, *SETTINGS, CHAT_TEMPLATE])
+        )
     except Exception as error:  # network, missing repository, gated: all are one line to the user
         raise DataError(
             f"{name}: the tokenizer cannot be had from the hub: {str(error).splitlines()[0]}"

@@ -1,0 +1,135 @@
+"""Plain text as independent blocks of tokens."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from data import tokenizers
+from data.base import Column, DataError, Ragged
+from data.corpora import Corpus
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """What turns texts into rows of tokens."""
+
+    tokenizer: Tokenizer
+    special: Mapping[str, int | None]
+    width: int
+    """Most tokens of a row."""
+    spool: Path | None = None
+    """Where tokens pass through a file, so that memory stays flat."""
+
+    @property
+    def kind(self) -> type:
+        return np.uint16 if tokenizers.size(self.tokenizer) <= 1 << 16 else np.int32
+
+
+@dataclass(slots=True)
+class Counts:
+    """The size of a split's text, before it became tokens."""
+
+    words: int = 0
+    """Separated by white space; ends of lines are no words."""
+    bytes: int = 0
+    """In UTF-8."""
+
+    def of(self, texts: Iterable[str], end: str) -> Iterator[str]:
+        """The same texts, each with `end` behind it, counted as they pass."""
+        for text in texts:
+            self.words += len(text.split())
+            self.bytes += len(text.encode()) + len(end)
+            yield text + end if end else text
+
+
+class PlainText:
+    """One set of plain text.
+
+    Columns: `tokens` (n, width), the last block of a split may be shorter, and `token.weight` (n,), the
+    number of tokens a causal model predicts in a block: its length - 1.
+    """
+
+    form = "text"
+
+    def __init__(self, name: str, corpus: Corpus) -> None:
+        self.name, self.corpus = name, corpus
+        self.notes = list(corpus.notes)
+        self.splits: Sequence[str] = list(corpus.splits)
+
+    def texts(self) -> Iterator[str]:
+        """What a tokenizer is trained on."""
+        return iter(self.corpus.splits["train"]())
+
+    def open(self, encoder: Encoder) -> None:
+        return
+
+    def encode(self, split: str, encoder: Encoder) -> tuple[dict[str, Column], dict[str, int]]:
+        """A split's columns and sizes."""
+        eos, counts = encoder.special["eos"], Counts()
+        after = [eos] if eos is not None and not self.corpus.is_stream else []
+        texts = counts.of(self.corpus.splits[split](), "" if self.corpus.is_stream or after else "\n")
+        chunks = tokenizers.encode(encoder.tokenizer, texts, after, encoder.kind)
+        tokens = spooled(chunks, encoder.kind, encoder.spool)
+        if len(tokens) < 2:
+            raise DataError(
+                f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
+            )
+        columns = blocks(tokens, encoder.width)
+        predicted = int(columns["token.weight"].sum())
+        sizes = {"tokens": len(tokens), "predicted": predicted, "words": counts.words, "bytes": counts.bytes}
+        return columns, sizes
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def prompt(self) -> str:
+        """The first words of the validation text."""
+        return _first_words(self.corpus.splits["valid"]())
+
+
+def blocks(tokens: np.ndarray, width: int) -> dict[str, Any]:
+    """Columns of independent blocks; a last block of one token is dropped, for it predicts nothing."""
+    if len(tokens) % width == 1:
+        tokens = tokens[:-1]
+    ragged = Ragged.from_blocks(tokens, width)
+    return {"tokens": ragged, "token.weight": (ragged.lengths - 1).astype(np.int32)}
+
+
+class Spool:
+    """An array that grows in a file that nobody else sees."""
+
+    def __init__(self, kind: type, folder: Path | None) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.kind, self.file = kind, tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+
+    def add(self, values: np.ndarray) -> None:
+        self.file.write(values.astype(self.kind, copy=False).tobytes())
+
+    def array(self) -> np.ndarray:
+        """All that was added; the end of adding."""
+        with self.file:
+            self.file.flush()
+            return np.memmap(self.file, self.kind, "r") if self.file.tell() else np.empty(0, self.kind)
+
+
+def spooled(chunks: Iterable[np.ndarray], kind: type, folder: Path | None) -> np.ndarray:
+    """The chunks end to end."""
+    spool = Spool(kind, folder)
+    for chunk in chunks:
+        spool.add(chunk)
+    return spool.array()
+
+
+def _first_words(texts: Iterable[str], count: int = 8) -> str:
+    words = next((words for text in texts if (words := text.split())), ["The"])
+    return " ".join(words[:count])

@@ -1,0 +1,498 @@
+"""Conversations: rows of several forms, templates, and the mask of what is learnt, against masks by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data import conversations, jinja, masks, templates, tokenizers
+from data.base import DataError
+from data.masks import Row
+from data.templates import Template
+from data.text import Text, TextOptions
+
+END = tokenizers.END
+ADD = {"instruction": "Add.", "input": "1 2", "output": "3"}
+HELLO = {"instruction": "Say hello.", "input": "", "output": "hello"}
+CHAT = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "he?"},
+    {"role": "assistant", "content": "Hi!"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "See you."},
+]
+SHAREGPT = {
+    "conversations": [{"from": "human", "value": "he?"}, {"from": "gpt", "value": "Hi!"}],
+}
+
+
+def byte_tokenizer(folder: Path, *more: str, **settings: Any) -> Path:
+    """A folder with a tokenizer of the 256 bytes, `he`, and `more`; and its settings."""
+    from tokenizers import pre_tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "he", *more])}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\nh e\n")
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def make(folder: Path, rows: list[Any], tokenizer: Path | None = None, **changes: Any) -> Text:
+    """The kind of data over `rows`, one file for training and one for validation."""
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "valid"):
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    options = {k: changes.pop(k) for k in list(changes) if k in TextOptions.__dataclass_fields__}
+    if tokenizer is None:
+        tokenizer = byte_tokenizer(folder / "tokenizer", END)
+    values = {"model": "tiny", "revision": None, "format": None, "max_length": 400, "seed": 0, **changes}
+    return Text(SimpleNamespace(data=str(folder), tokenizer=str(tokenizer), **values), TextOptions(**options))
+
+
+def prepared(folder: Path, rows: list[Any], tokenizer: Path | None = None, **changes: Any) -> Any:
+    """(facts, columns of train, tokenizer) as they come from the disk."""
+    text = make(folder, rows, tokenizer, **changes)
+    text.check()
+    extra = text.prepare(folder / "out")
+    opened = tokenizers.open_tokenizer(folder / "out" / "tokenizer.json")
+    return extra, text.open(folder / "out", "train").columns, opened
+
+
+def marked(columns: Any, tokenizer: Any, row: int = 0) -> str:
+    """A row's text, what is learnt of it in «»."""
+    tokens, learn = (columns[k].rows(np.array([row]))[0] for k in ("tokens", "learn"))
+    size = columns["tokens"].lengths[row]
+    assert columns["token.weight"][row] == learn.sum() > 0
+    out, open_ = "", False
+    for token, learnt in zip(tokens[:size].tolist(), learn[:size].tolist(), strict=True):
+        out += ("«" if learnt and not open_ else "»" if open_ and not learnt else "") + tokenizer.decode(
+            [token], skip_special_tokens=False
+        )
+        open_ = bool(learnt)
+    return out + ("»" if open_ else "")
+
+
+WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n«3<|endoftext|>»"
+)
+WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nSay hello.\n\n### Response:\n«hello<|endoftext|>»"
+)
+
+
+def test_alpaca_rows_are_written_in_stanfords_words(tmp_path: Path) -> None:
+    extra, columns, tokenizer = prepared(tmp_path, [ADD, HELLO])
+    assert [marked(columns, tokenizer, row) for row in (0, 1)] == [WITH_INPUT, WITHOUT_INPUT]
+    # 3 and its end; he, l, l, o and the end.
+    assert columns["token.weight"].tolist() == [2, 5]
+    assert extra["form"] == "conversations"
+    assert extra["template"]["name"] == "alpaca"
+    assert extra["prompts"][0] == [WITH_INPUT.partition("«")[0], "3"]
+    sizes = extra["splits"]["train"]
+    assert (sizes["predicted"], sizes["response_tokens"], sizes["words"], sizes["bytes"]) == (7, 7, 2, 6)
+    assert sizes["prompt_tokens"] == len(columns["tokens"].values) - 7
+
+
+TWO_TURNS = {
+    "chatml": (
+        "<|im_start|>system\nBe kind.<|endoftext|>\n<|im_start|>user\nhe?<|endoftext|>\n"
+        "<|im_start|>assistant\n«Hi!<|endoftext|>»\n<|im_start|>user\nBye<|endoftext|>\n"
+        "<|im_start|>assistant\n«See you.<|endoftext|>»"
+    ),
+    "alpaca": (
+        "Be kind.\n\n### Instruction:\nhe?\n\n### Response:\n«Hi!<|endoftext|>»\n\n"
+        "### Instruction:\nBye\n\n### Response:\n«See you.<|endoftext|>»"
+    ),
+    "plain": "Be kind.\nhe?\n«Hi!<|endoftext|>»\nBye\n«See you.<|endoftext|>»",
+}
+
+
+@pytest.mark.parametrize("name", TWO_TURNS)
+def test_two_turns_learn_the_assistants_tokens_only(tmp_path: Path, name: str) -> None:
+    _, columns, tokenizer = prepared(tmp_path, [{"messages": CHAT}], template=name)
+    assert marked(columns, tokenizer) == TWO_TURNS[name]
+
+
+def test_messages_are_chatml_by_default_and_close_turns_with_its_own_token(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "t", END, "<|im_start|>", "<|im_end|>")
+    extra, columns, opened = prepared(tmp_path / "d", [{"messages": CHAT[1:3]}], tokenizer)
+    assert marked(columns, opened) == (
+        "<|im_start|>user\nhe?<|im_end|>\n<|im_start|>assistant\n«Hi!<|im_end|>»"
+    )
+    assert columns["tokens"].values[-1] == extra["template"]["end_id"] == opened.token_to_id("<|im_end|>")
+    assert extra["eos"] == opened.token_to_id(END)
+
+
+def test_all_tokens_but_the_first_are_learnt_where_asked(tmp_path: Path) -> None:
+    rows = [{"messages": CHAT[1:3]}]
+    extra, columns, tokenizer = prepared(tmp_path, rows, template="plain", response_only=False)
+    # he | ? | newline | H | i | ! | end | newline
+    assert columns["learn"].values.tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
+    assert marked(columns, tokenizer) == "he«?\nHi!<|endoftext|>\n»"
+    assert extra["splits"]["train"]["tokens"] == 8
+    assert extra["splits"]["train"]["predicted"] == 7
+
+
+def test_sharegpt_rows_and_a_last_question_without_an_answer(tmp_path: Path) -> None:
+    more = {"conversations": [*SHAREGPT["conversations"], {"from": "human", "value": "and then?"}]}
+    _, columns, tokenizer = prepared(tmp_path, [SHAREGPT, more], template="plain")
+    assert [marked(columns, tokenizer, row) for row in (0, 1)] == ["he?\n«Hi!<|endoftext|>»"] * 2
+
+
+@pytest.mark.parametrize("form", ["json", "parquet", "jsonl"])
+def test_conversations_are_read_from_every_form(tmp_path: Path, form: str) -> None:
+    rows = [{"messages": CHAT}, {"messages": CHAT[1:]}]
+    for split in ("train", "valid"):
+        file = tmp_path / f"{split}.{form}"
+        if form == "parquet":
+            import pyarrow
+            import pyarrow.parquet
+
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), str(file))
+        else:
+            file.write_text(json.dumps(rows) if form == "json" else "\n".join(map(json.dumps, rows)))
+    recipe = SimpleNamespace(
+        data=str(tmp_path),
+        tokenizer=str(byte_tokenizer(tmp_path / "t", END)),
+        **{"model": "tiny", "revision": None, "format": None, "max_length": 400},
+    )
+    text = Text(recipe, TextOptions(template="plain"))
+    text.prepare(tmp_path / "out")
+    columns = text.open(tmp_path / "out", "train").columns
+    tokenizer = tokenizers.open_tokenizer(tmp_path / "out" / "tokenizer.json")
+    assert marked(columns, tokenizer, 1) == TWO_TURNS["plain"].removeprefix("Be kind.\n")
+
+
+def test_a_named_text_column_wins(tmp_path: Path) -> None:
+    rows = [{"text": "he", "messages": CHAT[1:3]}] * 3
+    extra, columns, _ = prepared(tmp_path / "a", rows, text_column="text")
+    assert "learn" not in columns
+    assert "form" not in extra
+    extra, columns, _ = prepared(tmp_path / "b", rows)
+    assert "learn" in columns
+    assert any("--text-column text" in note for note in extra["notes"])
+    assert conversations.form_of(["text", "instruction"]) is None
+    assert conversations.form_of(["instruction", "response"]) == "instruction"
+
+
+def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
+    recipe = {"tokenizer": None, "model": "tiny", "revision": None, "format": None, "max_length": 400}
+    make(tmp_path, [ADD, HELLO])
+    text = Text(SimpleNamespace(data=str(tmp_path), **recipe), TextOptions(vocab_size=400))
+    extra = text.prepare(tmp_path / "out")
+    tokenizer = tokenizers.open_tokenizer(tmp_path / "out" / "tokenizer.json")
+    assert marked(text.open(tmp_path / "out", "train").columns, tokenizer) == WITH_INPUT
+    # Below and its like are words of the template: they were trained on too.
+    assert len(tokenizer.encode(extra["prompt"]).ids) < len(extra["prompt"]) / 2
+
+
+def row(text: str) -> Row:
+    """A token for each letter; capitals are an answer's."""
+    return Row(np.array([ord(c) for c in text], np.uint16), np.array([c.isupper() for c in text], np.uint8))
+
+
+def text_of(found: Row) -> str:
+    return "".join(map(chr, found.tokens.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("given", "width", "kept", "head", "answers"),
+    [
+        ("abcdEFG", 8, "abcdEFG", False, False),
+        ("abcdEFGhi", 7, "abcdEFG", False, False),  # what follows the last answer is nothing to learn
+        ("abcdefghIJ", 6, "efghIJ", True, False),  # a long prompt loses its left
+        ("abcdefghIJKLMN", 6, "fghIJK", True, True),  # the answer is sure of half
+        ("abIJKLMNO", 6, "abIJKL", False, True),  # a long answer loses its right
+        ("abcdIJKL", 2, "dI", True, True),
+        ("abIJcdKL", 7, "abIJcdK", False, True),  # a later answer is cut
+        ("abIJcdKL", 6, "abIJ", False, True),  # and nothing is kept behind the last
+        ("ABCD", 3, "ABC", False, True),
+    ],
+)
+def test_rows_are_made_to_fit(given: str, width: int, kept: str, head: bool, answers: bool) -> None:
+    cut = masks.fit(row(given), width, response_only=True)
+    assert (text_of(cut.row), cut.head, cut.answers) == (kept, head, answers)
+    assert masks.learnt_of(cut.row, True).sum() >= 1
+
+
+def test_every_width_keeps_something_to_learn() -> None:
+    for width in range(2, 30):
+        for prompt in range(12):
+            for answer in range(2, 12):
+                cut = masks.fit(row("a" * prompt + "Z" * answer), width, response_only=True)
+                assert len(cut.row.tokens) <= width
+                assert masks.learnt_of(cut.row, True).any()
+
+
+def test_cuts_are_counted_and_never_lose_all_of_an_answer(tmp_path: Path) -> None:
+    long = {"instruction": "why " * 50, "output": "so"}
+    wordy = {"instruction": "why", "output": "so " * 50}
+    extra, columns, tokenizer = prepared(tmp_path, [long, wordy], template="plain", max_length=20)
+    # s, o and the end; all of the prompt that 17 tokens hold.
+    assert marked(columns, tokenizer, 0) == ("why " * 5 + "\n")[-17:] + "«so<|endoftext|>»"
+    assert marked(columns, tokenizer, 1) == "why\n«" + ("so " * 6)[:16] + "»"
+    assert "train: in 1 of 2 rows the prompt loses its beginning to fit --max-length 20" in extra["notes"]
+    assert "train: in 1 of 2 rows answers are cut to fit --max-length 20" in extra["notes"]
+    # Only what is kept is counted: so, and 16 bytes of the other answer.
+    assert extra["splits"]["train"]["bytes"] == 2 + 16
+    assert extra["splits"]["train"]["words"] == 1 + 6
+
+
+def test_rows_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [HELLO, {**HELLO, "output": " "}, {**HELLO, "output": None}, {"instruction": "", "output": "x"}]
+    extra, columns, _ = prepared(tmp_path / "a", rows)
+    assert len(columns["token.weight"]) == 1
+    wanted = "train: rows left out: 2 with an empty answer, 1 with an empty instruction"
+    assert wanted in extra["notes"]
+    blank = [*CHAT[:2], {"role": "assistant", "content": ""}]
+    rows = [{"messages": m} for m in (CHAT, CHAT[:2], [], blank, CHAT[2:3], CHAT[2:])]
+    extra, columns, tokenizer = prepared(tmp_path / "b", rows, template="plain")
+    assert "2 with no answer, 1 with an empty answer, 1 with no question before the answer" in str(
+        extra["notes"]
+    )
+    assert "train: 1 conversations began with an answer to nothing: it is left out" in extra["notes"]
+    assert marked(columns, tokenizer, 1) == "Bye\n«See you.<|endoftext|>»"
+
+
+BROKEN = {
+    "json": ('{"instruction": "a", ', r"train\.jsonl line 2: is not JSON"),
+    "no output": (
+        {"instruction": "a", "outputs": "b"},
+        r"line 2: has no output \(did you mean outputs\?\); it has",
+    ),
+    "number": ({"instruction": "a", "output": 5}, r"line 2: output holds int, not text"),
+    "list": (["a"], r"line 2: is list, not an object"),
+}
+BROKEN_CHATS: dict[str, tuple[Any, str]] = {
+    "column": ({"message": []}, r"line 2: has no messages \(did you mean message\?\); it has: message"),
+    "text": ({"messages": "hi"}, r"line 2: messages holds str, not a list of messages"),
+    "turn": ({"messages": ["hi"]}, r"line 2: message 1 is str, not an object with"),
+    "role": (
+        {"messages": [CHAT[1], {"role": "asistant", "content": "x"}]},
+        r"line 2: message 2 is by 'asistant' \(did you mean assistant\?\): a role is one of system, user",
+    ),
+    "no role": (
+        {"messages": [{"content": "x"}]},
+        r"line 2: message 1 has no role \(or from\); it has: content",
+    ),
+    "no content": ({"messages": [{"role": "user"}]}, r"line 2: message 1 has no content \(or value\)"),
+    "pictures": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        r"line 2: message 1: content holds list, not text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*BROKEN, *BROKEN_CHATS])
+def test_a_broken_row_is_named_by_its_line(tmp_path: Path, case: str) -> None:
+    bad, message = (BROKEN | BROKEN_CHATS)[case]
+    good: Any = HELLO if case in BROKEN else {"messages": CHAT}
+    with pytest.raises(DataError, match=message) as error:
+        make(tmp_path, [good, bad]).read()
+    assert "\n" not in str(error.value)
+
+
+def test_a_split_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="train split has no conversation to learn from; .* 1 with no answer"):
+        make(tmp_path, [{"messages": CHAT[:2]}]).read()
+
+
+def test_the_missing_columns_are_named_before_anything_heavy(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--text-column text: .* it has: body"):
+        make(tmp_path, [{"body": "x"}]).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [
+        ({"eos_token": "<end>"}, "<end>"),
+        ({"bos_token": "<end>"}, "<end>"),  # nothing else is there to close an answer with
+        ({"pad_token": {"content": "<end>"}}, "<end>"),
+    ],
+)
+def test_a_tokenizer_without_an_end_falls_back(tmp_path: Path, settings: Any, end: str) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "t", "<end>", **settings)
+    extra, columns, opened = prepared(tmp_path / "d", [{"messages": CHAT}], tokenizer, template="plain")
+    assert marked(columns, opened) == TWO_TURNS["plain"].replace(END, end)
+    assert extra["eos"] == opened.token_to_id(end)
+
+
+def test_a_tokenizer_without_any_special_token_is_refused(tmp_path: Path) -> None:
+    text = make(tmp_path / "d", [HELLO], byte_tokenizer(tmp_path / "t"))
+    with pytest.raises(
+        DataError, match="no token to close answers with: name one of its tokens as eos_token"
+    ):
+        text.read()
+
+
+def test_a_tokenizer_that_begins_texts_begins_conversations(tmp_path: Path) -> None:
+    from tokenizers import processors
+
+    opened = tokenizers.open_tokenizer(byte_tokenizer(tmp_path / "t", "<s>", "</s>"))
+    opened.add_special_tokens(["<s>", "</s>"])
+    opened.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", opened.token_to_id("<s>"))]
+    )
+    (tmp_path / "u").mkdir()
+    opened.save(str(tmp_path / "u" / "tokenizer.json"))
+    _, columns, opened = prepared(tmp_path / "d", [{"messages": CHAT}], tmp_path / "u", template="plain")
+    assert marked(columns, opened) == "<s>" + TWO_TURNS["plain"].replace(END, "</s>")
+
+
+CHINESE = {"instruction": "你好吗？", "output": "我很好。"}
+
+
+def test_chinese_with_word_pieces(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"你好吗？我很。"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    extra, columns, tokenizer = prepared(tmp_path / "d", [CHINESE], tmp_path / "vocab.txt", template="plain")
+    # [SEP] stands for an end; the line break between the two is white space and no token.
+    assert [words[i] for i in columns["tokens"].values] == [*"你好吗？我很好。", "[SEP]"]
+    assert columns["learn"].values.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+    assert extra["splits"]["train"]["bytes"] == len("我很好。".encode())
+    assert columns["tokens"].pad == 0
+
+
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content | trim }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}(said something)"
+    "{% else %}{{ m.role }}: {{ m.content }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def own(folder: Path, template: Any, **settings: Any) -> Path:
+    more = (END, "<|im_start|>", "<|im_end|>", "<s>", "</s>")
+    return byte_tokenizer(folder, *more, chat_template=template, **settings)
+
+
+def test_the_tokenizers_own_template_comes_first(tmp_path: Path) -> None:
+    tokenizer = own(tmp_path / "t", MISTRAL, eos_token="</s>", bos_token="<s>")
+    extra, columns, opened = prepared(tmp_path / "d", [{"messages": CHAT[1:]}], tokenizer)
+    assert marked(columns, opened) == "<s>[INST] he? [/INST]« Hi!</s>»[INST] Bye [/INST]« See you.</s>»"
+    assert extra["template"]["name"] == templates.OWN
+    assert extra["template"]["jinja"] == MISTRAL
+    # The same text as the prompt that a program writes with what facts say.
+    again = Template.from_dict(json.loads(json.dumps(extra["template"])))
+    assert again.prompt(CHAT[1:2]) == extra["prompts"][0][0] == "<s>[INST] he? [/INST]"
+    assert again.prompt(CHAT[1:4]).endswith("Hi!</s>[INST] Bye [/INST]")
+
+
+def test_a_template_file_comes_before_the_settings_and_counts_for_the_identity(tmp_path: Path) -> None:
+    tokenizer = own(tmp_path / "t", MISTRAL, eos_token="</s>", bos_token="<s>")
+    text = make(tmp_path / "d", [{"messages": CHAT[1:]}], tokenizer)
+    before = text.identity()
+    (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}|")
+    assert templates.own_template(tokenizer) == "{{ messages[0].content }}|"
+    assert text.identity() != before
+    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "y"}]
+    assert templates.own_template(own(tmp_path / "u", named)) == "y"
+    assert templates.own_template(byte_tokenizer(tmp_path / "v")) is None
+
+
+def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = own(tmp_path / "t", TAGGED, eos_token=END)
+    extra, columns, opened = prepared(tmp_path / "d", [{"messages": CHAT}], tokenizer)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=opened, chat_template=extra["template"]["jinja"])
+    found = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    size = int(columns["tokens"].lengths[0])
+    assert columns["tokens"].values.tolist() == found["input_ids"][:size]
+    assert columns["learn"].values.tolist() == found["assistant_masks"][:size]
+    assert len(found["input_ids"]) == size + 1  # the line break behind the last answer
+    for name in ("alpaca", "chatml", "plain"):
+        extra, columns, _ = prepared(tmp_path / name, [{"messages": CHAT}], tokenizer, template=name)
+        tokens = theirs.apply_chat_template(
+            CHAT, chat_template=extra["template"]["jinja"], eos_token=END, return_dict=True
+        )["input_ids"]
+        assert columns["tokens"].values.tolist() == tokens[: len(columns["tokens"].values)]
+
+
+@pytest.mark.parametrize(
+    ("template", "rows", "message"),
+    [
+        (MISTRAL, CHAT, r"line 1: the tokenizer's chat template refuses this conversation \(Roles must alt"),
+        (FORGETFUL, CHAT[1:], r"line 1: .* writes this conversation otherwise .* --template alpaca\|chatml"),
+        ("{% for", CHAT, r"--template auto: the tokenizer's chat template refuses this conversation"),
+        ("{{ nothing.at.all }}", CHAT, r"--template auto: .*undefined"),
+    ],
+)
+def test_a_template_that_cannot_tell_answers_is_refused(
+    tmp_path: Path, template: str, rows: Any, message: str
+) -> None:
+    tokenizer = own(tmp_path / "t", template, eos_token="</s>", bos_token="<s>")
+    with pytest.raises(DataError, match=message) as error:
+        make(tmp_path / "d", [{"messages": rows}], tokenizer).read()
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_that_closes_nothing_gets_an_end(tmp_path: Path) -> None:
+    open_end = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    open_end += "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer = own(tmp_path / "t", open_end, eos_token="</s>")
+    _, columns, opened = prepared(tmp_path / "d", [{"messages": CHAT[1:]}], tokenizer)
+    assert marked(columns, opened) == (
+        "user: he?\nassistant: «Hi!</s>»\nuser: Bye\nassistant: «See you.</s>»"
+    )
+
+
+def test_a_template_reaches_nothing_outside_and_knows_no_today() -> None:
+    for escape in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include 'x' %}"):
+        with pytest.raises(jinja.Refused):
+            jinja.render(escape, {"messages": []})
+    assert jinja.render("{{ strftime_now('%d %b %Y') }}", {}) == "26 Jul 2024"
+    assert jinja.render("{{ x | tojson }}", {"x": {"é": "<"}}) == '{"é": "<"}'
+
+
+def test_an_answer_that_quotes_the_end_is_kept_whole(tmp_path: Path) -> None:
+    quoting = [CHAT[1], {"role": "assistant", "content": f"say {END} twice"}, *CHAT[3:]]
+    _, columns, tokenizer = prepared(tmp_path, [{"messages": quoting}], template="plain")
+    assert marked(columns, tokenizer) == (
+        "he?\n«say <|endoftext|> twice<|endoftext|>»\nBye\n«See you.<|endoftext|>»"
+    )
+
+
+def test_an_answer_said_twice_is_found_in_each_turn(tmp_path: Path) -> None:
+    twice = [
+        CHAT[1],
+        {"role": "assistant", "content": "he? "},
+        CHAT[3],
+        {"role": "assistant", "content": "he?"},
+    ]
+    _, columns, tokenizer = prepared(tmp_path, [{"messages": twice}], template="plain")
+    assert marked(columns, tokenizer) == "he?\n«he? <|endoftext|>»\nBye\n«he?<|endoftext|>»"
+
+
+def test_plain_text_has_the_identity_it_had(tmp_path: Path) -> None:
+    keys = ["data", "format", "tokenizer", "max_length", "text_column", "vocab_size"]
+    plain = make(tmp_path / "a", [{"text": "he"}])
+    assert list(plain.identity()) == keys
+    assert plain.identity()["text_column"] == "text"
+    rows = [{"messages": CHAT}]
+    chats = [make(tmp_path / "b", rows), make(tmp_path / "b", rows, template="plain")]
+    chats.append(make(tmp_path / "b", rows, response_only=False))
+    assert len({json.dumps(text.identity()) for text in chats}) == 3
