@@ -1,4 +1,4 @@
-"""`evaluate`, `generate` and `recommend`: a run after it has ended."""
+"""`evaluate` and `recommend`: a run after it has ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from engine.run import Run
 from launch.flags import own_flags, split
 from models import fields
 from models.base import Task
-from models.generation import Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,26 +24,6 @@ class EvaluateOptions:
     """Only this split; by default every held-out one."""
     data: str | None = None
     """Where the data lies now, if it has moved."""
-    json: bool = False
-    """One JSON object on standard output."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateOptions:
-    """Flags of `generate`."""
-
-    prompt: str | None = None
-    """The text to continue."""
-    tokens: fields.Positive = 60
-    """Most tokens to add."""
-    temperature: fields.Rate = 0.8
-    """0 takes the likeliest token every time."""
-    top_k: fields.Count = 0
-    """Draw among so many of the likeliest tokens; 0 for all."""
-    top_p: fields.Fraction = 1.0
-    """Draw among the likeliest tokens that have this probability together."""
-    seed: fields.Count = 0
-    """Another seed, another continuation."""
     json: bool = False
     """One JSON object on standard output."""
 
@@ -94,40 +73,13 @@ def _evaluate(run: Run, own: EvaluateOptions) -> dict[str, Any]:
     return {name: redo.evaluate(name) for name in splits}
 
 
-def generate(words: Sequence[str]) -> int:
-    """Usage: generate RUN --prompt "..." [--tokens 60] [--temperature 0.8] [--top-k 50] [--top-p 0.9]
-    [--seed 0] [--json]
-    """
-    positional, flags = split(words)
-    run, own = one_run(positional, "generate"), own_flags(flags, GenerateOptions, "generate")
-    if own.prompt is None:
-        raise UserError('generate: needs --prompt "..."')
-    task = _able(run, "generate", "continues no text")
-    pieces = task.generate(run.final, own.prompt, sampling(own))
-    if own.json:
-        text = own.prompt + "".join(pieces)
-        print(json.dumps({"prompt": own.prompt, "text": text}, ensure_ascii=False))
-        return 0
-    print(own.prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
-    return 0
-
-
-def sampling(own: Any) -> Sampling:
-    return Sampling(
-        tokens=own.tokens, temperature=own.temperature, top_k=own.top_k, top_p=own.top_p, seed=own.seed
-    )
-
-
 def recommend(words: Sequence[str]) -> int:
     """Usage: recommend RUN --user ID [--top 10] [--json]"""
     positional, flags = split(words)
     run, own = one_run(positional, "recommend"), own_flags(flags, RecommendOptions, "recommend")
     if own.user is None:
         raise UserError("recommend: needs --user ID")
-    found = _able(run, "recommend", "recommends nothing").recommend(run.final, own.user, own.top)
+    found = able(run, "recommend", "recommends nothing").recommend(run.final, own.user, own.top)
     if own.json:
         items = [{"title": title, "score": score} for title, score in found]
         print(json.dumps({"user": own.user, "items": items}, ensure_ascii=False))
@@ -136,7 +88,7 @@ def recommend(words: Sequence[str]) -> int:
     return 0
 
 
-def _able(run: Run, what: str, otherwise: str) -> Task:
+def able(run: Run, what: str, otherwise: str) -> Task:
     """The task of a finished run, if it does this."""
     task, _ = workload(run.recipe().task).make(run.recipe())
     if getattr(type(task), what) is getattr(Task, what):

@@ -297,10 +297,9 @@ class Task(ABC):
         """The ways in which a finished model runs and can be measured (see models.appraisal.Form)."""
         return []
 
-    def generate(self, final: Path, prompt: str, how: Any) -> Iterable[str]:
-        """What the exported model in `final` writes behind a text, piece by piece; for language models.
-
-        `how` is a models.generation.Sampling.
+    def writer(self, final: Path) -> Callable[[str, Any], Iterable[str]]:
+        """(prompt, models.generation.Sampling) -> what the exported model in `final` writes behind it, in
+        pieces; for language models.
         """
         raise NotImplementedError
 

@@ -12,6 +12,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -247,20 +248,28 @@ class CausalLM(Task):
         merged.generation_config.save_pretrained(folder)
         return adapters.compared(adapted, merged, batches())
 
-    def generate(self, final: Path, prompt: str, how: Sampling) -> Iterator[str]:
+    def writer(self, final: Path) -> Callable[[str, Sampling], Iterator[str]]:
         from models import generation
 
-        model, tokenizer = generation.opened(final, self.options.load_bits)
-        return generation.pieces(model, tokenizer, prompt, how)
+        return partial(generation.pieces, *generation.opened(final, self.options.load_bits))
 
     def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:
-        from models.generation import continuation
+        """A continuation; of a model trained on conversations, answers to held-out prompts."""
+        from models.generation import continuation, pieces
 
         if self.options.generate_tokens == 0:
             return None
-        prompt = self.options.generate_prompt or facts.extra.get("prompt", "")
-        how = Sampling(tokens=self.options.generate_tokens, seed=self.recipe.seed)
-        return continuation(model, saving.tokenizer(facts), prompt, how)
+        tokenizer, template = saving.tokenizer(facts), facts.extra.get("template") or {}
+        how = Sampling(tokens=self.options.generate_tokens, seed=self.recipe.seed, end=template.get("end_id"))
+        asked = facts.extra.get("prompts")
+        if not asked or self.options.generate_prompt:
+            prompt = self.options.generate_prompt or facts.extra.get("prompt", "")
+            return continuation(model, tokenizer, prompt, how)
+        shown = []
+        for prompt, reference in asked:
+            answer = "".join(pieces(model, tokenizer, prompt, how))
+            shown.append(f"{prompt}{answer.strip()}\n[reference: {reference.strip()}]")
+        return "\n\n".join(shown)
 
 
 def _targets(batch: Batch) -> Tensor:

@@ -29,6 +29,8 @@ class Sampling:
     top_p: float = 1.0
     """Only among the likeliest that have this probability together (Holtzman et al. 2020, nucleus)."""
     seed: int = 0
+    end: int | None = None
+    """A token that ends the text, beside the model's own."""
 
 
 def opened(folder: Path, bits: int = 16) -> tuple[nn.Module, Any]:
@@ -81,7 +83,7 @@ def _tokens(model: nn.Module, ids: list[int], most: int, how: Sampling) -> Itera
     # A generator of its own on the CPU: training's random state stays as it is, and any device draws alike.
     generator = torch.Generator().manual_seed(how.seed)
     ends = model.config.eos_token_id  # type: ignore[union-attr]
-    stops = set(ends if isinstance(ends, list) else [ends])
+    stops = {how.end, *(ends if isinstance(ends, list) else [ends])}
     row = torch.tensor([ids], device=next(model.parameters()).device)
     cache = None
     for _ in range(most):

@@ -100,6 +100,18 @@ class Recommender(Task):
         "lora_blocks": 1,
     }
     fast: ClassVar[Mapping[str, Any]] = {"train_fraction": 0.3, "eval_fraction": 0.5}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "ids": {  # Rendle et al. 2020: a product of vectors, logistic loss, regularized, wide
+            "text": "off",
+            "loss": "bce",
+            "negatives": 8,
+            "dim": 192,
+            "l2": 0.0025,
+            "lr": 2e-3,
+            "schedule": "cosine",
+            "epochs": [30],
+        }
+    }
 
     def __init__(self, recipe: Any, options: Any) -> None:
         super().__init__(recipe, options)
@@ -191,7 +203,8 @@ class Recommender(Task):
         encoder = self._encoder(facts, known)
         self._kept = Path(facts.folder) / ENCODED
         layers = recommender_size.widths(options.layers)
-        net = RecommenderNet(known, options.dim, layers, options.head, encoder)
+        pointwise = options.loss != "sampled-softmax"
+        net = RecommenderNet(known, options.dim, layers, options.head, encoder, user_bias=pointwise)
         net.deduplicate = options.text_dedup
         if self.options.start is not None:
             self._begin_with(net, self.options.start)
@@ -237,8 +250,8 @@ class Recommender(Task):
         return recommender_size.shape(self.recipe, self.options, facts, self._config(facts))
 
     def lazy(self, model: Any) -> Iterable[nn.Parameter]:
-        tables = (model.user_ids, model.item_ids, model.item_bias)
-        return [table.weight for table in tables] if self.options.sparse_tables else []
+        tables = (model.user_ids, model.item_ids, model.item_bias, model.user_bias)
+        return [t.weight for t in tables if t is not None] if self.options.sparse_tables else []
 
     def begin(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Choose what trains, and compute once what will not change."""

@@ -30,6 +30,7 @@ class RecommenderNet(nn.Module):
         layers: tuple[int, ...],
         head: str,
         encoder: TextEncoder | None,
+        user_bias: bool = False,
     ) -> None:
         super().__init__()
         self.head, self.dim = head, dim
@@ -41,6 +42,10 @@ class RecommenderNet(nn.Module):
             table.weight.data.zero_()[known] = drawn[known]  # the others' texts speak for them
         self.item_bias = nn.Embedding(items, 1)
         nn.init.zeros_(self.item_bias.weight)
+        self.user_bias = nn.Embedding(users, 1) if user_bias else None
+        """How much a user takes at all: it ranks nothing, but probabilities need it."""
+        if self.user_bias is not None:
+            nn.init.zeros_(self.user_bias.weight)
         for name, texts in (("user_text", catalogue.user_text), ("item_text", catalogue.item_text)):
             self.register_buffer(name, torch.from_numpy(texts.astype("int64")), persistent=False)
         for name, array in (("seen", catalogue.seen), ("counts", catalogue.counts)):
@@ -81,6 +86,7 @@ class RecommenderNet(nn.Module):
         """Scores of (B,) users with each of: (B, k) items of their own, or (S,) that all users share."""
         flat = torch.cat([user.new_zeros(0), *(i.reshape(-1) for i in items)])
         of_users, of_items = self.vectors(user, flat)
+        of_user = 0.0 if self.user_bias is None else self.user_bias(user)
         found, start = [], 0
         for ids in items:
             vectors = of_items[start : start + ids.numel()]
@@ -88,7 +94,7 @@ class RecommenderNet(nn.Module):
             bias = self.item_bias(ids)[..., 0]
             shared = ids.ndim == 1
             vectors = vectors if shared else vectors.view(*ids.shape, -1)
-            found.append(self.score(of_users, vectors, bias, shared))
+            found.append(self.score(of_users, vectors, bias, shared) + of_user)
         return found
 
     def vectors(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:

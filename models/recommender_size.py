@@ -28,7 +28,8 @@ def negatives(options: Any) -> int:
 def shape(recipe: Any, options: Any, facts: Any, config: Mapping[str, Any] | None) -> Shape:
     """Tables of ids, and an encoder whose rows are texts, not samples."""
     users, items, dim = facts.extra.get("users", ASSUMED), facts.extra.get("items", ASSUMED), options.dim
-    tables = (users + items) * dim + items
+    shared = options.loss == "sampled-softmax"
+    tables = (users + items) * dim + items + (0 if shared else users)
     count, inner, encoder = tables, 0, 0
     if options.head != "dot":
         layers = widths(options.layers)
@@ -38,7 +39,6 @@ def shape(recipe: Any, options: Any, facts: Any, config: Mapping[str, Any] | Non
     if config is not None:
         encoder, hidden = _encoder(config)
         count += 2 * (hidden * dim + dim) + 2 * (2 * dim * dim + dim)
-    shared = options.loss == "sampled-softmax"
     pairs = 1 if shared else 1 + negatives(options)
     return Shape(
         parameters=count + encoder,

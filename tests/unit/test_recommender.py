@@ -233,12 +233,12 @@ def test_frozen_texts_may_be_cached() -> None:
 def test_the_shape_counts_every_parameter(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    for head in ("dot", "mlp", "neumf"):
-        task = recommender(text="off", head=head, dim=DIM, layers="12,6")
+    for head, loss in (("dot", "sampled-softmax"), ("mlp", "sampled-softmax"), ("neumf", "bce")):
+        task = recommender(text="off", head=head, loss=loss, dim=DIM, layers="12,6")
         facts = SimpleNamespace(extra={"users": USERS, "items": ITEMS}, folder=str(tmp_path))
-        made = RecommenderNet(catalogue(), DIM, (12, 6), head, None)
+        made = RecommenderNet(catalogue(), DIM, (12, 6), head, None, user_bias=loss == "bce")
         count = sum(p.numel() for p in made.parameters())
-        assert task.shape(facts).parameters == pytest.approx(count, abs=DIM)
+        assert task.shape(facts).parameters == pytest.approx(count, abs=DIM // 2)
 
 
 def test_no_gradient_for_lora_is_an_error() -> None:
