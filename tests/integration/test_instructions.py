@@ -1,0 +1,147 @@
+"""Models taught by instructions and chats, as a user does it: they learn answers, and answer."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_model
+from transformers import BertTokenizerFast, GPT2Config, GPT2LMHeadModel
+
+from tests.integration.helpers import furthest, launch, losses, rows, summary
+
+ANIMALS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "owl": "hoot"}
+ASK = ("What does a {} say?", "Which sound has the {}?", "Tell me what {}s say.", "The {} says what?")
+TASK = ["auto", "--task", "causal-lm", "--quiet", "--batch-size", "8", "--lr", "3e-3", "--vocab-size", "400"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 48 instructions, 24 chats of two turns, and a run of the first, runs/asked."""
+    folder = tmp_path_factory.mktemp("instructions")
+    asked = [
+        {"instruction": ask.format(name), "input": extra, "output": f"It says {sound}."}
+        for extra in ("", "Be short.")
+        for ask in ASK
+        for name, sound in ANIMALS.items()
+    ]
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": ask.format(name)},
+                {"role": "assistant", "content": f"It says {sound}."},
+                {"role": "user", "content": "Louder!"},
+                {"role": "assistant", "content": f"It says {sound.upper()}!"},
+            ]
+        }
+        for ask in ASK
+        for name, sound in ANIMALS.items()
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    flags = ["--data", "asked.jsonl", "--model", "tiny", "--steps", "60", "--ledger", "--save-every", "25"]
+    done = launch(*TASK, *flags, "--keep", "9", "--name", "asked", "--processes", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_an_answer_is_learnt_and_given(home: Path) -> None:
+    run = home / "runs" / "asked"
+    assert losses(run)[-1] < 0.2 * losses(run)[0]
+    words = ["generate", "runs/asked", "--prompt", "What does a duck say?", "--temperature", "0", "--json"]
+    done = launch(*words, cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["text"].strip() == "It says quack."
+    assert "[reference: It says" in (run / "log.txt").read_text()
+
+
+BY_HAND = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+final, file = sys.argv[1:]
+net, tokenizer = AutoModelForCausalLM.from_pretrained(final).eval(), AutoTokenizer.from_pretrained(final)
+total, count = 0.0, 0
+for line in open(file).read().splitlines()[-2:]:  # every twentieth part is held out: the last two
+    row = json.loads(line)
+    prompt = "Below is an instruction that describes a task, paired with an input that provides further"
+    prompt += " context. Write a response that appropriately completes the request.\\n\\n### Instruction:\\n"
+    prompt += row["instruction"] + "\\n\\n### Input:\\n" + row["input"] + "\\n\\n### Response:\\n"
+    asked = tokenizer(prompt, add_special_tokens=False).input_ids
+    answer = tokenizer(row["output"], add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+    with torch.no_grad():
+        logs = net(torch.tensor([asked + answer])).logits[0].log_softmax(-1)
+    for place, token in enumerate(answer, len(asked)):
+        total -= float(logs[place - 1, token])
+        count += 1
+print(total / count)
+"""
+
+
+def test_perplexity_is_of_the_answers_tokens_as_others_compute_it(home: Path) -> None:
+    words = [sys.executable, "-c", BY_HAND, "runs/asked/final", "asked.jsonl"]
+    done = subprocess.run(words, cwd=home, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = summary(home / "runs" / "asked")["metrics"]
+    assert found["loss"] == pytest.approx(float(done.stdout), rel=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(float(done.stdout)), rel=1e-4)
+
+
+def test_processes_learn_the_same_and_every_sample_once_an_epoch(home: Path) -> None:
+    flags = ["--data", "asked.jsonl", "--model", "tiny", "--steps", "60", "--save-every", "25", "--ledger"]
+    done = launch(*TASK, *flags, "--keep", "9", "--name", "two", "--processes", "2", "--again", cwd=home)
+    assert done.returncode == 0, done.stderr
+    one, two = home / "runs" / "asked", home / "runs" / "two"
+    assert furthest(losses(one)[:20], losses(two)[:20]) < 1e-5
+    epoch = [n for row in rows(two, "samples.jsonl")[:6] for n in row["samples"]]
+    assert sorted(epoch) == list(range(46))
+    verified = launch("verify", str(two), cwd=home)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def test_a_chat_goes_on_over_turns(home: Path) -> None:
+    flags = ["--data", "chats.jsonl", "--model", "tiny", "--steps", "250", "--name", "chats"]
+    done = launch(*TASK, *flags, cwd=home)
+    assert done.returncode == 0, done.stderr
+    words = [sys.executable, "-m", "launch", "chat", "runs/chats", "--temperature", "0"]
+    talk = "What does a cow say?\nLouder!\n/reset\nWhat does a dog say?\n/quit\n"
+    said = subprocess.run(words, cwd=home, input=talk, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    answers = [line.strip() for line in said.stdout.splitlines() if line.strip()]
+    assert answers == ["It says moo.", "It says MOO!", "It says woof."]
+
+
+def test_chat_needs_a_model_that_was_taught_to(home: Path) -> None:
+    done = launch("auto", "--task", "causal-lm", "--steps", "1", "--name", "plain", "--quiet", cwd=home)
+    assert done.returncode == 0, done.stderr
+    refused = launch("chat", "runs/plain", cwd=home)
+    assert refused.returncode == 2
+    assert "was not trained on conversations" in refused.stderr
+
+
+def test_chinese_with_word_pieces(tmp_path: Path) -> None:
+    poem = "床前明月光疑是地上霜举头望明月低头思故乡"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(poem), "，", "。"]
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    BertTokenizerFast(vocab_file=str(base / "vocab.txt")).save_pretrained(base)
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": len(words)}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=2, eos_token_id=3))
+    model.config.save_pretrained(base)
+    save_model(model, str(base / "model.safetensors"), metadata={"format": "pt"})
+    (tmp_path / "train.txt").write_text((poem[:10] + "，" + poem[10:] + "。\n") * 60, encoding="utf-8")
+    flags = ["--model", "base", "--data", "train.txt", "--max-length", "24", "--steps", "60", "--name", "zh"]
+    done = launch(*TASK[:-2], *flags, "--adapter", "lora", "--lora-targets", "all-linear", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = launch("generate", "runs/zh", "--prompt", "床前明", "--tokens", "12", cwd=tmp_path)
+    assert written.returncode == 0, written.stderr
+    text = written.stdout.strip()
+    assert text.startswith("床前明")
+    assert "�" not in text
+    assert all(c in poem + "，。" for c in text.removeprefix("床前明").replace(" ", "")), text
