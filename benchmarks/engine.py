@@ -62,6 +62,11 @@ def cases(quick: bool) -> list[Case]:
     )
     whole = ("Trainer, batch in one", "trainer", 256)
     varied = (whole, ("Trainer, accumulated by 32", "trainer", 32), ("bare loop, batch in one", "bare", 256))
+    instructions = (
+        ("Trainer, batch in one", "trainer", 128),
+        ("Trainer, accumulated by 32", "trainer", 32),
+        ("Trainer, accumulated by 8", "trainer", 8),
+    )
     if quick:
         return [
             Case("blocks, tiny", "BlockLM", 32, 64, "tiny", 12, fixed),
@@ -71,6 +76,7 @@ def cases(quick: bool) -> list[Case]:
         Case("blocks, small", "BlockLM", 32, 128, "small", 10, fixed),
         Case("blocks, tiny", "BlockLM", 32, 128, "tiny", 24, fixed),
         Case("varied", "VariedLM", 256, 512, "tiny", 7, varied),
+        Case("instructions", "InstructionsLM", 128, 1536, "tiny", 7, instructions),
     ]
 
 
