@@ -12,6 +12,8 @@ import numpy as np
 
 from data import tokenizers
 from data.base import Column, DataError, Ragged
+from data.cleaning import Cleaning
+from data.cleaning_steps import Step
 from data.corpora import Corpus
 
 if TYPE_CHECKING:
@@ -60,14 +62,24 @@ class PlainText:
 
     form = "text"
 
-    def __init__(self, name: str, corpus: Corpus) -> None:
+    def __init__(self, name: str, corpus: Corpus, steps: Sequence[Step] = ()) -> None:
         self.name, self.corpus = name, corpus
-        self.notes = list(corpus.notes)
         self.splits: Sequence[str] = list(corpus.splits)
+        self.cleaning = Cleaning(steps, "lines" if corpus.is_stream else "texts")
 
     def texts(self) -> Iterator[str]:
         """What a tokenizer is trained on."""
-        return iter(self.corpus.splits["train"]())
+        return self._read("train", self.cleaning.without_drops())
+
+    def _read(self, split: str, cleaning: Cleaning) -> Iterator[str]:
+        texts = iter(self.corpus.splits[split]())
+        if not cleaning.steps:
+            return texts
+        return cleaning.lines(texts) if self.corpus.is_stream else cleaning.texts(texts)
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.corpus.notes, *self.cleaning.notes()]
 
     def open(self, encoder: Encoder) -> None:
         return
@@ -76,7 +88,7 @@ class PlainText:
         """A split's columns and sizes."""
         eos, counts = encoder.special["eos"], Counts()
         after = [eos] if eos is not None and not self.corpus.is_stream else []
-        texts = counts.of(self.corpus.splits[split](), "" if self.corpus.is_stream or after else "\n")
+        texts = counts.of(self._read(split, self.cleaning), "" if self.corpus.is_stream or after else "\n")
         chunks = tokenizers.encode(encoder.tokenizer, texts, after, encoder.kind)
         tokens = spooled(chunks, encoder.kind, encoder.spool)
         if len(tokens) < 2:
@@ -93,7 +105,7 @@ class PlainText:
 
     def prompt(self) -> str:
         """The first words of the validation text."""
-        return _first_words(self.corpus.splits["valid"]())
+        return _first_words(self._read("valid", self.cleaning.without_drops()))
 
 
 def blocks(tokens: np.ndarray, width: int) -> dict[str, Any]:

@@ -37,12 +37,17 @@ def form_of(columns: Sequence[str]) -> str | None:
 def messages_of(row: Mapping[str, Any], where: str, form: str) -> list[Message]:
     """A row's conversation. DataError for rows that cannot be; LeftOut for those without an answer."""
     messages = _alpaca(row, where) if form == "instruction" else _chat(row, form, where)
+    require_answers(messages)
+    return messages
+
+
+def require_answers(messages: Sequence[Message]) -> None:
+    """Raise LeftOut where an answer is missing or empty."""
     answers = [m["content"] for m in messages if m["role"] == "assistant"]
     if not answers:
         raise LeftOut("no answer")
     if not all(answer.strip() for answer in answers):
         raise LeftOut("an empty answer")
-    return messages
 
 
 def _alpaca(row: Mapping[str, Any], where: str) -> list[Message]:

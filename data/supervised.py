@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from data import templates
+from data import conversations, templates
 from data.base import Column, DataError, Ragged
 from data.blocks import Encoder, Spool
+from data.cleaning import Cleaning
 from data.conversations import LeftOut, Message
 from data.masks import Cut, Row, fit, learnt_of
 from data.readers import Rows
@@ -94,11 +95,17 @@ class Conversations:
     response_only: bool
     folder: Path | None
     """Where the tokenizer lies, if it lies somewhere."""
-    notes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """What a person should know of the rows."""
+    cleaning: Cleaning = field(default_factory=lambda: Cleaning((), "conversations"))
     prompts: list[list[str]] = field(default_factory=list)
     """Of the validation split: [prompt, answer] of the first that are whole."""
     template: Template | None = None
     eos: int | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.remarks, *self.cleaning.notes()]
 
     @property
     def splits(self) -> Sequence[str]:
@@ -107,7 +114,7 @@ class Conversations:
     def texts(self) -> Iterator[str]:
         """What a tokenizer is trained on."""
         template = templates.for_training(self.by_default if self.wanted == "auto" else self.wanted)
-        for pieces in self._pieces("train", template, Tally()):
+        for pieces in self._pieces("train", template, Tally(), self.cleaning.without_drops()):
             yield from (piece.text for piece in pieces)
 
     def open(self, encoder: Encoder) -> None:
@@ -122,7 +129,7 @@ class Conversations:
         assert self.template is not None, "open comes first"
         tally, lengths, weights = Tally(), [0], []
         tokens, learnt = Spool(encoder.kind, encoder.spool), Spool(np.uint8, encoder.spool)
-        pieces = self._pieces(split, self.template, tally)
+        pieces = self._pieces(split, self.template, tally, self.cleaning)
         for conversation, row in _encoded(pieces, encoder, self.template.end_id):
             cut = fit(row, encoder.width, self.response_only)
             learn = learnt_of(cut.row, self.response_only)
@@ -136,7 +143,7 @@ class Conversations:
             learnt.add(learn)
             lengths.append(len(learn))
             weights.append(int(learn.sum()))
-        self.notes += tally.notes(split, encoder.width)
+        self.remarks += tally.notes(split, encoder.width)
         if not weights:
             raise DataError(
                 f"--data {self.name}: the {split} split has no conversation to learn from"
@@ -150,15 +157,22 @@ class Conversations:
         }
         return columns, tally.sizes()
 
-    def _pieces(self, split: str, template: Template, tally: Tally) -> Iterator[list[Piece]]:
+    def _pieces(
+        self, split: str, template: Template, tally: Tally, cleaning: Cleaning
+    ) -> Iterator[list[Piece]]:
+        clean = cleaning.conversations()
         for where, row in self.rows[split]():
             try:
                 messages, greeted = _from_question(self.read(row, where))
+                cleaned = clean(messages)
+                if cleaned is not None:
+                    conversations.require_answers(cleaned)
             except LeftOut as reason:
                 tally.left_out[str(reason)] += 1
             else:
-                tally.greetings += greeted
-                yield template.pieces(messages, where)
+                if cleaned is not None:
+                    tally.greetings += greeted
+                    yield template.pieces(cleaned, where)
 
     def _count(
         self, tally: Tally, conversation: list[Piece], cut: Cut, learn: np.ndarray, tokenizer: Tokenizer

@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from data import conversations, corpora, hub, readers, supervised, templates, tokenizers
+from data import cleaning, conversations, corpora, hub, near, readers, supervised, templates, tokenizers
 from data.base import Columns, DataError, save
 from data.blocks import Encoder, PlainText
+from data.cleaning import Cleaning
+from data.cleaning_steps import Step, steps_of
 from data.corpora import DEMO, Table
 from data.supervised import Conversations
 from data.tokenized import Tokenized
@@ -34,6 +36,8 @@ class TextOptions:
     instructions and chatml for messages."""
     response_only: bool = True
     """Of conversations learn the assistant's tokens only; off learns the prompts too."""
+    clean: tuple[str, ...] | None = None
+    """Steps over every text before it is tokenized: html,unicode,control,short=10,duplicates,near=0.8."""
     vocab_size: int | None = None
     """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
     data_config: str | None = None
@@ -55,6 +59,8 @@ class Text(Tokenized):
             raise DataError(
                 f"--vocab-size {size}: must be at least {SMALLEST_VOCABULARY}: 256 bytes and an end token"
             )
+        if any(step.name == "near" for step in self._steps()):
+            near.require()
         self._place()
         if self.recipe.data == DEMO:
             corpora.demo_files()
@@ -72,6 +78,9 @@ class Text(Tokenized):
                 if not part.is_stream:
                     readers.require_column(part, self.options.text_column or TEXT)
 
+    def _steps(self) -> tuple[Step, ...]:
+        return steps_of(self.options.clean or ())
+
     def _form(self, parts: Mapping[str, readers.Part]) -> str | None:
         """What marks the rows as conversations; None for plain text, and for a column that was named."""
         if parts["train"].is_stream or self.options.text_column is not None:
@@ -87,6 +96,7 @@ class Text(Tokenized):
             "text_column": self.options.text_column or TEXT,
             "vocab_size": self._vocabulary_size(),
             **self._conversation_identity(),
+            **self._cleaning_identity(),
         }
 
     def _conversation_identity(self) -> dict[str, Any]:
@@ -102,6 +112,11 @@ class Text(Tokenized):
             "conversations": [supervised.RULES, self.options.template, self.options.response_only, template]
         }
 
+    def _cleaning_identity(self) -> dict[str, Any]:
+        steps = self._steps()
+        version = [near.require()] if any(step.name == "near" for step in steps) else []
+        return {"clean": [cleaning.RULES, *map(str, steps), *version]} if steps else {}
+
     def _content(self) -> Any:
         """Hashes of the files; a hub data set, whose files are not at hand, goes by its name."""
         if self.recipe.data == DEMO:
@@ -114,17 +129,17 @@ class Text(Tokenized):
         """The texts, with a validation split."""
         name, column = self.recipe.data, self.options.text_column or TEXT
         if name == DEMO:
-            return PlainText(name, corpora.demo())
+            return PlainText(name, corpora.demo(), self._steps())
         if (path := self._path()) is not None:
             parts = readers.find(path, self.recipe.format)
             if form := self._form(parts):
                 return self._conversations(corpora.table_of_files(parts), form)
-            return PlainText(name, corpora.of_files(parts, column))
+            return PlainText(name, corpora.of_files(parts, column), self._steps())
         table = corpora.table_of_hub(name, self.options.data_config)
         form = conversations.form_of(table.columns) if self.options.text_column is None else None
         if form is not None:
             return self._conversations(table, form)
-        return PlainText(name, corpora.of_hub(name, self.options.data_config, column))
+        return PlainText(name, corpora.of_hub(name, self.options.data_config, column), self._steps())
 
     def _conversations(self, table: Table, form: str) -> Conversations:
         notes = [*table.notes]
@@ -140,7 +155,8 @@ class Text(Tokenized):
             by_default="alpaca" if form == "instruction" else "chatml",
             response_only=self.options.response_only,
             folder=self._tokenizer_folder(),
-            notes=notes,
+            remarks=notes,
+            cleaning=Cleaning(self._steps(), "conversations"),
         )
 
     def read(self) -> Mapping[str, Columns]:

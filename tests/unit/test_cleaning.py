@@ -1,0 +1,333 @@
+"""--clean: what each step does to texts, what it counts, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from data import cleaning_steps, markup, near, tokenizers
+from data.base import DataError
+from data.cleaning import Cleaning
+from data.cleaning_steps import CONTROL, count_words, steps_of
+from data.text import Text, TextOptions
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+TOKENIZER = {"model": "tiny", "tokenizer": None, "revision": None, "format": None, "max_length": 64}
+
+
+def make(data: Path, *clean: str, **changes: Any) -> Text:
+    options = {k: changes.pop(k) for k in list(changes) if k in TextOptions.__dataclass_fields__}
+    recipe = SimpleNamespace(data=str(data), **{**TOKENIZER, **changes})
+    return Text(recipe, TextOptions(clean=clean or None, vocab_size=300, **options))
+
+
+def cleaned(texts: list[str], *clean: str) -> tuple[list[str], list[str]]:
+    """The texts that are left, and the notes."""
+    found = Cleaning(steps_of(clean))
+    return list(found.texts(texts)), list(found.notes())
+
+
+def test_steps_have_one_order_and_their_usual_numbers() -> None:
+    typed = ["near", "duplicates", " html", "short", "unicode", "control"]
+    assert [str(step) for step in steps_of(typed)] == [
+        "html",
+        "unicode",
+        "control",
+        "short=10",
+        "duplicates",
+        "near=0.8",
+    ]
+    assert str(steps_of(["short=3"])[0]) == "short=3"
+    assert steps_of([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["htlm"], r"--clean htlm: there is no such step \(did you mean html\?\); steps: html, unicode, "),
+        (["duplicate"], r"did you mean duplicates\?"),
+        (["html=3"], "--clean html=3: html takes no number"),
+        (["duplicates=3"], "duplicates takes no number"),
+        (["short=ten"], r"--clean short=ten: ten is not a number, as in short=10"),
+        (["short="], "nothing is not a number"),
+        (["short=0"], "must be a whole number of words"),
+        (["short=2.5"], "must be a whole number of words"),
+        (["near=80"], "must be a share above 0 and at most 1"),
+        (["near=nan"], "must be a share above 0 and at most 1"),
+        (["short=3", "html", "short=4"], "--clean short=3,html,short=4: short is named twice"),
+    ],
+)
+def test_what_is_no_step_is_refused_in_one_line(tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "train.txt").write_text("words\n")
+    with pytest.raises(DataError, match=message) as error:
+        make(tmp_path, *words).check()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("plain", "plain"),
+        ("a <b>bold</b> word", "a bold word"),
+        ("<a href=\"x?a>b\" title='q'>link</a>", "link"),
+        ("one<br/>two<BR>three", "one\ntwo\nthree"),
+        ("<div>\n  <p>one</p>\n\n  <p>two   words</p>\n</div>", "one\ntwo words"),
+        ("<script>if (a < b) alert('<p>')</script>x<STYLE type=css>p{}</STYLE>y", "xy"),
+        ("a<!-- no\nmore -->b<!DOCTYPE html>", "ab"),
+        ("R&amp;D &lt;b&gt; &#233;&#xE9;&nbsp;x", "R&D <b> éé x"),
+        ("AT&T ?a=1&copy=2 &unknown; &", "AT&T ?a=1&copy=2 &unknown; &"),
+        ("a < b and b > c, List<int>, <unk>, <|end|>, 1 <2", None),
+        ("  if x:\n      y <i>z</i>", "  if x:\n      y z"),
+    ],
+)
+def test_html_leaves_what_a_page_shows(page: str, text: str | None) -> None:
+    assert markup.plain(page) == (page if text is None else text)
+
+
+def test_html_is_quick_on_hostile_text() -> None:
+    began = time.perf_counter()
+    for hostile in ("<a " * 20000, "<a '" * 20000, "<script>" * 5000, "<!--" * 20000, "&a" * 50000):
+        markup.plain(hostile)
+        list(markup.without_blocks([hostile]))
+    assert time.perf_counter() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("a\x00b\x1bc\rd\x7f\x85", "abcd"),
+        ("tab\tand\nline", "tab\tand\nline"),
+        ("zero\u200bwidth\ufeff \u2060\u202esoft\xadhyphen", "zerowidth softhyphen"),
+        ("la\u200dtin \u200dspace", "latin space"),
+        ("می\u200cخواهم", "می\u200cخواهم"),  # a joiner that spells Persian
+        ("👩\u200d💻", "👩\u200d💻"),
+    ],
+)
+def test_control_and_zero_width_characters_go(text: str, left: str) -> None:
+    assert CONTROL.sub("", text) == left
+
+
+def test_unicode_is_composed() -> None:
+    assert cleaned(["e\u0301", "é", "e"], "unicode")[0] == ["é", "é", "e"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("three short words", 3),
+        ("déjà vu", 2),
+        ("你好世界", 4),
+        ("你好，世界。", 4),  # signs are no words
+        ("GPT-2 很好 用", 4),
+        ("ひらがなカタカナ", 8),
+        ("한국어 문장", 2),  # Korean has spaces
+        ("สวัสดีชาวโลก", 3),  # twelve characters without a space
+        ("", 0),
+    ],
+)
+def test_words_are_counted_in_any_script(text: str, count: int) -> None:
+    assert count_words(text) == count
+
+
+def test_short_texts_are_dropped_and_one_is_shown() -> None:
+    left, notes = cleaned(["one two", "one two three", "你好", "你好世界", "x"], "short=2")
+    assert left == ["one two three", "你好世界"]
+    assert notes == ["clean short=2: 3 of 5 texts dropped, such as «one two»"]
+
+
+def test_duplicates_are_dropped_white_space_aside() -> None:
+    left, notes = cleaned(["a  b", "A b", "a b\n", "b", "a\tb"], "duplicates")
+    assert left == ["a  b", "A b", "b"]
+    assert notes == ["clean duplicates: 2 of 5 texts dropped, such as «a b»"]
+
+
+def test_duplicates_are_known_by_eight_bytes() -> None:
+    test = cleaning_steps.Duplicates()
+    assert [test(t) for t in ("x" * 10**6, "y", "x" * 10**6)] == [False, False, True]
+    assert all(0 <= key < 1 << 64 for key in test.seen)
+
+
+STORY = "the quick brown fox jumps over the lazy dog and runs far away into the deep dark green wood today"
+
+
+@pytest.fixture
+def datasketch() -> None:
+    pytest.importorskip("datasketch")
+
+
+@pytest.mark.usefixtures("datasketch")
+def test_near_duplicates_are_dropped() -> None:
+    close = STORY.replace("today", "tonight")
+    # 20 words make 19 pairs, of which one changed: 18 of 20 are common.
+    assert len(near.pairs(STORY)) == 19
+    other = " ".join(reversed(STORY.split()))
+    left, notes = cleaned([STORY, close, STORY.upper() + "!", other, "wood", "wood", "tree"], "near=0.8")
+    assert left == [STORY, other, "wood", "tree"]
+    assert notes[0].startswith("clean near=0.8: 3 of 7 texts dropped, such as «the quick brown fox")
+    assert close in cleaned([STORY, close], "near=1")[0]
+
+
+@pytest.mark.usefixtures("datasketch")
+def test_near_duplicates_in_chinese() -> None:
+    first = "今天天气很好我们一起去公园散步吧然后吃饭看电影回家睡觉"
+    assert cleaned([first, first.replace("吧", "呢"), first[::-1]], "near=0.8")[0] == [first, first[::-1]]
+
+
+@pytest.mark.usefixtures("datasketch")
+def test_near_finds_what_is_common_by_more_than_the_threshold() -> None:
+    """Pairs of texts of known overlap: those well above are found, those well below stay."""
+    found = {}
+    for changed in (2, 20):  # of 100 words; each but the first takes two pairs
+        count = 0
+        for number in range(60):
+            words = [f"w{number}x{i}" for i in range(100)]
+            other = [f"other{i}" if i % (100 // changed) == 0 else w for i, w in enumerate(words)]
+            count += len(cleaned([" ".join(words), " ".join(other)], "near=0.8")[0]) == 1
+        found[changed] = count
+    assert found == {2: 60, 20: 0}  # overlaps of 96/102 = 0.94 and 60/138 = 0.43
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.3, 0.5, 0.8, 0.95, 1.0])
+def test_bands_bring_pairs_at_the_threshold_together(threshold: float) -> None:
+    count, size = near.bands(threshold)
+    assert count * size <= near.HASHES
+    assert count >= 2
+    if threshold > 0.05:
+        assert 1 - (1 - threshold**size) ** count >= near.RECALL
+
+
+def test_near_without_its_library_is_refused_before_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    (tmp_path / "train.txt").write_text("words\n")
+    with pytest.raises(DataError, match="--clean near: needs datasketch: pip install datasketch"):
+        make(tmp_path, "near").check()
+
+
+def test_changes_are_counted_and_one_is_shown() -> None:
+    texts = ["<p>one</p>", "two", "&eacute;", "bell\x07 and so on, " + "x" * 90]
+    left, notes = cleaned(texts, "html", "control", "unicode")
+    assert left == ["one", "two", "é", "bell and so on, " + "x" * 90]
+    assert notes == [
+        "clean html: 2 of 4 texts changed, such as «<p>one</p>» -> «one»",
+        "clean unicode: nothing to do in 4 texts",
+        "clean control: 1 of 4 texts changed, such as «bell\\u0007 and so on, "
+        + "x" * 43
+        + "…» -> «bell and so on, "
+        + "x" * 44
+        + "…»",
+    ]
+
+
+def test_a_text_that_cleaning_empties_is_dropped() -> None:
+    assert cleaned(["<hr>", "\u200b", "x"], "html", "control")[0] == ["x"]
+
+
+def lines(text: str, *clean: str, cut: int = 1 << 20) -> str:
+    pieces = text.splitlines(keepends=True)
+    groups = ["".join(pieces[i : i + cut]) for i in range(0, len(pieces), cut)]
+    return "".join(Cleaning(steps_of(clean), "lines").lines(groups))
+
+
+@pytest.mark.parametrize("cut", [1, 2, 1000])
+def test_a_streams_text_is_its_line(cut: int) -> None:
+    text = (
+        " = Title = \n \n a long line of text here \n \n = Title = \n \n\n another <b>long</b> line of it\n"
+    )
+    assert lines(text, "duplicates", cut=cut) == text.replace(" = Title = \n \n\n another", " another")
+    # The blank lines behind a dropped line go with it.
+    assert lines(text, "short=3", "html", cut=cut) == (
+        " a long line of text here \n \n another long line of it\n"
+    )
+
+
+@pytest.mark.parametrize("cut", [1, 2, 1000])
+def test_scripts_that_span_lines_go_however_the_stream_is_cut(cut: int) -> None:
+    text = "one\n<script>\nlet x\n</script>two\nthree <!-- a\n\nb --> four\nfive <br> six\n"
+    assert lines(text, "html", cut=cut) == "one\ntwo\nthree  four\nfive six\n"
+    assert lines("one\n<script>\nnever closed\n", "html", cut=cut) == "one\nnever closed\n"
+
+
+def test_a_script_that_is_never_closed_waits_no_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(markup, "LONGEST_BLOCK", 30)
+    found = list(markup.without_blocks(["a <!-- b\n", "c\n", "d" * 30 + "\n", "e\n"]))
+    assert [text for text, _ in found] == ["", "", "a <!-- b\nc\n" + "d" * 30 + "\n", "e\n"]
+
+
+def test_windows_line_ends_lose_their_returns() -> None:
+    assert lines("one\r\ntwo\r\n", "control") == "one\ntwo\n"
+
+
+def test_prepared_text_is_clean_and_the_notes_say_so(tmp_path: Path) -> None:
+    data = tmp_path / "d"
+    data.mkdir()
+    body = "".join(f"a line with the number {i} in <b>bold</b>\n" for i in range(60))
+    (data / "train.txt").write_text(body + "short\n" + body)
+    (data / "valid.txt").write_text(body[:400])
+    text = make(data, "duplicates", "short=1", "html")
+    extra = text.prepare(tmp_path / "out")
+    tokenizer = tokenizers.open_tokenizer(tmp_path / "out" / "tokenizer.json")
+    tokens = text.open(tmp_path / "out", "train").columns["tokens"].values  # type: ignore[attr-defined]
+    assert tokenizer.decode(tokens.tolist()) == body.replace("<b>", "").replace("</b>", "")
+    assert [note.partition(",")[0] for note in extra["notes"]] == [
+        "clean html: 130 of 131 lines changed",  # 121 lines of train, 10 of valid
+        "clean short=1: 1 of 131 lines dropped",
+        "clean duplicates: 60 of 130 lines dropped",
+    ]
+    assert extra["prompt"] == "a line with the number 0 in bold"
+    assert text.identity() != make(data).identity()
+    assert text.identity() == make(data, "html", "short=1", "duplicates").identity()
+
+
+CHATS = [
+    {"instruction": "Say <b>hi</b>", "output": "h\u200bi"},
+    {"instruction": "Say hi", "output": "hi"},
+    {"instruction": "Say what", "output": "<br>"},
+    {"instruction": "Say e\u0301", "output": "é"},
+]
+
+
+def test_fields_of_conversations_are_cleaned_and_the_whole_compared(tmp_path: Path) -> None:
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    text = make(tmp_path, "html", "unicode", "control", "short", "duplicates", template="plain")
+    extra = text.prepare(tmp_path / "out")
+    assert extra["splits"]["train"]["conversations"] == 2
+    assert extra["prompts"] == [["Say hi\n", "hi"], ["Say é\n", "é"]]
+    notes = "\n".join(extra["notes"])
+    assert "train: rows left out: 1 with an empty answer" in notes
+    assert "clean short=10: does not apply to conversations" in notes
+    # Per split: eight fields; of the four conversations the first two are one text then.
+    assert "clean html: 4 of 24 fields changed, such as «Say <b>hi</b>» -> «Say hi»" in notes
+    assert "clean duplicates: 2 of 8 conversations dropped, such as «Say hi hi»" in notes
+
+
+@pytest.fixture
+def quick() -> Callable[[Text, Path], float]:
+    def seconds(text: Text, folder: Path) -> float:
+        began = time.perf_counter()
+        text.prepare(folder)
+        return time.perf_counter() - began
+
+    return seconds
+
+
+def test_wikitext_is_cleaned_in_seconds(tmp_path: Path, quick: Callable[[Text, Path], float]) -> None:
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is not on this machine")
+    steps = ["html", "unicode", "control", "short=10", "duplicates"]
+    data, tokenizer = SHARED / "wikitext2" / "valid.txt", SHARED / "gpt2-bpe"
+    text = make(data, *steps, tokenizer=str(tokenizer), max_length=1024)
+    # A tenth of WikiText-2, which may take 20 seconds.
+    assert quick(text, tmp_path) < 5
