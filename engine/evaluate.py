@@ -34,17 +34,17 @@ def evaluate(
     fraction: float = 1.0,
     equal_counts: bool = False,
 ) -> dict[str, float]:
-    """Metrics over the first `fraction` of a split; the same on every rank.
+    """Metrics over the first `fraction` of a split, and of each set in it; the same on every rank.
 
     With `equal_counts` ranks without samples compute one all the same: a forward holds collectives then.
     """
-    count = min(len(source), _round_up(max(1, math.ceil(len(source) * fraction)), task.cohort))
+    chosen = _first(source, fraction, task.cohort)
     sums: dict[str, list[float]] = {}
     rows: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     training = model.training
     model.eval()
     with torch.no_grad():
-        for batch, counts in _batches(source, count, plan, world, task.cohort, equal_counts):
+        for batch, counts in _batches(source, chosen, plan, world, task.cohort, equal_counts):
             world.at(f"evaluation of {split}")
             with world.accelerator.autocast():
                 parts = task.evaluate(model, batch)
@@ -54,14 +54,22 @@ def evaluate(
     return task.metrics(_reduce(sums, rows, world), split, facts)
 
 
+def _first(source: Source, fraction: float, cohort: int) -> np.ndarray:
+    """The numbers of the first `fraction` of the samples; of each set, where several lie end to end."""
+    sizes = [size for size, _ in source.parts] or [len(source)]
+    counts = [min(size, _round_up(max(1, math.ceil(size * fraction)), cohort)) for size in sizes]
+    starts = np.cumsum([0, *sizes[:-1]])
+    return np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)])
+
+
 def _batches(
-    source: Source, count: int, plan: Plan, world: World, cohort: int, equal_counts: bool
+    source: Source, chosen: np.ndarray, plan: Plan, world: World, cohort: int, equal_counts: bool
 ) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """This rank's micro-batches of whole cohorts, dealt by cost, and whether each counts."""
     budget = budget_of(plan)
     span = _round_up(max(1, budget.samples * world.size * _BATCHES_AHEAD), cohort)
-    for start in range(0, count, span):
-        samples = np.arange(start, min(start + span, count))
+    for start in range(0, len(chosen), span):
+        samples = chosen[start : start + span]
         ranks = cut(source.lengths[samples], world.size, budget, cohort)
         most = max(map(len, ranks)) if equal_counts else 0
         for micro in ranks[world.rank] + [dummy(budget)] * (most - len(ranks[world.rank])):

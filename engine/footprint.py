@@ -77,7 +77,7 @@ def footprint(recipe: Recipe, shape: Shape, choices: Choices, tokens: float, len
         moments=shape.trainable * _state_bytes(recipe, choices) / share["moments"],
         activations=slack
         * (tokens * activation_bytes_per_token(shape, choices, length) + _one_layer(shape, choices)),
-        logits=slack * tokens * logits_bytes_per_token(shape, choices.half),
+        logits=slack * logits_bytes(shape, choices, tokens),
         workspace=CONTEXT_BYTES[choices.device],
         update=4.0 * shape.trainable / share["moments"],
     )
@@ -145,9 +145,15 @@ def width_of(shape: Shape) -> tuple[float, float]:
     return ASSUMED_LAYERS, shape.hidden or math.sqrt(shape.parameters / (12 * ASSUMED_LAYERS))
 
 
-def logits_bytes_per_token(shape: Shape, half: bool) -> float:
-    """Vocabulary-wide: fp32 logits, log-softmax and gradient; under autocast 16-bit copies of two of them."""
-    return shape.vocabulary * (16.0 if half else 12.0)
+def logits_bytes(shape: Shape, choices: Choices, tokens: float) -> float:
+    """Vocabulary-wide: fp32 logits, log-softmax and gradient; under autocast 16-bit copies of two of them.
+
+    Where the head works in chunks, at most a chunk of them; under ZeRO-3, whose head is whole only while it
+    runs, it does not.
+    """
+    whole = tokens * shape.vocabulary * (16.0 if choices.half else 12.0)
+    chunked = shape.head_bytes > 0 and not choices.strategy.startswith("zero3")
+    return min(whole, shape.head_bytes * (4.0 if choices.half else 3.0)) if chunked else whole
 
 
 def matmul_parameters(shape: Shape) -> float:

@@ -135,8 +135,11 @@ class Model:
 
 # name, pattern, MiB, capability, fp32, half, memory, links, W, host cores and GiB per GPU, network
 MODELS = (
+    Model("rtx3050-laptop", "3050.*Laptop", 4096, (8, 6), 5.5e12, 11e12, 192e9, PCIE, 60, 8, 16, 1.25e8),
+    Model("rtx4060", "4060", 8188, (8, 9), 15.1e12, 30.2e12, 272e9, PCIE, 115, 12, 32, 1.25e8),
     Model("rtx4080-laptop", "4080.*Laptop", 12282, (8, 9), 24.7e12, 49e12, 432e9, PCIE, 150, 16, 32, 1.25e8),
     Model("rtx4080", "4080", 16376, (8, 9), 48.7e12, 97.5e12, 717e9, PCIE, 320, 16, 64, 1.25e8),
+    Model("rtx4090", "4090", 24564, (8, 9), 82.6e12, 165e12, 1008e9, PCIE, 450, 16, 64, 1.25e8),
     Model("t4", r"\bT4\b", 15360, (7, 5), 8.1e12, 65e12, 300e9, 6e9, 70, 4, 16, 3e9),
     Model("v100", "V100", 16160, (7, 0), 15.7e12, 125e12, 900e9, 130e9, 300, 8, 61, 3e9),
     Model("a100-40gb", "A100.*40GB", 40536, (8, 0), 19.5e12, 312e12, 1555e9, 230e9, 400, 12, 144, 25e9),

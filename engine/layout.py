@@ -18,6 +18,8 @@ CPU_TENSOR_BYTES = 24 * 2**20
 
 Measured: 3,600 tokens/s at 1,024 tokens and a vocabulary of 8,000, 1,900 at 8,192 tokens."""
 CPU_TOKENS = (512, 8192)
+MANY = 1e12
+"""More tokens than any micro-batch has."""
 INDEX_LIMIT = 2**31
 """Elements of one tensor: kernels that index with 32 bits go no further."""
 UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -124,8 +126,11 @@ def token_budget(case: Case, asked: PlanOptions, choices: Choices) -> tuple[int,
     limit = memory_limit(case, asked, choices.processes)
     empty = footprint(case.recipe, case.shape, choices, 0, case.longest)
     per_token = footprint(case.recipe, case.shape, choices, 1, case.longest)
-    cost = per_token.activations + per_token.logits - empty.activations
-    memory = -1.0 if empty.peak > limit else (limit - empty.resident - empty.activations) / max(cost, 1.0)
+    full = footprint(case.recipe, case.shape, choices, MANY, case.longest)
+    room, each = limit - empty.resident - empty.activations, per_token.activations - empty.activations
+    # Logits grow with the tokens until a chunk of them is full, if the head works in chunks.
+    most = max(room / max(each + per_token.logits, 1.0), (room - full.logits) / max(each, 1.0))
+    memory = -1.0 if empty.peak > limit else most
     bounds = [(math.floor(memory), "memory"), *_other_bounds(case, asked)]
     return min(bounds)
 

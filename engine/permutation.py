@@ -80,7 +80,7 @@ def _keys(seed: int, epoch: int) -> np.ndarray:
         return mix(np.arange(1, ROUNDS + 1, dtype=np.uint64) * _GOLDEN + mix(name))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def _tables(half: int, seed: int, epoch: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         inputs = np.arange(1 << half, dtype=np.uint64)

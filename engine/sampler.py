@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +17,16 @@ from engine.permutation import permute
 LENGTH_WINDOW = 64
 """Batches sorted together where the recipe groups by length. Part of the recipe's meaning: do not change."""
 _WINDOW_SEED = 0x5EED
+_PART_SEED = 0x9A27
 
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """The order of samples. Every epoch is a permutation of the same subset; its last batch may be short."""
+    """The order of samples. Every epoch is a permutation of the same subset; its last batch may be short.
+
+    Of several sets an epoch takes each by its share, and goes on in it where the epoch before stopped: every
+    sample of a set comes once before any comes twice, whatever the share.
+    """
 
     count: int
     """Samples in the split."""
@@ -33,9 +39,12 @@ class Sampler:
     """Samples that stay together; batches hold whole cohorts."""
     lengths: np.ndarray | None = None
     """(count,) lengths, where batches are to hold samples of like length."""
+    parts: tuple[tuple[int, float], ...] = ()
+    """(samples, share) of each set where several lie end to end; shares of any sum."""
 
     def __post_init__(self) -> None:
         assert self.count > 0
+        assert not self.parts or sum(size for size, _ in self.parts) == self.count, "parts are all samples"
         assert self.batch_size % self.cohort == 0, "a batch holds whole cohorts"
 
     @property
@@ -56,7 +65,36 @@ class Sampler:
 
     def _samples(self, epoch: int, start: int, stop: int) -> np.ndarray:
         places = permute(np.arange(start, min(stop, self.used)), self.used, self.seed, epoch + 1)
+        if self.parts:
+            return self._samples_of_parts(places, epoch)
         return places if self.fraction == 1 else permute(places, self.count, self.seed, 0)
+
+    def _samples_of_parts(self, places: np.ndarray, epoch: int) -> np.ndarray:
+        """The samples at these places of an epoch: each set has as many places as its quota."""
+        quotas = self.quotas
+        samples = np.empty_like(places)
+        first, offset = 0, 0
+        for number, ((size, _), quota) in enumerate(zip(self.parts, quotas, strict=True)):
+            mine = np.flatnonzero((places >= first) & (places < first + quota))
+            turns = epoch * quota + places[mine] - first
+            samples[mine] = offset + self._turns(turns, size, self.seed + _PART_SEED * (number + 1))
+            first, offset = first + quota, offset + size
+        return samples
+
+    def _turns(self, turns: np.ndarray, size: int, seed: int) -> np.ndarray:
+        """What a set of `size` samples gives at these turns: pass after pass over all that is used of it."""
+        used = max(1, round(size * self.fraction))
+        passes, places = np.divmod(turns, used)
+        samples = np.empty_like(places)
+        for number in np.unique(passes).tolist():
+            mine = passes == number
+            samples[mine] = permute(places[mine], used, seed, number + 1)
+        return samples if self.fraction == 1 else permute(samples, size, seed, 0)
+
+    @property
+    def quotas(self) -> list[int]:
+        """Samples of each set in an epoch."""
+        return quotas([share for _, share in self.parts], self.used)
 
     def _batch_of_like_lengths(self, epoch: int, place: int) -> np.ndarray:
         """Samples are sorted by length within a window of batches, and the window's batches shuffled."""
@@ -72,6 +110,16 @@ class Sampler:
                 permute(np.array([within]), full, self.seed + _WINDOW_SEED, epoch * 65537 + window)[0]
             )
         return samples[within * self.batch_size : (within + 1) * self.batch_size]
+
+
+def quotas(shares: Sequence[float], count: int) -> list[int]:
+    """`count` divided by shares: rounded down, and the rest to those that lost most (largest remainder)."""
+    wanted = [count * share / math.fsum(shares) for share in shares]
+    found = [math.floor(w) for w in wanted]
+    by_loss = sorted(range(len(shares)), key=lambda k: found[k] - wanted[k])
+    for k in by_loss[: count - sum(found)]:
+        found[k] += 1
+    return found
 
 
 def chain(previous: str, samples: np.ndarray) -> str:

@@ -212,7 +212,20 @@ def cut_moments(
 def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
     """The order of a recipe's training samples."""
     lengths = source.lengths if recipe.group_by_length else None
-    return Sampler(len(source), recipe.batch_size, recipe.seed, recipe.train_fraction, cohort, lengths)
+    parts = source.parts
+    if parts and cohort > 1:
+        raise UserError(
+            f"--data {recipe.data}: this task computes {cohort} samples together, so that it takes one set"
+        )
+    sampler = Sampler(
+        len(source), recipe.batch_size, recipe.seed, recipe.train_fraction, cohort, lengths, parts
+    )
+    if parts and 0 in sampler.quotas:
+        raise UserError(
+            f"--mix {','.join(f'{share:g}' for _, share in parts)}: of the {sampler.used:,} samples of an"
+            f" epoch set {sampler.quotas.index(0) + 1} would have none: raise its share"
+        )
+    return sampler
 
 
 def prepare_model(

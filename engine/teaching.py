@@ -53,7 +53,9 @@ class Taught(Source):
 
 def samples_used(sampler: Sampler, stretches: Sequence[Stretch]) -> np.ndarray:
     """The samples that a run sees, in ascending order."""
-    steps = min(max(s.steps for s in stretches), sampler.steps_per_epoch)
+    steps = max(s.steps for s in stretches)
+    if not sampler.parts:  # of sets by shares, another epoch has other samples
+        steps = min(steps, sampler.steps_per_epoch)
     return np.unique(np.concatenate([sampler.batch(step) for step in range(steps)]))
 
 

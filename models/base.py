@@ -155,6 +155,8 @@ class Shape:
     intermediate: int = 0
     vocabulary: int = 0
     """Width of an output projection computed for every token."""
+    head_bytes: int = 0
+    """Most fp32 logits that are made of it at a time, if it works in chunks."""
     weight_bytes: float = 0.0
     """Of all weights, where they are not 4 a parameter."""
     remark: str = ""

@@ -134,6 +134,7 @@ class CausalLM(Task):
         from models import head
 
         config, options = self._transformers_config(facts), self.options
+        self._answers = _answers(facts)
         if self._name in PRESETS:
             model: nn.Module = GPT2LMHeadModel(config)
         else:
@@ -197,7 +198,8 @@ class CausalLM(Task):
         hidden = config.hidden_size
         inner = getattr(config, "intermediate_size", None) or 4 * hidden
         layers, heads = config.num_hidden_layers, config.num_attention_heads
-        return decoders.shape(count, layers, hidden, heads, inner, config.vocab_size)
+        plain = config.model_type in decoders.PLAIN_HEADS
+        return decoders.shape(count, layers, hidden, heads, inner, config.vocab_size, plain)
 
     def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
@@ -211,17 +213,51 @@ class CausalLM(Task):
         return head.loss(model, batch["tokens"].long(), _targets(batch))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
+        """Of each set of a mixture apart: every process names all parts, with rows or without."""
+        if "set" not in batch:
+            return {"nll": self._nll_of(model, batch)}
+        parts: dict[str, Sum | Rows] = {}
+        for number, answers in enumerate(self._answers):
+            some = {name: values[batch["set"] == number] for name, values in batch.items()}
+            parts[f"nll.{number}"] = self._nll_of(model, some) if len(some["set"]) else Sum(0.0, 0)
+            if answers:
+                parts[f"right.{number}"] = self._right_of(model, some, answers)
+        return parts
+
+    def _nll_of(self, model: nn.Module, batch: Batch) -> Sum:
         from models.head import IGNORED
 
-        return {"nll": Sum(self._nll(model, batch), (_targets(batch) != IGNORED).sum())}
+        return Sum(self._nll(model, batch), (_targets(batch) != IGNORED).sum())
+
+    def _right_of(self, model: nn.Module, batch: Batch, answers: list[list[int]]) -> Sum:
+        from models.likeliest import right
+
+        count = len(batch["tokens"])
+        return Sum(right(model, batch, answers).sum(), count) if count else Sum(0.0, 0)
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, float]:
-        loss = float(parts["nll"].value) / float(parts["nll"].weight)
+        sums = {name: part for name, part in parts.items() if name.startswith("nll")}
+        total = sum(float(part.value) for part in sums.values())
+        loss = total / max(1.0, sum(float(part.weight) for part in sums.values()))
         found = {"loss": loss, "perplexity": _exp(loss)}
+        if "nll" not in parts:
+            return found | self._of_sets(parts, facts)
         if text := facts.extra.get("splits", {}).get(split):
             nats = loss * text["tokens"]
             found["word_perplexity"] = _exp(nats / max(1, text["words"]))
             found["bits_per_byte"] = nats / (math.log(2) * text["bytes"])
+        return found
+
+    def _of_sets(self, parts: Mapping[str, Any], facts: Any) -> dict[str, float]:
+        """Loss, perplexity and, where answers are classes, accuracy of each set that this split has."""
+        found: dict[str, float] = {}
+        for number, one in enumerate(facts.extra["sets"]):
+            nll, right = parts[f"nll.{number}"], parts.get(f"right.{number}")
+            if nll.weight:
+                loss = float(nll.value) / float(nll.weight)
+                found |= {f"{one['name']}_loss": loss, f"{one['name']}_perplexity": _exp(loss)}
+            if right is not None and right.weight:
+                found[f"{one['name']}_accuracy"] = float(right.value) / float(right.weight)
         return found
 
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
@@ -270,6 +306,18 @@ class CausalLM(Task):
             answer = "".join(pieces(model, tokenizer, prompt, how))
             shown.append(f"{prompt}{answer.strip()}\n[reference: {reference.strip()}]")
         return "\n\n".join(shown)
+
+
+def _answers(facts: Any) -> list[list[list[int]]]:
+    """Set -> the tokens of its classes' names with the end token; nothing where answers are no classes."""
+    sets = facts.extra.get("sets") or []
+    if not any(one.get("labels") for one in sets):
+        return [[] for _ in sets]
+    tokenizer, end = saving.tokenizer(facts), [facts.extra["eos"]]
+    return [
+        [tokenizer.encode(label, add_special_tokens=False).ids + end for label in one.get("labels") or ()]
+        for one in sets
+    ]
 
 
 def _targets(batch: Batch) -> Tensor:

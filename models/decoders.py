@@ -39,6 +39,10 @@ PRESETS = {
 }
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+PLAIN_HEADS = ("gpt2", *LLAMA_LIKE, "opt", "bloom", "gpt_neox")
+"""Model types whose logits are a linear layer of the last states and nothing else."""
+CHUNK_BYTES = 64 << 20
+"""Of fp32 logits that a plain head's loss makes at a time; see models/head.py."""
 CONTEXT_NAMES = ("n_positions", "max_position_embeddings", "n_ctx", "max_sequence_length")
 
 
@@ -89,8 +93,11 @@ def _llama_biases(config: Mapping[str, Any], queries: int, keys: int, hidden: in
     return count + (2 * inner + hidden if config.get("mlp_bias") else 0)
 
 
-def shape(count: int, layers: int, hidden: int, heads: int, inner: int, vocabulary: int) -> Shape:
+def shape(
+    count: int, layers: int, hidden: int, heads: int, inner: int, vocabulary: int, plain_head: bool = True
+) -> Shape:
     return Shape(
+        head_bytes=CHUNK_BYTES if plain_head else 0,
         parameters=count,
         trainable=count,
         layers=layers,

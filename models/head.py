@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.decoders import CHUNK_BYTES, PLAIN_HEADS
+
 IGNORED = -100
-CHUNK_BYTES = 64 << 20
-"""Of fp32 logits at a time."""
-PLAIN_HEADS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "opt", "bloom", "gpt_neox")
-"""Model types whose logits are the head of the last states and nothing else."""
 
 
 class Head(nn.Linear):

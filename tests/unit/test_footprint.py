@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from engine.footprint import (
@@ -10,7 +12,7 @@ from engine.footprint import (
     activation_bytes_per_token,
     flops_per_token,
     footprint,
-    logits_bytes_per_token,
+    logits_bytes,
 )
 from engine.plan import Strategy
 from engine.recipe import Recipe
@@ -66,10 +68,12 @@ def test_checkpointing_keeps_a_layer_input_each_and_two_layers_at_work() -> None
 
 
 def test_logits() -> None:
-    assert (logits_bytes_per_token(GPT2, False), logits_bytes_per_token(GPT2, True)) == (
-        12 * 50257,
-        16 * 50257,
-    )
+    full, half = Choices(), Choices(precision="bf16")
+    assert (logits_bytes(GPT2, full, 100), logits_bytes(GPT2, half, 100)) == (1200 * 50257, 1600 * 50257)
+    chunked = dataclasses.replace(GPT2, head_bytes=1 << 20)
+    assert logits_bytes(chunked, full, 1) == 12 * 50257
+    assert (logits_bytes(chunked, full, 100), logits_bytes(chunked, half, 100)) == (3 << 20, 4 << 20)
+    assert logits_bytes(chunked, Choices(strategy="zero3"), 100) == 1200 * 50257
 
 
 @pytest.mark.parametrize(

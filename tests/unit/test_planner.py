@@ -13,7 +13,9 @@ from engine.hardware import GIB, MACHINES, Hardware, parse
 from engine.plan import Plan, PlanOptions
 from engine.planner import frontier, make_plan, smaller
 from engine.recipe import Recipe
+from models.adapters import BYTES
 from models.base import Shape
+from models.decoders import CHUNK_BYTES
 
 GPT2 = Shape(
     parameters=124_439_808,
@@ -53,6 +55,53 @@ def planned(machine: str | Hardware, shape: Shape = GPT2, facts: Facts = TEXTS, 
     extra = {name: asked.pop(name) for name in ("world", "foreign_noise") if name in asked}
     hardware = parse(machine) if isinstance(machine, str) else machine
     return make_plan(recipe, facts, shape, hardware, PlanOptions(**asked), **extra)
+
+
+CHUNKED = dataclasses.replace(GPT2, head_bytes=CHUNK_BYTES)
+"""GPT-2 as `causal-lm` trains it."""
+WITH_LORA = dataclasses.replace(
+    CHUNKED,
+    parameters=GPT2.parameters + 811_008,
+    trainable=811_008,
+    weight_bytes=4.0 * (GPT2.parameters + 811_008),
+)
+ROUNDED = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+WITH_QLORA = dataclasses.replace(
+    SEVEN_B,
+    parameters=SEVEN_B.parameters + 19_988_480,
+    trainable=19_988_480,
+    head_bytes=CHUNK_BYTES,
+    weight_bytes=4.0 * SEVEN_B.parameters - (4 - BYTES[4]) * ROUNDED + 4 * 19_988_480,
+    whole="bitsandbytes' weights cannot be cut",
+)
+"""Llama's 7B in 4 bits with LoRA of rank 8 on all its matrices."""
+CARDS = [
+    # machine, GB, model, samples of 1,024 tokens at a time, activation checkpointing
+    ("rtx3050-laptop", 4, WITH_LORA, 1, False),
+    ("rtx4060", 8, CHUNKED, 4, False),
+    ("rtx4060", 8, WITH_LORA, 6, False),
+    ("rtx4080-laptop", 12, CHUNKED, 9, False),
+    ("rtx4080-laptop", 12, WITH_LORA, 11, False),
+    ("rtx4080-laptop", 12, WITH_QLORA, 3, True),
+    ("rtx4080", 16, CHUNKED, 13, False),
+    ("rtx4080", 16, WITH_QLORA, 6, True),
+    ("rtx4090", 24, CHUNKED, 23, False),
+    ("rtx4090", 24, WITH_QLORA, 1, False),
+]
+
+
+@pytest.mark.parametrize("row", CARDS, ids=lambda row: f"{row[0]}-{row[2].trainable}")
+def test_small_cards(row: tuple[Any, ...]) -> None:
+    machine, memory, shape, samples, recompute = row
+    plan = planned(machine, shape, BLOCKS, recipe={"max_length": 1024})
+    assert plan.strategy == "single"
+    assert (plan.micro_batch_tokens // 1024, plan.activation_checkpointing) == (samples, recompute)
+    assert plan.predicted_peak_memory_bytes < memory * GIB
+
+
+def test_what_does_not_fit_a_small_card_is_said() -> None:
+    with pytest.raises(UserError, match=r"needs 7\.\d GiB on cuda .* lower --max-length"):
+        planned("rtx4060", WITH_QLORA, BLOCKS, recipe={"max_length": 1024})
 
 
 DECISIONS = [
