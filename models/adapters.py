@@ -250,10 +250,17 @@ def opened(folder: Path, bits: int = 16) -> Any:
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig
 
-    base = str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
-    config = AutoConfig.from_pretrained(base)
+    known = PeftConfig.from_pretrained(str(folder))
+    base = str(known.base_model_name_or_path)
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise ModelError(f"{folder}: its base model {base} is not there: name it in its {CONFIG_FILE}")
     options = AdapterOptions(adapter="lora", load_bits=bits)  # type: ignore[arg-type]
-    return PeftModel.from_pretrained(load(base, config, None, options), str(folder))
+    model = load(base, AutoConfig.from_pretrained(base, revision=known.revision), known.revision, options)
+    try:
+        return PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError) as error:  # other sizes, other names
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"{folder}: is no adapter for {base}: {reason}") from None
 
 
 def copy(final: Path, folder: Path) -> None:

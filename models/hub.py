@@ -9,6 +9,7 @@ from typing import Any
 from hub import cache
 from models.base import ModelError
 
+ADAPTER = "adapter_config.json"
 TOKENIZERS = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
 
 
@@ -35,6 +36,11 @@ def require(name: str, revision: str | None, flag: str = "--model") -> None:
 
 def check_folder(folder: Path, tokenizer: str | None) -> None:
     """Raise unless a saved model is there, and a tokenizer where none was given."""
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        base = json.loads((folder / ADAPTER).read_text()).get("base_model_name_or_path")
+        raise ModelError(
+            f"--model {folder}: is an adapter for {base}: give that, or merge the two (export RUN --to merged)"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(f"--model {folder}: holds no config.json, so it is no saved model")
     if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZERS):

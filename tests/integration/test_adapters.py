@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from data import corpora, tokenizers
@@ -97,6 +98,24 @@ def test_peft_opens_the_adapter_and_transformers_the_merged_model(way: str, home
     apart, learnt = map(float, done.stdout.split())
     assert apart < 1e-4
     assert learnt > 1e-2
+
+
+def test_an_adapter_is_for_its_base_alone(home: Path) -> None:
+    run = home / "runs" / "lora" if (home / "runs" / "lora").is_dir() else trained(home, "lora", "lora")
+    said = complaint(launch("auto", "--task", "causal-lm", "--model", f"{run}/final", cwd=home))
+    assert f"is an adapter for {home / 'base'}" in said
+    other = home / "other"
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, n_positions=64, vocab_size=600)
+    config.save_pretrained(other)
+    save_model(GPT2LMHeadModel(config), str(other / "model.safetensors"), metadata={"format": "pt"})
+    strange = home / "runs" / "strange"
+    shutil.copytree(run, strange)
+    for base, wanted in ((str(other), "is no adapter for"), (str(home / "gone"), "is not there")):
+        file = strange / "final" / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": base}))
+        refused = launch("generate", str(strange), "--prompt", "x", cwd=home)
+        assert refused.returncode == 2, refused.stderr
+        assert wanted in refused.stderr
 
 
 def test_processes_learn_the_same_with_an_adapters_dropout(home: Path) -> None:

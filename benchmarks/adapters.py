@@ -1,0 +1,163 @@
+"""What fine-tuning costs with adapters, in 16, 8 and 4 bits; the head in chunks; cleaning.
+
+python -m benchmarks adapters --data WIKITEXT_FOLDER --model TOKENIZER_FOLDER
+
+The model is GPT-2's shape (124 million parameters) with random weights; the tokenizer is GPT-2's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.report import ROOT, Row
+from benchmarks.sessions import session
+from engine.checkpoint import Saved
+from models import head
+
+WAYS: dict[str, dict[str, Any]] = {
+    "all of it, AdamW": {},
+    "all of it, 8-bit AdamW": {"optimizer": "adamw8bit"},
+    "lora": {"adapter": "lora"},
+    "lora, 8-bit AdamW": {"adapter": "lora", "optimizer": "adamw8bit"},
+    "lora, 8-bit weights": {"adapter": "lora", "load_bits": 8},
+    "qlora": {"adapter": "qlora"},
+}
+CLEANING = "html,unicode,control,short=10,duplicates"
+
+
+def measure(quick: bool, data: str, model: str) -> list[Row]:
+    with tempfile.TemporaryDirectory() as place:
+        base = Path(place) / "base"
+        make_base(base, Path(model), quick)
+        os.environ["ISOBATCH_CACHE"] = str(Path(place) / "cache")
+        rows = [_alone("step", way, str(base), data, str(quick)) for way in WAYS]
+        rows += [_alone("chunks", way, str(quick)) for way in ("whole", "in chunks")]
+        return [*rows, *saved(base, data, Path(place), quick), *prepared(base, data)]
+
+
+def make_base(folder: Path, tokenizer: Path, quick: bool) -> None:
+    """GPT-2's shape, and smaller where in a hurry, beside its tokenizer."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    small = {"n_layer": 2, "n_embd": 128, "n_head": 2} if quick else {}
+    GPT2LMHeadModel(GPT2Config(**small)).save_pretrained(folder)
+    for file in tokenizer.iterdir():
+        if file.suffix in (".json", ".txt", ".bpe"):
+            shutil.copy(file, folder)
+
+
+ALONE = """
+import json, sys
+from benchmarks import adapters
+print(json.dumps(getattr(adapters, sys.argv[1])(*sys.argv[2:])))
+"""
+
+
+def _alone(what: str, *words: str) -> Row:
+    """A measurement in a process of its own, for its memory."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ALONE, what, *words], cwd=ROOT, capture_output=True, text=True
+    )
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-3000:])
+    found: Row = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def step(way: str, base: str, data: str, quick: str) -> Row:
+    """Seconds of a step of 8 samples of 256 tokens."""
+    recipe = {"data": data, "model": base, "batch_size": 8, "max_length": 256, "steps": 4, "lr": 1e-4}
+    made = session("causal-lm", {**recipe, **WAYS[way], "dropout": 0.0})
+    before, seconds = _peak(), []
+    for loaded in made.feed().steps(0, 4):
+        began = time.perf_counter()
+        made.step(loaded)
+        seconds.append(time.perf_counter() - began)
+    parameters = list(made.model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    return {
+        "trained": way,
+        "parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "weights MB": round(weights / 1e6, 1),
+        "seconds a step": round(median(seconds[1:]), 2),
+        "peak MB": round(_peak()),
+        "of that while stepping": round(_peak() - before),
+    }
+
+
+def chunks(way: str, quick: str) -> Row:
+    """Forward and backward of the head's loss alone: 4,096 tokens, GPT-2's vocabulary."""
+    tokens, words, width = (512, 5000, 128) if quick == "True" else (4096, 50257, 768)
+    torch.manual_seed(0)
+    states = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(words, width, requires_grad=True)
+    targets = torch.randint(words, (tokens,))
+    before, seconds = _peak(), []
+    for _ in range(3):
+        states.grad = weight.grad = None
+        began = time.perf_counter()
+        if way == "whole":
+            loss = torch.nn.functional.cross_entropy(states @ weight.T, targets, reduction="sum")
+        else:
+            loss = head._Chunked.apply(states, weight, None, targets)
+        loss.backward()
+        seconds.append(time.perf_counter() - began)
+    return {
+        "head's loss": way,
+        "seconds": round(min(seconds), 2),
+        "adds MB": round(_peak() - before),
+        "loss": float(loss.detach()),
+    }
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def saved(base: Path, data: str, place: Path, quick: bool) -> Iterator[Row]:
+    """A checkpoint of LoRA on the matrices of the usual tutorial, and what loading it takes."""
+    words = ["auto", "--task", "causal-lm", "--data", data, "--model", str(base), "--adapter", "lora"]
+    words += ["--lora-targets", "c_attn,c_proj", "--max-length", "64", "--batch-size", "4", "--steps", "2"]
+    words += ["--eval-fraction", "0.01", "--name", "lora", "--out", str(place), "--quiet"]
+    subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, check=True, capture_output=True)
+    run = place / "lora"
+    newest = max((run / "checkpoints").iterdir(), key=lambda f: f.stat().st_mtime)
+    from engine.redo import Redo
+    from engine.run import Run
+
+    opened = Run.open(str(run))
+    began = time.perf_counter()
+    redo = Redo(opened, opened.plan())
+    model_seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    redo.session.enter(redo.session.stretches[0])
+    redo.session.put(Saved(newest))
+    yield {
+        "checkpoint of": "lora, weights and moments",
+        "MB": round(sum(f.stat().st_size for f in newest.iterdir()) / 1e6, 2),
+        "model loaded in s": round(model_seconds, 2),
+        "checkpoint loaded in s": round(time.perf_counter() - began, 2),
+    }
+
+
+def prepared(base: Path, data: str) -> Iterator[Row]:
+    """`prepare` with cleaning, cold and again."""
+    words = ["prepare", "--task", "causal-lm", "--data", data, "--model", str(base), "--clean", CLEANING]
+    for what in ("cold", "again"):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, check=True, capture_output=True)
+        yield {"cleaned and tokenized": what, "seconds": round(time.perf_counter() - began, 2)}
