@@ -94,6 +94,8 @@ class Source(ABC):
     """(n,) tokens per sample."""
     weights: Mapping[str, np.ndarray]
     """Unit -> (n,) weight of each sample in that unit, known before it is fetched."""
+    parts: tuple[tuple[int, float], ...] = ()
+    """(samples, share) of each set where several lie end to end: an epoch takes each by its share."""
 
     @abstractmethod
     def __len__(self) -> int: ...

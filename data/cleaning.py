@@ -123,16 +123,17 @@ class Cleaning:
 
     def notes(self) -> Iterator[str]:
         """A line for each step."""
+        chats = self.unit == "conversations"
         for step, outcome in self.outcomes.items():
-            if self.unit == "conversations" and step.name == "short":
+            changes = step.name in CHANGES
+            unit = "fields" if chats and changes else self.unit
+            if chats and step.name == "short":
                 yield f"clean {step}: does not apply to conversations"
             elif not outcome.touched:
-                yield f"clean {step}: nothing to do in {outcome.seen:,} {self.unit}"
+                yield f"clean {step}: nothing to do in {outcome.seen:,} {unit}"
             else:
-                did = "changed" if step.name in CHANGES else "dropped"
-                unit = "fields" if self.unit == "conversations" and did == "changed" else self.unit
-                of = f"{outcome.touched:,} of {outcome.seen:,} {unit} {did}"
-                yield f"clean {step}: {of}, such as {outcome.sample}"
+                did = f"{unit} {'changed' if changes else 'dropped'}, such as {outcome.sample}"
+                yield f"clean {step}: {outcome.touched:,} of {outcome.seen:,} {did}"
 
 
 def _difference(before: str, after: str) -> str:

@@ -6,7 +6,7 @@ import ast
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,17 +97,12 @@ class Labelled(Tokenized):
         elif self.recipe.data != DEMO:
             hub.require_dataset(self.recipe.data)
 
-    def _names(self, there: list[str]) -> Names:
+    def _names(self, there: Sequence[str]) -> Names:
         """The columns among those there are: the ones asked for, else the first of the usual names."""
         options = self.options
-        text = _column("--text-column", options.text_column, TEXTS, there, self.recipe.data)
-        label = _column("--label-column", options.label_column, LABELS, there, self.recipe.data)
-        pair = options.pair_column
-        if pair is not None:
-            pair = _column("--pair-column", pair, (), there, self.recipe.data)
-        elif PAIRS.get(text) in there:
-            pair = PAIRS[text]
-        return Names(text, pair, label)
+        return find_names(
+            self.recipe.data, there, options.text_column, options.pair_column, options.label_column
+        )
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -142,11 +137,9 @@ class Labelled(Tokenized):
         if first is None:
             raise DataError(f"--data {self.recipe.data}: the train split is empty")
         names = self._names([str(k) for k in first[1]])
-        splits = {split: list(_examples(rows(), names)) for split, rows in sources.items()}
-        if splits.get("test") and all(e.label in WITHHELD for e in splits["test"]):
-            del splits["test"]
-            notes.append("the test split has no labels and is left out")
-        labels = _labels(splits, names, self.recipe.data)
+        splits = {split: list(read_examples(rows(), names)) for split, rows in sources.items()}
+        notes += without_withheld(splits)
+        labels = labels_of(splits, names, self.recipe.data)
         tokenizer, special = self._opened(splits["train"])
         found: dict[str, Columns] = {}
         for split, examples in splits.items():
@@ -174,18 +167,7 @@ class Labelled(Tokenized):
         """Rows per split, readable again and again; where none is for validation, every twentieth is."""
         if self.recipe.data == DEMO:
             return _demo(), []
-        if (path := self._path()) is None:
-            found = _of_hub(self.recipe.data, self.options.data_config)
-        else:
-            parts = readers.find(path, self.recipe.format)
-            found = {split: partial(readers.rows, part) for split, part in parts.items()}
-        if "valid" in found:
-            return found, []
-        rows = list(found["train"]())
-        held = {number for number in range(len(rows)) if number % readers.HELD_OUT == readers.HELD_OUT - 1}
-        found["train"] = lambda: [row for number, row in enumerate(rows) if number not in held]
-        found["valid"] = lambda: [row for number, row in enumerate(rows) if number in held]
-        return found, ["there is no validation split: every twentieth row of the training data is it"]
+        return splits_of(self.recipe.data, self._path(), self.recipe.format, self.options.data_config)
 
     def _opened(self, examples: list[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         texts = (text for e in examples for text in (e.text, e.pair) if text)
@@ -213,7 +195,50 @@ class Labelled(Tokenized):
         return columns, sum(bool(e.overflowing) for e in encoded)
 
 
-def _column(flag: str, asked: str | None, usual: tuple[str, ...], there: list[str], data: str) -> str:
+def find_names(
+    data: str,
+    there: Sequence[str],
+    text: str | None = None,
+    pair: str | None = None,
+    label: str | None = None,
+) -> Names:
+    """The columns asked for, else the first of the usual names."""
+    found = _column("--text-column", text, TEXTS, there, data)
+    classes = _column("--label-column", label, LABELS, there, data)
+    if pair is not None:
+        pair = _column("--pair-column", pair, (), there, data)
+    elif PAIRS.get(found) in there:
+        pair = PAIRS[found]
+    return Names(found, pair, classes)
+
+
+def splits_of(
+    data: str, path: Path | None, form: str | None, config: str | None
+) -> tuple[dict[str, Callable[[], Rows]], list[str]]:
+    """Rows per split of a path or hub id; where none is for validation, every twentieth is."""
+    if path is None:
+        found = _of_hub(data, config)
+    else:
+        parts = readers.find(path, form)
+        found = {split: partial(readers.rows, part) for split, part in parts.items()}
+    if "valid" in found:
+        return found, []
+    rows = list(found["train"]())
+    held = {number for number in range(len(rows)) if number % readers.HELD_OUT == readers.HELD_OUT - 1}
+    found["train"] = lambda: [row for number, row in enumerate(rows) if number not in held]
+    found["valid"] = lambda: [row for number, row in enumerate(rows) if number in held]
+    return found, ["there is no validation split: every twentieth row of the training data is it"]
+
+
+def without_withheld(splits: dict[str, list[Example]]) -> list[str]:
+    """Take out a test split whose labels nobody knows; a note where there was one."""
+    if splits.get("test") and all(e.label in WITHHELD for e in splits["test"]):
+        del splits["test"]
+        return ["the test split has no labels and is left out"]
+    return []
+
+
+def _column(flag: str, asked: str | None, usual: tuple[str, ...], there: Sequence[str], data: str) -> str:
     found = (
         asked if asked in there else next((n for n in usual if n in there), None) if asked is None else None
     )
@@ -225,7 +250,7 @@ def _column(flag: str, asked: str | None, usual: tuple[str, ...], there: list[st
     return found
 
 
-def _examples(rows: Rows, names: Names) -> Iterator[Example]:
+def read_examples(rows: Rows, names: Names) -> Iterator[Example]:
     for where, row in rows:
         text = _text(row, names.text, where, "--text-column")
         pair = None if names.pair is None else _text(row, names.pair, where, "--pair-column")
@@ -253,7 +278,7 @@ def _label(value: Any) -> str | None:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
 
 
-def _labels(splits: Mapping[str, list[Example]], names: Names, data: str) -> list[str]:
+def labels_of(splits: Mapping[str, list[Example]], names: Names, data: str) -> list[str]:
     """The classes in order: by number where all are whole numbers, else by name."""
     for split, examples in splits.items():
         if blank := next((e for e in examples if e.label is None), None):

@@ -82,7 +82,7 @@ class Conversations:
     from those before it (never a row's first); `token.weight` (n,), the number of those.
     """
 
-    form: ClassVar[str] = "conversations"
+    FORM: ClassVar[str] = "conversations"
     name: str
     rows: Mapping[str, Callable[[], Rows]]
     """Split -> its rows."""
@@ -95,6 +95,11 @@ class Conversations:
     response_only: bool
     folder: Path | None
     """Where the tokenizer lies, if it lies somewhere."""
+    form: str = FORM
+    """`labels` where the answers are labels."""
+    labels: list[str] = field(default_factory=list)
+    label_tokens: list[list[int]] = field(default_factory=list)
+    """Each label's tokens, with the end."""
     remarks: list[str] = field(default_factory=list)
     """What a person should know of the rows."""
     cleaning: Cleaning = field(default_factory=lambda: Cleaning((), "conversations"))
@@ -123,6 +128,8 @@ class Conversations:
             self.wanted, self.by_default, encoder.tokenizer, encoder.special, self.folder
         )
         self.eos = encoder.tokenizer.token_to_id(self.template.tokens["eos_token"])
+        found = encoder.tokenizer.encode_batch(self.labels, add_special_tokens=False)
+        self.label_tokens = [[*label.ids, self.template.end_id] for label in found]
 
     def encode(self, split: str, encoder: Encoder) -> tuple[dict[str, Column], dict[str, int]]:
         """A split's columns and sizes."""
@@ -200,6 +207,7 @@ class Conversations:
             "template": self.template.to_dict(),
             "response_only": self.response_only,
             "prompts": self.prompts,
+            **({"labels": self.labels, "label_tokens": self.label_tokens} if self.labels else {}),
         }
 
     def prompt(self) -> str:

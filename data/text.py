@@ -1,27 +1,25 @@
-"""Text for language models: plain text in blocks, or conversations with a mask of what is learnt."""
+"""Text for language models: plain text in blocks, conversations with a mask of what is learnt, or several."""
 
 from __future__ import annotations
 
-import platform
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from data import cleaning, conversations, corpora, hub, near, readers, supervised, templates, tokenizers
-from data.base import Columns, DataError, save
-from data.blocks import Encoder, PlainText
-from data.cleaning import Cleaning
+import numpy as np
+
+from data import cleaning, near, supervised, templates, tokenizers
+from data.base import ArraySource, Columns, DataError, load, save
+from data.blocks import Encoder
 from data.cleaning_steps import Step, steps_of
-from data.corpora import DEMO, Table
-from data.supervised import Conversations
+from data.corpora import DEMO
+from data.mixing import SET, Mixture
+from data.sets import TEXT, Given, TextSet, names_of
 from data.tokenized import Tokenized
 
 SMALLEST_VOCABULARY = 257
-TEXT = "text"
-"""The column of plain text, where none is named."""
-TextSet = PlainText | Conversations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +34,8 @@ class TextOptions:
     instructions and chatml for messages."""
     response_only: bool = True
     """Of conversations learn the assistant's tokens only; off learns the prompts too."""
+    mix: tuple[float, ...] | None = None
+    """The share of each set of --data a,b in what is learnt; by default their sizes decide."""
     clean: tuple[str, ...] | None = None
     """Steps over every text before it is tokenized: html,unicode,control,short=10,duplicates,near=0.8."""
     vocab_size: int | None = None
@@ -45,13 +45,24 @@ class TextOptions:
 
 
 class Text(Tokenized):
-    """Text from a folder, a file, a hub id, or the demo: source code of Python's own standard library.
+    """Text from folders, files, hub ids, or the demo: source code of Python's own standard library.
 
-    Columns: those of PlainText, or of Conversations where the rows are such.
+    Columns: those of PlainText; of Conversations where the rows are such; of Mixture for several sets.
     """
 
     Options: ClassVar[type] = TextOptions
     demo_vocabulary: ClassVar[int] = 1024
+
+    @property
+    def given(self) -> list[Given]:
+        """The sets that --data names."""
+        places = names_of(self.recipe.data)
+        short = [Path(place).name for place in places]
+        names = short if len(places) > 1 and len(set(short)) == len(short) else places
+        return [
+            Given(place, name, self.recipe.format, self.options, alone=len(places) == 1)
+            for place, name in zip(places, names, strict=True)
+        ]
 
     def check(self) -> None:
         size = self.options.vocab_size
@@ -62,102 +73,68 @@ class Text(Tokenized):
         if any(step.name == "near" for step in self._steps()):
             near.require()
         self._place()
-        if self.recipe.data == DEMO:
-            corpora.demo_files()
-        elif (path := self._path()) is not None:
-            self._check_files(path)
-        else:
-            hub.require_dataset(self.recipe.data)
+        given = self.given
+        self._check_mix(len(given))
+        for one in given:
+            one.check()
+        self._check_column(given)
 
-    def _check_files(self, path: Path) -> None:
-        parts = readers.find(path, self.recipe.format)
-        if not any(file.stat().st_size for file in parts["train"].files):
-            raise DataError(f"--data {path}: {parts['train'].files[0]} is empty")
-        if self._form(parts) is None:
-            for part in parts.values():
-                if not part.is_stream:
-                    readers.require_column(part, self.options.text_column or TEXT)
+    def _check_column(self, given: list[Given]) -> None:
+        """Of several sets at least one has the column that was named; one alone was asked for its own."""
+        column = self.options.text_column
+        tables = [one for one in given if one.has_rows]
+        if column is not None and len(given) > 1 and not any(one.has_column(column) for one in tables):
+            raise DataError(
+                f"--text-column {column}: none of the sets of --data {self.recipe.data} has such a column"
+            )
+
+    def _check_mix(self, sets: int) -> None:
+        mix = self.options.mix
+        if mix is None:
+            return
+        typed = f"--mix {','.join(f'{share:g}' for share in mix)}"
+        if sets == 1:
+            raise DataError(f"{typed}: --data {self.recipe.data} is one set: name several, as in --data a,b")
+        if len(mix) != sets:
+            raise DataError(f"{typed}: {len(mix)} shares for the {sets} sets of --data: give one for each")
+        if not all(share > 0 and math.isfinite(share) for share in mix):
+            raise DataError(f"{typed}: every share must be above 0; leave a set out of --data to do without")
 
     def _steps(self) -> tuple[Step, ...]:
         return steps_of(self.options.clean or ())
 
-    def _form(self, parts: Mapping[str, readers.Part]) -> str | None:
-        """What marks the rows as conversations; None for plain text, and for a column that was named."""
-        if parts["train"].is_stream or self.options.text_column is not None:
-            return None
-        return conversations.form_of(readers.columns(parts["train"]))
-
     def identity(self) -> dict[str, Any]:
+        given = self.given
+        contents = [one.content() for one in given]
         return {
-            "data": self._content(),
+            "data": contents[0] if len(given) == 1 else contents,
             "format": self.recipe.format,
             "tokenizer": self._place().identity(),
             "max_length": self.recipe.max_length,
             "text_column": self.options.text_column or TEXT,
             "vocab_size": self._vocabulary_size(),
-            **self._conversation_identity(),
+            **self._answers_identity(given),
             **self._cleaning_identity(),
         }
 
-    def _conversation_identity(self) -> dict[str, Any]:
-        """What conversations depend on beside. A hub data set, which is not at hand, may hold some."""
-        path = self._path()
-        plain = self.recipe.data == DEMO or (
-            path is not None and self._form(readers.find(path, self.recipe.format)) is None
-        )
-        if plain:
+    def _answers_identity(self, given: list[Given]) -> dict[str, Any]:
+        """What answers depend on beside. A hub data set, which is not at hand, may hold some."""
+        if all(one.kind() == TEXT for one in given) and len(given) == 1:
             return {}
-        template = templates.identity(self._place().path)
-        return {
-            "conversations": [supervised.RULES, self.options.template, self.options.response_only, template]
-        }
+        options, template = self.options, templates.identity(self._place().path)
+        found = [supervised.RULES, options.template, options.response_only, template]
+        return {"conversations": found} | ({"sets": [one.name for one in given]} if len(given) > 1 else {})
 
     def _cleaning_identity(self) -> dict[str, Any]:
         steps = self._steps()
         version = [near.require()] if any(step.name == "near" for step in steps) else []
         return {"clean": [cleaning.RULES, *map(str, steps), *version]} if steps else {}
 
-    def _content(self) -> Any:
-        """Hashes of the files; a hub data set, whose files are not at hand, goes by its name."""
-        if self.recipe.data == DEMO:
-            return [platform.python_version(), *(tokenizers.file_hash(f) for f in corpora.demo_files())]
-        if (path := self._path()) is None:
-            return [self.recipe.data, self.options.data_config]
-        return readers.content(readers.find(path, self.recipe.format))
-
-    def text_set(self) -> TextSet:
+    def text_set(self) -> TextSet | Mixture:
         """The texts, with a validation split."""
-        name, column = self.recipe.data, self.options.text_column or TEXT
-        if name == DEMO:
-            return PlainText(name, corpora.demo(), self._steps())
-        if (path := self._path()) is not None:
-            parts = readers.find(path, self.recipe.format)
-            if form := self._form(parts):
-                return self._conversations(corpora.table_of_files(parts), form)
-            return PlainText(name, corpora.of_files(parts, column), self._steps())
-        table = corpora.table_of_hub(name, self.options.data_config)
-        form = conversations.form_of(table.columns) if self.options.text_column is None else None
-        if form is not None:
-            return self._conversations(table, form)
-        return PlainText(name, corpora.of_hub(name, self.options.data_config, column), self._steps())
-
-    def _conversations(self, table: Table, form: str) -> Conversations:
-        notes = [*table.notes]
-        if TEXT in table.columns:
-            notes.append(
-                f"the rows are read as conversations ({form}): --text-column {TEXT} reads plain text"
-            )
-        return Conversations(
-            name=self.recipe.data,
-            rows=table.splits,
-            read=partial(conversations.messages_of, form=form),
-            wanted=self.options.template,
-            by_default="alpaca" if form == "instruction" else "chatml",
-            response_only=self.options.response_only,
-            folder=self._tokenizer_folder(),
-            remarks=notes,
-            cleaning=Cleaning(self._steps(), "conversations"),
-        )
+        folder = self._tokenizer_folder()
+        sets = [one.open(self._steps(), folder) for one in self.given]
+        return sets[0] if len(sets) == 1 else Mixture(sets)
 
     def read(self) -> Mapping[str, Columns]:
         found, encoder = self._opened()
@@ -180,7 +157,7 @@ class Text(Tokenized):
             "notes": found.notes,
         }
 
-    def _opened(self, folder: Path | None = None) -> tuple[TextSet, Encoder]:
+    def _opened(self, folder: Path | None = None) -> tuple[TextSet | Mixture, Encoder]:
         if self.recipe.max_length < 2:
             raise DataError(f"--max-length {self.recipe.max_length}: a row needs at least 2 tokens")
         found = self.text_set()
@@ -188,3 +165,13 @@ class Text(Tokenized):
         encoder = Encoder(tokenizer, special, self.recipe.max_length, folder)
         found.open(encoder)
         return found, encoder
+
+    def open(self, folder: Path, split: str) -> ArraySource:
+        """The samples of a prepared split; of several sets, with the share of each."""
+        source = ArraySource(load(folder / split))
+        if SET in source.columns:
+            sizes = np.bincount(
+                np.asarray(source.columns[SET]), minlength=len(self.options.mix or ())
+            ).tolist()
+            source.parts = tuple(zip(sizes, self.options.mix or map(float, sizes), strict=True))
+        return source

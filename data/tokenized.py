@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 VOCABULARY = 8192
 
 
+def path_of(data: str) -> Path | None:
+    """The file or folder of this name, if there is one."""
+    path = Path(data).expanduser()
+    # Path.exists raises where it may not look
+    return path if data != DEMO and os.path.exists(path) else None
+
+
 class Tokenized(Data):
     """Data with texts; its options have a `vocab_size`."""
 
@@ -27,9 +34,7 @@ class Tokenized(Data):
 
     def _path(self) -> Path | None:
         """The file or folder that --data names, if it names one."""
-        path = Path(self.recipe.data).expanduser()
-        # Path.exists raises where it may not look
-        return path if self.recipe.data != DEMO and os.path.exists(path) else None
+        return path_of(self.recipe.data)
 
     def _vocabulary_size(self) -> int:
         by_default = self.demo_vocabulary if self.recipe.data == DEMO else VOCABULARY

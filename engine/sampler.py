@@ -25,7 +25,8 @@ class Sampler:
     """The order of samples. Every epoch is a permutation of the same subset; its last batch may be short.
 
     Of several sets an epoch takes each by its share, and goes on in it where the epoch before stopped: every
-    sample of a set comes once before any comes twice, whatever the share.
+    sample of a set comes once before any comes twice, whatever the share. (Grouping by length shuffles within
+    its window.)
     """
 
     count: int
@@ -64,21 +65,29 @@ class Sampler:
         return self._samples(epoch, place * self.batch_size, (place + 1) * self.batch_size)
 
     def _samples(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        places = permute(np.arange(start, min(stop, self.used)), self.used, self.seed, epoch + 1)
+        places = np.arange(start, min(stop, self.used))
         if self.parts:
             return self._samples_of_parts(places, epoch)
+        places = permute(places, self.used, self.seed, epoch + 1)
         return places if self.fraction == 1 else permute(places, self.count, self.seed, 0)
 
     def _samples_of_parts(self, places: np.ndarray, epoch: int) -> np.ndarray:
-        """The samples at these places of an epoch: each set has as many places as its quota."""
-        quotas = self.quotas
+        """The samples at these places of an epoch, over which each set's are spread evenly.
+
+        A set's turns come in order, so that no pass over it begins before the last has ended. Of every `left`
+        places the set takes `quota`; the places it leaves are divided among the sets behind it.
+        """
         samples = np.empty_like(places)
-        first, offset = 0, 0
-        for number, ((size, _), quota) in enumerate(zip(self.parts, quotas, strict=True)):
-            mine = np.flatnonzero((places >= first) & (places < first + quota))
-            turns = epoch * quota + places[mine] - first
-            samples[mine] = offset + self._turns(turns, size, self.seed + _PART_SEED * (number + 1))
-            first, offset = first + quota, offset + size
+        open_, left, offset = np.arange(len(places)), self.used, 0
+        for number, ((size, _), quota) in enumerate(zip(self.parts, self.quotas, strict=True)):
+            before = places * quota // left
+            mine = (places + 1) * quota // left > before
+            turns = epoch * quota + before[mine]
+            samples[open_[mine]] = offset + self._turns(turns, size, self.seed + _PART_SEED * (number + 1))
+            open_, places = open_[~mine], (places - before)[~mine]
+            left, offset = left - quota, offset + size
+            if not left:
+                break
         return samples
 
     def _turns(self, turns: np.ndarray, size: int, seed: int) -> np.ndarray:

@@ -28,7 +28,7 @@ FLAGS = {
         activation_checkpointing attention device memory_limit""",
     "run": """out name resume again save_every keep log_every tracker ledger anomaly hang_timeout
         max_restarts debug quiet""",
-    "causal-lm": "generate_prompt generate_tokens text_column template response_only clean vocab_size data_config",
+    "causal-lm": "generate_prompt generate_tokens text_column template response_only mix clean vocab_size data_config",
 }
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.permutation import permute
-from engine.sampler import LENGTH_WINDOW, Sampler, chain
+from engine.sampler import LENGTH_WINDOW, Sampler, chain, quotas
 
 
 def epoch(sampler: Sampler, number: int) -> list[np.ndarray]:
@@ -92,6 +92,103 @@ def test_cohorts_change_no_order() -> None:
     assert np.array_equal(Sampler(100, 24, 0, cohort=8).batch(2), Sampler(100, 24, 0).batch(2))
 
 
+SETS = st.lists(st.tuples(st.integers(1, 60), st.floats(0.05, 20)), min_size=1, max_size=4)
+
+
+def mixed(sets: list[tuple[int, float]], size: int = 7, seed: int = 0, fraction: float = 1.0) -> Sampler:
+    return Sampler(sum(n for n, _ in sets), size, seed, fraction, parts=tuple(sets))
+
+
+def of_set(sampler: Sampler, number: int, samples: np.ndarray) -> np.ndarray:
+    """Those of one set, as numbers in it."""
+    start = sum(size for size, _ in sampler.parts[:number])
+    mine = (samples >= start) & (samples < start + sampler.parts[number][0])
+    return samples[mine] - start
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.integers(1, 10**6))
+def test_quotas_are_the_shares_to_within_one(shares: list[float], count: int) -> None:
+    found = quotas(shares, count)
+    assert sum(found) == count
+    assert all(
+        abs(q - count * share / sum(shares)) < 1 + 1e-6 for q, share in zip(found, shares, strict=True)
+    )
+
+
+def test_what_rounding_leaves_goes_to_those_that_lost_most() -> None:
+    assert quotas([0.7, 0.3], 10) == [7, 3]
+    assert quotas([1, 1, 1], 10) == [4, 3, 3]  # 3.33 each, and the first of equals
+    assert quotas([5, 3, 2], 11) == [6, 3, 2]  # 5.5, 3.3, 2.2
+    assert quotas([7, 3], 1) == [1, 0]
+    assert quotas([3.0, 10.0, 20.0], 33) == [3, 10, 20]  # by size: all of each
+
+
+@given(SETS, st.integers(1, 20), st.integers(0, 2**63 - 1), st.sampled_from([1.0, 0.6, 0.1]))
+def test_every_sample_of_a_set_comes_once_before_any_comes_twice(
+    sets: list[tuple[int, float]], size: int, seed: int, fraction: float
+) -> None:
+    sampler = mixed(sets, size, seed, fraction)
+    batches = [batch for number in range(4) for batch in epoch(sampler, number)]
+    for number, (count, _) in enumerate(sets):
+        used = max(1, round(count * fraction))
+        order = np.concatenate([of_set(sampler, number, batch) for batch in batches])
+        assert len(order) == 4 * sampler.quotas[number]
+        passes = [order[start : start + used] for start in range(0, len(order), used)]
+        for one in passes:
+            assert len(set(one.tolist())) == len(one)
+            assert set(one.tolist()) <= set(passes[0].tolist())
+
+
+@given(SETS, st.integers(1, 40))
+def test_every_batch_has_the_shares(sets: list[tuple[int, float]], size: int) -> None:
+    sampler = mixed(sets, size)
+    for batch in epoch(sampler, 0):
+        for number, quota in enumerate(sampler.quotas):
+            wanted = len(batch) * quota / sampler.used
+            # Dividing what is left among the sets behind may cost each of them one more place.
+            assert abs(len(of_set(sampler, number, batch)) - wanted) <= 1 + number
+
+
+@given(SETS, st.integers(1, 20), st.booleans())
+def test_a_batch_of_a_mixture_is_a_function_of_the_step_alone(
+    sets: list[tuple[int, float]], size: int, like: bool
+) -> None:
+    count = sum(n for n, _ in sets)
+    lengths = np.random.default_rng(0).integers(1, 50, count) if like else None
+    parts = tuple(sets)
+    one = Sampler(count, size, 3, lengths=lengths, parts=parts)
+    forwards = [one.batch(step) for step in range(25)]
+    fresh = Sampler(count, size, 3, lengths=lengths, parts=parts)
+    for step in reversed(range(25)):
+        assert np.array_equal(fresh.batch(step), forwards[step])
+
+
+def test_sets_are_mixed_within_batches_and_in_another_order_each_pass() -> None:
+    sampler = mixed([(100, 0.5), (300, 0.5)], size=40)
+    assert sampler.quotas == [200, 200]
+    assert [len(of_set(sampler, 0, batch)) for batch in epoch(sampler, 0)] == [20] * 10
+    first = np.concatenate([of_set(sampler, 0, batch) for batch in epoch(sampler, 0)])
+    assert not np.array_equal(first[:100], first[100:])  # two passes, each with its own order
+    alike = mixed([(100, 1.0), (100, 1.0)], size=200)
+    batch = alike.batch(0)
+    assert not np.array_equal(of_set(alike, 0, batch), of_set(alike, 1, batch))
+
+
+def test_sets_by_size_are_all_of_each_once_an_epoch() -> None:
+    sampler = mixed([(30, 30.0), (70, 70.0)], size=9)
+    for number in range(3):
+        assert sorted(np.concatenate(epoch(sampler, number))) == list(range(100))
+
+
+def test_a_mixture_of_a_fraction_keeps_its_subset() -> None:
+    sampler = mixed([(50, 0.8), (150, 0.2)], size=10, fraction=0.2)
+    assert sampler.used == 40
+    seen = np.unique(np.concatenate([np.concatenate(epoch(sampler, number)) for number in range(9)]))
+    assert [len(of_set(sampler, number, seen)) for number in (0, 1)] == [10, 30]
+    subset = permute(np.arange(10), 50, 0x9A27, 0)  # a prefix of the set's own permutation
+    assert set(of_set(sampler, 0, seen).tolist()) == set(subset.tolist())
+
+
 def test_the_chain_names_one_order() -> None:
     one = chain(chain("", np.array([1, 2])), np.array([3]))
     assert one == chain(chain("", np.array([1, 2], np.int32)), np.array([3], np.uint16))
@@ -111,4 +208,6 @@ def test_the_order_is_frozen() -> None:
     assert Sampler(93, 6, seed=0).batch(20).tolist() == [27, 3, 60, 62, 0, 32]
     assert Sampler(93, 6, seed=0, fraction=0.5).batch(20).tolist() == [7, 85, 31, 38, 56, 4]
     assert Sampler(93, 6, seed=0, lengths=np.arange(93) % 7).batch(20).tolist() == [19, 61, 68, 12, 75, 82]
+    parts = ((33, 0.7), (60, 0.3))
+    assert Sampler(93, 6, seed=0, parts=parts).batch(20).tolist() == [20, 0, 42, 6, 21, 45]
     assert chain("", np.arange(3)) == "ab25350e3e65efeb"

@@ -1,0 +1,265 @@
+"""Several sets in one run: their rows end to end, what each learns, and the share of each in every batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data import tokenizers
+from data.base import ArraySource, DataError, Ragged
+from data.mixing import in_turn
+from data.sets import kind_of, names_of
+from data.text import Text, TextOptions
+from engine.errors import UserError
+from engine.evaluate import _first
+from engine.session import make_sampler
+from engine.teaching import samples_used
+
+PROSE = "".join(f"line {i} of plain text\n" for i in range(40))
+CHATS = [{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)]
+REVIEWS = [{"sentence": f"film {i}", "label": "good" if i % 2 else "bad"} for i in range(20)]
+
+
+def jsonl(file: Path, rows: list[Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> str:
+    """A stream of text, conversations, and texts with labels."""
+    (tmp_path / "prose.txt").write_text(PROSE)
+    jsonl(tmp_path / "chats.jsonl", CHATS)
+    jsonl(tmp_path / "reviews.jsonl", REVIEWS)
+    return ",".join(str(tmp_path / name) for name in ("prose.txt", "chats.jsonl", "reviews.jsonl"))
+
+
+Make = Callable[..., Text]
+
+
+@pytest.fixture
+def make() -> Make:
+    def text(data: str, max_length: int = 64, **options: Any) -> Text:
+        recipe = {"tokenizer": None, "model": "tiny", "revision": None, "format": None}
+        kept = {"vocab_size": 300, **options}
+        return Text(SimpleNamespace(data=data, max_length=max_length, **recipe), TextOptions(**kept))
+
+    return text
+
+
+def prepared(text: Text, folder: Path) -> tuple[dict[str, Any], dict[str, ArraySource], Any]:
+    text.check()
+    extra = text.prepare(folder)
+    sources = {split: text.open(folder, split) for split in ("train", "valid")}
+    return extra, sources, tokenizers.open_tokenizer(folder / "tokenizer.json")
+
+
+def learnt(source: ArraySource, tokenizer: Any, row: int) -> tuple[str, str]:
+    """A row's text, and what is learnt of it."""
+    batch = source.fetch(np.array([row]))
+    tokens, learn = batch["tokens"][0], batch["learn"][0]
+    assert batch["token.weight"][0] == learn.sum()
+    kept = [tokenizer.decode(t.tolist(), skip_special_tokens=False) for t in (tokens, tokens[learn == 1])]
+    return kept[0], kept[1]
+
+
+def test_rows_lie_end_to_end_and_learn_what_their_set_learns(tmp_path: Path, sets: str, make: Make) -> None:
+    extra, sources, tokenizer = prepared(make(sets, template="plain"), tmp_path / "out")
+    for split, source in sources.items():
+        counts = [one["samples"][split] for one in extra["sets"]]
+        assert source.columns["set"].tolist() == np.repeat([0, 1, 2], counts).tolist()  # type: ignore[union-attr]
+        assert [size for size, _ in source.parts] == counts
+    train = sources["train"]
+    first = [0, *np.cumsum([size for size, _ in train.parts])[:2].tolist()]
+    whole, targets = learnt(train, tokenizer, first[0])
+    assert len(train.fetch(np.array([0]))["tokens"][0]) - 1 == train.weights["token"][0] == 63
+    assert PROSE.startswith(whole)
+    assert whole.endswith(targets)
+    assert learnt(train, tokenizer, first[1]) == ("Say 0.\n0<|endoftext|>", "0<|endoftext|>")
+    assert learnt(train, tokenizer, first[2]) == ("film 0\nbad<|endoftext|>", "bad<|endoftext|>")
+
+
+def test_facts_say_what_each_set_is(tmp_path: Path, sets: str, make: Make) -> None:
+    extra, sources, tokenizer = prepared(make(sets, max_length=200), tmp_path / "out")
+    assert extra["form"] == "mixture"
+    assert [(one["name"], one["form"]) for one in extra["sets"]] == [
+        ("prose.txt", "text"),
+        ("chats.jsonl", "conversations"),
+        ("reviews.jsonl", "labels"),
+    ]
+    labels = extra["sets"][2]
+    assert labels["labels"] == ["bad", "good"]
+    end = extra["template"]["end_id"]
+    for label, tokens in zip(labels["labels"], labels["label_tokens"], strict=True):
+        assert tokens[-1] == end
+        assert tokenizer.decode(tokens) == label
+    assert extra["template"]["name"] == "alpaca"
+    assert labels["template"]["name"] == "plain"
+    # The held-out rows: the last of the chats, every twentieth of the reviews.
+    assert [answer for _, answer in extra["prompts"]] == ["29", "good"]
+    for split in ("train", "valid"):
+        parts = [one["splits"][split] for one in extra["sets"]]
+        assert extra["splits"][split]["predicted"] == sum(part["predicted"] for part in parts)
+        assert extra["splits"][split]["predicted"] == sources[split].weights["token"].sum()
+    assert any(note.startswith("reviews.jsonl: the rows are texts with a label") for note in extra["notes"])
+
+
+def test_shares_decide_what_a_batch_holds(tmp_path: Path, sets: str, make: Make) -> None:
+    _, sources, _ = prepared(make(sets, mix=(0.25, 0.5, 0.25)), tmp_path / "out")
+    train = sources["train"]
+    assert [share for _, share in train.parts] == [0.25, 0.5, 0.25]
+    recipe = SimpleNamespace(data=sets, batch_size=8, seed=1, train_fraction=1.0, group_by_length=False)
+    sampler = make_sampler(recipe, train, 1)  # type: ignore[arg-type]
+    column = np.asarray(train.columns["set"])
+    for step in range(sampler.steps_per_epoch - 1):
+        assert np.abs(np.bincount(column[sampler.batch(step)], minlength=3) - [2, 4, 2]).max() <= 1
+    with pytest.raises(UserError, match="this task computes 2 samples together, so that it takes one set"):
+        make_sampler(recipe, train, 2)  # type: ignore[arg-type]
+    train.parts = tuple(zip([size for size, _ in train.parts], (1, 1, 1e-6), strict=True))
+    with pytest.raises(UserError, match=r"--mix 1,1,1e-06: of the .* set 3 would have none: raise its share"):
+        make_sampler(recipe, train, 1)  # type: ignore[arg-type]
+
+
+def test_without_shares_every_sample_comes_once(tmp_path: Path, sets: str, make: Make) -> None:
+    _, sources, _ = prepared(make(sets), tmp_path / "out")
+    recipe = SimpleNamespace(data=sets, batch_size=8, seed=1, train_fraction=1.0, group_by_length=True)
+    sampler = make_sampler(recipe, sources["train"], 1)  # type: ignore[arg-type]
+    seen = np.concatenate([sampler.batch(step) for step in range(sampler.steps_per_epoch)])
+    assert sorted(seen) == list(range(len(sources["train"])))
+
+
+def test_what_a_run_sees_of_a_mixture_grows_with_its_epochs() -> None:
+    source = ArraySource({"x": np.zeros(100)})
+    source.parts = ((90, 0.1), (10, 0.9))
+    recipe = SimpleNamespace(data="a,b", batch_size=10, seed=0, train_fraction=1.0, group_by_length=False)
+    sampler = make_sampler(recipe, source, 1)  # type: ignore[arg-type]
+    used = [len(samples_used(sampler, [SimpleNamespace(steps=10 * n)])) for n in (1, 2)]  # type: ignore[list-item]
+    assert used == [20, 30]  # ten of the first set an epoch, and all ten of the second
+
+
+def test_a_fraction_of_a_split_has_all_sets() -> None:
+    source = ArraySource({"x": np.zeros(30)})
+    assert _first(source, 0.25, 1).tolist() == list(range(8))
+    source.parts = ((10, 1.0), (0, 1.0), (19, 1.0), (1, 1.0))
+    assert _first(source, 0.2, 1).tolist() == [0, 1, 10, 11, 12, 13, 29]
+    assert _first(source, 1.0, 1).tolist() == list(range(30))
+
+
+def test_a_set_without_a_test_split_has_none(tmp_path: Path, make: Make) -> None:
+    for split in ("train", "valid", "test"):
+        jsonl(tmp_path / "a" / f"{split}.jsonl", CHATS[:3])
+    jsonl(tmp_path / "b.jsonl", REVIEWS)
+    text = make(f"{tmp_path / 'a'}, {tmp_path / 'b.jsonl'}", mix=(1, 2))
+    extra = text.prepare(tmp_path / "out")
+    assert [one["samples"].get("test", 0) for one in extra["sets"]] == [3, 0]
+    assert [size for size, _ in text.open(tmp_path / "out", "test").parts] == [3, 0]
+
+
+def test_plain_sets_alone_need_no_answers(tmp_path: Path, make: Make) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(PROSE)
+    extra, sources, _ = prepared(make(f"{tmp_path / 'a.txt'},{tmp_path / 'b.txt'}"), tmp_path / "out")
+    assert "template" not in extra
+    assert extra["prompts"] == []
+    assert extra["prompt"].startswith("line")
+    learn = sources["train"].columns["learn"]
+    assert isinstance(learn, Ragged)
+    assert (learn.values[learn.offsets[:-1]] == 0).all()
+    assert learn.values.sum() == len(learn.values) - len(learn)
+
+
+def test_kinds_are_told_by_columns() -> None:
+    told = {
+        ("text",): "text",
+        ("text", "label"): "labels",
+        ("sentence", "label"): "labels",
+        ("messages", "label", "text"): "messages",
+        ("instruction", "output", "text"): "instruction",
+        ("body",): "text",
+    }
+    assert {columns: kind_of(columns, None, alone=False) for columns in told} == told
+    assert kind_of(("text", "label"), None, alone=True) == "text"
+    assert kind_of(("text", "label"), "text", alone=False) == "text"
+    assert kind_of(("messages", "label"), "text", alone=False) == "messages"
+
+
+def test_a_path_with_a_comma_is_one_set(tmp_path: Path) -> None:
+    (tmp_path / "a,b").mkdir()
+    assert names_of(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
+    assert names_of("x, y/z ,demo") == ["x", "y/z", "demo"]
+
+
+def test_names_are_short_where_they_differ(tmp_path: Path, make: Make) -> None:
+    for folder in ("a", "b"):
+        jsonl(tmp_path / folder / "train.jsonl", CHATS)
+    place = [str(tmp_path / folder / "train.jsonl") for folder in ("a", "b")]
+    assert [one.name for one in make(",".join(place)).given] == place
+    assert [one.name for one in make(f"{place[0]},{tmp_path / 'b'}").given] == ["train.jsonl", "b"]
+    assert make(place[0]).given[0].name == place[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mix": (0.5, 0.5)}, "--mix 0.5,0.5: 2 shares for the 3 sets of --data: give one for each"),
+        ({"mix": (0.5, 0.5, 0.0)}, "--mix 0.5,0.5,0: every share must be above 0"),
+        ({"mix": (0.5, 0.7, -0.2)}, "every share must be above 0"),
+        ({"text_column": "body"}, "--text-column body: none of the sets of --data .* has such a column"),
+    ],
+)
+def test_bad_shares_are_refused(sets: str, make: Make, changes: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make(sets, **changes).check()
+
+
+def test_one_set_has_no_shares_and_no_name_is_empty(tmp_path: Path, make: Make) -> None:
+    file = jsonl(tmp_path / "a.jsonl", CHATS)
+    with pytest.raises(DataError, match=r"--mix 1: --data .* is one set: name several, as in --data a,b"):
+        make(str(file), mix=(1.0,)).check()
+    with pytest.raises(DataError, match="one of the names between the commas is empty"):
+        make(f"{file},").check()
+    with pytest.raises(DataError, match=r"b\.jsonl: there is no such file or folder"):
+        make(f"{file},{tmp_path / 'b.jsonl'}").check()
+
+
+def test_too_many_labels_say_how_to_read_plain_text(tmp_path: Path, make: Make) -> None:
+    rows = [{"text": "words of it", "label": f"class {i}"} for i in range(1200)]
+    a, b = jsonl(tmp_path / "a.jsonl", CHATS), jsonl(tmp_path / "b.jsonl", rows)
+    with pytest.raises(DataError, match="different values: .*; --text-column text reads plain text"):
+        make(f"{a},{b}").prepare(tmp_path / "out")
+    extra = make(f"{a},{b}", text_column="text").prepare(tmp_path / "out2")
+    assert [one["form"] for one in extra["sets"]] == ["conversations", "text"]
+
+
+def test_shares_change_no_prepared_data_and_sets_do(sets: str, make: Make) -> None:
+    assert make(sets, mix=(1, 2, 3)).identity() == make(sets).identity()
+    turned = ",".join(reversed(sets.split(",")))
+    assert make(turned).identity() != make(sets).identity()
+    json.dumps(make(sets).identity())
+
+
+def test_a_tokenizer_is_trained_on_all_sets_alike() -> None:
+    long, short = iter(["a" * 10] * 5), iter(["b"] * 12)
+    found = "".join(text[0] for text in in_turn([long, short]))
+    # Ten letters of one are worth ten texts of the other.
+    assert found == "ab" + "b" * 9 + "a" + "bb" + "aaa"
+
+
+def test_a_cleaned_mixture_notes_every_set(tmp_path: Path, sets: str, make: Make) -> None:
+    extra, _, _ = prepared(make(sets, clean=("html", "short=1")), tmp_path / "out")
+    notes = [note for note in extra["notes"] if "clean" in note]
+    assert notes == [
+        "prose.txt: clean html: nothing to do in 40 lines",
+        "prose.txt: clean short=1: nothing to do in 40 lines",
+        "chats.jsonl: clean html: nothing to do in 90 fields",
+        "chats.jsonl: clean short=1: does not apply to conversations",
+        "reviews.jsonl: clean html: nothing to do in 40 fields",
+        "reviews.jsonl: clean short=1: does not apply to conversations",
+    ]
