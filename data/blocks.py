@@ -33,6 +33,7 @@ class Encoder:
 
     @property
     def kind(self) -> type:
+        """The numbers that hold its tokens; counting its words takes a moment."""
         return np.uint16 if tokenizers.size(self.tokenizer) <= 1 << 16 else np.int32
 
 

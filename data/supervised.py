@@ -228,7 +228,7 @@ def _encoded(
     conversations: Iterable[list[Piece]], encoder: Encoder, end: int
 ) -> Iterator[tuple[list[Piece], Row]]:
     """Each conversation with its row: pieces are tokenized apart, so that no token spans their border."""
-    waiting = iter(conversations)
+    waiting, kind = iter(conversations), encoder.kind
     while batch := list(itertools.islice(waiting, BATCH)):
         texts = [piece.text for conversation in batch for piece in conversation]
         encodings = iter(encoder.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
@@ -239,4 +239,4 @@ def _encoded(
                 found = next(encodings).ids + ([end] if piece.answer else [])
                 ids += found
                 answer += [int(piece.answer)] * len(found)
-            yield conversation, Row(np.array(ids, encoder.kind), np.array(answer, np.uint8))
+            yield conversation, Row(np.array(ids, kind), np.array(answer, np.uint8))

@@ -199,6 +199,14 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
     assert len(tokenizer.encode(extra["prompt"]).ids) < len(extra["prompt"]) / 2
 
 
+def test_the_vocabulary_is_not_counted_for_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    size = tokenizers.size
+    monkeypatch.setattr(tokenizers, "size", lambda tokenizer: counted.append(1) or size(tokenizer))
+    make(tmp_path, [HELLO] * 100).prepare(tmp_path / "out")
+    assert len(counted) < 10  # a real one takes 20 ms
+
+
 def row(text: str) -> Row:
     """A token for each letter; capitals are an answer's."""
     return Row(np.array([ord(c) for c in text], np.uint16), np.array([c.isupper() for c in text], np.uint8))
