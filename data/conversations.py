@@ -78,6 +78,8 @@ def _chat(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
     if column not in row:
         raise DataError(f"{where}: has no {column}{nearest(column, list(row))}; it has: {_names(row)}")
     turns = row[column]
+    if isinstance(turns, Mapping):  # how `datasets` gives a sequence of objects
+        turns = [dict(zip(turns, values, strict=True)) for values in zip(*turns.values(), strict=True)]
     if not isinstance(turns, list | None):
         raise DataError(f"{where}: {column} holds {type(turns).__name__}, not a list of messages")
     return [_message(turn, f"{where}: message {number}") for number, turn in enumerate(turns or [], 1)]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import conversations, jinja, masks, templates, tokenizers
+from data import conversations, hub, jinja, masks, templates, tokenizers
 from data.base import DataError
 from data.masks import Row
 from data.templates import Template
@@ -174,6 +174,25 @@ def test_conversations_are_read_from_every_form(tmp_path: Path, form: str) -> No
     columns = text.open(tmp_path / "out", "train").columns
     tokenizer = tokenizers.open_tokenizer(tmp_path / "out" / "tokenizer.json")
     assert marked(columns, tokenizer, 1) == TWO_TURNS["plain"].removeprefix("Be kind.\n")
+
+
+def test_a_hub_data_set_may_hold_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    turns = [{"role": "user", "content": "he?"}, {"role": "assistant", "content": "Hi!"}]
+    rows = datasets.Dataset.from_list([{"messages": turns}] * 40)
+    monkeypatch.setattr(hub, "load_dataset", lambda *_: {"train": rows})
+    recipe = {"model": "tiny", "revision": None, "format": None, "max_length": 400}
+    tokenizer = str(byte_tokenizer(tmp_path / "t", END))
+    text = Text(SimpleNamespace(data="a-team/chats", tokenizer=tokenizer, **recipe), TextOptions())
+    assert "conversations" in text.identity()  # it may hold some: nothing is known before it is fetched
+    extra = text.prepare(tmp_path / "out")
+    assert extra["splits"]["train"]["conversations"] == 38
+    assert extra["template"]["name"] == "chatml"
+
+
+def test_objects_of_lists_are_messages_too() -> None:
+    row = {"messages": {"role": ["user", "assistant"], "content": ["he?", "Hi!"]}}
+    assert conversations.messages_of(row, "here", "messages") == CHAT[1:3]
 
 
 def test_a_named_text_column_wins(tmp_path: Path) -> None:
