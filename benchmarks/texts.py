@@ -101,7 +101,7 @@ def helped(quick: bool, data: Path, model: str) -> Iterator[Row]:
         folder, hidden = thinned(data, Path(place))
         for way, text in WAYS.items():
             values = {"data": str(folder), "model": model, "text": text, "lora_blocks": 1, "batch_size": 4096}
-            length = [2, 2] if quick else [2400, 120]
+            length = [2, 2] if quick else [2400, 60]
             made = session("recommender", {**values, "steps": length if text is None else length[:1]})
             seconds: dict[str, list[float]] = defaultdict(list)
             train(made, lambda phase, took, seconds=seconds: seconds[phase].append(took))

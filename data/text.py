@@ -57,7 +57,7 @@ class Text(Tokenized):
     def given(self) -> list[Given]:
         """The sets that --data names."""
         places = names_of(self.recipe.data)
-        short = [Path(place).name for place in places]
+        short = [Path(place).stem for place in places]
         names = short if len(places) > 1 and len(set(short)) == len(short) else places
         return [
             Given(place, name, self.recipe.format, self.options, alone=len(places) == 1)

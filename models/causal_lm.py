@@ -309,15 +309,8 @@ class CausalLM(Task):
 
 
 def _answers(facts: Any) -> list[list[list[int]]]:
-    """Set -> the tokens of its classes' names with the end token; nothing where answers are no classes."""
-    sets = facts.extra.get("sets") or []
-    if not any(one.get("labels") for one in sets):
-        return [[] for _ in sets]
-    tokenizer, end = saving.tokenizer(facts), [facts.extra["eos"]]
-    return [
-        [tokenizer.encode(label, add_special_tokens=False).ids + end for label in one.get("labels") or ()]
-        for one in sets
-    ]
+    """Set -> the tokens of its classes' names, each with the end token; none where answers are no classes."""
+    return [one.get("label_tokens") or [] for one in facts.extra.get("sets") or []]
 
 
 def _targets(batch: Batch) -> Tensor:

@@ -39,7 +39,8 @@ def check_folder(folder: Path, tokenizer: str | None) -> None:
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         base = json.loads((folder / ADAPTER).read_text()).get("base_model_name_or_path")
         raise ModelError(
-            f"--model {folder}: is an adapter for {base}: give that, or merge the two (export RUN --to merged)"
+            f"--model {folder}: is an adapter for {base}: give that, or merge the two (export RUN --to"
+            " merged)"
         )
     if not (folder / "config.json").is_file():
         raise ModelError(f"--model {folder}: holds no config.json, so it is no saved model")

@@ -1,0 +1,81 @@
+"""Text, instructions and classes in one run, as a user mixes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.helpers import furthest, launch, losses, rows, summary
+
+WORDS = "sun rain wind snow fog hail storm cloud".split()
+FEELINGS = {"good": ("fine", "lovely", "bright"), "bad": ("awful", "dull", "grim")}
+SHARES = "0.5,0.25,0.25"
+TASK = ["auto", "--task", "causal-lm", "--data", "story.jsonl,asked.jsonl,feelings.csv", "--mix", SHARES]
+FLAGS = ["--model", "tiny", "--batch-size", "8", "--lr", "3e-3", "--vocab-size", "300", "--steps", "80"]
+MORE = [
+    "--max-length",
+    "48",
+    "--quiet",
+    "--ledger",
+    "--save-every",
+    "30",
+    "--keep",
+    "9",
+    "--template",
+    "plain",
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three sets and a run over them, runs/one."""
+    folder = tmp_path_factory.mktemp("mixture")
+    story = [{"text": f"The {a} came before the {b}."} for a in WORDS for b in WORDS]
+    asked = [{"instruction": f"Spell {w} {n}", "output": " ".join(w)} for w in WORDS for n in range(5)]
+    (folder / "story.jsonl").write_text("\n".join(map(json.dumps, story)))
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    felt = [
+        f"a {word} {weather} {n},{label}"
+        for n in range(3)
+        for weather in WORDS
+        for label, words in FEELINGS.items()
+        for word in words
+    ]
+    (folder / "feelings.csv").write_text("\n".join(["text,label", *felt]))
+    done = launch(*TASK, *FLAGS, *MORE, "--processes", "1", "--name", "one", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_set_is_reported_and_classes_are_learnt(home: Path) -> None:
+    found = summary(home / "runs" / "one")["metrics"]
+    for name in ("story", "asked", "feelings"):
+        assert found[f"{name}_perplexity"] > 1, name
+    assert found["feelings_accuracy"] > 0.9
+    assert "story_accuracy" not in found
+    losses_of = [found[f"{name}_loss"] for name in ("story", "asked", "feelings")]
+    assert min(losses_of) < found["loss"] < max(losses_of)
+
+
+def test_the_shares_are_those_asked_for_and_no_sample_comes_twice_before_all_came(home: Path) -> None:
+    facts = json.loads((home / "runs" / "one" / "facts.json").read_text())
+    sizes = [one["samples"]["train"] for one in facts["extra"]["sets"]]
+    borders = [sum(sizes[: k + 1]) for k in range(3)]
+    seen = [n for row in rows(home / "runs" / "one", "samples.jsonl") for n in row["samples"]]
+    sets = [next(k for k, border in enumerate(borders) if n < border) for n in seen]
+    for k, share in enumerate(map(float, SHARES.split(","))):
+        assert sets.count(k) / len(seen) == pytest.approx(share, abs=0.03)
+        times = [seen.count(n) for n in range(borders[k] - sizes[k], borders[k])]
+        assert max(times) - min(times) <= 1
+
+
+def test_processes_mix_the_same(home: Path) -> None:
+    done = launch(*TASK, *FLAGS, *MORE, "--processes", "2", "--name", "two", "--again", cwd=home)
+    assert done.returncode == 0, done.stderr
+    one, two = home / "runs" / "one", home / "runs" / "two"
+    assert rows(one, "samples.jsonl") == rows(two, "samples.jsonl")
+    assert furthest(losses(one)[:20], losses(two)[:20]) < 1e-5
+    verified = launch("verify", str(two), cwd=home)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
