@@ -8,7 +8,7 @@ encodes the texts of every row, as the loop one would write; all ways must give 
 
 from __future__ import annotations
 
-import resource
+import json
 import subprocess
 import sys
 import tempfile
@@ -114,11 +114,12 @@ def memory(quick: bool) -> Iterator[Row]:
     for texts in (400, 1600) if quick else (4_000, 16_000, 64_000):
         words = [sys.executable, "-c", GROWTH, str(texts), "64" if quick else "256"]
         ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-        yield {"texts in a step": texts, "encoder adds MB": float(ended.stdout.split()[-1])}
+        adds, vectors = json.loads(ended.stdout.splitlines()[-1])
+        yield {"texts in a step": texts, "adds MB": adds, "their vectors MB": vectors}
 
 
-def grown(texts: int, width: int) -> float:
-    """MB that encoding so many texts, forward and backward, adds to the peak after one chunk of them."""
+def grown(texts: int, width: int) -> list[float]:
+    """MB that encoding so many texts, forward and backward, adds to what one chunk took; MB of vectors."""
     draw = np.random.default_rng(0)
     offsets = np.concatenate([[0], np.cumsum(draw.integers(6, 18, size=texts))])
     known = Catalogue(
@@ -130,13 +131,20 @@ def grown(texts: int, width: int) -> float:
         seen=np.zeros(1, np.int64),
         had=np.zeros(1, np.int64),
     )
-    model = net(known, width)
-    assert model.encoder is not None
-    peaks = []
-    for count in (300, texts):
-        model.encoder(torch.arange(count)).square().sum().backward()
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
-    return round(peaks[1] - peaks[0] - 3 * texts * width * 4 / 1e6, 1)  # less the vectors and their gradients
+    encoder = net(known, width).encoder
+    assert encoder is not None
+    encoder(torch.arange(300)).square().sum().backward()  # what one chunk takes is there from now on
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _memory("VmHWM")
+    encoder(torch.arange(texts)).square().sum().backward()
+    vectors = texts * width * 4 / 1e6
+    return [round(_memory("VmHWM") - before, 1), round(vectors, 1)]
+
+
+def _memory(what: str) -> float:
+    """MB, as the kernel counts them."""
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(what))
+    return int(line.split()[1]) / 1e3
 
 
 def ids_alone(quick: bool, data: str) -> list[Row]:

@@ -9,11 +9,11 @@ import pytest
 
 from tests.integration.helpers import furthest, launch, losses, rows, summary
 
-WORDS = "sun rain wind snow fog hail storm cloud".split()
+WORDS = ("sun", "rain", "wind", "snow", "fog", "hail", "storm", "cloud")
 FEELINGS = {"good": ("fine", "lovely", "bright"), "bad": ("awful", "dull", "grim")}
 SHARES = "0.5,0.25,0.25"
 TASK = ["auto", "--task", "causal-lm", "--data", "story.jsonl,asked.jsonl,feelings.csv", "--mix", SHARES]
-FLAGS = ["--model", "tiny", "--batch-size", "8", "--lr", "3e-3", "--vocab-size", "300", "--steps", "80"]
+FLAGS = ["--model", "tiny", "--batch-size", "8", "--lr", "3e-3", "--vocab-size", "300", "--steps", "160"]
 MORE = [
     "--max-length",
     "48",

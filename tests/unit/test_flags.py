@@ -28,7 +28,9 @@ FLAGS = {
         activation_checkpointing attention device memory_limit""",
     "run": """out name resume again save_every keep log_every tracker ledger anomaly hang_timeout
         max_restarts debug quiet""",
-    "causal-lm": "generate_prompt generate_tokens text_column template response_only mix clean vocab_size data_config",
+    "causal-lm": """adapter lora_r lora_alpha lora_dropout lora_targets lora_bias load_bits generate_prompt
+        generate_tokens resize_embeddings text_column template response_only mix clean vocab_size
+        data_config""",
 }
 
 
@@ -225,8 +227,11 @@ def test_switches_of_other_tools() -> None:
     padded = ask("--use-dynamic-padding")
     assert padded.recipe == ask().recipe
     assert "--use-dynamic-padding has no effect: it is always so here" in padded.notes
-    others = {"load_in_8bit", "load_in_4bit", "fast_detection", "disable_metrics_monitoring", "use_cache"}
-    assert set(MEANINGS) == others | {"fast", "full", "use_dynamic_padding", "bf16", "fp16"}
+    for bits in (8, 4):
+        assert refusal(f"--load-in-{bits}bit").startswith(f"--load-bits {bits}: rounded weights cannot train")
+    others = {"fast_detection", "disable_metrics_monitoring", "use_cache"}
+    bits_of = {"load_in_8bit", "load_in_4bit"}
+    assert set(MEANINGS) == others | bits_of | {"fast", "full", "use_dynamic_padding", "bf16", "fp16"}
     for name in others:
         assert refusal(f"--{name}").startswith(f"--{name.replace('_', '-')}: ")  # the word that was typed
 

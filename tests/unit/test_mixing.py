@@ -90,9 +90,9 @@ def test_facts_say_what_each_set_is(tmp_path: Path, sets: str, make: Make) -> No
     extra, sources, tokenizer = prepared(make(sets, max_length=200), tmp_path / "out")
     assert extra["form"] == "mixture"
     assert [(one["name"], one["form"]) for one in extra["sets"]] == [
-        ("prose.txt", "text"),
-        ("chats.jsonl", "conversations"),
-        ("reviews.jsonl", "labels"),
+        ("prose", "text"),
+        ("chats", "conversations"),
+        ("reviews", "labels"),
     ]
     labels = extra["sets"][2]
     assert labels["labels"] == ["bad", "good"]
@@ -108,7 +108,7 @@ def test_facts_say_what_each_set_is(tmp_path: Path, sets: str, make: Make) -> No
         parts = [one["splits"][split] for one in extra["sets"]]
         assert extra["splits"][split]["predicted"] == sum(part["predicted"] for part in parts)
         assert extra["splits"][split]["predicted"] == sources[split].weights["token"].sum()
-    assert any(note.startswith("reviews.jsonl: the rows are texts with a label") for note in extra["notes"])
+    assert any(note.startswith("reviews: the rows are texts with a label") for note in extra["notes"])
 
 
 def test_shares_decide_what_a_batch_holds(tmp_path: Path, sets: str, make: Make) -> None:
@@ -201,7 +201,7 @@ def test_names_are_short_where_they_differ(tmp_path: Path, make: Make) -> None:
         jsonl(tmp_path / folder / "train.jsonl", CHATS)
     place = [str(tmp_path / folder / "train.jsonl") for folder in ("a", "b")]
     assert [one.name for one in make(",".join(place)).given] == place
-    assert [one.name for one in make(f"{place[0]},{tmp_path / 'b'}").given] == ["train.jsonl", "b"]
+    assert [one.name for one in make(f"{place[0]},{tmp_path / 'b'}").given] == ["train", "b"]
     assert make(place[0]).given[0].name == place[0]
 
 
@@ -256,10 +256,10 @@ def test_a_cleaned_mixture_notes_every_set(tmp_path: Path, sets: str, make: Make
     extra, _, _ = prepared(make(sets, clean=("html", "short=1")), tmp_path / "out")
     notes = [note for note in extra["notes"] if "clean" in note]
     assert notes == [
-        "prose.txt: clean html: nothing to do in 40 lines",
-        "prose.txt: clean short=1: nothing to do in 40 lines",
-        "chats.jsonl: clean html: nothing to do in 90 fields",
-        "chats.jsonl: clean short=1: does not apply to conversations",
-        "reviews.jsonl: clean html: nothing to do in 40 fields",
-        "reviews.jsonl: clean short=1: does not apply to conversations",
+        "prose: clean html: nothing to do in 40 lines",
+        "prose: clean short=1: nothing to do in 40 lines",
+        "chats: clean html: nothing to do in 90 fields",
+        "chats: clean short=1: does not apply to conversations",
+        "reviews: clean html: nothing to do in 40 fields",
+        "reviews: clean short=1: does not apply to conversations",
     ]
