@@ -28,6 +28,8 @@ class Encoder:
     special: Mapping[str, int | None]
     width: int
     """Most tokens of a row."""
+    stride: int = 0
+    """Tokens between the beginnings of held-out windows; 0: they do not overlap."""
     spool: Path | None = None
     """Where tokens pass through a file, so that memory stays flat."""
 
@@ -96,7 +98,8 @@ class PlainText:
             raise DataError(
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
             )
-        columns = blocks(tokens, encoder.width)
+        overlap = encoder.stride and split != "train"
+        columns = windows(tokens, encoder.width, encoder.stride) if overlap else blocks(tokens, encoder.width)
         predicted = int(columns["token.weight"].sum())
         sizes = {"tokens": len(tokens), "predicted": predicted, "words": counts.words, "bytes": counts.bytes}
         return columns, sizes
@@ -115,6 +118,27 @@ def blocks(tokens: np.ndarray, width: int) -> dict[str, Any]:
         tokens = tokens[:-1]
     ragged = Ragged.from_blocks(tokens, width)
     return {"tokens": ragged, "token.weight": (ragged.lengths - 1).astype(np.int32)}
+
+
+def windows(tokens: np.ndarray, width: int, stride: int) -> dict[str, Any]:
+    """Columns of windows that begin every `stride` tokens, of which each learns what none before it did.
+
+    All tokens but the first are predicted once, those behind the first window from at least width - stride
+    others. `learn` as of Conversations.
+    """
+    starts = np.arange(0, max(1, len(tokens) - width + stride), stride)
+    stops = np.minimum(starts + width, len(tokens))
+    before = np.concatenate([[1], stops[:-1]])
+    lengths = stops - starts
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    row = np.repeat(np.arange(len(starts)), lengths)
+    place = np.arange(offsets[-1]) - offsets[row] + starts[row]
+    learn = (place >= before[row]).astype(np.uint8)
+    return {
+        "tokens": Ragged(np.asarray(tokens)[place], offsets),
+        "learn": Ragged(learn, offsets),
+        "token.weight": (stops - before).astype(np.int32),
+    }
 
 
 class Spool:

@@ -38,6 +38,9 @@ class TextOptions:
     """The share of each set of --data a,b in what is learnt; by default their sizes decide."""
     clean: tuple[str, ...] | None = None
     """Steps over every text before it is tokenized: html,unicode,control,short=10,duplicates,near=0.8."""
+    stride: int = 0
+    """Held-out plain text is judged in windows of --max-length that begin every so many tokens, each on what
+    none before it predicted; 0: they do not overlap."""
     vocab_size: int | None = None
     """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
     data_config: str | None = None
@@ -66,6 +69,11 @@ class Text(Tokenized):
 
     def check(self) -> None:
         size = self.options.vocab_size
+        if not 0 <= self.options.stride <= self.recipe.max_length:
+            raise DataError(
+                f"--stride {self.options.stride}: must be at least 1 and at most --max-length"
+                f" {self.recipe.max_length}"
+            )
         if size is not None and size < SMALLEST_VOCABULARY:
             raise DataError(
                 f"--vocab-size {size}: must be at least {SMALLEST_VOCABULARY}: 256 bytes and an end token"
@@ -113,6 +121,7 @@ class Text(Tokenized):
             "max_length": self.recipe.max_length,
             "text_column": self.options.text_column or TEXT,
             "vocab_size": self._vocabulary_size(),
+            **({"stride": self.options.stride} if self.options.stride else {}),
             **self._answers_identity(given),
             **self._cleaning_identity(),
         }
@@ -162,7 +171,7 @@ class Text(Tokenized):
             raise DataError(f"--max-length {self.recipe.max_length}: a row needs at least 2 tokens")
         found = self.text_set()
         tokenizer, special = self._tokenizer(lambda size: tokenizers.train(found.texts(), size))
-        encoder = Encoder(tokenizer, special, self.recipe.max_length, folder)
+        encoder = Encoder(tokenizer, special, self.recipe.max_length, self.options.stride, folder)
         found.open(encoder)
         return found, encoder
 

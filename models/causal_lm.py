@@ -47,9 +47,10 @@ class CausalLM(Task):
     The defaults suit training from scratch; `--preset finetune` has those for a loaded model.
 
     Convention of the metrics: blocks are independent and the first token of each is not predicted, as in
-    Hugging Face's run_clm. `loss` is the mean over predicted tokens. `word_perplexity` and `bits_per_byte`
-    spread that mean over ALL tokens of the split's text (first ones included, so that the block length does
-    not flatter it), then over its words (separated by white space; ends of lines are none) or UTF-8 bytes.
+    Hugging Face's run_clm; with --stride they overlap, and all tokens but the first are. `loss` is the mean
+    over predicted tokens. `word_perplexity` and `bits_per_byte` spread that mean over ALL tokens of the
+    split's text (first ones included, so that the block length does not flatter it), then over its words
+    (separated by white space; ends of lines are none) or UTF-8 bytes. `stride` is what it was measured with.
     With a fraction of the blocks evaluated, the mean is the fraction's, the ratios are the whole split's.
     """
 
@@ -242,6 +243,8 @@ class CausalLM(Task):
         found = {"loss": loss, "perplexity": _exp(loss)}
         if "nll" not in parts:
             return found | self._of_sets(parts, facts)
+        if "form" not in facts.extra:
+            found["stride"] = self.recipe.options.get("stride") or self.recipe.max_length
         if text := facts.extra.get("splits", {}).get(split):
             nats = loss * text["tokens"]
             found["word_perplexity"] = _exp(nats / max(1, text["words"]))

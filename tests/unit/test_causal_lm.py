@@ -9,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from data.blocks import windows
 from hub import cache
 from models.base import ModelError
 from models.causal_lm import CausalLM, CausalLMOptions
@@ -24,6 +26,7 @@ VOCABULARY = 257
 
 def make(model: str = "tiny", **changes: Any) -> CausalLM:
     values = {"tokenizer": None, "revision": None, "max_length": 12, "seed": 0, "dropout": None}
+    values["options"] = {}
     values |= {"optimizer": "adamw", **changes}
     return CausalLM(SimpleNamespace(model=model, **values), CausalLMOptions())
 
@@ -237,6 +240,31 @@ def test_a_sample_is_repeatable_and_leaves_the_random_state_alone(saved: Path, m
     assert samples[0] == samples[1]
     assert str(samples[0]).startswith("def ")
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_windows_give_the_perplexity_of_the_usual_loop(model: Any) -> None:
+    """The loop of transformers' documentation: overlapping windows, of each only the new tokens."""
+    tokens = np.random.default_rng(0).integers(VOCABULARY, size=101)
+    nll, count, done = 0.0, 0, 0
+    for start in range(0, 101, 5):
+        stop = min(start + 12, 101)
+        ids = torch.from_numpy(tokens[start:stop])[None]
+        targets = ids.clone()
+        targets[:, : -(stop - done)] = -100
+        kept = int((targets[:, 1:] != -100).sum())
+        with torch.no_grad():
+            nll += float(model(ids, labels=targets).loss) * kept
+        count, done = count + kept, stop
+        if stop == 101:
+            break
+    columns = windows(tokens, 12, 5)
+    rows = np.arange(len(columns["token.weight"]))
+    fetched = {name: torch.from_numpy(columns[name].rows(rows)) for name in ("tokens", "learn")}
+    length = torch.from_numpy(columns["tokens"].lengths)
+    with torch.no_grad():
+        found: Any = make().evaluate(model, {**fetched, "length": length})["nll"]
+    assert int(found.weight) == count == columns["token.weight"].sum() == 100
+    assert float(found.value) == pytest.approx(nll, rel=1e-5)
 
 
 def generate(folder: Path, prompt: str, **how: Any) -> str:

@@ -29,7 +29,7 @@ FLAGS = {
     "run": """out name resume again save_every keep log_every tracker ledger anomaly hang_timeout
         max_restarts debug quiet""",
     "causal-lm": """adapter lora_r lora_alpha lora_dropout lora_targets lora_bias load_bits generate_prompt
-        generate_tokens resize_embeddings text_column template response_only mix clean vocab_size
+        generate_tokens resize_embeddings text_column template response_only mix clean stride vocab_size
         data_config""",
 }
 

@@ -17,7 +17,7 @@ import pytest
 
 from data import corpora, hub, readers, tokenizers
 from data.base import DataError
-from data.blocks import blocks
+from data.blocks import blocks, windows
 from data.text import Text, TextOptions
 from hub import cache
 
@@ -68,6 +68,19 @@ def test_blocks_are_cut_by_width_and_a_lone_last_token_is_dropped() -> None:
     assert cut["token.weight"].tolist() == [3, 3, 2]
     assert cut["tokens"].rows(np.array([2, 0])).tolist() == [[8, 9, 10, 0], [0, 1, 2, 3]]
     assert blocks(np.arange(9, dtype=np.uint16), 4)["tokens"].lengths.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "stride"), [(2, 8, 3), (8, 8, 8), (50, 8, 3), (51, 8, 8), (9, 8, 1)]
+)
+def test_windows_predict_every_token_but_the_first_once(count: int, width: int, stride: int) -> None:
+    columns = windows(np.arange(count), width, stride)
+    rows = np.arange(len(columns["token.weight"]))
+    learnt = [columns["tokens"].rows(rows[k : k + 1])[0] for k in rows]
+    masks = [columns["learn"].rows(rows[k : k + 1])[0].astype(bool) for k in rows]
+    assert np.concatenate([t[m] for t, m in zip(learnt, masks, strict=True)]).tolist() == [*range(1, count)]
+    assert columns["token.weight"].tolist() == [int(m.sum()) for m in masks]
+    assert all(int(m.argmax()) >= width - stride for m in masks[1:])
 
 
 def test_gpt2_files_give_gpt2_tokens() -> None:
