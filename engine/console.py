@@ -77,6 +77,11 @@ def _figures(row: dict[str, Any]) -> str:
     )
 
 
+def shown(name: str, value: float, form: str) -> str:
+    """A metric as people read it; whole numbers stay whole."""
+    return f"{name} {value}" if isinstance(value, int) else f"{name} {value:{form}}"
+
+
 def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)

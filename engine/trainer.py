@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import checkpoint, files, rehearsal
 from engine.checkpoint import Saved
-from engine.console import Console, clock
+from engine.console import Console, clock, shown
 from engine.errors import StopRequested, TrainingError
 from engine.evaluate import batches_of
 from engine.journal import Journal
@@ -239,7 +239,7 @@ class Trainer:
         """Metrics of a split; `step` is the one the weights are from."""
         metrics = self.session.evaluate(split, fraction)
         self.journal.metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
-        figures = "  ".join(f"{k} {v:.4f}" for k, v in metrics.items() if isinstance(v, float))
+        figures = "  ".join(shown(k, v, ".4f") for k, v in metrics.items() if isinstance(v, float | int))
         self.console.say(f"{split} after step {step}: {figures}")
         return metrics
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.console import shown
 from engine.errors import UserError
 from engine.plan import PlanOptions
 from engine.registry import workload
@@ -54,7 +55,10 @@ def evaluate(words: Sequence[str]) -> int:
     if own.json:
         print(json.dumps(metrics))
     for name, found in {} if own.json else metrics.items():
-        print(f"{name}: " + "  ".join(f"{k} {v:.6g}" for k, v in found.items() if isinstance(v, float)))
+        print(
+            f"{name}: "
+            + "  ".join(shown(k, v, ".6g") for k, v in found.items() if isinstance(v, float | int))
+        )
     return 0
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from engine import files
 from engine import options as opt
+from engine.console import shown
 from engine.errors import DONE, UserError
 from engine.plan import PlanOptions
 from engine.registry import CHAINS
@@ -104,7 +105,8 @@ def _answered(run: Run, code: int, answer: AnswerOptions) -> int:
 
 def _print_outcome(run: Run) -> None:
     summary = run.summary() or {}
-    figures = "  ".join(f"{k} {v:.4g}" for k, v in summary.get("metrics", {}).items() if isinstance(v, float))
+    metrics = summary.get("metrics", {})
+    figures = "  ".join(shown(k, v, ".4g") for k, v in metrics.items() if isinstance(v, float | int))
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
     print(f"{run.folder}: {status}, {steps} steps" + (f", {split}: {figures}" if split else ""))
 
