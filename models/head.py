@@ -90,7 +90,9 @@ class _Chunked(torch.autograd.Function):
                 error = error.to(dtype)
                 if of_states is not None:
                     of_states[at] = error @ rounded
-                if of_weight is not None:
+                if of_weight is not None and of_weight.dtype == error.dtype:
+                    of_weight.addmm_(error.T, some)  # no table of its own for each chunk
+                elif of_weight is not None:
                     of_weight += error.T @ some
         ctx.save_for_backward(of_states, of_weight, of_bias)
         return total
