@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from data import tokenizers
-from data.base import Data
+from data.base import Data, DataError
 from data.corpora import DEMO
 
 if TYPE_CHECKING:
@@ -49,4 +49,22 @@ class Tokenized(Data):
         """The model's tokenizer, or one trained to a size; and its special ids."""
         path = self._tokenizer_folder()
         tokenizer = tokenizers.open_tokenizer(path) if path is not None else train(self._vocabulary_size())
+        self._require_models_own(tokenizer)
         return tokenizer, tokenizers.special_ids(tokenizer, path)
+
+    def _require_models_own(self, tokenizer: Tokenizer) -> None:
+        """A pretrained model knows its own tokens only; another tokenizer's numbers mean others to it."""
+        recipe, options = self.recipe, self.recipe.options
+        if recipe.tokenizer is None or options.get("resize_embeddings"):
+            return
+        own = tokenizers.locate(None, recipe.model, recipe.revision).path
+        if own is not None and tokenizers.open_tokenizer(own).get_vocab() != tokenizer.get_vocab():
+            more = (
+                ", or train embeddings anew with --resize-embeddings"
+                if "resize_embeddings" in options
+                else ""
+            )
+            raise DataError(
+                f"--tokenizer {recipe.tokenizer}: its tokens are not those that {recipe.model} was trained"
+                f" with: leave it out{more}"
+            )

@@ -155,6 +155,21 @@ def test_what_cannot_be_is_answered_in_a_line(flags: list[str], said: str, home:
     assert said in complaint(launch(*TASK, *flags, "--max-length", "64", cwd=home))
 
 
+def test_another_tokenizer_needs_new_embeddings(home: Path, tmp_path: Path) -> None:
+    other = tokenizers.train(corpora.demo().splits["train"](), 700)
+    other.save(str(tmp_path / "tokenizer.json"))
+    words = [*TASK, "--tokenizer", str(tmp_path), "--max-length", "64", "--steps", "2", "--name", "resized"]
+    said = complaint(launch(*words, cwd=home))
+    assert "its tokens are not those that base was trained with" in said
+    assert "--resize-embeddings" in said
+    done = launch(*words, "--resize-embeddings", cwd=home)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((home / "runs" / "resized" / "final" / "config.json").read_text())
+    assert config["vocab_size"] == 700
+    with_adapter = launch(*words, "--resize-embeddings", "--adapter", "lora", cwd=home)
+    assert "the new embeddings would never train" in complaint(with_adapter)
+
+
 def test_a_model_from_scratch_has_nothing_to_adapt(home: Path) -> None:
     done = launch("auto", "--task", "causal-lm", "--adapter", "lora", cwd=home)
     assert "a model from scratch has nothing to adapt" in complaint(done)
