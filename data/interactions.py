@@ -6,7 +6,7 @@ Samples are pairs; what is known of users and items lies in the folder `catalogu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -178,6 +178,8 @@ class Interactions(Tokenized):
         given = [] if rivals is None else [str(n) for n in np.unique(rivals)]
         by_item, items = numbered([t["item"] for t in tables.values()], [*found.items, *given])
         notes: list[str] = []
+        if self.options.min_rating > 0 and any("rating" not in t.column_names for t in tables.values()):
+            raise DataError(f"--min-rating {self.options.min_rating}: {self.recipe.data} has no ratings")
         parts = {
             split: unrepeated(self._rated(pairs_of(t, u, i)), len(items), split, notes)
             for (split, t), u, i in zip(tables.items(), by_user, by_item, strict=True)
@@ -186,6 +188,7 @@ class Interactions(Tokenized):
         splits = self._split(parts, how, "time" in next(iter(tables.values())).column_names, notes)
         if len(splits["train"].user) == 0:
             raise DataError(f"--data {self.recipe.data}: no interactions are left to train on")
+        notes += self._remarks(splits, len(items))
         had = taken([{"user": p.user, "item": p.item} for p in splits.values()], len(items))
         columns: dict[str, Columns] = {}
         for split, pairs in splits.items():
@@ -198,6 +201,19 @@ class Interactions(Tokenized):
         protocol += "" if rivals is None else " of the data"
         extra = {"users": len(users), "items": len(items), "protocol": protocol, "notes": notes}
         return columns, users, items, extra
+
+    def _remarks(self, splits: Mapping[str, Pairs], items: int) -> Iterator[str]:
+        """What given splits have that a user may not know of."""
+        train = splits["train"]
+        known = [np.unique(train.user), np.unique(train.item)]
+        seen = taken([{"user": train.user, "item": train.item}], items)
+        for split, pairs in splits.items():
+            if split != "train" and len(pairs.user):
+                for what, numbers, there in zip(("users", "items"), pairs, known, strict=False):
+                    if new := len(np.setdiff1d(numbers, there)):
+                        yield f"{split}: {new:,} of its {what} are in no training interaction"
+                if same := int(np.isin(keys(pairs.user, pairs.item, items), seen).sum()):
+                    yield f"{split}: {same:,} of {len(pairs.user):,} interactions are in train too"
 
     def _rated(self, pairs: Pairs) -> Pairs:
         return pairs.at(pairs.rating >= self.options.min_rating) if self.options.min_rating > 0 else pairs

@@ -100,8 +100,10 @@ def _ncf_files(path: Path) -> tuple[Path, Path, Path]:
 
 def _ncf_words(path: Path) -> tuple[Path | None, Path | None]:
     """The table that names the items, and the users of MovieLens 1M in the folder beside."""
-    items, users = path / "item_map.tsv", path.parent / "ml-1m" / "users.dat"
-    return (items if items.is_file() else None), (users if users.is_file() and "ml-1m" in path.name else None)
+    items, users = path / "item_map.tsv", path.resolve().parent / "ml-1m" / "users.dat"
+    return (items if items.is_file() else None), (
+        users if users.is_file() and "ml-1m" in path.resolve().name else None
+    )
 
 
 def _ncf(path: Path) -> Found:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -79,7 +79,7 @@ def tables_in(path: Path, form: str | None) -> list[Path]:
     forms = sorted({TABLES[f.suffix] for f in known if _split(f)})
     if form is None and len(forms) > 1:
         raise DataError(f"--data {path}: holds {' and '.join(forms)} files: choose with --format")
-    found = [f for f in known if TABLES[f.suffix] == (form or forms[0])] if forms else []
+    found = [f for f in known if f.stem in stems or TABLES[f.suffix] == (form or forms[0])] if forms else []
     if not any(_split(f) for f in found):
         there = ", ".join(sorted(f.name for f in path.iterdir())[:6]) or "nothing"
         raise DataError(
@@ -119,9 +119,11 @@ def _table(file: Path, asked: Columns) -> pa.Table:
     """The columns user, item, and rating and time where there are such."""
     import pyarrow as pa
 
-    table = (
-        parquet(file) if file.suffix == ".parquet" else parsed(file, "," if file.suffix == ".csv" else "\t")
-    )
+    ids = [name for name in (asked.user, asked.item, *USERS, *ITEMS) if name]
+    if file.suffix == ".parquet":
+        table = parquet(file)
+    else:
+        table = parsed(file, "," if file.suffix == ".csv" else "\t", ids=ids)
     there = table.column_names
     wanted = {"user": (asked.user, USERS), "item": (asked.item, ITEMS)}
     wanted |= {"rating": (asked.rating, RATINGS), "time": (asked.time, TIMES)}
@@ -136,7 +138,35 @@ def _table(file: Path, asked: Columns) -> pa.Table:
             hint = nearest(given, there) if given else f": say which with {flag}"
             raise DataError(f"{file}: {looked} (there are {', '.join(there[:8])}){hint}")
         chosen[name] = table[column]
+    for name in ("rating", "time"):
+        if name in chosen:
+            _require_numbers(file, name, wanted[name][0] or name, chosen[name])
     return pa.table(chosen)
+
+
+def _require_numbers(file: Path, name: str, column: str, values: pa.ChunkedArray) -> None:
+    """Words would be sorted as words, and what is missing would come last."""
+    import pyarrow as pa
+
+    kind = values.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind)):
+        odd = next((v for v in values.to_pylist() if not _is_number(v)), None)
+        raise DataError(
+            f"{file}: its {name}s hold {odd!r}: give numbers"
+            + (", or dates such as 2019-12-31 23:59:59" if name == "time" else "")
+            + f", or leave the column {column} out"
+        )
+    if values.null_count:
+        row = values.is_null().to_pylist().index(True) + 1
+        raise DataError(f"{file}: row {row} has no {name}: fill it in, or leave the row out")
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _words(file: Path, ids: Sequence[str], asked: str | None) -> Iterator[tuple[str, Item]]:

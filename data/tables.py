@@ -34,9 +34,9 @@ def readable(file: Path) -> Path:
 
 def fields(file: Path, between: str, count: int) -> Iterator[tuple[str, list[str]]]:
     """(where, fields) of every line that is not empty."""
-    for number, line in enumerate(text(file).splitlines(), 1):
+    for number, line in enumerate(text(file).split("\n"), 1):
         if line.strip():
-            row = line.split(between)
+            row = line.rstrip("\r").split(between)
             if len(row) != count:
                 raise DataError(
                     f"{file} line {number}: has {len(row)} fields between {between!r}, not {count}"
@@ -64,15 +64,19 @@ def parsed(
     names: list[str] | None = None,
     wanted: list[str] | None = None,
     skip: int = 0,
+    ids: Sequence[str] = (),
 ) -> pa.Table:
-    """A table of numbers or words from a text file, in arrays from end to end."""
+    """A table of numbers or words from a text file, in arrays from end to end; `ids` stay as written."""
     import pyarrow as pa
     from pyarrow import csv as arrow
 
     readable(file)
     parse = arrow.ParseOptions(delimiter=between, quote_char='"' if between == "," else False)
     numbers = {n: pa.int64() for n in ("user", "item", "time") if names and n in names}
-    convert = arrow.ConvertOptions(include_columns=wanted, column_types=numbers)
+    words = dict.fromkeys(ids, pa.dictionary(pa.int32(), pa.string()))
+    convert = arrow.ConvertOptions(
+        include_columns=wanted, column_types={**words, **numbers}, null_values=[""], strings_can_be_null=True
+    )
 
     def attempt(threads: bool) -> pa.Table:
         given = {"column_names": names} if names else {}
@@ -109,7 +113,7 @@ def numbered(columns: Sequence[Any], named: Iterable[str] = ()) -> tuple[list[np
     """Each column as numbers (int32) into one sorted list of all ids, which holds `named` too."""
     coded = []
     for column in columns:
-        whole = column.combine_chunks()
+        whole = column.unify_dictionaries().combine_chunks()
         if whole.null_count:
             empty = int(np.argmax(whole.is_null().to_numpy(zero_copy_only=False)))
             raise DataError(f"interaction {empty + 1} has no user or no item")

@@ -57,7 +57,7 @@ def _nth(values: Sequence[float], place: int, phase: Phase, count: int, flag: st
         raise UserError(
             f"{flag} {','.join(map(str, values))}: give one number, or one for each of {count} phases"
         )
-    return values[0] * phase.share if len(values) == 1 else values[place]
+    return values[0] * phase.share if len(values) == 1 < count else values[place]
 
 
 class Alarm:

@@ -20,9 +20,9 @@ EASE_LAMBDA = 1000.0
 def ranks(target: Tensor, others: Tensor, counts: Tensor) -> Tensor:
     """(B,) how many of (B, n) others score above (B,) targets; one that scores the same counts half.
 
-    `counts` (B, n) bool says which of the others there are.
+    `counts` (B, n) bool says which of the others there are. A score that is no number is below all.
     """
-    above = ((others > target[:, None]) & counts).sum(1)
+    above = (~(others <= target[:, None]) & counts).sum(1)
     same = ((others == target[:, None]) & counts).sum(1)
     return above + 0.5 * same
 
@@ -41,7 +41,7 @@ def parts(net: Any, batch: Batch, k: int) -> dict[str, Sum]:
     """Of the model among the rivals and among all items, and of popularity among the rivals."""
     user, item, rivals = (batch[name].long() for name in ("user", "item", "rivals"))
     found: dict[str, Sum] = {}
-    rows = max(1, MOST_SCORES // len(net.item_text))
+    rows = max(1, MOST_SCORES // (len(net.item_text) * net.numbers_a_score))
     for start in range(0, len(user), rows):
         part = slice(start, start + rows)
         some = _ranked(net, user[part], item[part], rivals[part], batch["hidden"][part].long(), k)

@@ -45,7 +45,9 @@ def write(net: Any, folder: Path, facts: Any) -> None:
     save_file({n: p.detach().cpu().contiguous().numpy() for n, p in own.items()}, folder / TRAINING_FILE)
     names = catalogue.names(facts.folder)
     (folder / NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
-    (folder / CONFIG_FILE).write_text(json.dumps({"model_type": "isobatch-recommender", "head": net.head}))
+    encoder = None if net.encoder is None else net.encoder.weights_identity()
+    config = {"model_type": "isobatch-recommender", "head": net.head, "encoder": encoder}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
     shutil.copy(__file__, folder / "recommendations.py")
 
 

@@ -6,12 +6,13 @@ python -m launch auto --task recommender --data FOLDER --text lora --text-model 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from models import hub, recommender_size
+from models import decoders, hub, recommender_size
 from models.base import Batch, Loss, ModelError, Phase, Rows, Shape, Step, Sum, Task
 from models.decoders import PRESETS
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 TRAINABLE = ("projection", "fusion", "mlp", "ids")
+LORA_BLOCKS = 4
+LORA_PATIENCE = 20
+"""Steps within which LoRA must get a gradient: a small batch may hold no text."""
 ENCODED = "encoded"
 """Folder beside the prepared data where states of frozen blocks are kept."""
 
@@ -39,8 +43,8 @@ class RecommenderOptions:
     """Tokens that the encoder computes at a time; more than one chunk are encoded again in the backward."""
     start: str | None = None
     """A finished recommender, a run or its final/, whose weights training begins with; see --phase."""
-    lora_blocks: int = 4
-    """The top blocks of the encoder that get LoRA."""
+    lora_blocks: int | None = None
+    """The top blocks of the encoder that get LoRA; by default 4, or all of a smaller one."""
     lora_r: int = 8
     """Rank of LoRA."""
     lora_alpha: int = 16
@@ -116,6 +120,7 @@ class Recommender(Task):
     def __init__(self, recipe: Any, options: Any) -> None:
         super().__init__(recipe, options)
         self.cohort = options.cohort or 1  # type: ignore[misc]
+        self._lora_learns = False
         self.monitor = (f"ndcg@{options.top_k}", "max")  # type: ignore[misc]
 
     def phases(self) -> list[Phase]:
@@ -144,8 +149,11 @@ class Recommender(Task):
             raise ModelError(
                 f"--sparse-tables: rows are updated by Adam; leave out --optimizer {self.recipe.optimizer}"
             )
+        if self.recipe.dropout is not None:
+            raise ModelError(f"--dropout {self.recipe.dropout}: a recommender has none; leave it out")
         for flag in ("dim", "lora_blocks", "lora_r", "top_k", "text_chunk"):
-            if getattr(options, flag) < 1:
+            value = getattr(options, flag)
+            if value is not None and value < 1:
                 raise ModelError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
         if options.head == "neumf" and options.dim % 2:
             raise ModelError(f"--dim {options.dim}: neumf halves it, so it must be even")
@@ -186,12 +194,19 @@ class Recommender(Task):
 
     def _config(self, facts: Any) -> dict[str, Any] | None:
         """The encoder's config.json; None where no texts are used."""
+        if self.options.text in ("lora", "full") and not facts.extra.get("texts", 1):
+            raise ModelError(f"--text {self.options.text}: no user or item has a text; say --text off")
         if self.options.text == "off" or not facts.extra.get("texts", 1):
             return None
         name, vocabulary = self.recipe.model, facts.extra.get("vocabulary", 0)
         if name in PRESETS:
             return PRESETS[name].config(vocabulary, self.recipe.max_length)
         config = hub.config(name, self.recipe.revision)
+        longest = decoders.context(config)
+        if longest is not None and self.recipe.max_length > longest:
+            raise ModelError(
+                f"--max-length {self.recipe.max_length}: --text-model {name} reads at most {longest} tokens"
+            )
         hub.check_vocabulary(name, config.get("vocab_size"), vocabulary)
         return config
 
@@ -207,13 +222,28 @@ class Recommender(Task):
         net = RecommenderNet(known, options.dim, layers, options.head, encoder, user_bias=pointwise)
         net.deduplicate = options.text_dedup
         if self.options.start is not None:
-            self._begin_with(net, self.options.start)
+            self._begin_with(net, self.options.start, facts)
         return net
 
-    def _begin_with(self, net: nn.Module, start: str) -> None:
+    def _begin_with(self, net: Any, start: str, facts: Any) -> None:
         """The weights of another run; what it has not, such as LoRA, stays as it is."""
         from safetensors.torch import load_file
 
+        from models.catalogue import names
+        from models.recommendations import CONFIG_FILE, NAMES_FILE
+
+        folder = _weights_of(start).parent
+        theirs, known = (json.loads((folder / file).read_text()) for file in (NAMES_FILE, CONFIG_FILE))
+        if any(theirs[kind] != names(facts.folder)[kind] for kind in ("users", "items")):
+            raise ModelError(
+                f"--start {start}: its users or items are others than those of {self.recipe.data}"
+            )
+        own_encoder = None if net.encoder is None else net.encoder.weights_identity()
+        if None not in (known["encoder"], own_encoder) and known["encoder"] != own_encoder:
+            raise ModelError(
+                f"--start {start}: its texts were read by another encoder: give its --text-model and"
+                " --tokenizer, and for one with random weights its --seed"
+            )
         found, own = load_file(_weights_of(start)), net.state_dict()
         for name, value in found.items():
             if name in own and own[name].shape != value.shape:
@@ -240,9 +270,10 @@ class Recommender(Task):
         self._lowest = 0
         if options.text in (None, "lora"):
             blocks = len(encoder.blocks[2])
-            if options.lora_blocks > blocks:
-                raise ModelError(f"--lora-blocks {options.lora_blocks}: this text model has {blocks} blocks")
-            self._lowest = add_lora(encoder, options.lora_blocks, options.lora_r, options.lora_alpha)
+            top = options.lora_blocks or min(LORA_BLOCKS, blocks)
+            if top > blocks:
+                raise ModelError(f"--lora-blocks {top}: this text model has {blocks} blocks")
+            self._lowest = add_lora(encoder, top, options.lora_r, options.lora_alpha)
         net.requires_grad_(False)
         return encoder
 
@@ -294,12 +325,14 @@ class Recommender(Task):
         return {"ranking": Loss(total, "sample"), "l2": Loss(penalty, "sample")}
 
     def observe(self, model: Any, step: Step) -> Mapping[str, float]:
-        """LoRA must get a gradient from the first step on: else it is an ornament."""
-        if step.phase != "lora" or step.number > 0 or model.encoder is None:
+        """LoRA must get a gradient soon: else it is an ornament."""
+        last = min(LORA_PATIENCE, step.of) - 1
+        if step.phase != "lora" or step.number > last or model.encoder is None or self._lora_learns:
             return {}
         gradients = [p.grad for p in model.encoder.trained() if p.grad is not None]
         norm = float(sum(float(g.float().square().sum()) for g in gradients) ** 0.5)
-        if not norm > 0:
+        self._lora_learns = norm > 0
+        if not self._lora_learns and step.number >= last:
             raise ModelError("phase lora: LoRA gets no gradient, so that it would not learn")
         return {"lora_grad_norm": norm}
 

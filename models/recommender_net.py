@@ -71,6 +71,13 @@ class RecommenderNet(nn.Module):
             self.product = nn.Linear(dim // 2, 1, bias=False)
             nn.init.ones_(self.product.weight)
 
+    @property
+    def numbers_a_score(self) -> int:
+        """How many are in memory for one score at a time."""
+        if self.mlp_layers is None:
+            return 1
+        return 2 * max(m.out_features for m in self.mlp_layers if isinstance(m, nn.Linear))
+
     def parts(self) -> dict[str, list[nn.Parameter]]:
         """What --trainable names, besides the encoder."""
         found: dict[str, list[nn.Parameter]] = {"projection": [], "fusion": [], "mlp": [], "ids": []}

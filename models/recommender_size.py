@@ -8,6 +8,8 @@ from typing import Any
 from models import decoders
 from models.base import ModelError, Shape
 
+LEAST_HIDDEN = 8
+"""A product of vectors multiplies its numbers once: the planner counts a layer's as hidden x intermediate."""
 ASSUMED = 10_000
 """Users and items where the data is not at hand."""
 
@@ -39,18 +41,30 @@ def shape(recipe: Any, options: Any, facts: Any, config: Mapping[str, Any] | Non
     if config is not None:
         encoder, hidden = _encoder(config)
         count += 2 * (hidden * dim + dim) + 2 * (2 * dim * dim + dim)
-    pairs = 1 if shared else 1 + negatives(options)
+    scored = (options.cohort or negatives(options)) + 1
+    pairs = 1 if shared and options.head == "dot" else scored
     return Shape(
         parameters=count + encoder,
         trainable=count + (encoder if options.text == "full" else 0),
         layers=1,
-        hidden=dim * pairs,
+        hidden=LEAST_HIDDEN if options.head == "dot" else dim,
         heads=1,
         intermediate=max(inner, dim) * pairs,
         vocabulary=(options.cohort or negatives(options)) if shared else 0,
-        remark=_cost_of_tables(recipe, options, tables),
+        remark="; ".join(
+            filter(None, [_cost_of_tables(recipe, options, tables), _few_items(options, items)])
+        ),
         whole=_whole(options, config is not None),
     )
+
+
+def _few_items(options: Any, items: int) -> str:
+    asked = options.negatives
+    if options.cohort or asked <= items:
+        return ""
+    if options.loss == "sampled-softmax":
+        return f"--negatives {asked}: all {items:,} items are taken, for there are no more"
+    return f"--negatives {asked}: there are {items:,} items, so that some come several times for a pair"
 
 
 def _encoder(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -164,6 +164,17 @@ class TextEncoder(nn.Module):
             handle.remove()
         return found
 
+    def weights_identity(self) -> str | None:
+        """Hash of the weights as they were loaded or drawn; None where they are trained themselves."""
+        base = [(n, p) for n, p in sorted(self.net.named_parameters()) if "lora_" not in n]
+        if any(p.requires_grad for _, p in base):
+            return None
+        digest = hashlib.blake2b(digest_size=12)
+        for name, p in base:
+            digest.update(name.replace(".base_layer", "").encode())
+            digest.update(p.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
     def _identity(self, below: int) -> str:
         """Hash of texts, frozen weights, block and precision: what the states depend on."""
         digest = hashlib.blake2b(digest_size=12)

@@ -163,6 +163,13 @@ def test_ranks_and_gains() -> None:
     assert float(found["ndcg@3"].value) == pytest.approx(1 + 1 / math.log2(3) + 0.5)
 
 
+def test_what_is_no_number_ranks_last() -> None:
+    nan = float("nan")
+    there = torch.ones(1, 3, dtype=torch.bool)
+    assert ranking.ranks(torch.tensor([nan]), torch.tensor([[1.0, nan, 2.0]]), there).tolist() == [3.0]
+    assert ranking.ranks(torch.tensor([1.5]), torch.tensor([[1.0, nan, 2.0]]), there).tolist() == [2.0]
+
+
 def test_full_ranking_leaves_out_what_the_user_had() -> None:
     model = net(text=False)
     user = torch.tensor([0, 3])
@@ -245,7 +252,8 @@ def test_no_gradient_for_lora_is_an_error() -> None:
     from models.base import Step
 
     task, model = recommender(), net()
-    step = Step(0, "lora", None)  # type: ignore[arg-type]
+    assert task.observe(model, Step(0, "lora", None, of=5)) == {"lora_grad_norm": 0.0}  # type: ignore[arg-type]
+    step = Step(4, "lora", None, of=5)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="LoRA gets no gradient"):
         task.observe(model, step)
     model.train()
