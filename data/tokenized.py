@@ -54,7 +54,7 @@ class Tokenized(Data):
 
     def _require_models_own(self, tokenizer: Tokenizer) -> None:
         """A pretrained model knows its own tokens only; another tokenizer's numbers mean others to it."""
-        recipe, options = self.recipe, self.recipe.options
+        recipe, options = self.recipe, getattr(self.recipe, "options", {})
         if recipe.tokenizer is None or options.get("resize_embeddings"):
             return
         own = tokenizers.locate(None, recipe.model, recipe.revision).path

@@ -78,6 +78,7 @@ def test_two_processes_prune_the_same(home: Path) -> None:
     assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_pruning_it_ends_the_same(home: Path, tmp_path: Path) -> None:
     run, generator = home / "runs" / "killed", random.Random(3)
     words = ["auto", *PRUNE, "--name", "killed", "--processes", "1"]

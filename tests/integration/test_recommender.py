@@ -53,7 +53,7 @@ def test_lora_gets_gradients_and_moves(home: Path) -> None:
     assert all(value > 0 for name, value in moved.items() if name.startswith("weight")), moved
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_more_processes_learn_the_same(processes: int, home: Path) -> None:
     name = f"of{processes}"
     done = launch(*SHORT, "--name", name, "--processes", str(processes), "--again", cwd=home)
@@ -96,7 +96,7 @@ def test_stopped_in_the_second_phase_it_goes_on_where_it_was(home: Path) -> None
 @pytest.mark.parametrize(("head", "loss"), [("mlp", "bce"), ("neumf", "gbce")])
 def test_other_heads_and_losses_learn(head: str, loss: str, home: Path) -> None:
     name = f"{head}-{loss}"
-    flags = ["--head", head, "--loss", loss, "--text", "off", "--epochs", "4", "--name", name, "--quiet"]
+    flags = ["--head", head, "--loss", loss, "--text", "off", "--epochs", "8", "--name", name, "--quiet"]
     done = launch("auto", "--task", "recommender", *flags, cwd=home)
     assert done.returncode == 0, done.stderr
     found = summary(home / "runs" / name)["metrics"]

@@ -320,6 +320,21 @@ def test_bad_input_is_answered_in_one_line(
     assert time.monotonic() - start < 2
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"load_bits": 4}, "--load-bits 4: rounded weights cannot train: add --adapter lora"),
+        ({"adapter": "qlora", "load_bits": 8}, "--load-bits 8: qlora means 4"),
+        ({"adapter": "lora", "resize_embeddings": True}, "the new embeddings would never train"),
+    ],
+)
+def test_adapters_that_cannot_be(saved: Path, options: dict[str, Any], said: str) -> None:
+    task = make(str(saved))
+    task.options = CausalLMOptions(**options)
+    with pytest.raises(ModelError, match=said):
+        task.check()
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(saved: Path) -> None:
     for step in (make(str(saved)).shape, make(str(saved)).build_model):
         with pytest.raises(ModelError, match=r"knows 257 tokens, and the tokenizer has 300"):
