@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,14 @@ def _figures(row: dict[str, Any]) -> str:
     )
 
 
-def shown(name: str, value: float, form: str) -> str:
-    """A metric as people read it; whole numbers stay whole."""
-    return f"{name} {value}" if isinstance(value, int) else f"{name} {value:{form}}"
+def shown(metrics: Mapping[str, Any], form: str) -> str:
+    """Metrics as people read them: whole numbers stay whole, and what they are of stands beside them."""
+    words = [
+        f"{name} {value:{form}}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in metrics.items()
+        if isinstance(value, float | int | str)
+    ]
+    return "  ".join(words)
 
 
 def clock(seconds: float) -> str:

@@ -239,8 +239,7 @@ class Trainer:
         """Metrics of a split; `step` is the one the weights are from."""
         metrics = self.session.evaluate(split, fraction)
         self.journal.metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
-        figures = "  ".join(shown(k, v, ".4f") for k, v in metrics.items() if isinstance(v, float | int))
-        self.console.say(f"{split} after step {step}: {figures}")
+        self.console.say(f"{split} after step {step}: {shown(metrics, '.4f')}")
         return metrics
 
     def _decide(self, decision: str, **facts: Any) -> None:

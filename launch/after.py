@@ -55,10 +55,7 @@ def evaluate(words: Sequence[str]) -> int:
     if own.json:
         print(json.dumps(metrics))
     for name, found in {} if own.json else metrics.items():
-        print(
-            f"{name}: "
-            + "  ".join(shown(k, v, ".6g") for k, v in found.items() if isinstance(v, float | int))
-        )
+        print(f"{name}: " + shown(found, ".6g"))
     return 0
 
 

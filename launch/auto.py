@@ -105,8 +105,7 @@ def _answered(run: Run, code: int, answer: AnswerOptions) -> int:
 
 def _print_outcome(run: Run) -> None:
     summary = run.summary() or {}
-    metrics = summary.get("metrics", {})
-    figures = "  ".join(shown(k, v, ".4g") for k, v in metrics.items() if isinstance(v, float | int))
+    figures = shown(summary.get("metrics", {}), ".4g")
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
     print(f"{run.folder}: {status}, {steps} steps" + (f", {split}: {figures}" if split else ""))
 

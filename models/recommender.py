@@ -124,7 +124,7 @@ class Recommender(Task):
         self.monitor = (f"ndcg@{options.top_k}", "max")  # type: ignore[misc]
 
     def phases(self) -> list[Phase]:
-        lora = Phase(name="lora", epochs=3.0, lr=self.options.lora_lr, share=0.25)
+        lora = Phase(name="lora", epochs=1.0, lr=self.options.lora_lr, share=0.25)
         match self.options.text:
             case None:
                 return [Phase(name="frozen", epochs=10.0), lora]
