@@ -149,6 +149,7 @@ def test_seeds_are_runs_of_their_own_and_one_answer(home: Path) -> None:
     assert found["metrics"]["loss"]["mean"] == pytest.approx(sum(values) / 2)
 
 
+@pytest.mark.slow
 def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
     steps = ["--steps", "6", "--prune-every", "2", "--sparsity", "0.4", "--name", "chain", "--out", "chained"]
     words = ["auto", "--task", "compress", *steps, *SMALL]

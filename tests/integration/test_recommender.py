@@ -93,7 +93,9 @@ def test_stopped_in_the_second_phase_it_goes_on_where_it_was(home: Path) -> None
     assert losses(run) == losses(home / "runs" / "one")
 
 
-@pytest.mark.parametrize(("head", "loss"), [("mlp", "bce"), ("neumf", "gbce")])
+@pytest.mark.parametrize(
+    ("head", "loss"), [("mlp", "bce"), pytest.param("neumf", "gbce", marks=pytest.mark.slow)]
+)
 def test_other_heads_and_losses_learn(head: str, loss: str, home: Path) -> None:
     name = f"{head}-{loss}"
     flags = ["--head", head, "--loss", loss, "--text", "off", "--epochs", "8", "--name", name, "--quiet"]
