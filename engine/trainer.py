@@ -55,8 +55,9 @@ class Trainer:
 
     def fit(self) -> None:
         """Train every phase, evaluate, export; leaves summary.json."""
-        for line in (self._headline(), *self.session.facts.extra.get("notes", [])):
-            self.console.say(line)
+        if self.world.is_main:  # a task may have to build its model's outline for the first of them
+            for line in (self._headline(), *self.session.facts.extra.get("notes", [])):
+                self.console.say(line)
         with self.stop, self.watch:
             if self.world.is_main:
                 checkpoint.sweep(self.run.checkpoints)

@@ -50,7 +50,7 @@ class AdapterOptions:
     lora_bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases train too."""
     load_bits: Literal[16, 8, 4] = 16
-    """Bits of frozen matrices. 8 and 4 save memory, not time, and are for adapters."""
+    """Bits of frozen matrices. 8 and 4 are for adapters, and save the memory of weights."""
 
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,9 +135,6 @@ def add(model: nn.Module, options: Any, base: str, revision: str | None) -> None
             f"--lora-targets {options.lora_targets}: {str(error).splitlines()[0]}; this model has"
             f" {', '.join(linear)}"
         ) from None
-    if options.lora_bias == "none":
-        for name, p in model.named_parameters():
-            p.requires_grad_("lora_" in name)
 
 
 def _is_matrix(module: nn.Module) -> bool:
@@ -211,7 +208,7 @@ def _remarks(whole: Shape, found: Counted, options: Any, optimizer: str, weights
     if options.load_bits != 16:
         said.append(
             f"weights in {options.load_bits} bits take {weights / 1e6:,.0f} MB in place of"
-            f" {4 * whole.parameters / 1e6:,.0f}; steps get slower, not faster"
+            f" {4 * whole.parameters / 1e6:,.0f}; that is all they save"
         )
     if "8bit" in optimizer:
         said.append(
@@ -222,13 +219,12 @@ def _remarks(whole: Shape, found: Counted, options: Any, optimizer: str, weights
 
 def advice(whole: Shape, optimizer: str) -> str:
     """What cheaper ways to train all of this model would leave of its weights, gradients and moments."""
-    count = whole.parameters
-    frozen = [f"{name} {each * count / 1e9:.2f}" for name, each in (("lora", 4.0), ("qlora", BYTES[4]))]
-    ways = [f"--optimizer adamw8bit {10 * count / 1e9:.2f}"] if optimizer == "adamw" else []
-    kept = (16 if optimizer == "adamw" else 10) * count / 1e9
+    if optimizer != "adamw":
+        return ""
+    billions = whole.parameters / 1e9
     return (
-        f"weights, gradients and moments take {kept:.2f} GB;"
-        f" with {', '.join([*ways, *(f'--adapter {f}' for f in frozen)])}"
+        f"weights, gradients and moments take {16 * billions:.2f} GB; with --optimizer adamw8bit"
+        f" {10 * billions:.2f}, --adapter lora {4 * billions:.2f}, --adapter qlora {BYTES[4] * billions:.2f}"
     )
 
 

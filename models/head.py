@@ -49,9 +49,10 @@ def loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     with passing(head):
         states = model(input_ids=tokens, use_cache=False).logits
     learnt = targets.flatten() != IGNORED
-    found: Tensor = _Chunked.apply(
-        states.flatten(0, 1)[learnt], head.weight, head.bias, targets.flatten()[learnt]
-    )
+    weights: list[Tensor | None] = [head.weight, head.bias]
+    if not torch.is_grad_enabled():  # a function of its own would make gradients even so
+        weights = [None if w is None else w.detach() for w in weights]
+    found: Tensor = _Chunked.apply(states.flatten(0, 1)[learnt], *weights, targets.flatten()[learnt])
     return found
 
 

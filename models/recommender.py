@@ -234,12 +234,13 @@ class Recommender(Task):
 
         folder = _weights_of(start).parent
         theirs, known = (json.loads((folder / file).read_text()) for file in (NAMES_FILE, CONFIG_FILE))
-        if any(theirs[kind] != names(facts.folder)[kind] for kind in ("users", "items")):
+        ours = names(facts.folder)
+        if any(theirs[kind] != ours[kind] for kind in ("users", "items")):
             raise ModelError(
                 f"--start {start}: its users or items are others than those of {self.recipe.data}"
             )
         own_encoder = None if net.encoder is None else net.encoder.weights_identity()
-        if None not in (known["encoder"], own_encoder) and known["encoder"] != own_encoder:
+        if None not in (known.get("encoder"), own_encoder) and known["encoder"] != own_encoder:
             raise ModelError(
                 f"--start {start}: its texts were read by another encoder: give its --text-model and"
                 " --tokenizer, and for one with random weights its --seed"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +170,7 @@ class TextEncoder(nn.Module):
         if any(p.requires_grad for _, p in base):
             return None
         digest = hashlib.blake2b(digest_size=12)
-        for name, p in base:
-            digest.update(name.replace(".base_layer", "").encode())
-            digest.update(p.detach().float().cpu().contiguous().numpy().tobytes())
+        _add(digest, ((name.replace(".base_layer", ""), p) for name, p in base))
         return digest.hexdigest()
 
     def _identity(self, below: int) -> str:
@@ -181,11 +179,14 @@ class TextEncoder(nn.Module):
         digest.update(repr((below, self.pooling, torch.is_autocast_enabled("cpu"))).encode())
         for tensor in (self.tokens, self.starts):
             digest.update(tensor.numpy().tobytes())
-        for name, p in sorted(self.net.named_parameters()):
-            if not p.requires_grad:
-                digest.update(name.encode())
-                digest.update(p.detach().float().cpu().contiguous().numpy().tobytes())
+        _add(digest, ((n, p) for n, p in sorted(self.net.named_parameters()) if not p.requires_grad))
         return digest.hexdigest()
+
+
+def _add(digest: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    for name, p in weights:
+        digest.update(name.encode())
+        digest.update(p.detach().float().cpu().contiguous().numpy().tobytes())
 
 
 def _replacing(states: Tensor) -> Callable[..., Any]:

@@ -83,6 +83,19 @@ def test_a_frozen_head_gets_no_gradient(batch: tuple[Tensor, Tensor]) -> None:
     assert gradients
 
 
+def test_without_gradients_none_are_made(
+    batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made("gpt2")
+    head.make_passable(model)
+    wanted = learnt(model, *batch)[0]
+    made_for: list[Tensor] = []
+    monkeypatch.setattr(torch, "zeros_like", made_for.append)
+    with torch.no_grad():
+        assert float(head.loss(model, *batch)) == pytest.approx(wanted, rel=1e-6)
+    assert not made_for
+
+
 def test_logits_of_more_than_a_head_are_left_alone() -> None:
     config = AutoConfig.for_model("gemma2", vocab_size=VOCABULARY, head_dim=8, num_key_value_heads=4, **SMALL)
     model = AutoModelForCausalLM.from_config(config)
