@@ -13,6 +13,7 @@ import numpy as np
 
 from data.base import DataError
 from hub import cache
+from hub.refusal import refusal
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -164,9 +165,7 @@ def download(name: str, revision: str | None) -> Path:
             snapshot_download(name, revision=revision, allow_patterns=[*FILES, *SETTINGS, CHAT_TEMPLATE])
         )
     except Exception as error:  # network, missing repository, gated: all are one line to the user
-        raise DataError(
-            f"{name}: the tokenizer cannot be had from the hub: {str(error).splitlines()[0]}"
-        ) from None
+        raise DataError(f"the tokenizer of {name}: {refusal(error, revision)}") from None
 
 
 def train(texts: Iterable[str], size: int) -> Tokenizer:

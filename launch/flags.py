@@ -59,6 +59,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     "full": {"mode": "full"},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
+    "trust_remote_code": {"remote_code": "on"},
     "load_in_8bit": {"load_bits": "8"},
     "load_in_4bit": {"load_bits": "4"},
     "fast_detection": {"monitor": "fast"},

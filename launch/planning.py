@@ -15,6 +15,7 @@ from engine.plan import Plan
 from engine.planner import frontier, make_plan
 from engine.prepare import assumed
 from engine.prepare import prepare as prepare_data
+from engine.savings import savings
 from launch.flags import Request, request
 from models.fields import Positive
 
@@ -50,6 +51,7 @@ def plan(words: Sequence[str]) -> int:
     shape = task.shape(facts)
     made = make_plan(asked.recipe, facts, shape, machine, asked.plan)
     others = frontier(asked.recipe, facts, shape, machine, asked.plan)
+    cheaper = savings(lambda recipe: asked.workload.make(recipe)[0], asked.recipe, facts, made)
     answer = {
         "recipe": {**asked.recipe.to_dict(), "hash": asked.recipe.hash()},
         "global_batch": asked.recipe.batch_size,
@@ -57,16 +59,19 @@ def plan(words: Sequence[str]) -> int:
         "reasons": made.reasons,
         "invariance": made.invariance,
         "frontier": others,
+        "savings": cheaper,
     }
     print(
         json.dumps(answer, ensure_ascii=False)
         if asked.extra.get("json")
-        else _sheet(asked, facts, made, others)
+        else _sheet(asked, facts, made, others, cheaper)
     )
     return 0
 
 
-def _sheet(asked: Request, facts: Facts, made: Plan, others: list[dict[str, Any]]) -> str:
+def _sheet(
+    asked: Request, facts: Facts, made: Plan, others: list[dict[str, Any]], cheaper: list[dict[str, Any]]
+) -> str:
     lines = [
         f"recipe {asked.recipe.hash()}: {asked.recipe.task}, global batch {asked.recipe.batch_size},"
         f" {facts.samples['train']:,} samples of up to {facts.longest} tokens",
@@ -87,6 +92,9 @@ def _sheet(asked: Request, facts: Facts, made: Plan, others: list[dict[str, Any]
             else " (uncalibrated: no measurement on this kind of device stands behind it)"
         ),
         "",
+        "the same micro-batch in other ways would take (all but the first flag are other recipes):",
+        *_ways(cheaper),
+        "",
         "other global batches would be other recipes (--scale-batch K --lr-rule sqrt|linear|none):",
     ]
     for row in others:
@@ -97,6 +105,14 @@ def _sheet(asked: Request, facts: Facts, made: Plan, others: list[dict[str, Any]
     return "\n".join(lines)
 
 
+def _ways(rows: list[dict[str, Any]]) -> list[str]:
+    width = max(len(row["flags"]) for row in rows)
+    return [
+        f"  {row['flags']:<{width}}  {size(row['peak_memory_bytes']):>8}  {row['remark']}".rstrip()
+        for row in rows
+    ]
+
+
 def _value(value: Any) -> Any:
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
@@ -104,7 +120,9 @@ def _value(value: Any) -> Any:
 def prepare(words: Sequence[str]) -> int:
     """Usage: prepare --task TASK [--data PATH] [flags]. Run it where the internet is; runs then need none."""
     asked = request(words, "prepare", JsonOption)
-    facts = prepare_data(asked.workload.make(asked.recipe)[1])
+    task, data = asked.workload.make(asked.recipe)
+    facts = prepare_data(data)
+    task.fetch()
     if asked.extra.get("json"):
         print(json.dumps(facts.to_dict(), ensure_ascii=False))
         return 0

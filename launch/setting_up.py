@@ -24,8 +24,10 @@ LOOSENESS = ("exact", "precision", "noise")
 
 
 def facts_of(asked: Request) -> Facts:
-    """The facts of the data asked for, prepared if need be."""
-    facts = prepare(asked.workload.make(asked.recipe)[1])
+    """The facts of the data asked for, prepared if need be; the model is fetched too."""
+    task, data = asked.workload.make(asked.recipe)
+    facts = prepare(data)
+    task.fetch()
     if asked.recipe.patience and "valid" not in facts.samples:
         raise UserError(
             f"--patience {asked.recipe.patience}: this data has no valid split to watch (it has"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from models import hub
 from models.base import Batch, ExportError, ModelError, Shape
 from models.fields import Positive, Probability
 
@@ -58,6 +59,18 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"load_bits": 4} if values.get("adapter") == "qlora" and "load_bits" not in values else {}
 
 
+def cheaper(options: Any) -> dict[str, dict[str, Any]]:
+    """Flags that would take less memory than these, with their values."""
+    ways: dict[str, dict[str, Any]] = {
+        "--adapter lora": {"adapter": "lora"},
+        "--adapter lora --load-bits 8": {"adapter": "lora", "load_bits": 8},
+        "--adapter qlora": {"adapter": "qlora", "load_bits": 4},
+    }
+    if options.adapter == "none":
+        return ways
+    return {k: v for k, v in ways.items() if v.get("load_bits", 16) < options.load_bits}
+
+
 def check(options: Any, pretrained: bool) -> None:
     """Raise where these fields contradict each other or the model."""
     if options.adapter == "none":
@@ -81,7 +94,9 @@ def check(options: Any, pretrained: bool) -> None:
         )
 
 
-def load(place: str, config: Any, revision: str | None, options: Any) -> nn.Module:
+def load(
+    place: str, config: Any, revision: str | None, bits: int = 16, remote_code: bool = False
+) -> nn.Module:
     """The pretrained model, its frozen matrices in as many bits as asked for."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -89,16 +104,32 @@ def load(place: str, config: Any, revision: str | None, options: Any) -> nn.Modu
 
     disable_progress_bar()
     given: dict[str, Any] = {}
-    if options.load_bits != 16:
-        given = {"quantization_config": _rounding(options.load_bits), "device_map": {"": "cpu"}}
-    return AutoModelForCausalLM.from_pretrained(
-        place, config=config, revision=revision or "main", dtype=torch.float32, **given
+    if bits != 16:
+        given = {"quantization_config": _rounding(bits), "device_map": {"": "cpu"}}
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        place,
+        config=config,
+        revision=revision or "main",
+        dtype=torch.float32,
+        **given,
+        **hub.trust(remote_code),
     )
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.register_forward_pre_hook(_follow_autocast)
+    return model
+
+
+def _follow_autocast(module: nn.Module, given: tuple[Any, ...]) -> None:
+    """4-bit layers compute in a type of their own: let it be the plan's."""
+    import torch
+
+    kind = given[0].device.type
+    half = torch.is_autocast_enabled(kind)
+    module.compute_dtype = torch.get_autocast_dtype(kind) if half else given[0].dtype  # type: ignore[assignment]
 
 
 def _rounding(bits: int) -> Any:
-    import torch
-
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
@@ -107,8 +138,7 @@ def _rounding(bits: int) -> Any:
 
     if bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
-    compute = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
 def add(model: nn.Module, options: Any, base: str, revision: str | None) -> None:
@@ -171,7 +201,7 @@ def counted(config: Any, options: Any) -> Counted:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, **hub.trust(options.remote_code))
         head = model.get_output_embeddings()
         matrices = sum(m.weight.numel() for m in model.modules() if _is_matrix(m) and m is not head)
         add(model, options, "", None)
@@ -241,7 +271,7 @@ def save(model: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def opened(folder: Path, bits: int = 16) -> Any:
+def opened(folder: Path, bits: int = 16, remote_code: bool = False) -> Any:
     """The base model with the adapter in `folder` upon it."""
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig
@@ -250,8 +280,8 @@ def opened(folder: Path, bits: int = 16) -> Any:
     base = str(known.base_model_name_or_path)
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise ModelError(f"{folder}: its base model {base} is not there: name it in its {CONFIG_FILE}")
-    options = AdapterOptions(adapter="lora", load_bits=bits)  # type: ignore[arg-type]
-    model = load(base, AutoConfig.from_pretrained(base, revision=known.revision), known.revision, options)
+    config = AutoConfig.from_pretrained(base, revision=known.revision, **hub.trust(remote_code))
+    model = load(base, config, known.revision, bits, remote_code)
     try:
         return PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError) as error:  # other sizes, other names

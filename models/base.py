@@ -210,6 +210,10 @@ class Task(ABC):
         """Raise ModelError with one line if the recipe cannot be had; called before anything heavy."""
         return
 
+    def fetch(self) -> None:
+        """Bring here what `build_model` opens; called once, before any process trains."""
+        return
+
     @abstractmethod
     def build_model(self, facts: Any) -> nn.Module:
         """The model on the CPU in fp32. The engine has seeded torch: the same weights on every machine."""
@@ -242,6 +246,10 @@ class Task(ABC):
         They are the same on every machine and process, so what is measured on them may decide.
         """
         return
+
+    def cheaper(self) -> Mapping[str, Mapping[str, Any]]:
+        """Flags under which training takes less memory -> the values of `Options` that they stand for."""
+        return {}
 
     def lazy(self, model: nn.Module) -> Iterable[nn.Parameter]:
         """Embedding tables that move by the rows a step reads: another optimizer, so the recipe's choice.

@@ -39,6 +39,8 @@ class CausalLMOptions(adapters.AdapterOptions):
     """Length of that sample; 0 for none."""
     resize_embeddings: bool = False
     """Give a loaded model as many embeddings as the tokenizer has tokens; new ones begin at the mean."""
+    remote_code: bool = False
+    """Run the Python code that a loaded model brings along, where transformers lacks its architecture."""
 
 
 class CausalLM(Task):
@@ -96,11 +98,11 @@ class CausalLM(Task):
             self._check_context(PRESETS[name].config(0, self.recipe.max_length))
         elif folder.is_dir():
             hub.check_folder(folder, self.recipe.tokenizer)
-            self._check_context(hub.config(str(folder), None))
+            self._check_config(hub.config(str(folder), None))
         elif hub.is_id(name):
             hub.require(name, self.recipe.revision)
             if hub.snapshot(name, self.recipe.revision):
-                self._check_context(hub.config(name, self.recipe.revision))
+                self._check_config(hub.config(name, self.recipe.revision))
         else:
             close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
             hint = f" (did you mean {close[0]}?)" if close else ""
@@ -108,6 +110,11 @@ class CausalLM(Task):
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name, such as "
                 f"openai-community/gpt2); presets: {', '.join(PRESETS)}"
             )
+
+    def _check_config(self, config: Mapping[str, Any]) -> None:
+        if config.get("model_type") not in decoders.PLAIN_HEADS or "auto_map" in config:
+            hub.check_architecture(self._name, config, self.options.remote_code, self.recipe.revision)
+        self._check_context(config)
 
     def _check_context(self, config: Mapping[str, Any]) -> None:
         longest = decoders.context(config)
@@ -122,12 +129,16 @@ class CausalLM(Task):
         if name in PRESETS:
             return PRESETS[name].config(vocabulary, self.recipe.max_length)
         config = hub.config(name, self.recipe.revision)
-        self._check_context(config)
+        self._check_config(config)
         if self.options.resize_embeddings:
             return {**config, "vocab_size": vocabulary}
         more = "; --resize-embeddings adds rows, to be trained"
         hub.check_vocabulary(name, config.get("vocab_size"), vocabulary, more)
         return config
+
+    def fetch(self) -> None:
+        if self._name not in PRESETS:
+            hub.fetch(self._name, self.recipe.revision)
 
     def build_model(self, facts: Any) -> nn.Module:
         from transformers import GPT2LMHeadModel
@@ -139,8 +150,8 @@ class CausalLM(Task):
         if self._name in PRESETS:
             model: nn.Module = GPT2LMHeadModel(config)
         else:
-            where = hub.place(self._name, self.recipe.revision)
-            model = adapters.load(where, config, self.recipe.revision, options)
+            where, revision = hub.fetch(self._name, self.recipe.revision), self.recipe.revision
+            model = adapters.load(where, config, revision, options.load_bits, options.remote_code)
             if options.resize_embeddings:
                 resized: Any = model
                 resized.resize_token_embeddings(facts.extra["vocabulary"])
@@ -164,7 +175,9 @@ class CausalLM(Task):
             config = GPT2Config(**numbers, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         else:
             where = hub.place(self._name, self.recipe.revision)
-            config = AutoConfig.from_pretrained(where, revision=self.recipe.revision or "main")
+            config = AutoConfig.from_pretrained(
+                where, revision=self.recipe.revision or "main", **hub.trust(self.options.remote_code)
+            )
         for name, value in self._dropouts(config.to_dict()).items():
             setattr(config, name, value)
         return config
@@ -189,13 +202,17 @@ class CausalLM(Task):
             return dataclasses.replace(whole, remark=adapters.advice(whole, self.recipe.optimizer))
         return adapters.shape(whole, self._transformers_config(facts), self.options, self.recipe.optimizer)
 
+    def cheaper(self) -> Mapping[str, Mapping[str, Any]]:
+        return {} if self._name in PRESETS else adapters.cheaper(self.options)
+
     def _counted(self, facts: Any) -> Shape:
         import torch
         from transformers import AutoModelForCausalLM
 
         config = self._transformers_config(facts).get_text_config()
+        trust = hub.trust(self.options.remote_code)
         with torch.device("meta"):
-            count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+            count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config, **trust).parameters())
         hidden = config.hidden_size
         inner = getattr(config, "intermediate_size", None) or 4 * hidden
         layers, heads = config.num_hidden_layers, config.num_attention_heads
@@ -278,11 +295,12 @@ class CausalLM(Task):
     ) -> Mapping[str, Any]:
         if self.options.adapter == "none":
             raise ModelError(f"--to {kind}: the run trained no adapter: final/ is the whole model")
-        adapted = adapters.opened(final).eval()
+        open_ = partial(adapters.opened, remote_code=self.options.remote_code)
+        adapted = open_(final).eval()
         if kind == "adapter":
             adapters.copy(final, folder)
-            return adapters.compared(adapted, adapters.opened(folder).eval(), batches())
-        merged = adapters.opened(final).eval().merge_and_unload()
+            return adapters.compared(adapted, open_(folder).eval(), batches())
+        merged = open_(final).eval().merge_and_unload()
         saving.save(merged, facts, folder)
         merged.generation_config.save_pretrained(folder)
         return adapters.compared(adapted, merged, batches())
@@ -290,7 +308,9 @@ class CausalLM(Task):
     def writer(self, final: Path) -> Callable[[str, Sampling], Iterator[str]]:
         from models import generation
 
-        return partial(generation.pieces, *generation.opened(final, self.options.load_bits))
+        return partial(
+            generation.pieces, *generation.opened(final, self.options.load_bits, self.options.remote_code)
+        )
 
     def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:
         """A continuation; of a model trained on conversations, answers to held-out prompts."""

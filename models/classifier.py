@@ -110,6 +110,10 @@ class Classifier(Task):
                     setattr(config, name, self.recipe.dropout)
         return config
 
+    def fetch(self) -> None:
+        if self._name not in PRESETS:
+            hub.fetch(self._name, self.recipe.revision)
+
     def build_model(self, facts: Any) -> nn.Module:
         import torch
         from transformers import BertForSequenceClassification
@@ -119,7 +123,7 @@ class Classifier(Task):
         if self._name in PRESETS:
             return BertForSequenceClassification(config)
         logging.disable_progress_bar()
-        where = hub.place(self._name, self.recipe.revision)
+        where = hub.fetch(self._name, self.recipe.revision)
         return encoders.class_for(config).from_pretrained(
             where,
             config=config,

@@ -94,6 +94,11 @@ class Distilled(Classifier):
                 " width: use --distill-hidden off"
             )
 
+    def fetch(self) -> None:
+        super().fetch()
+        if (place := self._teacher_place()) is not None:
+            hub.fetch(place, None, "--teacher")
+
     def _teacher_place(self) -> str | None:
         return None if self.teacher_word is None else saved_model(self.teacher_word, "--teacher")
 

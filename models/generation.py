@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models import adapters, decoders
+from models import adapters, decoders, hub
 from models.base import ModelError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Sampling:
     """A token that ends the text, beside the model's own."""
 
 
-def opened(folder: Path, bits: int = 16) -> tuple[nn.Module, Any]:
+def opened(folder: Path, bits: int = 16, remote_code: bool = False) -> tuple[nn.Module, Any]:
     """The model, or the adapter on its base, and the tokenizer of a folder such as a run's final/.
 
     Errors: ModelError where the folder holds neither.
@@ -44,9 +44,9 @@ def opened(folder: Path, bits: int = 16) -> tuple[nn.Module, Any]:
 
     disable_progress_bar()
     if (folder / adapters.CONFIG_FILE).is_file():
-        model = adapters.opened(folder, bits)
+        model = adapters.opened(folder, bits, remote_code)
     elif (folder / "config.json").is_file():
-        model = AutoModelForCausalLM.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, **hub.trust(remote_code))
     else:
         raise ModelError(f"{folder} holds no trained model (config.json): has the run finished?")
     return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hub import cache
+from hub.refusal import refusal
 from models.base import ModelError
 
 ADAPTER = "adapter_config.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TOKENIZERS = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
 
 
@@ -59,8 +62,35 @@ def check_vocabulary(name: str, rows: int | None, vocabulary: int, otherwise: st
         )
 
 
+def check_architecture(name: str, config: Mapping[str, Any], remote_code: bool, revision: str | None) -> None:
+    """Raise unless transformers has a language model of this kind, or its own code may run."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    kind, brought = config.get("model_type"), (config.get("auto_map") or {}).get("AutoModelForCausalLM")
+    if remote_code and brought:
+        if not Path(name).expanduser().is_dir() and revision is None:
+            raise ModelError(
+                f"--remote-code: the code of {name} may change after you have read it: add --revision COMMIT"
+            )
+    elif brought and kind not in KNOWN:
+        raise ModelError(
+            f"--model {name}: transformers knows no {kind}, and the model brings Python code of its own"
+            f" ({brought}): read it, then add --remote-code"
+        )
+    elif kind not in KNOWN:
+        raise ModelError(
+            f"--model {name}: transformers has no causal language model of type {kind}: take another, or a"
+            " newer transformers"
+        )
+
+
+def trust(remote_code: bool) -> dict[str, bool]:
+    """For from_pretrained and from_config, which would ask on the terminal if nothing were said."""
+    return {"trust_remote_code": remote_code}
+
+
 def place(name: str, revision: str | None) -> str:
-    """What from_pretrained should open: a folder where there is one, so that it asks no network."""
+    """What from_pretrained should open for a config: a folder where there is one, so that it asks no network."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder)
@@ -84,6 +114,49 @@ def _fetch_config(name: str, revision: str | None) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except Exception as error:  # network, missing repository, gated: all are one line to the user
+        raise ModelError(f"--model {name}: {refusal(error, revision)}") from None
+
+
+def fetch(name: str, revision: str | None, flag: str = "--model") -> str:
+    """What from_pretrained should open for the weights: a folder, downloaded if need be."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    found = snapshot(name, revision)
+    if found and _has_weights(found):
+        return str(found)
+    if not cache.reachable():
         raise ModelError(
-            f"--model {name}: cannot be had from the hub: {str(error).splitlines()[0]}"
-        ) from None
+            f"{flag} {name}: its weights are not in the cache {cache.home()}, and the hub cannot be reached:"
+            " run `prepare` on a machine with internet that shares this cache"
+        )
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        there = HfApi().model_info(name, revision=revision)
+        wanted = _wanted([s.rfilename for s in there.siblings or []])
+        return snapshot_download(name, revision=revision, allow_patterns=wanted)
+    except Exception as error:
+        raise ModelError(f"{flag} {name}: {refusal(error, revision)}") from None
+
+
+def _has_weights(folder: Path) -> bool:
+    """A tokenizer or config fetched before leaves a folder without them."""
+    for name in WEIGHTS:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return True
+        if index.is_file():
+            parts = set(json.loads(index.read_text())["weight_map"].values())
+            return all((folder / part).is_file() for part in parts)
+    return False
+
+
+def _wanted(files: list[str]) -> list[str]:
+    """Of a repository: its small files and one form of its weights, safetensors before pickles."""
+    own = [f for f in files if "/" not in f]
+    small = [f for f in own if f.endswith((".json", ".txt", ".py", ".jinja", ".model"))]
+    for stem, suffix in (name.rsplit(".", 1) for name in WEIGHTS):
+        if weights := [f for f in own if f.startswith(stem) and f.endswith(suffix)]:
+            return small + weights
+    return small

@@ -168,6 +168,10 @@ class Recommender(Task):
         recommender_size.widths(options.layers)
         self._check_text_model()
 
+    def fetch(self) -> None:
+        if self.options.text != "off" and self.recipe.model not in PRESETS:
+            hub.fetch(self.recipe.model, self.recipe.revision, "--text-model")
+
     def _check_text_model(self) -> None:
         name = self.recipe.model
         if self.options.text == "off" or name in PRESETS:
@@ -265,7 +269,7 @@ class Recommender(Task):
         if name in PRESETS:
             net = make_net(AutoConfig.for_model(**numbers), None, None)
         else:
-            place = hub.place(name, self.recipe.revision)
+            place = hub.fetch(name, self.recipe.revision, "--text-model")
             net = make_net(AutoConfig.from_pretrained(place), place, self.recipe.revision)
         encoder = TextEncoder(net, known, options.pooling, options.text_cache != "off", options.text_chunk)
         self._lowest = 0

@@ -26,6 +26,10 @@ def save(model: nn.Module, facts: Any, folder: Path, weights: Mapping[str, Tenso
     configured: Any = model
     configured.config.architectures = [type(model).__name__]
     configured.config.save_pretrained(folder)
+    if getattr(model, "_auto_class", None):  # its own code goes with it
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder)
     save_tokenizer(configured.config.to_dict(), facts, folder)
 
 

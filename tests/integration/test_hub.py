@@ -1,0 +1,120 @@
+"""Models of a hub: a small one on this machine, which answers as the real one does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from data import corpora, tokenizers
+from tests.integration.helpers import launch, summary
+from tests.integration.test_bad_input import complaint
+
+COMMIT = "a" * 40
+NAME = "owner/little"
+TASK = ["auto", "--task", "causal-lm", "--steps", "2", "--max-length", "32", "--quiet"]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One public model, `owner/little`; `owner/closed` is gated; there is nothing else."""
+
+    folder: Path
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        closed, little = "owner/closed" in self.path, NAME in self.path
+        if closed or not little:
+            refused = ("403", "GatedRepo") if closed else ("404", "RepoNotFound")
+            self._answer(int(refused[0]), b"", {"X-Error-Code": refused[1], "X-Error-Message": "no"})
+        elif self.path.startswith("/api/"):
+            named = re.search("/revision/([^?]+)", self.path)
+            if named and named[1] not in ("main", COMMIT):
+                self._answer(404, b"", {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "no"})
+                return
+            files = [{"rfilename": f.name} for f in self.folder.iterdir()] + [
+                {"rfilename": "onnx/model.onnx"}
+            ]
+            found = {"id": NAME, "sha": COMMIT, "siblings": files, "private": False, "tags": []}
+            self._answer(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+        else:
+            file = self.folder / self.path.split("?")[0].rpartition("/")[2]
+            body = file.read_bytes() if file.is_file() else b""
+            tag = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            missing = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}
+            self._answer(200 if body else 404, body, tag if body else missing)
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a program that should ask this hub; its cache is empty."""
+    folder = tmp_path_factory.mktemp("hub") / "model"
+    tokenizer = tokenizers.train(corpora.demo().splits["train"](), 300)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END).save_pretrained(folder)
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
+    GPT2LMHeadModel(GPT2Config(**sizes, **ends)).save_pretrained(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"nobody should want this")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Ours", (Hub,), {"folder": folder, "asked": []}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    home = str(tmp_path_factory.mktemp("home"))
+    yield {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": home,
+        "HF_HUB_DISABLE_XET": "1",
+        "ISOBATCH_CACHE": f"{home}/prepared",
+        "asked": str(folder),
+    }
+    server.shutdown()
+
+
+def test_a_model_comes_whole_after_its_tokenizer_and_is_then_here(
+    hub: dict[str, str], tmp_path: Path
+) -> None:
+    done = launch(*TASK, "--model", NAME, "--name", "fetched", cwd=tmp_path, **hub)
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "runs" / "fetched")["parameters"] > 0
+    cached = [f.name for f in Path(hub["HF_HOME"]).rglob("snapshots/*/*")]
+    assert "model.safetensors" in cached
+    assert "pytorch_model.bin" not in cached
+    offline = {**hub, "HF_HUB_OFFLINE": "1"}
+    again = launch(*TASK, "--model", NAME, "--name", "offline", "--again", cwd=tmp_path, **offline)
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "owner/closed"], "owner/closed: is gated: accept its terms"),
+        (["--model", "owner/nothing"], "owner/nothing: is not on the hub, or private"),
+        (["--model", NAME, "--revision", "v9"], f"{NAME}: has no branch, tag or commit v9"),
+    ],
+    ids=["gated", "missing", "revision"],
+)
+def test_what_the_hub_refuses_is_one_line(
+    words: list[str], said: str, hub: dict[str, str], tmp_path: Path
+) -> None:
+    assert said in complaint(launch(*TASK, *words, cwd=tmp_path, **hub))
