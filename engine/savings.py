@@ -40,7 +40,7 @@ def savings(make: Callable[[Recipe], Task], recipe: Recipe, facts: Facts, plan: 
         rows.append(row("--activation-checkpointing on", said, recipe, shape, recomputed))
     for name, remark in OPTIMIZERS.items():
         if recipe.optimizer == "adamw" and not plan.strategy.startswith("zero"):
-            other = dataclasses.replace(recipe, optimizer=name)
+            other = dataclasses.replace(recipe, optimizer=name)  # type: ignore[arg-type]
             rows.append(row(f"--optimizer {name}", remark, other, shape, choices))
     for flags, values in task.cheaper().items():
         other = dataclasses.replace(recipe, options={**recipe.options, **values})

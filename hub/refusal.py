@@ -8,10 +8,10 @@ def refusal(error: Exception, revision: str | None) -> str:
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        return "is gated: accept its terms on its page of the hub, then log in (`hf auth login`, or set HF_TOKEN)"
+        return "is gated: accept its terms on its page of the hub, then log in (hf auth login, or HF_TOKEN)"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"has no branch, tag or commit {revision}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "is not on the hub, or private: check the name, or log in (`hf auth login`, or set HF_TOKEN)"
+        return "is not on the hub, or private: check the name, or log in (hf auth login, or HF_TOKEN)"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"cannot be had from the hub: {lines[0]}"

@@ -108,11 +108,9 @@ def _is_ours_alone(run: Run) -> bool:
 
 def _quiet_libraries(options: RunOptions) -> None:
     if not options.debug:
-        import logging
         import warnings
 
         warnings.filterwarnings("ignore", category=FutureWarning)
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it misses kernels
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 

@@ -6,6 +6,7 @@ LoRA (Hu et al. 2021), DoRA (Liu et al. 2024), QLoRA (Dettmers et al. 2023), by 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -143,6 +144,7 @@ def _rounding(bits: int) -> Any:
 
 def add(model: nn.Module, options: Any, base: str, revision: str | None) -> None:
     """Put adapters into a model; nothing else of it trains from then on."""
+    quiet_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
@@ -165,6 +167,11 @@ def add(model: nn.Module, options: Any, base: str, revision: str | None) -> None
             f"--lora-targets {options.lora_targets}: {str(error).splitlines()[0]}; this model has"
             f" {', '.join(linear)}"
         ) from None
+
+
+def quiet_bitsandbytes() -> None:
+    """peft imports it, and it complains of kernels that it would like to download."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def _is_matrix(module: nn.Module) -> bool:
@@ -273,6 +280,7 @@ def save(model: Any, folder: Path) -> None:
 
 def opened(folder: Path, bits: int = 16, remote_code: bool = False) -> Any:
     """The base model with the adapter in `folder` upon it."""
+    quiet_bitsandbytes()
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig
 

@@ -90,7 +90,7 @@ def trust(remote_code: bool) -> dict[str, bool]:
 
 
 def place(name: str, revision: str | None) -> str:
-    """What from_pretrained should open for a config: a folder where there is one, so that it asks no network."""
+    """What opens for a config: a folder where there is one, so that no network is asked."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder)

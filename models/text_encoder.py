@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from models.adapters import quiet_bitsandbytes
 from models.base import ModelError
 from models.catalogue import Catalogue
 
@@ -270,6 +271,7 @@ def _autocast(device: torch.device) -> Callable[[], Any]:
 
 def add_lora(encoder: TextEncoder, blocks: int, rank: int, alpha: int) -> int:
     """LoRA (Hu et al. 2021) on attention's projections of the top `blocks`; the lowest trained block."""
+    quiet_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
 
     _, _, every = encoder.blocks

@@ -43,17 +43,20 @@ class Hub(BaseHTTPRequestHandler):
             if named and named[1] not in ("main", COMMIT):
                 self._answer(404, b"", {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "no"})
                 return
-            files = [{"rfilename": f.name} for f in self.folder.iterdir()] + [
-                {"rfilename": "onnx/model.onnx"}
-            ]
-            found = {"id": NAME, "sha": COMMIT, "siblings": files, "private": False, "tags": []}
-            self._answer(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+            self._answer(200, json.dumps(self._listing()).encode(), {"Content-Type": "application/json"})
         else:
             file = self.folder / self.path.split("?")[0].rpartition("/")[2]
             body = file.read_bytes() if file.is_file() else b""
             tag = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
             missing = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}
             self._answer(200 if body else 404, body, tag if body else missing)
+
+    def _listing(self) -> object:
+        names = [f.name for f in self.folder.iterdir()] + ["onnx/model.onnx"]
+        if "/tree/" in self.path:
+            return [{"type": "file", "path": n, "size": 1, "oid": n} for n in names]
+        siblings = [{"rfilename": n} for n in names]
+        return {"id": NAME, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)

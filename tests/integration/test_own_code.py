@@ -1,0 +1,84 @@
+"""A model that brings Python code of its own: it runs when a person has said so, and goes with the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_model
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from data import corpora, tokenizers
+from models import hub
+from models.base import ModelError
+from tests.integration.helpers import launch, losses
+from tests.integration.test_bad_input import complaint
+
+CONFIG = """
+from transformers import GPT2Config
+
+class MineConfig(GPT2Config):
+    model_type = "mine"
+"""
+MODEL = """
+from pathlib import Path
+
+from transformers import GPT2LMHeadModel
+from .configuration_mine import MineConfig
+
+Path("it-ran").write_text("")
+
+class MineLM(GPT2LMHeadModel):
+    config_class = MineConfig
+"""
+TASK = ["auto", "--task", "causal-lm", "--model", "mine", "--max-length", "32", "--quiet", "--steps", "6"]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder with the model, `mine`."""
+    folder = tmp_path / "mine"
+    tokenizer = tokenizers.train(corpora.demo().splits["train"](), 300)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END).save_pretrained(folder)
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_embd=32, n_head=2, n_positions=64, vocab_size=300, **ends)
+    )
+    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    (folder / "configuration_mine.py").write_text(CONFIG)
+    (folder / "modeling_mine.py").write_text(MODEL)
+    mapped = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineLM"}
+    numbers = {**model.config.to_dict(), "model_type": "mine", "auto_map": mapped}
+    (folder / "config.json").write_text(json.dumps(numbers))
+    return tmp_path
+
+
+def test_it_runs_when_asked_for_and_goes_with_the_model(home: Path) -> None:
+    said = complaint(launch(*TASK, cwd=home))
+    assert "brings Python code of its own (modeling_mine.MineLM): read it, then add --remote-code" in said
+    assert not (home / "it-ran").exists()
+    done = launch(*TASK, "--remote-code", "--name", "own", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert losses(home / "runs" / "own")[-1] < losses(home / "runs" / "own")[0]
+    (home / "mine").rename(home / "gone")
+    written = launch("generate", "runs/own", "--prompt", "def ", "--tokens", "5", cwd=home)
+    assert written.returncode == 0, written.stderr
+    assert written.stdout.startswith("def ")
+
+
+def test_an_architecture_that_nobody_knows_is_one_line(home: Path) -> None:
+    config = json.loads((home / "mine" / "config.json").read_text())
+    del config["auto_map"]
+    (home / "mine" / "config.json").write_text(json.dumps(config))
+    said = complaint(launch(*TASK, cwd=home))
+    assert "transformers has no causal language model of type mine" in said
+
+
+def test_code_of_the_hub_is_pinned() -> None:
+    brought = {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "modeling_mine.MineLM"}}
+    hub.check_architecture("owner/mine", brought, remote_code=True, revision="a" * 40)
+    with pytest.raises(ModelError, match="add --revision COMMIT"):
+        hub.check_architecture("owner/mine", brought, remote_code=True, revision=None)

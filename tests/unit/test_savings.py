@@ -1,0 +1,69 @@
+"""What other ways would take, from the same arithmetic as the plan."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import GPT2Config
+
+from engine.facts import Facts
+from engine.hardware import parse
+from engine.plan import PlanOptions
+from engine.planner import make_plan
+from engine.recipe import Recipe
+from engine.registry import workload
+from engine.savings import savings
+
+PARAMETERS = 124_439_808
+LORA = 294_912
+"""Rank 8 on 12 matrices of 768 by 2,304."""
+MATRICES = 12 * 12 * 768**2
+"""Of the blocks: c_attn, both c_proj and c_fc."""
+
+
+@pytest.fixture
+def peaks(tmp_path):  # type: ignore[no-untyped-def]
+    """Flags -> bytes, for GPT-2 on an 8 GB card with these options."""
+    GPT2Config().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    facts = Facts(
+        fingerprint="0",
+        folder="",
+        samples={"train": 1000},
+        lengths=(256,) * 65,
+        extra={"vocabulary": 50257},
+    )
+
+    def of(**options):  # type: ignore[no-untyped-def]
+        recipe = Recipe(task="causal-lm", model=str(tmp_path), batch_size=8, max_length=256, options=options)
+        make = lambda one: workload("causal-lm").make(one)[0]  # noqa: E731
+        plan = make_plan(recipe, facts, make(recipe).shape(facts), parse("rtx4060"), PlanOptions())
+        rows = savings(make, recipe, facts, plan)
+        assert rows[0] == {**rows[0], "flags": "", "peak_memory_bytes": plan.predicted_peak_memory_bytes}
+        assert all(row.keys() == {"flags", "peak_memory_bytes", "remark"} for row in rows)
+        return {row["flags"]: row["peak_memory_bytes"] for row in rows}
+
+    return of
+
+
+def test_all_of_a_model(peaks) -> None:  # type: ignore[no-untyped-def]
+    found = peaks()
+    whole = found[""]
+    assert whole - found["--optimizer adamw8bit"] == pytest.approx(6 * PARAMETERS, rel=1e-3)
+    assert found["--optimizer adafactor"] < found["--optimizer adamw8bit"]
+    assert found["--activation-checkpointing on"] < whole
+    # Frozen weights are not kept a second time in 16 bits, and have neither gradients nor moments.
+    assert whole - found["--adapter lora"] == pytest.approx((2 + 4 + 8) * PARAMETERS, rel=0.02)
+    lora, eight = found["--adapter lora"], found["--adapter lora --load-bits 8"]
+    assert lora - eight == pytest.approx(3 * MATRICES, rel=0.01)
+    assert found["--adapter qlora"] < eight
+
+
+def test_an_adapter_leaves_little_to_save(peaks) -> None:  # type: ignore[no-untyped-def]
+    found = peaks(adapter="lora")
+    assert found[""] - found["--optimizer adamw8bit"] == 6 * LORA
+    assert "--adapter lora" not in found
+    assert found["--adapter qlora"] < found["--adapter lora --load-bits 8"] < found[""]
+    assert (
+        set(peaks(adapter="qlora", load_bits=4)) & {"--adapter qlora", "--adapter lora --load-bits 8"}
+        == set()
+    )
