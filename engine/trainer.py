@@ -50,6 +50,7 @@ class Trainer:
         self.first_step: float | None = None
         self.peak_memory = 0
         self.resumed_from: str | None = None
+        self.sample: str | None = None
         self.spared: set[str] = set()
         """The best checkpoint when the newest began to be written."""
 
@@ -296,9 +297,9 @@ class Trainer:
             self.world.at("the export")
             model = self.session.whole_model(folder)
             sums = write_final(self.run, self.task, model, self.session.facts)
-            sample = self.task.sample(model, self.session.facts, self.run.final)
-            if sample:
-                self.console.say(f"sample:\n{sample}")
+            self.sample = self.task.sample(model, self.session.facts, self.run.final)
+            if self.sample:
+                self.console.say(f"sample:\n{self.sample}")
             self._appraise(model, exported, held_out)
             self._seal(sums)
         self._summary("done", "", held_out)
@@ -330,6 +331,7 @@ class Trainer:
             "startup_seconds": startup_seconds(self.first_step),
             "peak_memory_bytes": max(self.world.gather(self.peak_memory)),
             "resumed_from": self.resumed_from,
+            **({"sample": self.sample} if self.sample else {}),
         }
         if self.world.is_main:
             files.write_json(self.run.folder / "summary.json", summary)

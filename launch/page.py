@@ -14,26 +14,35 @@ h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
 th, td { padding: .35rem .6rem; border-bottom: 1px solid #d8dee4; text-align: right; white-space: nowrap }
 th { font-weight: 600; background: #f6f8fa } th:first-child, td:first-child { text-align: left }
 p.note { color: #57606a; max-width: 60rem } figure { margin: 1rem 0 } svg { max-width: 100%; height: auto }
+h3 { font-size: 1rem } pre { white-space: pre-wrap; background: #f6f8fa; padding: .8rem; max-width: 60rem }
 """
 
 
 def page(made: dict[str, Any]) -> str:
     """The whole document."""
-    from launch.report import COLUMNS, caption, table
+    from launch.report import COLUMNS, caption, figures, table
 
     parts = ["<h1>Report</h1>", f'<p class="note">{escape(caption(made))}</p>']
     if made["models"]:
         parts += [_table(list(COLUMNS), table(made)), "<h2>Accuracy against latency</h2>", _trade(made)]
+    if shown := figures(made):
+        parts.append(_table(shown[0], shown[1:]))
     pruned = [r for r in made["runs"] if (r["metrics"] or {}).get("heads_left")]
     if pruned:
         parts += ["<h2>Heads and neurons left per layer</h2>", *(_layers(run) for run in pruned)]
     parts += ["<h2>Training</h2>", *(_curves(run) for run in made["runs"])]
+    if writers := [r for r in made["runs"] if r["sample"]]:
+        parts += ["<h2>What they write</h2>", *(_written(run) for run in writers)]
     body = "\n".join(parts)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Report</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>'
         f"<body>{body}</body></html>\n"
     )
+
+
+def _written(run: dict[str, Any]) -> str:
+    return f"<h3>{escape(run['run'])}</h3><pre>{escape(run['sample'])}</pre>"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

@@ -75,7 +75,10 @@ def _run(run: Run) -> dict[str, Any]:
     """A run's own records: its metrics, and the curves of its training."""
     summary = run.summary() or {}
     rows = files.read_lines(run.metrics)
-    kept = ("train_seconds", "steps", "samples_seen", "parameters", "metrics", "world_size", "precision")
+    kept = (
+        "train_seconds", "steps", "samples_seen", "parameters", "trainable_parameters", "metrics", "split",
+        "world_size", "precision", "peak_memory_bytes", "sample",
+    )  # fmt: skip
     steps = [r for r in rows if "lr" in r]
     starts = _starts(steps)
     return {
@@ -207,6 +210,31 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def figures(made: dict[str, Any]) -> list[list[str]]:
+    """The runs whose models were not measured here: a head of names, then a row for each."""
+    runs = [r for r in made["runs"] if r["run"] not in {row["run"] for row in made["models"]}]
+    names = list(dict.fromkeys(n for r in runs for n, v in (r["metrics"] or {}).items() if _is_number(v)))
+    head = ["run", "split", "parameters", "trained", *names, "memory", "training"]
+    return [head, *(_figures(run, names) for run in runs)] if runs else []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
+def _figures(run: dict[str, Any], names: list[str]) -> list[str]:
+    metrics = run["metrics"] or {}
+    return [
+        run["run"],
+        run["split"] or "",
+        f"{run['parameters']:,}",
+        f"{run['trainable_parameters']:,}",
+        *(_plain(metrics[name]) if _is_number(metrics.get(name)) else "" for name in names),
+        size(run["peak_memory_bytes"]),
+        f"{run['train_seconds']:,.0f} s",
+    ]
+
+
 def caption(made: dict[str, Any]) -> str:
     """What the table's figures are figures of."""
     if not made["models"]:
@@ -222,14 +250,16 @@ def caption(made: dict[str, Any]) -> str:
 
 
 def markdown(made: dict[str, Any]) -> str:
-    lines = ["# Report", "", caption(made), ""]
-    if made["models"]:
-        lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-        lines += ["| " + " | ".join(cells) + " |" for cells in table(made)]
+    lines = ["# Report", "", caption(made)]
+    for head, *rows in filter(None, ([list(COLUMNS), *table(made)] if made["models"] else [], figures(made))):
+        lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        lines += ["| " + " | ".join(cells) + " |" for cells in rows]
     for run in made["runs"]:
-        figures = {k: v for k, v in (run["metrics"] or {}).items() if isinstance(v, float | int | list)}
+        known = {k: v for k, v in (run["metrics"] or {}).items() if isinstance(v, float | int | list)}
         lines += ["", f"## {run['run']} ({run['task']})", ""]
-        lines += [f"- {name}: {_plain(value)}" for name, value in figures.items()]
+        lines += [f"- {name}: {_plain(value)}" for name, value in known.items()]
+        if run["sample"]:
+            lines += ["", "What it writes:", "", *(f"    {line}" for line in run["sample"].splitlines())]
     return "\n".join(lines)
 
 

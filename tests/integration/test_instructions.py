@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_model
 from transformers import BertTokenizerFast, GPT2Config, GPT2LMHeadModel
 
+from engine.run import Run
+from launch import report
 from tests.integration.helpers import furthest, launch, losses, rows, summary
 
 ANIMALS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "owl": "hoot"}
@@ -59,6 +61,10 @@ def test_an_answer_is_learnt_and_given(home: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["text"].strip() == "It says quack."
     assert "[reference: It says" in (run / "log.txt").read_text()
+    made = report.write([Run.open(str(run))], home / "report")
+    assert made["runs"][0]["metrics"]["perplexity"] == summary(run)["metrics"]["perplexity"]
+    for page in ("report.md", "report.html"):
+        assert "[reference: It says" in (home / "report" / page).read_text()
 
 
 BY_HAND = """
