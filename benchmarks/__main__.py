@@ -24,6 +24,7 @@ NAMES = {
     "recommender": "what texts cost, naive and as here; ids alone against a DataLoader of rows",
     "texts": "whether texts help a recommender, where, and what each way of using them costs",
     "adapters": "fine-tuning in 16, 8 and 4 bits: memory, steps, checkpoints; cleaning",
+    "gpu": "on a GPU: utilisation, QLoRA of a 7B inside 12 GB, packing; memory beside prediction",
     "accuracy": "the compression chain at several sparsities on real text; hours, and goes on where it stood",
     "soak": "a hundred faults at random moments: what they did to runs that must not notice",
     "contention": "what waiting threads do to speed when another process wants the cores",

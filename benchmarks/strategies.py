@@ -20,8 +20,12 @@ from typing import Any
 HOME = Path(__file__).resolve().parent.parent
 TASK = f"{HOME}/tests/tasks/ragged.py:RaggedLM"
 SHARDED = ("zero1", "zero2", "zero3")
-STEPS, MIDDLE = 50, 20
-KEPT_ON = 10
+QUICK = "STRATEGIES_QUICK"
+
+
+def lengths() -> tuple[int, int, int]:
+    """Steps in all, before the checkpoint, and after a resume."""
+    return (24, 12, 4) if os.environ.get(QUICK) else (50, 20, 10)
 
 
 def strategies(world: int) -> tuple[str, ...]:
@@ -29,8 +33,9 @@ def strategies(world: int) -> tuple[str, ...]:
 
 
 def measure(quick: bool) -> list[dict[str, Any]]:
-    """Rows of parity (losses over 50 steps, first gradients) and of every resume."""
+    """Rows of parity (losses, first gradients) and of every resume."""
     worlds = (1, 2) if quick else (1, 2, 3)
+    os.environ[QUICK] = "1" if quick else ""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for world in worlds[:-1]:
@@ -71,9 +76,10 @@ def _parity(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _resumes(folder: Path) -> Iterator[dict[str, Any]]:
+    _, middle, kept_on = lengths()
     for path in sorted(folder.glob("resume-*.json")):
         writer, reader = path.stem.removeprefix("resume-").split("+")
-        undisturbed = _read(folder / f"train-{reader}.json")[MIDDLE : MIDDLE + KEPT_ON]
+        undisturbed = _read(folder / f"train-{reader}.json")[middle : middle + kept_on]
         yield {
             "what": f"{writer} -> {reader}",
             "largest_loss_difference": furthest(_read(path), undisturbed),
@@ -131,7 +137,7 @@ def _session(strategy: str, precision: str = "fp32") -> Any:
     from launch.flags import make_recipe
 
     chosen = workload(TASK)
-    recipe, _ = make_recipe(chosen, {"steps": [STEPS]}, {})
+    recipe, _ = make_recipe(chosen, {"steps": [lengths()[0]]}, {})
     task, data = chosen.make(recipe)
     facts = prepare(data)
     size = ranks_from(os.environ)[1]
@@ -160,11 +166,12 @@ def _train(folder: Path, strategy: str, mode: str) -> None:
     session.stepper.backward(next(iter(session.feed().steps(0, 1))))
     gradient = reduced(session.strategy)
     session.enter(session.stretches[0])
-    losses = _steps(session, 0, MIDDLE)
+    steps, middle, _ = lengths()
+    losses = _steps(session, 0, middle)
     if mode == "train":
         facts = {"scaling": session.strategy.scaling()}
         checkpoint.save(folder / f"saved-{name}", session.strategy.state(), facts, session.world)
-    losses += _steps(session, MIDDLE, STEPS)
+    losses += _steps(session, middle, steps)
     if session.world.is_main:
         (folder / f"{mode}-{name}.json").write_text(json.dumps(losses))
         torch.save(gradient, folder / f"{mode}-{name}.pt")
@@ -176,7 +183,8 @@ def _resume(folder: Path, strategy: str, saved: Path) -> None:
 
     session = _session(strategy)
     session.put(Saved(saved))
-    losses = _steps(session, MIDDLE, MIDDLE + KEPT_ON)
+    _, middle, kept_on = lengths()
+    losses = _steps(session, middle, middle + kept_on)
     if session.world.is_main:
         reader = f"{session.world.size}-{strategy}"
         path = folder / f"resume-{saved.name.removeprefix('saved-')}+{reader}.json"

@@ -12,7 +12,7 @@ import numpy as np
 from data.base import Columns, Data, Ragged
 from models.causal_lm import CausalLM
 
-VOCABULARY = 2048
+VOCABULARY = int(os.environ.get("BENCHMARK_VOCABULARY", "2048"))
 MEAN, TAIL, LONGEST = 28, 0.464, 377
 """Lengths of samples: lognormal with this mean and spread (95 % are below 53), and one sample of LONGEST."""
 
@@ -37,7 +37,7 @@ class Blocks(Data):
 
     def identity(self) -> dict[str, Any]:
         rows = os.environ.get("BENCHMARK_ROWS")
-        return {**super().identity(), "rows": rows, "width": self.recipe.max_length}
+        return {**super().identity(), "rows": rows, "width": self.recipe.max_length, "words": VOCABULARY}
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         return {**super().prepare(folder), "vocabulary": VOCABULARY}

@@ -66,10 +66,10 @@ class _KeyedAttention:
         assert isinstance(site, Site)
         mask = _mask(site.draw(), probabilities.shape, dropout)
         dropped = drop(probabilities, mask, dropout).to(value.dtype)
-        return torch.matmul(dropped, _grouped(value, query)).transpose(1, 2).contiguous(), None
+        return torch.matmul(dropped, grouped(value, query)).transpose(1, 2).contiguous(), None
 
 
-def _grouped(x: Tensor, query: Tensor) -> Tensor:
+def grouped(x: Tensor, query: Tensor) -> Tensor:
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) if x.shape[1] != query.shape[1] else x
 
 
@@ -77,7 +77,7 @@ def _probabilities(
     query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, causal: bool
 ) -> Tensor:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query, _grouped(key, query).transpose(2, 3)).float() * scale
+    scores = torch.matmul(query, grouped(key, query).transpose(2, 3)).float() * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     elif causal:

@@ -114,7 +114,25 @@ def choose_attention(
     return asked.attention, "you asked for it"
 
 
+def choose_pack(case: Case, asked: PlanOptions, padding: float) -> tuple[bool, str]:
+    """`padding`: share of a usual batch's tokens, cut by length, that are none."""
+    padded = f"cut by length, {padding:.1%} of a usual batch's tokens are padding"
+    if asked.pack != "on":
+        return False, padded + ("; --pack on computes none of it" if case.shape.packs and padding else "")
+    if not case.shape.packs:
+        raise UserError("--pack on: this model's attention cannot be told where a sample ends: leave it out")
+    if asked.compile not in ("auto", "off"):
+        raise UserError(f"--pack on: rows change their length, so --compile {asked.compile} never ends")
+    if case.device == "cpu":
+        return True, f"you asked for it; attention alone is padded, as CPUs have no kernel for it; {padded}"
+    if case.device != "cuda" or case.precision == "fp32" or not case.hardware.gpu.native_bf16:
+        raise UserError("--pack on: needs an NVIDIA GPU of compute capability 8.0 and bf16 or fp16, or a CPU")
+    return True, f"you asked for it; {padded}"
+
+
 def choose_compile(case: Case, asked: PlanOptions, step_seconds: float) -> tuple[Compile, str]:
+    if asked.pack == "on" and asked.compile == "auto":
+        return "off", "packed rows have another length each time, and each would be compiled anew"
     if asked.compile != "auto":
         return asked.compile, "you asked for it"
     if case.device != "cuda":

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from engine.cut import Budget, cut
+from engine.cut import Budget, cut, padding_fraction
 from engine.facts import Facts
 from engine.footprint import Choices, flops_per_token, width_of
 from engine.hardware import Hardware
@@ -123,6 +123,13 @@ def compute_seconds(case: Case, choices: Choices, samples: int, tokens: int) -> 
     budget = Budget(samples, tokens, micro_batch_seconds(case) / per_token, 0.0, case.pad_multiple)
     times = [m.cost * per_token for m in cut(np.array(batch_lengths(case.facts, drawn)), 1, budget)[0]]
     return sum(times) * share / drawn, sum(times) / len(times)
+
+
+def usual_padding(case: Case, samples: int, tokens: int, fixed_cost: float) -> float:
+    """Share of the padded tokens of a batch like the data that are no tokens, cut for one process."""
+    lengths = np.array(batch_lengths(case.facts, min(case.recipe.batch_size, MOST_SAMPLES)))
+    budget = Budget(samples, tokens, fixed_cost, 0.0, case.pad_multiple)
+    return padding_fraction(lengths, cut(lengths, 1, budget))
 
 
 def all_reduce_seconds(size: float, processes: int, case: Case) -> float:

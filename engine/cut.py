@@ -19,6 +19,8 @@ class Budget:
     square_cost: float = 0.0
     """Cost of a row's length squared (attention), in tokens."""
     pad_multiple: int = 1
+    packed: bool = False
+    """Samples lie end to end: tokens that pad them cost nothing and fill nothing."""
 
     def width(self, length: int) -> int:
         return -(-max(1, int(length)) // self.pad_multiple) * self.pad_multiple
@@ -76,6 +78,10 @@ class _Packer:
 
     def __init__(self, lengths: np.ndarray, cohort: int, budget: Budget) -> None:
         self.lengths, self.cohort, self.budget = lengths, cohort, budget
+        each = cohort * lengths.astype(np.float64)
+        self.tokens = np.append(0.0, np.cumsum(each))
+        """Real ones in all groups before each."""
+        self.costs = np.append(0.0, np.cumsum(each + budget.square_cost * each * lengths))
 
     def counts(self, world: int) -> list[int]:
         """Numbers of segments worth trying: the fewest that fit, then more, which pad less."""
@@ -106,14 +112,26 @@ class _Packer:
         start = 0
         while start < len(self.lengths):
             length = int(self.lengths[start])
-            rows = max(1, self.budget.rows(length, most) // self.cohort)
-            stop = min(len(self.lengths), start + rows)
-            cost = self.budget.cost((stop - start) * self.cohort, length)
-            segments.append(_Segment(start, stop, cost, length))
+            stop = min(len(self.lengths), start + self._groups(start, most))
+            segments.append(_Segment(start, stop, self._cost(start, stop), length))
             if limit is not None and len(segments) > limit:
                 break
             start = stop
         return segments
+
+    def _groups(self, start: int, most: float) -> int:
+        """How many of the groups from `start` on make a segment that costs at most `most`; at least one."""
+        budget = self.budget
+        if not budget.packed:
+            return max(1, budget.rows(int(self.lengths[start]), most) // self.cohort)
+        by_tokens = np.searchsorted(self.tokens, self.tokens[start] + budget.tokens, "right") - 1
+        by_cost = np.searchsorted(self.costs, self.costs[start] + most - budget.fixed_cost, "right") - 1
+        return max(1, min(int(by_tokens), int(by_cost), start + budget.samples // self.cohort) - start)
+
+    def _cost(self, start: int, stop: int) -> float:
+        if self.budget.packed:
+            return self.budget.fixed_cost + float(self.costs[stop] - self.costs[start])
+        return self.budget.cost((stop - start) * self.cohort, int(self.lengths[start]))
 
 
 def _deal(segments: list[_Segment], world: int) -> list[list[_Segment]]:
@@ -152,6 +170,6 @@ def _members(groups: np.ndarray, count: int, cohort: int) -> np.ndarray:
 
 
 def padding_fraction(lengths: np.ndarray, ranks: list[list[Micro]]) -> float:
-    """Share of the padded tokens that are no tokens."""
+    """Share of the padded tokens that are no tokens, were every micro-batch padded."""
     slots = sum(m.width * len(m.places) for rank in ranks for m in rank)
     return 1 - float(lengths.sum()) / slots if slots else 0.0

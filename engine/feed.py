@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 from collections import deque
@@ -28,6 +29,11 @@ def budget_of(plan: Plan) -> Budget:
     return Budget(
         plan.micro_batch_samples, plan.micro_batch_tokens, plan.micro_batch_cost, 0.0, plan.pad_multiple
     )
+
+
+def training_budget(plan: Plan) -> Budget:
+    """Packed rows are cut by their real tokens where a kernel takes them as they are."""
+    return dataclasses.replace(budget_of(plan), packed=plan.pack and plan.device == "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ class Feed:
     ) -> None:
         self.source, self.order, self.plan, self.rank, self.cohort = source, order, plan, rank, cohort
         self.equal_counts = equal_counts
-        self.budget = budget_of(plan)
+        self.budget = training_budget(plan)
 
     def work(self, step: int) -> Work:
         """The cut of global batch `step`: the same on every rank, but for `mine`."""
@@ -77,7 +83,8 @@ class Feed:
         totals = {"sample": float(len(samples)), "cohort": float(-(-len(samples) // self.cohort))}
         totals |= {unit: float(w[samples].sum(dtype=np.float64)) for unit, w in self.source.weights.items()}
         tokens = int(lengths.sum())
-        return Work(step, samples, totals, tokens, mine, padding_fraction(lengths, ranks))
+        padding = 0.0 if self.plan.pack else padding_fraction(lengths, ranks)
+        return Work(step, samples, totals, tokens, mine, padding)
 
     def steps(self, start: int, stop: int) -> Iterator[Loaded]:
         """Steps start..stop-1, loaded ahead of the loop."""

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,17 @@ _CALL_STRIDE = 0x3C6EF372
 """Added to both halves of a key for each further call of one module in one forward."""
 
 
+class Packed(Protocol):
+    """Where the tokens of a padded (B, T) batch lie in one row of N."""
+
+    tokens: int
+    width: int
+
+    def take(self, x: Tensor) -> Tensor:
+        """(B, T, ...) -> (1, N, ...)."""
+        ...
+
+
 class KeyedNoise:
     """The noise of one run. `bind` it to a micro-batch, then draw; drawing twice gives the same numbers."""
 
@@ -35,6 +46,8 @@ class KeyedNoise:
         self.sites: dict[str, Site] = {}
         self.keys: Tensor | None = None
         self.rows = 0
+        self.layout: Packed | None = None
+        """How the rows lie end to end in one, while they do."""
         self._row_keys = np.empty(0, np.uint64)
         self._device = torch.device("cpu")
 
@@ -212,7 +225,11 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        keys = self.site.draw()
+        keys, layout = self.site.draw(), self.site.noise.layout
+        if layout is not None and x.shape[:2] == (1, layout.tokens):
+            rest = x[0, 0].numel()
+            padded = keep_mask(keys, layout.width * rest, self.p)
+            return drop(x, layout.take(padded.view(len(keys), layout.width, rest)), self.p)
         if len(keys) != len(x):
             raise NotPerSample(self.site.name, tuple(x.shape), len(keys))
         return drop(x, keep_mask(keys, x[0].numel(), self.p), self.p)

@@ -43,6 +43,8 @@ class PlanOptions:
     """Recompute activations in the backward pass: less memory, about a third more arithmetic."""
     attention: Literal["auto", "sdpa", "eager", "flash"] = "auto"
     """The attention kernel."""
+    pack: Literal["auto", "on", "off"] = "auto"
+    """Samples of a micro-batch end to end, each by itself in attention, in place of padding."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """The kind of device."""
     memory_limit: str | None = None
@@ -78,6 +80,8 @@ class Plan:
     compile: Literal["on", "off", "reduce-overhead"]
     activation_checkpointing: bool
     attention: Literal["sdpa", "eager", "flash"]
+    pack: bool
+    """Whether the samples of a micro-batch lie end to end, so that no padding is computed."""
     reduction: Literal["overlapped", "explicit"]
     """When gradients cross processes: during the last backward, or once after it."""
     threads: int

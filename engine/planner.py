@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from engine import choices as choose
-from engine.costs import Case, micro_batch_seconds, steps_per_epoch, token_seconds
+from engine.costs import Case, micro_batch_seconds, steps_per_epoch, token_seconds, usual_padding
 from engine.errors import TrainingError, UserError
 from engine.facts import Facts
 from engine.footprint import Choices
@@ -172,12 +172,14 @@ def _sizes(case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout]
 
 
 def _running(case: Case, asked: PlanOptions, chosen: Layout) -> Made:
+    cost = micro_batch_seconds(case) / token_seconds(case, chosen.choices)
     return {
         "workers": choose.choose_workers(asked),
         "prefetch": choose.choose_prefetch(asked),
         "pin_memory": choose.choose_pin_memory(case.hardware, case.device, asked),
         "threads": choose.choose_threads(case, chosen.choices.processes),
         "reduction": choose.choose_reduction(case, chosen.choices),
+        "pack": choose.choose_pack(case, asked, usual_padding(case, chosen.samples, chosen.tokens, cost)),
     }
 
 

@@ -22,6 +22,7 @@ from engine.feed import Feed, Loaded, tensors, to_device
 from engine.keying import key_dropout
 from engine.noise import KeyedNoise
 from engine.optim import learning_rate, make_optimizer
+from engine.packing import Packing
 from engine.plan import Plan
 from engine.recipe import Recipe
 from engine.registry import workload
@@ -65,6 +66,7 @@ class Session:
 
     def _prepare_model(self) -> None:
         self.model, self.noise = prepare_model(self.task, self.recipe, self.facts, self.plan, self.world)
+        self.packing = Packing(self.model, self.noise) if self.plan.pack else None
         self._begun = ""
 
     def renew(self) -> None:
@@ -151,7 +153,14 @@ class Session:
     def _make_stepper(self) -> Stepper:
         stretch = self.stretch
         return Stepper(
-            self.task, self.recipe, self.world, self.strategy, self.noise, stretch.name, stretch.steps
+            self.task,
+            self.recipe,
+            self.world,
+            self.strategy,
+            self.noise,
+            stretch.name,
+            stretch.steps,
+            self.packing,
         )
 
     def put(self, saved: Saved) -> None:

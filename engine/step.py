@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from models.base import Batch, Change, Held, Loss, Step, Task
 if TYPE_CHECKING:
     from engine import portable
     from engine.checkpoint import Saved
+    from engine.packing import Packing
     from engine.recipe import Recipe
     from engine.world import World
 
@@ -86,9 +86,10 @@ class Stepper:
         noise: KeyedNoise | None,
         phase: str,
         of: int = 0,
+        packing: Packing | None = None,
     ) -> None:
         self.task, self.recipe, self.world, self.strategy = task, recipe, world, strategy
-        self.noise, self.phase, self.of = noise, phase, of
+        self.noise, self.phase, self.of, self.packing = noise, phase, of, packing
         self.names: list[str] | None = None
         """Names of the losses, on all ranks the same."""
         self.foreign_noise: bool | None = None
@@ -119,12 +120,14 @@ class Stepper:
                     continue
                 batch = to_device(host, self.world.device)
                 self.world.at(f"step {work.step + 1}, micro-batch {place + 1} of {len(work.mine)}")
-                self._bind(work.step, host["index"].numpy(), place)
+                self._bind(work.step, host, place)
                 with self.strategy.micro_batch(place == len(work.mine) - 1):
                     losses = self._losses(batch, work.step)
                     self.strategy.backward(self._total(losses, work, parts, 0.0 if dummy else 1.0))
                 if place == 0 and self.names is None:
                     self._refuse_means(losses, micro, host, work.step)
+        if self.packing is not None:
+            self.packing.bind(None)
         return self._pack(parts)
 
     @contextlib.contextmanager
@@ -167,14 +170,14 @@ class Stepper:
 
         def compute(rows: slice) -> first_step.Parts:
             part = {name: column[rows] for name, column in host.items()}
-            if self.noise is not None:
-                self.noise.bind(step, part["index"].numpy(), self.world.device)
+            self._bind_to(step, part)
             return first_step.values(self._losses(to_device(part, self.world.device), step))
 
         with self.world.accelerator.autocast():
             halved = torch.is_autocast_enabled(self.world.device.type)
         aside = self.noise.aside() if self.noise else contextlib.nullcontext()
-        with aside, first_step.leaving_no_trace(self.strategy.model, self.world.device):
+        packing = self.packing.aside() if self.packing else contextlib.nullcontext()
+        with aside, packing, first_step.leaving_no_trace(self.strategy.model, self.world.device):
             first_step.refuse_means(first_step.values(losses), compute, middle, len(micro.places), halved)
 
     def _pack(self, parts: dict[str, Tensor]) -> tuple[list[str], Tensor]:
@@ -202,12 +205,18 @@ class Stepper:
         noise = self.noise or TorchNoise(self.world.device)
         return Step(number, self.phase, noise, self.of, self.world.agree)
 
-    def _bind(self, step: int, samples: np.ndarray, place: int) -> None:
-        if self.noise is not None:
-            self.noise.bind(step, samples, self.world.device)
+    def _bind(self, step: int, host: Mapping[str, Tensor], place: int) -> None:
+        self._bind_to(step, host)
         if self.noise is None or self.foreign_noise is not False:
             # At least a resumed run draws what an undisturbed one would, and no two ranks draw alike.
             torch.manual_seed(hash((self.recipe.seed, step, self.world.rank, place)) & 0x7FFFFFFF)
+
+    def _bind_to(self, step: int, host: Mapping[str, Tensor]) -> None:
+        """Noise and packing are those of the samples in `host`."""
+        if self.noise is not None:
+            self.noise.bind(step, host["index"].numpy(), self.world.device)
+        if self.packing is not None:
+            self.packing.bind(host["length"].numpy())
 
     @contextlib.contextmanager
     def _watching_generators(self) -> Iterator[None]:

@@ -159,6 +159,8 @@ class Shape:
     """Most fp32 logits that are made of it at a time, if it works in chunks."""
     weight_bytes: float = 0.0
     """Of all weights, where they are not 4 a parameter."""
+    packs: bool = False
+    """Whether its attention can be told where one sample ends and the next begins (see engine/packing.py)."""
     remark: str = ""
     """What a plan should say of this model beside."""
     whole: str = ""

@@ -216,8 +216,9 @@ class CausalLM(Task):
         hidden = config.hidden_size
         inner = getattr(config, "intermediate_size", None) or 4 * hidden
         layers, heads = config.num_hidden_layers, config.num_attention_heads
-        plain = config.model_type in decoders.PLAIN_HEADS
-        return decoders.shape(count, layers, hidden, heads, inner, config.vocab_size, plain)
+        kind = config.model_type
+        plain, packs = kind in decoders.PLAIN_HEADS, kind in decoders.PACKED
+        return decoders.shape(count, layers, hidden, heads, inner, config.vocab_size, plain, packs)
 
     def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""

@@ -41,6 +41,8 @@ PRESETS = {
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 PLAIN_HEADS = ("gpt2", *LLAMA_LIKE, "opt", "bloom", "gpt_neox")
 """Model types whose logits are a linear layer of the last states and nothing else."""
+PACKED = ("gpt2", *LLAMA_LIKE, "opt", "gpt_neox")
+"""Model types whose attention is causal over the whole sample, and told apart by positions alone."""
 CHUNK_BYTES = 64 << 20
 """Of fp32 logits that a plain head's loss makes at a time; see models/head.py."""
 CONTEXT_NAMES = ("n_positions", "max_position_embeddings", "n_ctx", "max_sequence_length")
@@ -83,7 +85,9 @@ def _llama(config: Mapping[str, Any]) -> Shape:
         layer += 2 * width  # norms of queries and keys
     tables = 1 if config.get("tie_word_embeddings", False) else 2
     count = tables * vocabulary * hidden + layers * layer + hidden
-    return shape(count, layers, hidden, heads, inner, vocabulary)
+    # A window hides what is far behind, which packed attention does not know.
+    window = config.get("sliding_window") and config.get("use_sliding_window", True)
+    return shape(count, layers, hidden, heads, inner, vocabulary, packs=not window)
 
 
 def _llama_biases(config: Mapping[str, Any], queries: int, keys: int, hidden: int, inner: int) -> int:
@@ -94,10 +98,18 @@ def _llama_biases(config: Mapping[str, Any], queries: int, keys: int, hidden: in
 
 
 def shape(
-    count: int, layers: int, hidden: int, heads: int, inner: int, vocabulary: int, plain_head: bool = True
+    count: int,
+    layers: int,
+    hidden: int,
+    heads: int,
+    inner: int,
+    vocabulary: int,
+    plain_head: bool = True,
+    packs: bool = True,
 ) -> Shape:
     return Shape(
         head_bytes=CHUNK_BYTES if plain_head else 0,
+        packs=packs,
         parameters=count,
         trainable=count,
         layers=layers,

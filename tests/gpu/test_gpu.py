@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from data import corpora, tokenizers
 from engine.noise import KeyedDropout, KeyedNoise, hash_bits
 from tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
 
@@ -55,6 +58,51 @@ def test_compiled_training_draws_the_same_noise(tmp_path: Path) -> None:
     eager = trained(tmp_path, "eager", "--precision", "fp32", "--compile", "off")
     compiled = trained(tmp_path, "compiled", "--precision", "fp32", "--compile", "on")
     assert furthest(losses(compiled), losses(eager)) < 1e-3
+
+
+def conversations(folder: Path) -> Path:
+    """Questions and answers of very different lengths, and a small model in `base`."""
+    draw = np.random.default_rng(0)
+    words = ["sun", "rain", "wind", "snow", "fog", "hail"]
+    asked = [
+        {"instruction": f"Say {n} words.", "output": " ".join(draw.choice(words, n).tolist())}
+        for n in draw.integers(1, 60, 400).tolist()
+    ]
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    tokenizer = tokenizers.train(corpora.demo().splits["train"](), 600)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END).save_pretrained(
+        folder / "base"
+    )
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 1024, "attn_pdrop": 0.0}
+    GPT2LMHeadModel(GPT2Config(vocab_size=600, **sizes)).save_pretrained(folder / "base")
+    return folder
+
+
+ASKED = ["--task", "causal-lm", "--data", "asked.jsonl", "--model", "base", "--max-length", "768", "--quiet"]
+ASKED += ["--batch-size", "32", "--steps", "24", "--compile", "off"]
+
+
+def test_samples_end_to_end_learn_the_same(tmp_path: Path) -> None:
+    curves = []
+    for pack in ("on", "off"):
+        words = ["--lr", "1e-3", "--precision", "bf16", "--pack", pack, "--name", pack]
+        done = launch("auto", *ASKED, *words, cwd=conversations(tmp_path), timeout=400)
+        assert done.returncode == 0, done.stderr
+        curves.append(losses(tmp_path / "runs" / pack))
+    assert furthest(*curves) < 5e-2
+    assert summary(tmp_path / "runs" / "on")["padding_fraction"] == 0
+
+
+@pytest.mark.parametrize("way", [["--adapter", "lora"], ["--adapter", "qlora"], ["--load-bits", "8"]])
+def test_adapters_learn_and_merge(way: list[str], tmp_path: Path) -> None:
+    conversations(tmp_path)
+    flags = way if "--adapter" in way else ["--adapter", "lora", *way]
+    done = launch("auto", *ASKED, *flags, "--lr", "1e-2", "--name", "tuned", cwd=tmp_path, timeout=400)
+    assert done.returncode == 0, done.stderr
+    found = losses(tmp_path / "runs" / "tuned")
+    assert found[-1] < found[0]
+    assert launch("export", "runs/tuned", "--to", "merged,adapter", cwd=tmp_path).returncode == 0
 
 
 def test_a_classifier_is_pruned_and_quantized_as_on_the_cpu(tmp_path: Path) -> None:

@@ -98,14 +98,17 @@ def test_perplexity_is_of_the_answers_tokens_as_others_compute_it(home: Path) ->
     assert found["perplexity"] == pytest.approx(math.exp(float(done.stdout)), rel=1e-4)
 
 
-def test_processes_learn_the_same_and_every_sample_once_an_epoch(home: Path) -> None:
+def test_processes_learn_the_same_end_to_end_and_every_sample_once_an_epoch(home: Path) -> None:
+    """Two processes without padding against one with it."""
     flags = ["--data", "asked.jsonl", "--model", "tiny", "--steps", "60", "--save-every", "25", "--ledger"]
-    done = launch(*TASK, *flags, "--keep", "9", "--name", "two", "--processes", "2", "--again", cwd=home)
+    more = ["--keep", "9", "--name", "two", "--processes", "2", "--pack", "on", "--again"]
+    done = launch(*TASK, *flags, *more, cwd=home)
     assert done.returncode == 0, done.stderr
     one, two = home / "runs" / "asked", home / "runs" / "two"
     assert furthest(losses(one)[:20], losses(two)[:20]) < 1e-5
     epoch = [n for row in rows(two, "samples.jsonl")[:6] for n in row["samples"]]
     assert sorted(epoch) == list(range(46))
+    assert summary(two)["padding_fraction"] == 0 < summary(one)["padding_fraction"]
     verified = launch("verify", str(two), cwd=home)
     assert verified.returncode == 0, verified.stdout + verified.stderr
 

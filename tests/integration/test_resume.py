@@ -61,10 +61,11 @@ def logged(run: Path) -> int:
     return path.read_text().count('"lr"') if path.exists() else 0
 
 
-def test_five_kills_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_kills_change_nothing(kills: int, undisturbed: Path, tmp_path: Path) -> None:
     run, generator = tmp_path / "runs" / "killed", random.Random(7)
     words = ["auto", *SETTINGS, "--name", "killed", "--processes", "1"]
-    reached = [killed_at_random(words, run, generator) for _ in range(5)]
+    reached = [killed_at_random(words, run, generator) for _ in range(kills)]
     assert all(0 < r < STEPS for r in reached), reached
     done = launch("resume", str(run), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

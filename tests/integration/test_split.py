@@ -91,7 +91,12 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
+SOAKED = ("three processes",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SOAKED else n for n in CUTS]
+)
 def test_any_cut_learns_the_same(name: str, whole: Measured, tmp_path: Path) -> None:
     world, plan = CUTS[name]
     found = run(tmp_path, world, **plan)

@@ -37,6 +37,7 @@ def test_any_strategy_goes_on_from_any_checkpoint(found: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_from_a_laptop_to_zero_and_back(tmp_path: Path) -> None:
     """One process, then two under ZeRO-2, then one again: one run, one curve."""
     whole = [*["auto", "--task", RAGGED, "--quiet", "--steps", "30"], "--save-every", "10", "--keep", "9"]
@@ -55,7 +56,7 @@ def test_from_a_laptop_to_zero_and_back(tmp_path: Path) -> None:
     assert launch("verify", str(run), cwd=tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_a_phase_may_train_what_the_one_before_left_frozen(strategy: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -128,6 +128,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(training: Any, tmp_path: Pat
     whole(made.run, plain(tmp_path, 60))
 
 
+@SLOW
 def test_workers_whose_launcher_was_killed_save_and_are_started_anew(training: Any, tmp_path: Path) -> None:
     made = training(steps=120)
     made.wait_for(25)

@@ -29,6 +29,7 @@ _DEFAULTS: dict[str, Any] = {
     "compile": "off",
     "activation_checkpointing": False,
     "attention": "sdpa",
+    "pack": False,
     "reduction": "explicit",
     "threads": 1,
     "invariance": "exact",

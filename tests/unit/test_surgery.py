@@ -123,7 +123,10 @@ def test_the_saved_tokenizer_gives_what_the_model_reads(family: str, tmp_path: P
     assert tokenizer.model_max_length == {"roberta": 511}.get(family, 512)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The others pass the same way, each in three processes of its own.
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.slow) if f != "bert" else f for f in FAMILIES]
+)
 def test_a_pruned_model_opens_again_everywhere_or_fails_loudly(
     family: str, tmp_path: Path, tiny_facts: Any
 ) -> None:

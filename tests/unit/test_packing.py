@@ -1,0 +1,159 @@
+"""Samples end to end learn what samples in padded rows learn, with the same noise."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.cut import Budget, cut
+from engine.errors import UserError
+from engine.keying import key_dropout
+from engine.noise import KeyedNoise
+from engine.packing import Layout, Packing
+from engine.step import checkpoint_activations
+from models import head
+from tests.unit.test_planner import GPT2, TEXTS, planned
+
+PACKS = dataclasses.replace(GPT2, packs=True)
+CPU = torch.device("cpu")
+LENGTHS = np.array([3, 12, 7, 1])
+VOCABULARY = 53
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16},
+    "llama": {**SMALL, "num_key_value_heads": 2, "attention_dropout": 0.1},
+    "qwen2": {**SMALL, "num_key_value_heads": 2},
+    "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 16, "dropout": 0.0},
+    "gpt_neox": {**SMALL, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+}
+
+
+def made(family: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=VOCABULARY, **CONFIGS[family])
+    return AutoModelForCausalLM.from_config(config)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """(B, T) tokens and targets; padding is full of tokens, so that seeing it would show."""
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (4, 12), generator=draw)
+    targets = torch.randint(VOCABULARY, (4, 12), generator=draw)
+    inside = torch.arange(12) < torch.from_numpy(LENGTHS)[:, None] - 1
+    return tokens, targets.masked_fill(~inside, head.IGNORED)
+
+
+def learnt(family: str, packed: bool, checkpointed: bool = False) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a step with keyed dropout."""
+    model = made(family)
+    head.make_passable(model)
+    noise = KeyedNoise(3)
+    key_dropout(model, noise)
+    if checkpointed:
+        checkpoint_activations(model, keyed=True)
+    packing = Packing(model, noise) if packed else None
+    model.train()
+    noise.bind(5, np.array([8, 2, 31, 4]), CPU)
+    if packing:
+        packing.bind(LENGTHS)
+    loss = head.loss(model, *batch())
+    loss.backward()  # type: ignore[no-untyped-call]
+    if packing:
+        assert packing.layout is not None
+        packing.bind(None)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), gradients
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
+def test_every_family_learns_the_same(family: str, checkpointed: bool) -> None:
+    padded, packed = learnt(family, False), learnt(family, True, checkpointed)
+    assert packed[0] == pytest.approx(padded[0], rel=1e-6)
+    assert packed[1].keys() == padded[1].keys()
+    for name, gradient in padded[1].items():
+        assert (packed[1][name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
+
+
+def test_only_real_tokens_are_computed() -> None:
+    model = made("gpt2").eval()
+    seen: list[torch.Size] = []
+    model.transformer.h[0].mlp.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape))
+    packing = Packing(model, None)
+    packing.bind(LENGTHS)
+    out = model(input_ids=batch()[0]).logits
+    packing.bind(None)
+    whole = model(input_ids=batch()[0]).logits
+    assert [tuple(shape[:2]) for shape in seen] == [(1, LENGTHS.sum()), (4, 12)]
+    assert out.shape == whole.shape
+    assert torch.allclose(out[1], whole[1], atol=1e-5)
+    assert not out[0, 3:].any()
+
+
+def test_a_forward_that_fails_leaves_no_trace() -> None:
+    model = made("gpt2").eval()
+    packing = Packing(model, None)
+    packing.bind(LENGTHS)
+    with pytest.raises(IndexError):
+        model(input_ids=batch()[0] + 1000)
+    assert Packing.forwarding == 0
+    with pytest.raises(UserError, match="more than tokens"):
+        model(input_ids=batch()[0], attention_mask=torch.ones(4, 12))
+    assert Packing.forwarding == 0
+
+
+def test_there_and_back() -> None:
+    layout = Layout(LENGTHS, 12, CPU)
+    x = torch.randn(4, 12, 5)
+    packed = layout.take(x)
+    assert packed.shape == (1, LENGTHS.sum(), 5)
+    assert layout.borders.tolist() == [0, 3, 15, 22, 23]
+    inside = torch.arange(12) < torch.from_numpy(LENGTHS)[:, None]
+    assert torch.equal(layout.pad(packed), x * inside[..., None])
+
+
+def test_packed_rows_are_cut_by_their_tokens() -> None:
+    lengths = np.array([100, 10, 10, 10, 50, 40, 30, 30, 20])
+    budget = Budget(samples=100, tokens=150, packed=True)
+    for world in (1, 2):
+        ranks = cut(lengths, world, budget)
+        micros = [m for rank in ranks for m in rank]
+        assert sorted(np.concatenate([m.places for m in micros])) == list(range(9))
+        assert all(lengths[m.places].sum() <= 150 for m in micros)
+    assert len(cut(lengths, 1, budget)[0]) == 2  # 300 tokens; padded rows of 150 take more
+    assert len(cut(lengths, 1, Budget(samples=100, tokens=150))[0]) > 2
+    few = cut(lengths, 1, Budget(samples=2, tokens=1000, packed=True))[0]
+    assert max(len(m.places) for m in few) == 2
+
+
+def test_the_plan_says_what_padding_is_left() -> None:
+    off = planned("rtx4090")
+    assert not off.pack
+    assert "of a usual batch's tokens are padding" in off.reasons["pack"]
+    assert planned("cpu:2x24gb", facts=TEXTS, shape=PACKS, pack="on").pack
+    gpu = planned("rtx4090", shape=PACKS, pack="on")
+    assert (gpu.pack, gpu.compile) == (True, "off")
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "said"),
+    [
+        ("t4", {}, "compute capability 8.0"),
+        ("rtx4090", {"precision": "fp32"}, "compute capability 8.0"),
+        ("rtx4090", {"compile": "on"}, "--compile on never ends"),
+    ],
+)
+def test_packing_is_refused_in_a_line(machine: str, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        planned(machine, shape=PACKS, pack="on", **asked)
+
+
+def test_a_model_of_its_own_attention_is_not_packed() -> None:
+    with pytest.raises(UserError, match="cannot be told where a sample ends"):
+        planned("rtx4090", pack="on")
