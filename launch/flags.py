@@ -51,6 +51,7 @@ SYNONYMS = {
     "text_model": "model",
     "dataset": "data",
     "pruned_model_path": "pruned",
+    "trust_remote_code": "remote_code",
     "per_device_train_batch_size": "per_device_batch_size",
 }
 """Words people bring from other tools, and ours."""
@@ -59,7 +60,6 @@ MEANINGS: dict[str, dict[str, str]] = {
     "full": {"mode": "full"},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
-    "trust_remote_code": {"remote_code": "on"},
     "load_in_8bit": {"load_bits": "8"},
     "load_in_4bit": {"load_bits": "4"},
     "fast_detection": {"monitor": "fast"},
