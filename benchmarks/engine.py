@@ -20,8 +20,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import ROOT, Row, interleaved, middle, paired_ratio
+from benchmarks.workload import lengths_of
+from data.base import length_quantiles
 from engine import options as opt
+from engine.cut import cut, padding_fraction
 from engine.detection import detect
+from engine.facts import Facts
+from engine.feed import budget_of
+from engine.hardware import parse
 from engine.options import Interval
 from engine.plan import Plan, PlanOptions
 from engine.planner import make_plan
@@ -29,7 +35,9 @@ from engine.prepare import prepare
 from engine.recipe import Recipe
 from engine.registry import workload
 from engine.run import Run, RunOptions
+from engine.sampler import Sampler
 from engine.session import make_sampler
+from models import decoders
 from models.decoders import PRESETS
 
 WORKLOAD = Path(__file__).with_name("workload.py")
@@ -81,8 +89,42 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(quick: bool) -> list[Row]:
-    """Rows of all cases."""
-    return [row for case in cases(quick) for row in compare(case, 1 if quick else 3)]
+    """Rows of all cases, and what is padded of samples of instructions' lengths."""
+    rows = [row for case in cases(quick) for row in compare(case, 1 if quick else 3)]
+    return [*rows, *padding("here", "tiny"), *padding("rtx4090", "gpt2-124m")]
+
+
+def padding(machine: str, model: str) -> list[Row]:
+    """Shares of the computed tokens that are none: a batch padded to its longest, and as the plan cuts it."""
+    hardware = detect() if machine == "here" else parse(machine)
+    lengths = np.minimum(lengths_of(20_000, mean=110, longest=1509), 1024)
+    facts = Facts(
+        fingerprint="",
+        folder="",
+        samples={"train": len(lengths)},
+        lengths=length_quantiles(lengths),
+        extra={"vocabulary": 50257},
+    )
+    shape = decoders.shape_of(PRESETS[model].config(50257, 1024))
+    assert shape is not None
+    rows: list[Row] = []
+    for batch in (8, 32, 128):
+        recipe = Recipe(task="causal-lm", batch_size=batch, max_length=1024)
+        budget = budget_of(make_plan(recipe, facts, shape, hardware, PlanOptions()))
+        order = Sampler(len(lengths), batch, 0)
+        drawn = [lengths[order.batch(step)] for step in range(100)]
+        whole = [1 - some.mean() / some.max() for some in drawn]
+        ours = [padding_fraction(some, cut(some, 1, budget)) for some in drawn]
+        rows.append(
+            {
+                "plan for": machine,
+                "model": model,
+                "batch": batch,
+                "padding, batch in one": round(float(np.mean(whole)), 3),
+                "padding, cut by length": round(float(np.mean(ours)), 3),
+            }
+        )
+    return rows
 
 
 def compare(case: Case, repeats: int) -> list[Row]:

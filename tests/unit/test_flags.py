@@ -29,8 +29,8 @@ FLAGS = {
     "run": """out name resume again save_every keep log_every tracker ledger anomaly hang_timeout
         max_restarts debug quiet""",
     "causal-lm": """adapter lora_r lora_alpha lora_dropout lora_targets lora_bias load_bits generate_prompt
-        generate_tokens resize_embeddings remote_code text_column template response_only mix clean stride vocab_size
-        data_config""",
+        generate_tokens resize_embeddings remote_code text_column template response_only mix clean stride
+        vocab_size data_config""",
 }
 
 
@@ -192,6 +192,7 @@ VALUES = {
 VALUES |= {
     "precision": "16-mixed",
     "activation_checkpointing": "on",
+    "remote_code": "on",
     "data": "demo",
     "lr": "0.5",
     "clip": "2",
