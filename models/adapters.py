@@ -270,7 +270,8 @@ def save(model: Any, folder: Path) -> None:
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    found = get_peft_model_state_dict(model, adapter_name="default")
+    # Left to itself it asks the hub whether the base has as many embeddings.
+    found = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
     weights = {PREFIX + name: value.detach().cpu().contiguous() for name, value in found.items()}
     save_file(weights, folder / FILE, metadata={"format": "pt"})
     config = model.peft_config["default"]

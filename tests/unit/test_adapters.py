@@ -1,0 +1,135 @@
+"""Adapters on every family of models: what they sit on, that they alone learn, and that they merge."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models import adapters, head
+from models.base import ExportError, ModelError
+from models.causal_lm import CausalLMOptions
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "gpt2": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}, {"c_attn": 2}),
+    "llama": (SMALL, {"q_proj": 2, "v_proj": 2}),
+    "mistral": ({**SMALL, "num_key_value_heads": 2}, {"q_proj": 2, "v_proj": 2}),
+    "qwen2": ({**SMALL, "num_key_value_heads": 2}, {"q_proj": 2, "v_proj": 2}),
+    "qwen3": ({**SMALL, "num_key_value_heads": 2, "head_dim": 16}, {"q_proj": 2, "v_proj": 2}),
+    "opt": ({**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64}, {"q_proj": 2, "v_proj": 2}),
+    "bloom": ({"hidden_size": 64, "n_layer": 2, "n_head": 4}, {"query_key_value": 2}),
+    "gpt_neox": (SMALL, {"query_key_value": 2}),
+}
+"""model_type -> (sizes, which matrices get an adapter unasked). Pythia is a GPT-NeoX, DistilGPT-2 a GPT-2."""
+
+
+def config_of(family: str) -> Any:
+    return AutoConfig.for_model(family, vocab_size=67, **FAMILIES[family][0])
+
+
+def adapted(family: str, **asked: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config_of(family))
+    adapters.add(model, CausalLMOptions(adapter="lora", **asked), "base", None)
+    head.make_passable(model)
+    return model
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(67, (3, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_learns_by_its_adapters_alone_and_merges(family: str) -> None:
+    model = adapted(family)
+    before = copy.deepcopy(model.state_dict())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = adapters.counted(config_of(family), CausalLMOptions(adapter="lora"))
+    assert found.targets == FAMILIES[family][1]
+    assert found.trained == sum(p.numel() for p in trained)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    model.train()
+    for _ in range(8):
+        loss = head.loss(model, tokens()[:, :-1], tokens()[:, 1:])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    moved = {n for n, v in model.state_dict().items() if not torch.equal(v, before[n])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=tokens()).logits
+        merge(model)
+        assert float((model(input_ids=tokens()).logits - logits).abs().max()) < 1e-4
+
+
+def merge(model: Any) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linear_leaves_only_the_head_and_the_embeddings(family: str) -> None:
+    options = CausalLMOptions(adapter="lora", lora_targets="all-linear")
+    found = adapters.counted(config_of(family), options)
+    assert sum(found.targets.values()) >= 2 * 4  # at least attention in and out, and two of the MLP, a layer
+    assert not {"lm_head", "embed_out", "wte", "embed_tokens"} & set(found.targets)
+
+
+def test_the_tutorials_count_is_what_it_is() -> None:
+    """811,008, not the 524,288 that is often quoted for rank 8 on c_attn and c_proj of GPT-2."""
+    options = CausalLMOptions(adapter="lora", lora_targets="c_attn,c_proj")
+    found = adapters.counted(AutoConfig.for_model("gpt2"), options)
+    assert (found.trained, found.targets) == (811_008, {"c_attn": 12, "c_proj": 24})
+
+
+def test_a_merge_that_changes_the_model_is_refused() -> None:
+    one, other = adapted("gpt2").eval(), adapted("gpt2").eval()
+    batch = [{"tokens": tokens()}]
+    assert adapters.compared(one, other, batch)["max_logit_difference"] == 0
+    with torch.no_grad():
+        other.transformer.h[0].mlp.c_fc.weight.mul_(1.01)
+    with pytest.raises(ExportError, match="merged logits differ"):
+        adapters.compared(one, other, batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "pretrained", "said"),
+    [
+        ({"load_bits": 4}, True, "rounded weights cannot train"),
+        ({"adapter": "qlora", "load_bits": 8}, True, "qlora means 4"),
+        ({"adapter": "lora"}, False, "a model from scratch has nothing to adapt"),
+        ({"adapter": "lora", "resize_embeddings": True}, True, "would never train"),
+    ],
+)
+def test_contradictions_are_a_line(options: dict[str, Any], pretrained: bool, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        adapters.check(CausalLMOptions(**options), pretrained)
+
+
+def test_a_name_that_no_matrix_has_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ModelError, match="this model has down_proj, gate_proj, k_proj"):
+        adapted("llama", lora_targets="c_attn")
+
+
+def test_what_is_saved_is_the_adapter(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    model = adapted("llama")
+    adapters.save(model, tmp_path)
+    with safe_open(tmp_path / adapters.FILE, "pt") as file:
+        names = list(file.keys())
+    assert len(names) == 2 * 2 * 2
+    assert all(name.startswith(adapters.PREFIX) and "lora_" in name for name in names)
