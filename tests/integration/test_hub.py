@@ -15,6 +15,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from data import corpora, tokenizers
+from models.hub import _has_weights, _wanted
 from tests.integration.helpers import launch, summary
 from tests.integration.test_bad_input import complaint
 
@@ -121,3 +122,33 @@ def test_what_the_hub_refuses_is_one_line(
     words: list[str], said: str, hub: dict[str, str], tmp_path: Path
 ) -> None:
     assert said in complaint(launch(*TASK, *words, cwd=tmp_path, **hub))
+
+
+@pytest.mark.parametrize(
+    ("weights", "wanted"),
+    [
+        (["model.safetensors", "pytorch_model.bin", "tf_model.h5", "onnx/model.onnx"], ["model.safetensors"]),
+        (["pytorch_model.bin", "flax_model.msgpack"], ["pytorch_model.bin"]),
+        (
+            [
+                "model-00001-of-00002.safetensors",
+                "model-00002-of-00002.safetensors",
+                "consolidated.safetensors",
+            ],
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ),
+    ],
+    ids=["safetensors", "pickles alone", "shards"],
+)
+def test_one_form_of_the_weights_is_enough(weights: list[str], wanted: list[str]) -> None:
+    small = ["config.json", "generation_config.json", "merges.txt", "modeling_own.py"]
+    assert sorted(_wanted([*small, *weights, "README.md", "original/params.json"])) == sorted(small + wanted)
+
+
+def test_half_of_the_weights_are_none(tmp_path: Path) -> None:
+    parts = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+    (tmp_path / parts["a"]).write_text("")
+    assert not _has_weights(tmp_path)
+    (tmp_path / parts["b"]).write_text("")
+    assert _has_weights(tmp_path)
