@@ -103,7 +103,7 @@ def test_any_cut_learns_the_same(name: str, whole: Measured, tmp_path: Path) -> 
     assert_same(found, whole)
 
 
-@pytest.mark.parametrize("reduction", ["explicit", "overlapped"])
+@pytest.mark.parametrize("reduction", ["explicit", pytest.param("overlapped", marks=pytest.mark.slow)])
 def test_ranks_with_nothing_to_do(reduction: str, tmp_path: Path) -> None:
     """Batches of 2, at the end of an epoch of 1, on three processes: some ranks hold a dummy or nothing."""
     flags = {"batch_size": 2}
