@@ -6,6 +6,8 @@ import io
 from html import escape
 from typing import Any
 
+from launch.figures import COLUMNS, caption, runs_table, table
+
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 100rem; color: #1b1f24 }
 body { margin: 2rem auto; padding: 0 1rem }
@@ -20,12 +22,10 @@ h3 { font-size: 1rem } pre { white-space: pre-wrap; background: #f6f8fa; padding
 
 def page(made: dict[str, Any]) -> str:
     """The whole document."""
-    from launch.report import COLUMNS, caption, figures, table
-
     parts = ["<h1>Report</h1>", f'<p class="note">{escape(caption(made))}</p>']
     if made["models"]:
         parts += [_table(list(COLUMNS), table(made)), "<h2>Accuracy against latency</h2>", _trade(made)]
-    if shown := figures(made):
+    if shown := runs_table(made):
         parts.append(_table(shown[0], shown[1:]))
     pruned = [r for r in made["runs"] if (r["metrics"] or {}).get("heads_left")]
     if pruned:
