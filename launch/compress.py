@@ -13,10 +13,10 @@ from engine import options as opt
 from engine.errors import DONE, UserError
 from engine.registry import CHAINS
 from engine.run import Run
-from launch.auto import AnswerOptions, run_of
 from launch.exporting import exported
 from launch.flags import request, split
 from launch.report import markdown, write
+from launch.training import AnswerOptions, run_of
 
 STAGES = CHAINS["compress"]
 ONLY_FIRST = ("model", "tokenizer", "revision", "preset")

@@ -9,8 +9,8 @@ from typing import Any
 
 from engine import files
 from engine.errors import DONE
-from launch.auto import run_of
 from launch.flags import Request
+from launch.training import run_of
 
 FILE = "seeds.json"
 
