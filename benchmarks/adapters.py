@@ -94,6 +94,7 @@ def step(way: str, base: str, data: str, quick: str) -> Row:
         "weights MB": round(weights / 1e6, 1),
         "seconds a step": round(median(seconds[1:]), 2),
         "peak MB": round(_peak()),
+        "predicted MB": round(made.plan.predicted_peak_memory_bytes / 1e6),
         "of that while stepping": round(_peak() - before),
     }
 
