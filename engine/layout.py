@@ -127,7 +127,8 @@ def token_budget(case: Case, asked: PlanOptions, choices: Choices) -> tuple[int,
     empty = footprint(case.recipe, case.shape, choices, 0, case.longest)
     per_token = footprint(case.recipe, case.shape, choices, 1, case.longest)
     full = footprint(case.recipe, case.shape, choices, MANY, case.longest)
-    room, each = limit - empty.resident - empty.activations, per_token.activations - empty.activations
+    room = limit - empty.resident - empty.activations - empty.tables
+    each = per_token.activations - empty.activations
     # Logits grow with the tokens until a chunk of them is full, if the head works in chunks.
     most = max(room / max(each + per_token.logits, 1.0), (room - full.logits) / max(each, 1.0))
     memory = -1.0 if empty.peak > limit else most

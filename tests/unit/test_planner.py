@@ -78,9 +78,9 @@ WITH_QLORA = dataclasses.replace(
 CARDS = [
     # machine, GB, model, samples of 1,024 tokens at a time, activation checkpointing
     ("rtx3050-laptop", 4, WITH_LORA, 1, False),
-    ("rtx4060", 8, CHUNKED, 4, False),
+    ("rtx4060", 8, CHUNKED, 3, False),
     ("rtx4060", 8, WITH_LORA, 6, False),
-    ("rtx4080-laptop", 12, CHUNKED, 9, False),
+    ("rtx4080-laptop", 12, CHUNKED, 8, False),
     ("rtx4080-laptop", 12, WITH_LORA, 11, False),
     ("rtx4080-laptop", 12, WITH_QLORA, 3, True),
     ("rtx4080", 16, CHUNKED, 13, False),
