@@ -23,7 +23,7 @@ from data.templates import Piece, Template
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-RULES = 1
+RULES = 2
 """Raise it when the same rows become other tokens: old caches are then left alone."""
 SHOWN_PROMPTS = 3
 BATCH = 512
@@ -138,7 +138,8 @@ class Conversations:
         tokens, learnt = Spool(encoder.kind, encoder.spool), Spool(np.uint8, encoder.spool)
         pieces = self._pieces(split, self.template, tally, self.cleaning)
         for conversation, row in _encoded(pieces, encoder, self.template.end_id):
-            cut = fit(row, encoder.width, self.response_only)
+            # A label is a row's end, where the accuracy looks for it.
+            cut = fit(row, encoder.width, self.response_only or bool(self.labels))
             learn = learnt_of(cut.row, self.response_only)
             if not learn.any():
                 tally.left_out["no token to learn"] += 1

@@ -75,6 +75,9 @@ def cheaper(options: Any) -> dict[str, dict[str, Any]]:
 def check(options: Any, pretrained: bool) -> None:
     """Raise where these fields contradict each other or the model."""
     if options.adapter == "none":
+        if idle := [f.name for f in dataclasses.fields(AdapterOptions) if _is_idle(f, options)]:
+            flag = "--" + idle[0].replace("_", "-")
+            raise ModelError(f"{flag}: means nothing without an adapter: add --adapter lora, or leave it out")
         if options.load_bits != 16:
             raise ModelError(
                 f"--load-bits {options.load_bits}: rounded weights cannot train: add --adapter lora (which is"
@@ -86,6 +89,15 @@ def check(options: Any, pretrained: bool) -> None:
             f"--resize-embeddings: with --adapter {options.adapter} the new embeddings would never train:"
             " leave one of them out"
         )
+    if options.adapter == "dora" and options.load_bits == 8:
+        raise ModelError(
+            "--adapter dora: needs the weights' norms, which 8 bits do not give: use --load-bits 4"
+        )
+    if options.lora_bias != "none" and options.load_bits == 4:
+        raise ModelError(
+            f"--lora-bias {options.lora_bias}: 4-bit layers round their biases to the type they compute in:"
+            " leave it out, or use --load-bits 8"
+        )
     if options.adapter == "qlora" and options.load_bits != 4:
         raise ModelError(f"--load-bits {options.load_bits}: qlora means 4; with 8 say --adapter lora")
     if not pretrained:
@@ -93,6 +105,11 @@ def check(options: Any, pretrained: bool) -> None:
             f"--adapter {options.adapter}: a model from scratch has nothing to adapt; give --model a folder"
             " or hub id"
         )
+
+
+def _is_idle(field: dataclasses.Field[Any], options: Any) -> bool:
+    """Whether a field of LoRA was given another value than it has unasked."""
+    return field.name.startswith("lora_") and getattr(options, field.name) != field.default
 
 
 def load(
@@ -118,6 +135,8 @@ def load(
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.register_forward_pre_hook(_follow_autocast)
+            # Else an evaluation packs the weights for a kernel of its own, and training reads them wrongly.
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     return model
 
 

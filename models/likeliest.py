@@ -12,23 +12,31 @@ from models.base import Batch
 
 
 def right(model: Any, batch: Batch, answers: Sequence[Sequence[int]]) -> Tensor:
-    """(B,) bool: whether a row's own answer, its learnt tokens, is the likeliest of `answers` (token ids).
+    """(B,) bool: whether the tokens that a row ends with are the likeliest of `answers` (token ids).
 
-    The answers' log-probabilities are sums over their tokens, the end token among them. A row whose answer
-    is none of them counts as wrong.
+    The answers' log-probabilities are sums over their tokens, the end token among them. A row that ends with
+    none of them counts as wrong.
     """
-    scores, own = [], []
-    for answer in answers:
-        tokens, inside = _answered(batch, torch.tensor(answer, device=batch["tokens"].device))
-        scores.append(_log_probability(model, tokens, inside))
-        own.append(_is_own(batch, tokens, inside))
-    chosen = torch.stack(scores).argmax(0)
-    return torch.stack(own).gather(0, chosen[None])[0]
+    known = [torch.tensor(answer, device=batch["tokens"].device) for answer in answers]
+    own = torch.stack([_ends_with(batch, answer) for answer in known])
+    lengths = torch.tensor([len(answer) for answer in answers], device=own.device)
+    # One answer may end as another does: the longest is meant.
+    start = batch["length"] - (own * lengths[:, None]).amax(0)
+    own &= lengths[:, None] == (own * lengths[:, None]).amax(0)
+    scores = torch.stack([_log_probability(model, *_answered(batch, start, answer)) for answer in known])
+    found: Tensor = own.gather(0, scores.argmax(0)[None])[0]
+    return found
 
 
-def _answered(batch: Batch, answer: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, W) tokens of the prompts with this answer behind, and where it stands; 0 behind it."""
-    start = batch["learn"].long().argmax(1)
+def _ends_with(batch: Batch, answer: Tensor) -> Tensor:
+    """(B,) whether the last tokens of a row are these."""
+    places = batch["length"][:, None] - len(answer) + torch.arange(len(answer), device=answer.device)
+    last = batch["tokens"].long().gather(1, places.clamp_min(0))
+    return (last == answer).all(1) & (batch["length"] > len(answer))
+
+
+def _answered(batch: Batch, start: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, W) tokens of the rows up to `start`, with this answer behind, and where it stands; then 0."""
     places = torch.arange(int(start.max()) + len(answer), device=answer.device)
     offset = places - start[:, None]
     inside = (offset >= 0) & (offset < len(answer))
@@ -42,14 +50,3 @@ def _log_probability(model: Any, tokens: Tensor, inside: Tensor) -> Tensor:
     logs = model(input_ids=tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
     found: Tensor = (logs.gather(-1, tokens[:, 1:, None])[..., 0] * inside[:, 1:]).sum(1)
     return found
-
-
-def _is_own(batch: Batch, tokens: Tensor, inside: Tensor) -> Tensor:
-    """(B,) whether the rows' learnt tokens are these."""
-    width = max(tokens.shape[1], batch["tokens"].shape[1])
-    padded = [
-        torch.nn.functional.pad(t, (0, width - t.shape[1]))
-        for t in (batch["tokens"].long(), batch["learn"].bool(), tokens, inside)
-    ]
-    theirs, learnt, ours, there = padded
-    return ((theirs == ours) | ~learnt).all(1) & (learnt == there).all(1)

@@ -110,6 +110,9 @@ def test_a_merge_that_changes_the_model_is_refused() -> None:
     [
         ({"load_bits": 4}, True, "rounded weights cannot train"),
         ({"adapter": "qlora", "load_bits": 8}, True, "qlora means 4"),
+        ({"adapter": "dora", "load_bits": 8}, True, "use --load-bits 4"),
+        ({"adapter": "qlora", "load_bits": 4, "lora_bias": "all"}, True, "4-bit layers round their biases"),
+        ({"lora_r": 4}, True, "--lora-r: means nothing without an adapter"),
         ({"adapter": "lora"}, False, "a model from scratch has nothing to adapt"),
         ({"adapter": "lora", "resize_embeddings": True}, True, "would never train"),
     ],
@@ -133,3 +136,34 @@ def test_what_is_saved_is_the_adapter(tmp_path: Path) -> None:
         names = list(file.keys())
     assert len(names) == 2 * 2 * 2
     assert all(name.startswith(adapters.PREFIX) and "lora_" in name for name in names)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_an_evaluation_changes_nothing_of_rounded_weights(
+    family: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # accelerate sets it, once and for all
+    torch.manual_seed(0)
+    config = config_of(family)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model: Any = adapters.load(str(tmp_path), config, None, bits)
+    adapters.add(model, CausalLMOptions(adapter="lora", lora_dropout=0.0), "base", None)
+
+    def gradients() -> list[torch.Tensor]:
+        model.train().zero_grad()
+        head.loss(model, tokens()[:, :-1], tokens()[:, 1:]).backward()  # type: ignore[no-untyped-call]
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    for name in vars(config):
+        if "drop" in name and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    before = gradients()
+    with torch.no_grad():
+        model.eval()(input_ids=tokens())
+    after = gradients()
+    assert any(g.any() for g in before)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,0 +1,62 @@
+"""Accuracy by the likeliest answer, against scores computed row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from models.likeliest import right
+
+END = 30
+ANSWERS = [[5, END], [6, 7, END], [4, 6, 7, END]]
+"""The third ends as the second does."""
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    net = GPT2LMHeadModel(GPT2Config(vocab_size=31, n_embd=32, n_layer=2, n_head=2, n_positions=16))
+    for p in net.parameters():
+        p.data.mul_(8)  # so that answers differ by more than rounding
+    return net.eval()
+
+
+def rows() -> list[tuple[list[int], int | None]]:
+    """(prompt and answer, which answer it is)."""
+    draw = torch.Generator().manual_seed(2)
+    found: list[tuple[list[int], int | None]] = []
+    for number in range(24):
+        prompt = torch.randint(8, 30, (1 + number % 6,), generator=draw).tolist()
+        own = number % len(ANSWERS)
+        found.append((prompt + ANSWERS[own], own))
+    return [*found, ([9, 10, 11, END], None)]
+
+
+@pytest.mark.parametrize("response_only", [True, False])
+def test_it_is_the_answer_with_the_highest_probability(model: Any, response_only: bool) -> None:
+    expected = []
+    for tokens, own in rows():
+        prompt = tokens[: len(tokens) - len(ANSWERS[own])] if own is not None else tokens
+        scores = []
+        for answer in ANSWERS:
+            with torch.no_grad():
+                logs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+            scores.append(sum(float(logs[len(prompt) + k - 1, token]) for k, token in enumerate(answer)))
+        expected.append(own is not None and max(range(len(ANSWERS)), key=scores.__getitem__) == own)
+    assert 0 < sum(expected) < len(expected)
+    width = max(len(tokens) for tokens, _ in rows())
+    batch = {
+        "tokens": torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in rows()]),
+        "length": torch.tensor([len(tokens) for tokens, _ in rows()]),
+        "learn": torch.tensor(
+            [
+                [0] + [int(not response_only or k >= len(t) - len(ANSWERS[o or 0])) for k in range(1, width)]
+                for t, o in rows()
+            ]
+        ),
+    }
+    with torch.no_grad():
+        assert right(model, batch, ANSWERS).tolist() == expected
