@@ -98,6 +98,8 @@ def hold_out(part: Part) -> tuple[Part, Part]:
     """The part without its last twentieth, and that: bytes up to a line's end, whole files, or rows."""
     if not part.is_stream:
         count = sum(1 for _ in rows(part))
+        if not count:
+            raise DataError(f"--data {part.files[0]}: holds no rows")
         border = count - max(1, count // HELD_OUT)
     elif len(part.files) > 1:
         return dataclasses.replace(part, files=part.files[:-1]), dataclasses.replace(
@@ -239,7 +241,7 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: is not JSON: {error}") from None
+        raise DataError(f"{where}: is not JSON: {error.msg} at character {error.pos + 1}") from None
 
 
 def _record(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:

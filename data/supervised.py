@@ -194,11 +194,13 @@ class Conversations:
         kept = cut.row.answer.astype(bool) if self.response_only else np.ones(len(learn), bool)
         tally.learnt += int(kept.sum())
         if cut.head or cut.answers:
-            text = tokenizer.decode(cut.row.tokens[kept].tolist())
+            texts = [tokenizer.decode(cut.row.tokens[kept].tolist())]
+        elif self.response_only:
+            texts = [p.text for p in conversation if p.answer]
         else:
-            text = " ".join(p.text for p in conversation if p.answer or not self.response_only)
-        tally.words += len(text.split())
-        tally.bytes += len(text.encode())
+            texts = ["".join(p.text for p in conversation)]
+        tally.words += sum(len(text.split()) for text in texts)
+        tally.bytes += sum(len(text.encode()) for text in texts)
 
     def facts(self) -> dict[str, Any]:
         assert self.template is not None, "open comes first"

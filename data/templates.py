@@ -79,7 +79,13 @@ class Template:
 
         An answer begins where the prompt that asks for it ends: what is learnt is what `prompt` leaves open.
         """
-        whole = self.whole(messages, where)
+        return self._cut(messages, self.whole(messages, where), where)
+
+    def asking(self, messages: Sequence[Message], where: str = "the prompt") -> list[Piece]:
+        """The same up to where the next answer begins: to be tokenized piece by piece, as in training."""
+        return self._cut(messages, self.prompt(messages, where), where)
+
+    def _cut(self, messages: Sequence[Message], whole: str, where: str) -> list[Piece]:
         pieces, done = [], 0
         for number, message in enumerate(messages):
             if message["role"] == "assistant":

@@ -170,6 +170,11 @@ class Text(Tokenized):
         if self.recipe.max_length < 2:
             raise DataError(f"--max-length {self.recipe.max_length}: a row needs at least 2 tokens")
         found = self.text_set()
+        sets = found.sets if isinstance(found, Mixture) else [found]
+        if self.options.stride and all(isinstance(one, supervised.Conversations) for one in sets):
+            raise DataError(
+                f"--stride {self.options.stride}: is for running text; conversations are judged one by one"
+            )
         tokenizer, special = self._tokenizer(lambda size: tokenizers.train(found.texts(), size))
         encoder = Encoder(tokenizer, special, self.recipe.max_length, self.options.stride, folder)
         found.open(encoder)

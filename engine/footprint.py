@@ -74,7 +74,7 @@ def footprint(recipe: Recipe, shape: Shape, choices: Choices, tokens: float, len
     share = _shards(choices)
     slack = FRAGMENTATION[choices.device]
     return Footprint(
-        weights=(shape.weight_bytes or shape.parameters * (6.0 if choices.half else 4.0)) / share["weights"],
+        weights=_weight_bytes(shape, choices) / share["weights"],
         gradients=shape.trainable * _gradient_bytes(choices) / share["gradients"],
         moments=shape.trainable * _state_bytes(recipe, choices) / share["moments"],
         activations=slack
@@ -84,6 +84,14 @@ def footprint(recipe: Recipe, shape: Shape, choices: Choices, tokens: float, len
         workspace=CONTEXT_BYTES[choices.device],
         update=4.0 * shape.trainable / share["moments"],
     )
+
+
+def _weight_bytes(shape: Shape, choices: Choices) -> float:
+    """What autocast keeps in 16 bits lies beside the fp32 weights; rounded ones are loaded whole on a CPU."""
+    if not shape.weight_bytes:
+        return shape.parameters * (6.0 if choices.half else 4.0)
+    rounded = shape.weight_bytes < 4.0 * shape.parameters
+    return shape.weight_bytes + (4.0 * shape.parameters if rounded and choices.device == "cpu" else 0.0)
 
 
 def _shards(choices: Choices) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -92,5 +93,8 @@ def startup_seconds(first_step: float | None) -> float:
 
 
 def _count(p: Any) -> int:
-    """Elements of a parameter, of which ZeRO-3 may hold none here."""
+    """Elements of a parameter, of which ZeRO-3 may hold none here, and 4-bit weights lie two in a byte."""
+    rounded = getattr(p, "quant_state", None)
+    if rounded is not None:
+        return math.prod(rounded.shape)
     return int(getattr(p, "ds_numel", p.numel()))

@@ -43,13 +43,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def runs_table(made: dict[str, Any]) -> list[list[str]]:
     """The runs whose models were not measured here: a head of names, then a row for each."""
     runs = [r for r in made["runs"] if r["run"] not in {row["run"] for row in made["models"]}]
-    names = list(dict.fromkeys(n for r in runs for n, v in (r["metrics"] or {}).items() if _is_number(v)))
+    names = list(dict.fromkeys(n for r in runs for n, v in (r["metrics"] or {}).items() if _is_plain(v)))
     head = ["run", "split", "parameters", "trained", *names, "memory", "training"]
     return [head, *(_figures(run, names) for run in runs)] if runs else []
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float | int) and not isinstance(value, bool)
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, float | int | str) and not isinstance(value, bool)
 
 
 def _figures(run: dict[str, Any], names: list[str]) -> list[str]:
@@ -59,7 +59,7 @@ def _figures(run: dict[str, Any], names: list[str]) -> list[str]:
         run["split"] or "",
         f"{run['parameters']:,}",
         f"{run['trainable_parameters']:,}",
-        *(plain(metrics[name]) if _is_number(metrics.get(name)) else "" for name in names),
+        *(plain(metrics[name]) if _is_plain(metrics.get(name)) else "" for name in names),
         size(run["peak_memory_bytes"]),
         f"{run['train_seconds']:,.0f} s",
     ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data.templates import Template
+from data.templates import Piece, Template
 from engine.errors import UserError
 from engine.run import Run
 from launch.after import able, one_run
@@ -69,7 +69,7 @@ def generate(words: Sequence[str]) -> int:
     if template is None and own.system is not None:
         raise UserError(f"--system: {run.folder} was not trained on conversations: leave it out")
     write = able(run, "writer", "continues no text").writer(run.final)
-    asked = own.prompt if template is None else template.prompt(_told(own.system) + [_user(own.prompt)])
+    asked = own.prompt if template is None else template.asking(_told(own.system) + [_user(own.prompt)])
     pieces = write(asked, _sampling(own, template))
     shown = own.prompt if template is None else ""
     if own.json:
@@ -97,7 +97,7 @@ def chat(words: Sequence[str]) -> int:
     return 0
 
 
-def _talk(template: Template, own: ChatOptions, write: Callable[[str], Iterable[str]]) -> None:
+def _talk(template: Template, own: ChatOptions, write: Callable[[list[Piece]], Iterable[str]]) -> None:
     messages = _told(own.system)
     for line in _lines():
         if line == QUIT:
@@ -106,7 +106,7 @@ def _talk(template: Template, own: ChatOptions, write: Callable[[str], Iterable[
             messages = _told(own.system)
             continue
         messages.append(_user(line))
-        answer = _show(write(template.prompt(messages)))
+        answer = _show(write(template.asking(messages)))
         messages.append({"role": "assistant", "content": answer})
 
 

@@ -178,14 +178,22 @@ def add(model: nn.Module, options: Any, base: str, revision: str | None) -> None
         use_dora=options.adapter == "dora",
         target_modules=_targets(model, options.lora_targets),
     )
-    try:
-        inject_adapter_in_model(config, model)
-    except ValueError as error:
-        linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if _is_matrix(m)})
-        raise ModelError(
-            f"--lora-targets {options.lora_targets}: {str(error).splitlines()[0]}; this model has"
-            f" {', '.join(linear)}"
-        ) from None
+    _check_targets(model, options.lora_targets)
+    inject_adapter_in_model(config, model)
+
+
+def _check_targets(model: Any, asked: str) -> None:
+    """Each name must be that of matrices in the blocks; embeddings and the head may be one table for both."""
+    if asked in ("auto", "all-linear"):
+        return
+    head = model.get_output_embeddings()
+    matrices = [n for n, m in model.named_modules() if _is_matrix(m) and m is not head]
+    for name in (name.strip() for name in asked.split(",")):
+        if not any(matrix == name or matrix.endswith(f".{name}") for matrix in matrices):
+            known = sorted({matrix.rpartition(".")[2] for matrix in matrices})
+            raise ModelError(
+                f"--lora-targets {asked}: {name} is no matrix of the blocks; there are {', '.join(known)}"
+            )
 
 
 def quiet_bitsandbytes() -> None:
@@ -219,6 +227,8 @@ class Counted:
     """Last part of a module's name -> how many of them have an adapter."""
     frozen_matrices: int
     """Numbers in matrices that --load-bits rounds."""
+    added: int
+    """Numbers that the model has more with it."""
 
 
 def counted(config: Any, options: Any) -> Counted:
@@ -237,7 +247,8 @@ def counted(config: Any, options: Any) -> Counted:
             kind = name.rpartition(".")[2]
             targets[kind] = targets.get(kind, 0) + 1
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Counted(trained, targets, matrices)
+    added = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    return Counted(trained, targets, matrices, added)
 
 
 def shape(whole: Shape, config: Any, options: Any, optimizer: str) -> Shape:
@@ -246,9 +257,9 @@ def shape(whole: Shape, config: Any, options: Any, optimizer: str) -> Shape:
     weights = 4.0 * whole.parameters - (4.0 - BYTES[options.load_bits]) * found.frozen_matrices
     return dataclasses.replace(
         whole,
-        parameters=whole.parameters + found.trained,
+        parameters=whole.parameters + found.added,
         trainable=found.trained,
-        weight_bytes=weights + 4.0 * found.trained,
+        weight_bytes=weights + 4.0 * found.added,
         whole="bitsandbytes' weights cannot be cut" if options.load_bits != 16 else whole.whole,
         remark="; ".join(_remarks(whole, found, options, optimizer, weights)),
     )
@@ -259,12 +270,12 @@ def _remarks(whole: Shape, found: Counted, options: Any, optimizer: str, weights
     share = found.trained / whole.parameters
     said = [
         f"{options.adapter} of rank {options.lora_r} on {where} trains {found.trained:,} of"
-        f" {whole.parameters + found.trained:,} parameters ({share:.2%})"
+        f" {whole.parameters + found.added:,} parameters ({share:.2%})"
     ]
     if options.load_bits != 16:
         said.append(
             f"weights in {options.load_bits} bits take {weights / 1e6:,.0f} MB in place of"
-            f" {4 * whole.parameters / 1e6:,.0f}; that is all they save"
+            f" {4 * whole.parameters / 1e6:,.0f} on a GPU; that is all they save, and on a CPU nothing"
         )
     if "8bit" in optimizer:
         said.append(
@@ -280,7 +291,8 @@ def advice(whole: Shape, optimizer: str) -> str:
     billions = whole.parameters / 1e9
     return (
         f"weights, gradients and moments take {16 * billions:.2f} GB; with --optimizer adamw8bit"
-        f" {10 * billions:.2f}, --adapter lora {4 * billions:.2f}, --adapter qlora {BYTES[4] * billions:.2f}"
+        f" {10 * billions:.2f}, --adapter lora {4 * billions:.2f}, on a GPU --adapter qlora"
+        f" {BYTES[4] * billions:.2f}"
     )
 
 

@@ -309,9 +309,9 @@ class Task(ABC):
         """The ways in which a finished model runs and can be measured (see models.appraisal.Form)."""
         return []
 
-    def writer(self, final: Path) -> Callable[[str, Any], Iterable[str]]:
+    def writer(self, final: Path) -> Callable[[Any, Any], Iterable[str]]:
         """(prompt, models.generation.Sampling) -> what the exported model in `final` writes behind it, in
-        pieces; for language models.
+        pieces; for language models. A prompt is a text, or (text, whether it is an answer) in order.
         """
         raise NotImplementedError
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 LONGEST_WITH_ATTENTION_DROPOUT = 512
 """Above it attention dropout is 0: keyed noise would take the kernel's speed and memory."""
 LARGEST_EXPONENT = 700.0
+TEXT = "text"
+"""The form of a set of running text."""
+LONGEST_WORD = 24
+"""Bytes of a text for each of its words, above which white space does not separate them (Chinese, Thai)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +56,8 @@ class CausalLM(Task):
     Hugging Face's run_clm; with --stride they overlap, and all tokens but the first are. `loss` is the mean
     over predicted tokens. `word_perplexity` and `bits_per_byte` spread that mean over ALL tokens of the
     split's text (first ones included, so that the block length does not flatter it), then over its words
-    (separated by white space; ends of lines are none) or UTF-8 bytes. `stride` is what it was measured with.
+    (separated by white space; ends of lines are none; left out where the script has no such words) or UTF-8
+    bytes. `stride` is what it was measured with.
     With a fraction of the blocks evaluated, the mean is the fraction's, the ratios are the whole split's.
     """
 
@@ -254,22 +259,23 @@ class CausalLM(Task):
         count = len(batch["tokens"])
         return Sum(right(model, batch, answers).sum(), count) if count else Sum(0.0, 0)
 
-    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, float]:
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
         sums = {name: part for name, part in parts.items() if name.startswith("nll")}
         total = sum(float(part.value) for part in sums.values())
         loss = total / max(1.0, sum(float(part.weight) for part in sums.values()))
         found = {"loss": loss, "perplexity": _exp(loss)}
         if "nll" not in parts:
-            return found | self._of_sets(parts, facts)
-        if "form" not in facts.extra:
-            found["stride"] = self.recipe.options.get("stride") or self.recipe.max_length
-        if text := facts.extra.get("splits", {}).get(split):
-            nats = loss * text["tokens"]
-            found["word_perplexity"] = _exp(nats / max(1, text["words"]))
-            found["bits_per_byte"] = nats / (math.log(2) * text["bytes"])
-        return found
+            return found | self._of_sets(parts, split, facts)
+        found |= self._unit(facts.extra)
+        return found | _spread(loss, facts.extra.get("splits", {}).get(split))
 
-    def _of_sets(self, parts: Mapping[str, Any], facts: Any) -> dict[str, float]:
+    def _unit(self, of: Mapping[str, Any], name: str = "") -> dict[str, Any]:
+        """What a perplexity is a mean over: windows of running text, or answers."""
+        if of.get("form", TEXT) == TEXT:
+            return {f"{name}stride": self.recipe.options.get("stride") or self.recipe.max_length}
+        return {f"{name}unit": "response token"} if of["response_only"] else {}
+
+    def _of_sets(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
         """Loss, perplexity and, where answers are classes, accuracy of each set that this split has."""
         found: dict[str, float] = {}
         for number, one in enumerate(facts.extra["sets"]):
@@ -277,6 +283,9 @@ class CausalLM(Task):
             if nll.weight:
                 loss = float(nll.value) / float(nll.weight)
                 found |= {f"{one['name']}_loss": loss, f"{one['name']}_perplexity": _exp(loss)}
+                answers = {"response_only": self.recipe.options.get("response_only", True), **one}
+                found |= self._unit(answers, f"{one['name']}_")
+                found |= _spread(loss, one["splits"].get(split), f"{one['name']}_")
             if right is not None and right.weight:
                 found[f"{one['name']}_accuracy"] = float(right.value) / float(right.weight)
         return found
@@ -306,7 +315,7 @@ class CausalLM(Task):
         merged.generation_config.save_pretrained(folder)
         return adapters.compared(adapted, merged, batches())
 
-    def writer(self, final: Path) -> Callable[[str, Sampling], Iterator[str]]:
+    def writer(self, final: Path) -> Callable[[Any, Sampling], Iterator[str]]:
         from models import generation
 
         return partial(
@@ -350,6 +359,17 @@ def _targets(batch: Batch) -> Tensor:
     if "learn" in batch:
         nothing = nothing | torch.nn.functional.pad(batch["learn"][:, 1:] == 0, (0, 1), value=True)
     return shifted.masked_fill(nothing, IGNORED)
+
+
+def _spread(loss: float, text: Mapping[str, int] | None, name: str = "") -> dict[str, float]:
+    """The loss over all tokens of a text, by its words and by its bytes."""
+    if not text:
+        return {}
+    nats = loss * text["tokens"]
+    found = {f"{name}bits_per_byte": nats / (math.log(2) * text["bytes"])}
+    if text["bytes"] <= LONGEST_WORD * text["words"]:
+        found[f"{name}word_perplexity"] = _exp(nats / max(1, text["words"]))
+    return found
 
 
 def _exp(value: float) -> float:

@@ -57,11 +57,15 @@ def continuation(model: nn.Module, tokenizer: Any, prompt: str, how: Sampling) -
     return prompt + "".join(pieces(model, tokenizer, prompt, how))
 
 
-def pieces(model: nn.Module, tokenizer: Any, prompt: str, how: Sampling) -> Iterator[str]:
+Prompt = str | Sequence[tuple[str, bool]]
+"""A text, or (text, whether it is an answer) in order: an answer is closed by the sampling's end token."""
+
+
+def pieces(model: nn.Module, tokenizer: Any, prompt: Prompt, how: Sampling) -> Iterator[str]:
     """What comes after the prompt, as it is written: whole characters only."""
     config: Any = model.config
     longest = decoders.context(config.to_dict()) or 1 << 30
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [_first(config.eos_token_id)]
+    ids = _encoded(tokenizer, prompt, how.end) or [_first(config.eos_token_id)]
     ids = ids[-max(1, longest // 2) :]
     before, written = tokenizer.decode(ids), []
     for token in _tokens(model, ids, min(how.tokens, longest - len(ids)), how):
@@ -70,6 +74,15 @@ def pieces(model: nn.Module, tokenizer: Any, prompt: str, how: Sampling) -> Iter
         if len(text) > len(before) and not text.endswith(UNFINISHED):
             yield text[len(before) :]
             before = text
+
+
+def _encoded(tokenizer: Any, prompt: Prompt, end: int | None) -> list[int]:
+    """Each part by itself, as conversations are tokenized for training."""
+    ids: list[int] = []
+    for text, answer in [(prompt, False)] if isinstance(prompt, str) else prompt:
+        ids += tokenizer.encode(text, add_special_tokens=False).ids
+        ids += [end] if answer and end is not None else []
+    return ids
 
 
 def _first(ids: int | Sequence[int] | None) -> int:

@@ -34,16 +34,19 @@ def save(model: nn.Module, facts: Any, folder: Path, weights: Mapping[str, Tenso
 
 
 def save_tokenizer(config: Mapping[str, Any], facts: Any, folder: Path) -> None:
-    """The prepared data's, as AutoTokenizer opens it for a model with this config."""
+    """The prepared data's, as AutoTokenizer opens it for a model with this config; with its chat template."""
     from transformers import PreTrainedTokenizerFast
 
     prepared = tokenizer(facts)
     special = {f"{role}_token": facts.extra.get(role) for role in ROLES}
-    names = {k: prepared.id_to_token(v) for k, v in special.items() if v is not None}
+    template = facts.extra.get("template") or {}
+    names = {**template.get("tokens", {})}
+    names |= {k: prepared.id_to_token(v) for k, v in special.items() if v is not None}
     limit = {} if longest(config) is None else {"model_max_length": longest(config)}
     saved = PreTrainedTokenizerFast(
         tokenizer_object=prepared, model_input_names=inputs_of(config), **limit, **names
     )
+    saved.chat_template = template.get("jinja")
     saved.save_pretrained(folder)
 
 

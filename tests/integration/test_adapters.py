@@ -49,6 +49,10 @@ def trained(home: Path, way: str, name: str, *more: str) -> Path:
     return home / "runs" / name
 
 
+def parameters(folder: Path) -> int:
+    return sum(p.numel() for p in GPT2LMHeadModel.from_pretrained(folder).parameters())
+
+
 AFTERWARDS = """
 import sys
 from launch.cli import main
@@ -63,6 +67,8 @@ def test_every_way_trains_resumes_merges_and_writes(way: str, home: Path) -> Non
     run = trained(home, way, way)
     first = losses(run)
     assert first[-1] < first[0]
+    found = summary(run)
+    assert found["parameters"] - found["trainable_parameters"] == parameters(home / "base")
     weights = [name for name in Saved(run / "checkpoints" / "train-12").entries if name.startswith("weight")]
     assert weights
     assert all("lora_" in name for name in weights)
@@ -149,7 +155,7 @@ def test_what_trains_is_said_before_and_after(home: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--adapter", "lora", "--lora-targets", "c_atn"], "this model has c_attn, c_fc, c_proj"),
+        (["--adapter", "lora", "--lora-targets", "c_atn"], "there are c_attn, c_fc, c_proj"),
         (
             ["--adapter", "qlora", "--strategy", "zero3", "--processes", "2"],
             "bitsandbytes' weights cannot be cut",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_model
-from transformers import BertTokenizerFast, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, BertTokenizerFast, GPT2Config, GPT2LMHeadModel
 
 from engine.run import Run
 from launch import report
@@ -61,6 +61,11 @@ def test_an_answer_is_learnt_and_given(home: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["text"].strip() == "It says quack."
     assert "[reference: It says" in (run / "log.txt").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    asked = [{"role": "user", "content": "What does a duck say?"}]
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert prompt.endswith("### Instruction:\nWhat does a duck say?\n\n### Response:\n")
+    assert summary(run)["metrics"]["unit"] == "response token"
     made = report.write([Run.open(str(run))], home / "report")
     assert made["runs"][0]["metrics"]["perplexity"] == summary(run)["metrics"]["perplexity"]
     for page in ("report.md", "report.html"):

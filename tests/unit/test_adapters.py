@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import adapters, head
+from models import adapters, decoders, head
 from models.base import ExportError, ModelError
 from models.causal_lm import CausalLMOptions
 
@@ -123,8 +123,24 @@ def test_contradictions_are_a_line(options: dict[str, Any], pretrained: bool, sa
 
 
 def test_a_name_that_no_matrix_has_is_answered_with_those_there_are() -> None:
-    with pytest.raises(ModelError, match="this model has down_proj, gate_proj, k_proj"):
+    with pytest.raises(ModelError, match="c_attn is no matrix of the blocks; there are down_proj, gate_proj"):
         adapted("llama", lora_targets="c_attn")
+
+
+@pytest.mark.parametrize("target", ["c_attn,nonexistent", "wte", "lm_head"])
+def test_only_matrices_of_the_blocks_are_adapted(target: str) -> None:
+    with pytest.raises(ModelError, match="is no matrix of the blocks"):
+        adapted("gpt2", lora_targets=target)
+
+
+def test_biases_that_train_are_counted_once() -> None:
+    options = CausalLMOptions(adapter="lora", lora_bias="all")
+    whole = decoders.shape(1000, 2, 64, 4, 96, 67)
+    shape = adapters.shape(whole, config_of("gpt2"), options, "adamw")
+    model = adapted("gpt2", lora_bias="all")
+    added = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
+    assert shape.parameters == 1000 + added
+    assert shape.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad) > added
 
 
 def test_what_is_saved_is_the_adapter(tmp_path: Path) -> None:
