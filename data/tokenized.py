@@ -60,7 +60,7 @@ class Tokenized(Data):
         own = tokenizers.locate(None, recipe.model, recipe.revision).path
         if own is not None and tokenizers.open_tokenizer(own).get_vocab() != tokenizer.get_vocab():
             more = (
-                ", or train embeddings anew with --resize-embeddings"
+                ", or say --resize-embeddings: tokens that both know keep their embeddings"
                 if "resize_embeddings" in options
                 else ""
             )

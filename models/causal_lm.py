@@ -42,7 +42,7 @@ class CausalLMOptions(adapters.AdapterOptions):
     generate_tokens: int = 60
     """Length of that sample; 0 for none."""
     resize_embeddings: bool = False
-    """Give a loaded model as many embeddings as the tokenizer has tokens; new ones begin at the mean."""
+    """Give a loaded model this tokenizer's tokens: those it knows keep their embeddings, others get the mean."""
     remote_code: bool = False
     """Run the Python code that a loaded model brings along, where transformers lacks its architecture."""
 
@@ -158,8 +158,9 @@ class CausalLM(Task):
             where, revision = hub.fetch(self._name, self.recipe.revision), self.recipe.revision
             model = adapters.load(where, config, revision, options.load_bits, options.remote_code)
             if options.resize_embeddings:
-                resized: Any = model
-                resized.resize_token_embeddings(facts.extra["vocabulary"])
+                from models import embeddings
+
+                embeddings.resize(model, facts.extra["vocabulary"], self._known(facts))
             if options.adapter != "none":
                 adapters.add(model, options, self._base, self.recipe.revision)
         head.make_passable(model)
@@ -204,8 +205,25 @@ class CausalLM(Task):
         if self._name in PRESETS:
             return whole
         if self.options.adapter == "none":
-            return dataclasses.replace(whole, remark=adapters.advice(whole, self.recipe.optimizer))
+            said = [adapters.advice(whole, self.recipe.optimizer)]
+            if self.options.resize_embeddings and not facts.extra.get("assumed"):
+                said.append(self._resizing(facts))
+            return dataclasses.replace(whole, remark="; ".join(filter(None, said)))
         return adapters.shape(whole, self._transformers_config(facts), self.options, self.recipe.optimizer)
+
+    def _known(self, facts: Any) -> dict[int, int] | None:
+        from models import embeddings
+
+        return embeddings.known(hub.place(self._name, self.recipe.revision), saving.tokenizer(facts))
+
+    def _resizing(self, facts: Any) -> str:
+        """What becomes of the embeddings, for a person to know."""
+        if (rows := self._known(facts)) is None:
+            return (
+                "the model brings no tokenizer.json: embeddings keep their numbers, whatever tokens they were"
+            )
+        all_of_them = facts.extra["vocabulary"]
+        return f"{len(rows):,} of {all_of_them:,} tokens keep the model's embeddings; the others begin at the mean"
 
     def cheaper(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self._name in PRESETS else adapters.cheaper(self.options)

@@ -58,7 +58,7 @@ def check_vocabulary(name: str, rows: int | None, vocabulary: int, otherwise: st
     if rows is not None and rows < vocabulary:
         raise ModelError(
             f"--model {name}: knows {rows} tokens, and the tokenizer has {vocabulary}: "
-            f"leave out --tokenizer, or give the one that the model was trained with{otherwise}"
+            f"give the tokenizer that it was trained with{otherwise}"
         )
 
 
