@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 
 from engine.errors import BUG, WRONG_INPUT
@@ -62,6 +63,8 @@ def main(words: Sequence[str] | None = None) -> int:
     for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
     arguments = list(sys.argv[1:] if words is None else words)
+    if "--debug" not in arguments:
+        warnings.filterwarnings("ignore", category=FutureWarning)  # libraries', about each other
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return guarded(_print_usage)
     name = ALIASES.get(arguments[0], arguments[0])

@@ -44,6 +44,8 @@ def export(words: Sequence[str]) -> int:
     for figures in () if own.json else found.values():
         apart = f"largest logit difference {figures['max_logit_difference']:.1e}"
         print(f"{figures['folder']}: {apart} over {figures['samples']} samples{_ties(figures)}")
+        if "remark" in figures:
+            print(figures["remark"])
     return 0
 
 

@@ -18,6 +18,7 @@ import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
+import warnings  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
@@ -108,8 +109,6 @@ def _is_ours_alone(run: Run) -> bool:
 
 def _quiet_libraries(options: RunOptions) -> None:
     if not options.debug:
-        import warnings
-
         warnings.filterwarnings("ignore", category=FutureWarning)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

@@ -42,7 +42,7 @@ class CausalLMOptions(adapters.AdapterOptions):
     generate_tokens: int = 60
     """Length of that sample; 0 for none."""
     resize_embeddings: bool = False
-    """Give a loaded model this tokenizer's tokens: those it knows keep their embeddings, others get the mean."""
+    """Give a loaded model this tokenizer's tokens: those it knows keep their embeddings, others the mean."""
     remote_code: bool = False
     """Run the Python code that a loaded model brings along, where transformers lacks its architecture."""
 
@@ -223,7 +223,9 @@ class CausalLM(Task):
                 "the model brings no tokenizer.json: embeddings keep their numbers, whatever tokens they were"
             )
         all_of_them = facts.extra["vocabulary"]
-        return f"{len(rows):,} of {all_of_them:,} tokens keep the model's embeddings; the others begin at the mean"
+        return (
+            f"{len(rows):,} of {all_of_them:,} tokens keep the model's embeddings; others begin at the mean"
+        )
 
     def cheaper(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self._name in PRESETS else adapters.cheaper(self.options)
@@ -331,7 +333,13 @@ class CausalLM(Task):
         merged = open_(final).eval().merge_and_unload()
         saving.save(merged, facts, folder)
         merged.generation_config.save_pretrained(folder)
-        return adapters.compared(adapted, merged, batches())
+        figures = adapters.compared(adapted, merged, batches())
+        if self.options.load_bits != 16:
+            figures["remark"] = (
+                f"merged into the weights before they were rounded: the run's own figures are those of"
+                f" {self.options.load_bits} bits"
+            )
+        return figures
 
     def writer(self, final: Path) -> Callable[[Any, Sampling], Iterator[str]]:
         from models import generation

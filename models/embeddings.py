@@ -1,4 +1,4 @@
-"""Another tokenizer for a trained model: tokens that it knows keep their vectors, others begin at the mean."""
+"""Another tokenizer for a trained model: tokens that it knows keep their vectors, others get the mean."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,13 @@ def pieces(model: nn.Module, tokenizer: Any, prompt: Prompt, how: Sampling) -> I
     config: Any = model.config
     longest = decoders.context(config.to_dict()) or 1 << 30
     ids = _encoded(tokenizer, prompt, how.end) or [_first(config.eos_token_id)]
-    ids = ids[-max(1, longest // 2) :]
+    kept = max(1, longest // 2)
+    if len(ids) > kept:
+        logging.getLogger(__name__).warning(
+            "the prompt has %s tokens; the first %s are left out: the model reads %s, half for its answer",
+            *(f"{n:,}" for n in (len(ids), len(ids) - kept, longest)),
+        )
+    ids = ids[-kept:]
     before, written = tokenizer.decode(ids), []
     for token in _tokens(model, ids, min(how.tokens, longest - len(ids)), how):
         written.append(token)
