@@ -21,11 +21,16 @@ from engine import files  # noqa: E402
 from engine.detection import detect  # noqa: E402
 from engine.errors import DONE, FAILED, TrainingError, UserError  # noqa: E402
 from engine.plan import AnyStrategy, Plan, PlanOptions  # noqa: E402
+from engine.registry import workload  # noqa: E402
 from engine.run import Run  # noqa: E402
 from models.fields import Positive  # noqa: E402
 
-TOLERANCE = {"exact": (1e-4, 1e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
-"""Invariance -> largest difference of loss and gradient norm that rounding (or noise) explains."""
+TOLERANCE = {"exact": (1e-4, 1e-2), "rounding": (2e-3, 5e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
+"""Invariance -> largest difference of loss and gradient norm that rounding (or noise) explains.
+
+"rounding" is for exact plans of tasks that round activations: a flipped level was seen to move a loss by 1.4e-4
+within three steps.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +71,9 @@ def verify(words: Sequence[str]) -> int:
     plan = run.plan()
     if not report["problems"]:
         other = _other_plan(run, own)
-        looser = max(plan.invariance, other.invariance, key=list(TOLERANCE).index)
+        looser: str = max(plan.invariance, other.invariance, key=list(TOLERANCE).index)
+        if looser == "exact" and workload(run.recipe().task).task.rounds:
+            looser = "rounding"
         report |= {"world_size": other.processes, "micro_batch_samples": other.micro_batch_samples}
         try:
             report["steps"] = _redo(run, other, own.steps)

@@ -191,6 +191,8 @@ class Task(ABC):
     """Named recipe values for --preset."""
     monitor: ClassVar[tuple[str, str]] = ("loss", "min")
     """The metric that early stopping and the best checkpoint follow, and its good direction."""
+    rounds: ClassVar[bool] = False
+    """Whether activations are rounded in training: float noise then moves one to its next level now and then."""
     cohort: ClassVar[int] = 1
     """Samples that must be computed together."""
 

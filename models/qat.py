@@ -46,6 +46,7 @@ class QAT(Distilled):
 
     Options: ClassVar[type] = QATOptions
     teaches: ClassVar[str] = "pruned"
+    rounds: ClassVar[bool] = True
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", "onnx-int4")
     defaults: ClassVar[Mapping[str, Any]] = {**Distilled.defaults, "epochs": [2], "batch_size": 16}
     fast: ClassVar[Mapping[str, Any]] = {
