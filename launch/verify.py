@@ -28,8 +28,8 @@ from models.fields import Positive  # noqa: E402
 TOLERANCE = {"exact": (1e-4, 1e-2), "rounding": (2e-3, 5e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
 """Invariance -> largest difference of loss and gradient norm that rounding (or noise) explains.
 
-"rounding" is for exact plans of tasks that round activations: a flipped level was seen to move a loss by 1.4e-4
-within three steps.
+"rounding" is for exact plans of tasks that round activations: a flipped level was seen to move a loss by
+1.4e-4 within three steps.
 """
 
 

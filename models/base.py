@@ -192,7 +192,7 @@ class Task(ABC):
     monitor: ClassVar[tuple[str, str]] = ("loss", "min")
     """The metric that early stopping and the best checkpoint follow, and its good direction."""
     rounds: ClassVar[bool] = False
-    """Whether activations are rounded in training: float noise then moves one to its next level now and then."""
+    """Whether activations are rounded in training: float noise then moves one to the next level at times."""
     cohort: ClassVar[int] = 1
     """Samples that must be computed together."""
 
