@@ -74,8 +74,9 @@ def packing(folder: Path, quick: bool) -> list[Row]:
             run = trained(folder, "InstructionsLM", f"{batch}-{pack}", words, more)
             speeds[pack] = tokens_per_second(run)
             padding = read(run, "padding")
-            rows.append({"batch": batch, "pack": pack, "tokens/s": round(speeds[pack]), "padding": padding})
-        rows[-1]["times as fast"] = round(speeds["on"] / speeds["off"], 2)
+            faster = round(speeds[pack] / speeds["off"], 2)
+            row = {"batch": batch, "pack": pack, "tokens/s": round(speeds[pack]), "padding": padding}
+            rows.append({**row, "times as fast": faster})
     return rows
 
 

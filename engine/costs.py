@@ -109,6 +109,11 @@ def token_seconds(case: Case, choices: Choices) -> float:
     return max(flops, 1.0) / flop_rate(case, choices.processes)
 
 
+def fixed_tokens(case: Case, choices: Choices) -> float:
+    """The cost of a micro-batch besides its tokens, in tokens."""
+    return micro_batch_seconds(case) / token_seconds(case, choices)
+
+
 def batch_lengths(facts: Facts, samples: int) -> list[int]:
     """A batch like the data: lengths at evenly spaced ranks of the distribution, longest first."""
     last = len(facts.lengths) - 1
@@ -119,17 +124,19 @@ def compute_seconds(case: Case, choices: Choices, samples: int, tokens: int) -> 
     """(all, one) micro-batches of the fullest rank, cut as training will cut them."""
     share = math.ceil(case.recipe.batch_size / choices.processes)
     drawn = min(share, MOST_SAMPLES)
-    per_token = token_seconds(case, choices)
-    budget = Budget(samples, tokens, micro_batch_seconds(case) / per_token, 0.0, case.pad_multiple)
+    per_token, budget = token_seconds(case, choices), _budget(case, choices, samples, tokens)
     times = [m.cost * per_token for m in cut(np.array(batch_lengths(case.facts, drawn)), 1, budget)[0]]
     return sum(times) * share / drawn, sum(times) / len(times)
 
 
-def usual_padding(case: Case, samples: int, tokens: int, fixed_cost: float) -> float:
+def usual_padding(case: Case, choices: Choices, samples: int, tokens: int) -> float:
     """Share of the padded tokens of a batch like the data that are no tokens, cut for one process."""
     lengths = np.array(batch_lengths(case.facts, min(case.recipe.batch_size, MOST_SAMPLES)))
-    budget = Budget(samples, tokens, fixed_cost, 0.0, case.pad_multiple)
-    return padding_fraction(lengths, cut(lengths, 1, budget))
+    return padding_fraction(lengths, cut(lengths, 1, _budget(case, choices, samples, tokens)))
+
+
+def _budget(case: Case, choices: Choices, samples: int, tokens: int) -> Budget:
+    return Budget(samples, tokens, fixed_tokens(case, choices), 0.0, case.pad_multiple)
 
 
 def all_reduce_seconds(size: float, processes: int, case: Case) -> float:

@@ -169,7 +169,7 @@ def logits_bytes(shape: Shape, choices: Choices, tokens: float) -> float:
 
 def table_bytes(shape: Shape) -> float:
     """Each backward makes both tables' gradients whole, in fp32, before they are added (measured: GPT-2 124M
-    trained on a CPU takes 3.87 GB; 3.50 without this, 3.81 with it).
+    trained on a CPU takes 3.87 to 3.93 GB; 3.50 without this, 3.81 with it).
     """
     trained = 2 * shape.trainable > shape.parameters
     return 2 * 4.0 * shape.vocabulary * shape.hidden if trained else 0.0

@@ -148,18 +148,8 @@ class _Attention:
                 raise UserError("--pack on: attention's kernel takes no dropout: add --dropout 0")
             return _varlen(layout, query, key, value, scaling), None
         rows = [layout.pad(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
-        named.pop("position_ids", None)
         found, _ = self.plain(module, *rows, None, dropout=dropout, scaling=scaling, **named)
         return layout.take(found), None
-
-
-def has_varlen() -> bool:
-    """Whether this torch has attention over variable lengths."""
-    try:
-        import torch.nn.attention.varlen  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _varlen(layout: Layout, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

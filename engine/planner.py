@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from engine import choices as choose
-from engine.costs import Case, micro_batch_seconds, steps_per_epoch, token_seconds, usual_padding
+from engine.costs import Case, fixed_tokens, micro_batch_seconds, steps_per_epoch, usual_padding
 from engine.errors import TrainingError, UserError
 from engine.facts import Facts
 from engine.footprint import Choices
@@ -147,7 +147,6 @@ def _useless(case: Case, choices: Choices) -> str:
 def _sizes(case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout], world: int | None) -> Made:
     processes = chosen.choices.processes
     nodes = case.nodes(processes)
-    cost = micro_batch_seconds(case) / token_seconds(case, chosen.choices)
     return {
         "processes": (processes, why_processes(case, asked, chosen, layouts, world)),
         "nodes": (
@@ -165,21 +164,21 @@ def _sizes(case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout]
         "micro_batch_samples": (chosen.samples, why_samples(case, asked)),
         "micro_batch_tokens": (chosen.tokens, why_tokens(case, asked, chosen)),
         "micro_batch_cost": (
-            round(cost, 1),
+            round(fixed_tokens(case, chosen.choices), 1),
             f"{micro_batch_seconds(case) * 1e3:.1f} ms to launch a micro-batch and add its gradients",
         ),
     }
 
 
 def _running(case: Case, asked: PlanOptions, chosen: Layout) -> Made:
-    cost = micro_batch_seconds(case) / token_seconds(case, chosen.choices)
+    padding = usual_padding(case, chosen.choices, chosen.samples, chosen.tokens)
     return {
         "workers": choose.choose_workers(asked),
         "prefetch": choose.choose_prefetch(asked),
         "pin_memory": choose.choose_pin_memory(case.hardware, case.device, asked),
         "threads": choose.choose_threads(case, chosen.choices.processes),
         "reduction": choose.choose_reduction(case, chosen.choices),
-        "pack": choose.choose_pack(case, asked, usual_padding(case, chosen.samples, chosen.tokens, cost)),
+        "pack": choose.choose_pack(case, asked, padding),
     }
 
 

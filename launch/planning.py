@@ -51,7 +51,7 @@ def plan(words: Sequence[str]) -> int:
     shape = task.shape(facts)
     made = make_plan(asked.recipe, facts, shape, machine, asked.plan)
     others = frontier(asked.recipe, facts, shape, machine, asked.plan)
-    cheaper = savings(lambda recipe: asked.workload.make(recipe)[0], asked.recipe, facts, made)
+    cheaper = savings(lambda recipe: asked.workload.make(recipe)[0], asked.recipe, facts, shape, made)
     answer = {
         "recipe": {**asked.recipe.to_dict(), "hash": asked.recipe.hash()},
         "global_batch": asked.recipe.batch_size,

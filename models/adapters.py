@@ -186,10 +186,9 @@ def _check_targets(model: Any, asked: str) -> None:
     """Each name must be that of matrices in the blocks; embeddings and the head may be one table for both."""
     if asked in ("auto", "all-linear"):
         return
-    head = model.get_output_embeddings()
-    matrices = [n for n, m in model.named_modules() if _is_matrix(m) and m is not head]
+    matrices = _matrices(model)
     for name in (name.strip() for name in asked.split(",")):
-        if not any(matrix == name or matrix.endswith(f".{name}") for matrix in matrices):
+        if not any(f".{matrix}".endswith(f".{name}") for matrix in matrices):
             known = sorted({matrix.rpartition(".")[2] for matrix in matrices})
             raise ModelError(
                 f"--lora-targets {asked}: {name} is no matrix of the blocks; there are {', '.join(known)}"
@@ -199,6 +198,12 @@ def _check_targets(model: Any, asked: str) -> None:
 def quiet_bitsandbytes() -> None:
     """peft imports it, and it complains of kernels that it would like to download."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def _matrices(model: Any) -> dict[str, Any]:
+    """The modules of the blocks that are a matrix, by name: neither embeddings nor the head."""
+    head = model.get_output_embeddings()
+    return {n: m for n, m in model.named_modules() if _is_matrix(m) and m is not head}
 
 
 def _is_matrix(module: nn.Module) -> bool:
@@ -214,8 +219,7 @@ def _targets(model: Any, asked: str) -> Any:
         return [name.strip() for name in asked.split(",")]
     if asked == "auto" and model.config.model_type in USUAL:
         return None
-    head = model.get_output_embeddings()
-    return sorted({n for n, m in model.named_modules() if _is_matrix(m) and m is not head})
+    return sorted(_matrices(model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +242,7 @@ def counted(config: Any, options: Any) -> Counted:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **hub.trust(options.remote_code))
-        head = model.get_output_embeddings()
-        matrices = sum(m.weight.numel() for m in model.modules() if _is_matrix(m) and m is not head)
+        matrices = sum(m.weight.numel() for m in _matrices(model).values())
         add(model, options, "", None)
     targets: dict[str, int] = {}
     for name, module in model.named_modules():

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from models import adapters, decoders, hub, saving
+from models import adapters, decoders, hub, perplexity, saving
 from models.base import Batch, Loss, ModelError, Rows, Shape, Step, Sum, Task
 from models.decoders import PRESETS
 from models.generation import Sampling
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
 
 LONGEST_WITH_ATTENTION_DROPOUT = 512
 """Above it attention dropout is 0: keyed noise would take the kernel's speed and memory."""
-LARGEST_EXPONENT = 700.0
-TEXT = "text"
-"""The form of a set of running text."""
-LONGEST_WORD = 24
-"""Bytes of a text for each of its words, above which white space does not separate them (Chinese, Thai)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,35 +274,8 @@ class CausalLM(Task):
         return Sum(right(model, batch, answers).sum(), count) if count else Sum(0.0, 0)
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
-        sums = {name: part for name, part in parts.items() if name.startswith("nll")}
-        total = sum(float(part.value) for part in sums.values())
-        loss = total / max(1.0, sum(float(part.weight) for part in sums.values()))
-        found = {"loss": loss, "perplexity": _exp(loss)}
-        if "nll" not in parts:
-            return found | self._of_sets(parts, split, facts)
-        found |= self._unit(facts.extra)
-        return found | _spread(loss, facts.extra.get("splits", {}).get(split))
-
-    def _unit(self, of: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-        """What a perplexity is a mean over: windows of running text, or answers."""
-        if of.get("form", TEXT) == TEXT:
-            return {f"{name}stride": self.recipe.options.get("stride") or self.recipe.max_length}
-        return {f"{name}unit": "response token"} if of["response_only"] else {}
-
-    def _of_sets(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
-        """Loss, perplexity and, where answers are classes, accuracy of each set that this split has."""
-        found: dict[str, float] = {}
-        for number, one in enumerate(facts.extra["sets"]):
-            nll, right = parts[f"nll.{number}"], parts.get(f"right.{number}")
-            if nll.weight:
-                loss = float(nll.value) / float(nll.weight)
-                found |= {f"{one['name']}_loss": loss, f"{one['name']}_perplexity": _exp(loss)}
-                answers = {"response_only": self.recipe.options.get("response_only", True), **one}
-                found |= self._unit(answers, f"{one['name']}_")
-                found |= _spread(loss, one["splits"].get(split), f"{one['name']}_")
-            if right is not None and right.weight:
-                found[f"{one['name']}_accuracy"] = float(right.value) / float(right.weight)
-        return found
+        stride = self.recipe.options.get("stride") or self.recipe.max_length
+        return perplexity.metrics(parts, split, facts.extra, stride)
 
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
         """A folder for AutoModelForCausalLM and AutoTokenizer; an adapter's for PeftModel."""
@@ -325,12 +292,12 @@ class CausalLM(Task):
     ) -> Mapping[str, Any]:
         if self.options.adapter == "none":
             raise ModelError(f"--to {kind}: the run trained no adapter: final/ is the whole model")
-        open_ = partial(adapters.opened, remote_code=self.options.remote_code)
-        adapted = open_(final).eval()
+        reopened = partial(adapters.opened, remote_code=self.options.remote_code)
+        adapted = reopened(final).eval()
         if kind == "adapter":
             adapters.copy(final, folder)
-            return adapters.compared(adapted, open_(folder).eval(), batches())
-        merged = open_(final).eval().merge_and_unload()
+            return adapters.compared(adapted, reopened(folder).eval(), batches())
+        merged = reopened(final).eval().merge_and_unload()
         saving.save(merged, facts, folder)
         merged.generation_config.save_pretrained(folder)
         figures = adapters.compared(adapted, merged, batches())
@@ -385,19 +352,3 @@ def _targets(batch: Batch) -> Tensor:
     if "learn" in batch:
         nothing = nothing | torch.nn.functional.pad(batch["learn"][:, 1:] == 0, (0, 1), value=True)
     return shifted.masked_fill(nothing, IGNORED)
-
-
-def _spread(loss: float, text: Mapping[str, int] | None, name: str = "") -> dict[str, float]:
-    """The loss over all tokens of a text, by its words and by its bytes."""
-    if not text:
-        return {}
-    nats = loss * text["tokens"]
-    found = {f"{name}bits_per_byte": nats / (math.log(2) * text["bytes"])}
-    if text["bytes"] <= LONGEST_WORD * text["words"]:
-        found[f"{name}word_perplexity"] = _exp(nats / max(1, text["words"]))
-    return found
-
-
-def _exp(value: float) -> float:
-    """exp, finite for any loss: a diverged model must not make JSON that others cannot read."""
-    return math.exp(min(value, LARGEST_EXPONENT))

@@ -24,21 +24,16 @@ def known(place: str, tokenizer: Any) -> dict[int, int] | None:
 
 def resize(model: Any, count: int, rows: dict[int, int] | None) -> None:
     """Give a model `count` embeddings, and a head as wide; without `rows` numbers keep their vectors."""
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
-    before = [None if table is None else table.weight.detach().clone() for table in tables]
+    tables = (model.get_input_embeddings, model.get_output_embeddings)
+    before = [table().weight.detach().clone() for table in tables]
     model.resize_token_embeddings(count, mean_resizing=False)
-    tied = tables[1] is None or tables[1].weight.data_ptr() == tables[0].weight.data_ptr()
-    after = [model.get_input_embeddings(), model.get_output_embeddings()]
-    for table, old in list(zip(after, before, strict=True))[: 1 if tied else 2]:
-        assert old is not None
-        same = rows if rows is not None else {n: n for n in range(min(count, len(old)))}
-        with torch.no_grad():
-            table.weight.copy_(_moved(old, count, {k: v for k, v in same.items() if v < len(old)}))
+    with torch.no_grad():
+        for table, old in zip(tables, before, strict=True):  # where they are one, it is done twice alike
+            table().weight.copy_(_moved(old, count, {n: n for n in range(count)} if rows is None else rows))
 
 
 def _moved(old: Tensor, count: int, rows: dict[int, int]) -> Tensor:
-    new = old.mean(0).repeat(count, 1)
-    new[torch.tensor([*rows.keys()], dtype=torch.long)] = old[
-        torch.tensor([*rows.values()], dtype=torch.long)
-    ]
-    return new
+    there = [(new, number) for new, number in rows.items() if number < len(old)]
+    table = old.mean(0).repeat(count, 1)
+    table[[new for new, _ in there]] = old[[number for _, number in there]]
+    return table

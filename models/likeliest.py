@@ -19,10 +19,10 @@ def right(model: Any, batch: Batch, answers: Sequence[Sequence[int]]) -> Tensor:
     """
     known = [torch.tensor(answer, device=batch["tokens"].device) for answer in answers]
     own = torch.stack([_ends_with(batch, answer) for answer in known])
-    lengths = torch.tensor([len(answer) for answer in answers], device=own.device)
-    # One answer may end as another does: the longest is meant.
-    start = batch["length"] - (own * lengths[:, None]).amax(0)
-    own &= lengths[:, None] == (own * lengths[:, None]).amax(0)
+    lengths = torch.tensor([[len(answer)] for answer in answers], device=own.device)
+    longest = (own * lengths).amax(0)  # one answer may end as another does: the longest is meant
+    start = batch["length"] - longest
+    own &= lengths == longest
     scores = torch.stack([_log_probability(model, *_answered(batch, start, answer)) for answer in known])
     found: Tensor = own.gather(0, scores.argmax(0)[None])[0]
     return found

@@ -28,13 +28,11 @@ class Hub(BaseHTTPRequestHandler):
     """One public model, `owner/little`; `owner/closed` is gated; there is nothing else."""
 
     folder: Path
-    asked: list[str]
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
         closed, little = "owner/closed" in self.path, NAME in self.path
         if closed or not little:
             refused = ("403", "GatedRepo") if closed else ("404", "RepoNotFound")
@@ -82,7 +80,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
     GPT2LMHeadModel(GPT2Config(**sizes, **ends)).save_pretrained(folder)
     (folder / "pytorch_model.bin").write_bytes(b"nobody should want this")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Ours", (Hub,), {"folder": folder, "asked": []}))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Ours", (Hub,), {"folder": folder}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     home = str(tmp_path_factory.mktemp("home"))
     yield {
@@ -90,7 +88,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         "HF_HOME": home,
         "HF_HUB_DISABLE_XET": "1",
         "ISOBATCH_CACHE": f"{home}/prepared",
-        "asked": str(folder),
     }
     server.shutdown()
 

@@ -36,8 +36,9 @@ def peaks(tmp_path):  # type: ignore[no-untyped-def]
     def of(**options):  # type: ignore[no-untyped-def]
         recipe = Recipe(task="causal-lm", model=str(tmp_path), batch_size=8, max_length=256, options=options)
         make = lambda one: workload("causal-lm").make(one)[0]  # noqa: E731
-        plan = make_plan(recipe, facts, make(recipe).shape(facts), parse("rtx4060"), PlanOptions())
-        rows = savings(make, recipe, facts, plan)
+        shape = make(recipe).shape(facts)
+        plan = make_plan(recipe, facts, shape, parse("rtx4060"), PlanOptions())
+        rows = savings(make, recipe, facts, shape, plan)
         assert rows[0] == {**rows[0], "flags": "", "peak_memory_bytes": plan.predicted_peak_memory_bytes}
         assert all(row.keys() == {"flags", "peak_memory_bytes", "remark"} for row in rows)
         return {row["flags"]: row["peak_memory_bytes"] for row in rows}
