@@ -1,7 +1,7 @@
 """What a language model's loss comes to: by token, by word and by byte, and what it is a mean over.
 
-`loss` is in nats a predicted token, `perplexity` its exponential. `word_perplexity` and `bits_per_byte` spread
-it over all tokens of a text, then over its words or UTF-8 bytes.
+`loss` is in nats a predicted token, `perplexity` its exponential. `word_perplexity` and `bits_per_byte`
+spread it over all tokens of a text, then over its words or UTF-8 bytes.
 """
 
 from __future__ import annotations
