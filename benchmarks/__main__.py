@@ -6,10 +6,14 @@ import argparse
 import importlib
 import inspect
 import os
+import runpy
 import sys
+from pathlib import Path
 
-from benchmarks import report
-from launch.cli import BEFORE_TORCH
+runpy.run_path(str(Path(__file__).resolve().parents[1] / "launch" / "_root.py"))
+
+from isobatch.benchmarks import alone, report  # noqa: E402
+from isobatch.launch.cli import BEFORE_TORCH  # noqa: E402
 
 NAMES = {
     "engine": "this engine, a bare PyTorch loop and transformers' Trainer: speed, memory, equal losses",
@@ -34,6 +38,8 @@ NAMES = {
 def main() -> int:
     for name, value in BEFORE_TORCH.items():  # every contender gets what `launch` sets
         os.environ.setdefault(name, value)
+    if sys.argv[1:2] == [alone.WORD]:
+        return alone.answer(sys.argv[2], sys.argv[3:])
     listing = "\n".join(f"  {name:<12}{text}" for name, text in NAMES.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", epilog=listing, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -46,7 +52,7 @@ def main() -> int:
     if asked.name is None:
         print(listing)
         return 0
-    measure = importlib.import_module(f"benchmarks.{asked.name}").measure
+    measure = importlib.import_module(f"isobatch.benchmarks.{asked.name}").measure
     needed = [n for n in ("data", "model") if n in inspect.signature(measure).parameters]
     if missing := [n for n in needed if getattr(asked, n) is None]:
         parser.error(f"{asked.name} needs --{missing[0]}")

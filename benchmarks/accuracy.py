@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, Row
+from isobatch.benchmarks.report import ROOT, Row
+from isobatch.core.package import own_command
 
 RUNS = Path(__file__).parent / "runs"
 BASELINE = "A0"
@@ -41,7 +41,7 @@ def _train(name: str, flags: list[str], data: str, model: str) -> None:
     placed = [str(RUNS / word) if (RUNS / word).is_dir() else word for word in flags]
     given = ["--model", model] if name == BASELINE else []
     words = ["auto", *placed, *given, "--data", data, "--out", str(RUNS), "--name", name, "--quiet"]
-    subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, check=True)
+    subprocess.run(own_command(*words), cwd=ROOT, check=True)
 
 
 def rows(names: list[str]) -> list[Row]:

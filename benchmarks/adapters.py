@@ -7,11 +7,9 @@ The model is GPT-2's shape (124 million parameters) with random weights; the tok
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,10 +19,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import ROOT, Row
-from benchmarks.sessions import session
-from engine.checkpoint import Saved
-from models import head
+from isobatch.benchmarks import alone
+from isobatch.benchmarks.report import ROOT, Row
+from isobatch.benchmarks.sessions import session
+from isobatch.core.package import own_command
+from isobatch.engine.checkpointing.checkpoint import Saved
+from isobatch.models.causal_lm import chunked_cross_entropy
 
 WAYS: dict[str, dict[str, Any]] = {
     "all of it, AdamW": {},
@@ -59,21 +59,9 @@ def make_base(folder: Path, tokenizer: Path, quick: bool) -> None:
             shutil.copy(file, folder)
 
 
-ALONE = """
-import json, sys
-from benchmarks import adapters
-print(json.dumps(getattr(adapters, sys.argv[1])(*sys.argv[2:])))
-"""
-
-
 def _alone(what: str, *words: str) -> Row:
     """A measurement in a process of its own, for its memory."""
-    ended = subprocess.run(
-        [sys.executable, "-c", ALONE, what, *words], cwd=ROOT, capture_output=True, text=True
-    )
-    if ended.returncode:
-        raise RuntimeError(ended.stderr[-3000:])
-    found: Row = json.loads(ended.stdout.splitlines()[-1])
+    found: Row = alone.call(f"adapters:{what}", *words)
     return found
 
 
@@ -113,7 +101,7 @@ def chunks(way: str, quick: str) -> Row:
         if way == "whole":
             loss = torch.nn.functional.cross_entropy(states @ weight.T, targets, reduction="sum")
         else:
-            loss = head._Chunked.apply(states, weight, None, targets)
+            loss = chunked_cross_entropy._Chunked.apply(states, weight, None, targets)
         loss.backward()
         seconds.append(time.perf_counter() - began)
     return {
@@ -137,11 +125,11 @@ def saved(base: Path, data: str, place: Path, quick: bool) -> Iterator[Row]:
     words = ["auto", "--task", "causal-lm", "--data", str(little), "--model", str(base), "--adapter", "lora"]
     words += ["--lora-targets", "c_attn,c_proj", "--max-length", "64", "--batch-size", "4", "--steps", "2"]
     words += ["--name", "lora", "--out", str(place), "--quiet"]
-    subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(own_command(*words), cwd=ROOT, check=True, capture_output=True)
     run = place / "lora"
     newest = max((run / "checkpoints").iterdir(), key=lambda f: f.stat().st_mtime)
-    from engine.redo import Redo
-    from engine.run import Run
+    from isobatch.engine.runs.run_folder import Run
+    from isobatch.engine.verification.replay import Redo
 
     opened = Run.open(str(run))
     began = time.perf_counter()
@@ -163,5 +151,5 @@ def prepared(base: Path, data: str) -> Iterator[Row]:
     words = ["prepare", "--task", "causal-lm", "--data", data, "--model", str(base), "--clean", CLEANING]
     for what in ("cold", "again"):
         began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(own_command(*words), cwd=ROOT, check=True, capture_output=True)
         yield {"cleaned and tokenized": what, "seconds": round(time.perf_counter() - began, 2)}

@@ -26,8 +26,8 @@ def _measure(width: int, repeats: int) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from engine import portable
-    from engine.checkpoint import Writer
+    from isobatch.engine.checkpointing import portable_state
+    from isobatch.engine.checkpointing.checkpoint import Writer
 
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(12)])
@@ -40,7 +40,7 @@ def _measure(width: int, repeats: int) -> dict[str, Any]:
         optimizer.zero_grad()
 
     step()
-    tensors = portable.whole(model, optimizer)
+    tensors = portable_state.whole(model, optimizer)
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -52,7 +52,7 @@ def _measure(width: int, repeats: int) -> dict[str, Any]:
             saving.append(time.perf_counter() - began)
             alone = _seconds(step)
             began = time.perf_counter()
-            writer.begin(folder / f"train-{number}", portable.shared(tensors, 0, 1), {})
+            writer.begin(folder / f"train-{number}", portable_state.shared(tensors, 0, 1), {})
             copying.append(time.perf_counter() - began)
             stalling.append(_beside(step, writer, alone) + copying[-1])
             writer.finish()

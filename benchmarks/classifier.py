@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, Row, interleaved, middle, paired_ratio
+from isobatch.benchmarks import alone
+from isobatch.benchmarks.report import ROOT, Row, interleaved, middle, paired_ratio
+from isobatch.core.package import own_command
 
 BATCH, LENGTH, LR = 32, 128, 5e-5
 WARM = 4
@@ -29,6 +30,7 @@ OTHERS = {
     "Trainer, grouped by length": {"padding": "longest", "grouped": True, "share": 1.0},
     "Trainer, padded to 128": {"padding": "max_length", "grouped": False, "share": 0.2},
 }
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def measure(quick: bool, data: str, model: str) -> list[Row]:
@@ -62,7 +64,7 @@ def _ours(spec: dict[str, Any], steps: int, grouped: bool) -> Row:
         words += ["--steps", str(WARM + steps), "--batch-size", str(BATCH), "--max-length", str(LENGTH)]
         words += ["--eval-fraction", "0.01", "--out", out, "--name", "run", "--quiet"]
         words += ["--group-by-length", "on" if grouped else "off"]
-        _child(["-m", "launch", *words])
+        subprocess.run(own_command(*words), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
         lines = (Path(out) / "run" / "metrics.jsonl").read_text().splitlines()
         rows = [r for r in map(json.loads, lines) if "lr" in r][WARM:]
     samples = rows[-1]["samples"] - WARM * BATCH
@@ -72,18 +74,12 @@ def _ours(spec: dict[str, Any], steps: int, grouped: bool) -> Row:
 def _trainer(spec: dict[str, Any]) -> Row:
     file = Path(spec["folder"]) / "spec.json"
     file.write_text(json.dumps(spec))
-    found: Row = json.loads(_child(["-m", "benchmarks.classifier", str(file)]).splitlines()[-1])
+    found: Row = alone.call("classifier:trainer_of", str(file), environment=ENVIRONMENT)
     return found
 
 
-def _child(words: list[str]) -> str:
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    ended = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    if ended.returncode:
-        raise RuntimeError(ended.stderr[-3000:])
-    return ended.stdout
+def trainer_of(file: str) -> Row:
+    return trainer(json.loads(Path(file).read_text()))
 
 
 def trainer(spec: dict[str, Any]) -> Row:
@@ -129,7 +125,3 @@ def trainer(spec: dict[str, Any]) -> Row:
 
 def _padding(spec: dict[str, Any]) -> Any:
     return "max_length" if spec["padding"] == "max_length" else False
-
-
-if __name__ == "__main__":
-    print(json.dumps(trainer(json.loads(Path(sys.argv[1]).read_text()))))

@@ -18,11 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.report import Row
-from benchmarks.sessions import asked, session
-from engine.session import Session
-from models import appraisal, encoders, onnx_graph, quantization, surgery
-from models.importance import Kept
+from isobatch.benchmarks.report import Row
+from isobatch.benchmarks.sessions import asked, session
+from isobatch.engine.training.session import Session
+from isobatch.models.encoder import (
+    encoders,
+    evaluation,
+    onnx_graph,
+    quantization,
+    weight_surgery,
+)
+from isobatch.models.encoder.importance import Kept
 
 SHAPES = {0: (12, 3072), 20: (10, 2432), 50: (6, 1536), 75: (3, 768)}
 """Per cent removed -> heads and neurons of each layer, of 12 and 3072."""
@@ -50,15 +56,15 @@ def _cut(model: Any, heads: int, neurons: int, head: int) -> None:
         [torch.arange(layer.query.out_features // head) < heads for layer in layers],
         [torch.arange(layer.up.out_features) < neurons for layer in layers],
     )
-    surgery.put_masks(layers, kept, head)
-    surgery.cut(layers)
+    weight_surgery.put_masks(layers, kept, head)
+    weight_surgery.cut(layers)
 
 
 def files_and_latency(quick: bool) -> list[Row]:
     rows: list[Row] = []
-    given = appraisal.example(1, VOCABULARY, pairs=False)
-    with tempfile.TemporaryDirectory() as place, appraisal.one_thread():
-        runners: dict[tuple[int, str], appraisal.Runner] = {}
+    given = evaluation.example(1, VOCABULARY, pairs=False)
+    with tempfile.TemporaryDirectory() as place, evaluation.one_thread():
+        runners: dict[tuple[int, str], evaluation.Runner] = {}
         sizes: dict[tuple[int, str], float] = {}
         for percent, (heads, neurons) in SHAPES.items():
             for form, run, size in _forms(Path(place), percent, heads, neurons):
@@ -82,26 +88,26 @@ def files_and_latency(quick: bool) -> list[Row]:
     return rows
 
 
-def _forms(place: Path, percent: int, heads: int, neurons: int) -> list[tuple[str, appraisal.Runner, float]]:
+def _forms(place: Path, percent: int, heads: int, neurons: int) -> list[tuple[str, evaluation.Runner, float]]:
     model = distilbert(heads, neurons)
     bytes_ = 4 * sum(p.numel() for p in model.parameters())
-    found = [("torch fp32", appraisal.torch_runner(model), float(bytes_))]
+    found = [("torch fp32", evaluation.torch_runner(model), float(bytes_))]
     plain = place / f"{percent}.onnx"
     onnx_graph.write(model, plain, pairs=False)
-    found.append(("onnxruntime fp32", appraisal.onnx_runner(plain, 1), float(plain.stat().st_size)))
+    found.append(("onnxruntime fp32", evaluation.onnx_runner(plain, 1), float(plain.stat().st_size)))
     for bits in (8, 4):
         small, file = distilbert(heads, neurons), place / f"{percent}-{bits}.onnx"
         quantization.quantize(small, 4, bits)
         quantization.collecting(small)
-        appraisal.torch_runner(small)(appraisal.example(4, VOCABULARY, pairs=False))
+        evaluation.torch_runner(small)(evaluation.example(4, VOCABULARY, pairs=False))
         quantization.choose_ranges(small)
         onnx_graph.write(small, file, pairs=False)
         name = f"onnxruntime 4-bit, {bits}-bit embeddings"
-        found.append((name, appraisal.onnx_runner(file, 1), float(file.stat().st_size)))
+        found.append((name, evaluation.onnx_runner(file, 1), float(file.stat().st_size)))
     return found
 
 
-def _processor_seconds(run: appraisal.Runner, given: dict[str, np.ndarray], times: int) -> float:
+def _processor_seconds(run: evaluation.Runner, given: dict[str, np.ndarray], times: int) -> float:
     run(given)
     found = []
     for _ in range(times):

@@ -159,9 +159,9 @@ def trainer(spec: Spec) -> Found:
 
 def isobatch(spec: Spec) -> Found:
     """A run as `auto` makes it: journal, chain of samples, checkpoint and all."""
-    from engine.run import Run, RunOptions
-    from engine.step import Stepper
-    from launch.train import train_run
+    from isobatch.engine.runs.run_folder import Run, RunOptions
+    from isobatch.engine.training.train_step import Stepper
+    from isobatch.launch.local.worker import train_run
 
     run = Run.open(spec["run"])
     processor: list[float] = []
@@ -187,8 +187,6 @@ def isobatch(spec: Spec) -> Found:
     }
 
 
-if __name__ == "__main__":
-    found = {"bare": bare, "trainer": trainer, "isobatch": isobatch}[sys.argv[1]](
-        json.loads(Path(sys.argv[2]).read_text())
-    )
-    print(json.dumps(found))
+def contend(kind: str, spec: str) -> Found:
+    """In a process of its own; `spec` is a file."""
+    return {"bare": bare, "trainer": trainer, "isobatch": isobatch}[kind](json.loads(Path(spec).read_text()))

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 
-from benchmarks.report import ROOT, Row, interleaved, paired_ratio
+from isobatch.benchmarks.report import ROOT, Row, interleaved, paired_ratio
 
 SETTINGS: dict[str, dict[str, str]] = {
     "as it comes": {},

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,26 +17,27 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import ROOT, Row, interleaved, middle, paired_ratio
-from benchmarks.workload import lengths_of
-from data.base import length_quantiles
-from engine import options as opt
-from engine.cut import cut, padding_fraction
-from engine.detection import detect
-from engine.facts import Facts
-from engine.feed import budget_of
-from engine.hardware import parse
-from engine.options import Interval
-from engine.plan import Plan, PlanOptions
-from engine.planner import make_plan
-from engine.prepare import prepare
-from engine.recipe import Recipe
-from engine.registry import workload
-from engine.run import Run, RunOptions
-from engine.sampler import Sampler
-from engine.session import make_sampler
-from models import decoders
-from models.decoders import PRESETS
+from isobatch.benchmarks import alone
+from isobatch.benchmarks.report import Row, interleaved, middle, paired_ratio
+from isobatch.benchmarks.workload import lengths_of
+from isobatch.core import flags as opt
+from isobatch.core.facts import Facts
+from isobatch.core.flags import Interval
+from isobatch.core.plan import Plan, PlanOptions
+from isobatch.core.recipe import Recipe
+from isobatch.data.base import length_quantiles
+from isobatch.engine.loading.loader import budget_of
+from isobatch.engine.loading.microbatching import cut, padding_fraction
+from isobatch.engine.loading.prepare import prepare
+from isobatch.engine.loading.sampler import Sampler
+from isobatch.engine.planning.detect import detect
+from isobatch.engine.planning.hardware import parse
+from isobatch.engine.planning.planner import make_plan
+from isobatch.engine.registry import workload
+from isobatch.engine.runs.run_folder import Run, RunOptions
+from isobatch.engine.training.session import make_sampler
+from isobatch.models.causal_lm import model_sizes
+from isobatch.models.causal_lm.model_sizes import PRESETS
 
 WORKLOAD = Path(__file__).with_name("workload.py")
 WARM = 3
@@ -105,7 +104,7 @@ def padding(machine: str, model: str) -> list[Row]:
         lengths=length_quantiles(lengths),
         extra={"vocabulary": 50257},
     )
-    shape = decoders.shape_of(PRESETS[model].config(50257, 1024))
+    shape = model_sizes.shape_of(PRESETS[model].config(50257, 1024))
     assert shape is not None
     rows: list[Row] = []
     for batch in (8, 32, 128):
@@ -194,11 +193,7 @@ def _ours(run: Run, spec: dict[str, Any], folder: Path) -> Row:
 
 def _child(kind: str, spec: dict[str, Any], folder: Path) -> Row:
     (folder / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "benchmarks.contenders", kind, str(folder / "spec.json")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if ended.returncode:
-        raise RuntimeError(f"{kind} failed:\n{ended.stderr[-3000:]}")
-    found: Row = json.loads(ended.stdout.splitlines()[-1])
+    found: Row = alone.call("contenders:contend", kind, str(folder / "spec.json"))
     found["micro_batch"] = spec["micro_batch"]
     found["cost"] = float(np.median(np.diff(found["processor"])[WARM - 1 :]))
     found["rate"] = 1 / float(np.median(found["seconds"][WARM:]))

@@ -13,19 +13,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.engine import WORKLOAD
-from benchmarks.report import ROOT, Row
-from engine.detection import detect
-from engine.footprint import flops_per_token
-from engine.run import Run
-from models import decoders
+from isobatch.benchmarks.engine import WORKLOAD
+from isobatch.benchmarks.report import ROOT, Row
+from isobatch.core.package import own_command
+from isobatch.engine.planning.detect import detect
+from isobatch.engine.planning.memory_model import flops_per_token
+from isobatch.engine.runs.run_folder import Run
+from isobatch.models.causal_lm import model_sizes
 
 WARM = 10
 """First steps that are not counted: kernels are compiled and chosen."""
@@ -45,8 +45,8 @@ def scratch(folder: Path, quick: bool) -> Row:
         words = ["--model", "tiny", "--batch-size", "8", "--max-length", "64", "--steps", "14"]
     run = trained(folder, "BlockLM", "scratch", words, {"BENCHMARK_VOCABULARY": "512" if quick else "50257"})
     length = 64 if quick else 1024
-    config = decoders.PRESETS["tiny" if quick else "gpt2-124m"].config(512 if quick else 50257, length)
-    shape, hardware = decoders.shape_of(config), detect()
+    config = model_sizes.PRESETS["tiny" if quick else "gpt2-124m"].config(512 if quick else 50257, length)
+    shape, hardware = model_sizes.shape_of(config), detect()
     assert shape is not None
     speed = tokens_per_second(run)
     peak = hardware.gpu.peak_flops["bf16"] if hardware.gpus else None
@@ -108,7 +108,7 @@ def trained(folder: Path, task: str, name: str, words: list[str], more: Mapping[
     flags = ["--task", f"{WORKLOAD}:{task}", "--name", name, "--out", str(folder), "--quiet", *words]
     flags += ["--processes", "1", "--schedule", "constant"]
     ended = subprocess.run(
-        [sys.executable, "-m", "launch", "auto", *flags],
+        own_command("auto", *flags),
         cwd=ROOT,
         env={**os.environ, "ISOBATCH_CACHE": str(folder / "cache"), **more},
         capture_output=True,

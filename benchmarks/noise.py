@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from benchmarks.report import Row
-from engine import attention, noise
-from engine.keying import key_dropout
-from engine.noise import KeyedNoise, drop, keep_mask
+from isobatch.benchmarks.report import Row
+from isobatch.engine.noise import keyed_attention, keyed_noise
+from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.noise.keyed_noise import KeyedNoise, drop, keep_mask
 
 PROBABILITY = 0.1
 ARMS = {"no dropout": (0.0, None), "native": (PROBABILITY, False), "keyed": (PROBABILITY, True)}
@@ -123,7 +123,7 @@ class _Arm:
 class _Stopwatch:
     """Adds the time inside the hash, masks and key creation to an arm's `drawing`."""
 
-    PLACES = ((noise, "keep_mask"), (attention, "_mask"), (KeyedNoise, "bind"))
+    PLACES = ((keyed_noise, "keep_mask"), (keyed_attention, "_mask"), (KeyedNoise, "bind"))
 
     def __init__(self, arm: _Arm) -> None:
         self.arm = arm

@@ -8,9 +8,6 @@ encodes the texts of every row, as the loop one would write; all ways must give 
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.report import ROOT, Row
-from benchmarks.sessions import asked, session
-from engine.sampler import Sampler
-from models.catalogue import Catalogue
-from models.recommender_net import RecommenderNet
-from models.text_encoder import TextEncoder, add_lora, make_net
+from isobatch.benchmarks import alone
+from isobatch.benchmarks.report import Row
+from isobatch.benchmarks.sessions import asked, session
+from isobatch.engine.loading.sampler import Sampler
+from isobatch.models.recommendation.catalogue import Catalogue
+from isobatch.models.recommendation.network import RecommenderNet
+from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, make_net
 
 BLOCKS, TOP = 12, 4
 DIM, NEGATIVES = 64, 4
@@ -102,24 +100,16 @@ def _step(model: RecommenderNet, user: Tensor, items: Tensor) -> tuple[float, tu
     return took, (float(loss.detach()), gradient)
 
 
-GROWTH = """
-import sys
-from benchmarks import recommender
-print(recommender.grown(int(sys.argv[1]), int(sys.argv[2])))
-"""
-
-
 def memory(quick: bool) -> Iterator[Row]:
     """Peak memory that a step over a whole catalogue adds, each in a process of its own."""
     for texts in (400, 1600) if quick else (4_000, 16_000, 64_000):
-        words = [sys.executable, "-c", GROWTH, str(texts), "64" if quick else "256"]
-        ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-        adds, vectors = json.loads(ended.stdout.splitlines()[-1])
+        adds, vectors = alone.call("recommender:grown", str(texts), "64" if quick else "256")
         yield {"texts in a step": texts, "adds MB": adds, "their vectors MB": vectors}
 
 
-def grown(texts: int, width: int) -> list[float]:
+def grown(*asked: str) -> list[float]:
     """MB that encoding so many texts, forward and backward, adds to what one chunk took; MB of vectors."""
+    texts, width = map(int, asked)
     draw = np.random.default_rng(0)
     offsets = np.concatenate([[0], np.cumsum(draw.integers(6, 18, size=texts))])
     known = Catalogue(

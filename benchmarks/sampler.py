@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.report import Row, interleaved, middle
-from data.base import ArraySource, Ragged, load, save
-from engine.sampler import Sampler
+from isobatch.benchmarks.report import Row, interleaved, middle
+from isobatch.data.base import ArraySource, Ragged, load, save
+from isobatch.engine.loading.sampler import Sampler
 
 BATCH = 65_536
 LOADER_ROWS = 65_536

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from isobatch.benchmarks import report
+from isobatch.core.package import own_command
 
 WORDS = ["auto", "--task", "causal-lm", "--model", "small", "--max-length", "128"]
 STEPS = {32: 24, 128: 10}
@@ -58,7 +58,7 @@ def _run(batch: int, processes: int, strategy: str, first: int = 0) -> report.Ro
         cores = sorted(os.sched_getaffinity(0))[first : first + processes]
         plan = ["--processes", str(processes), "--strategy", strategy, "--steps", str(STEPS[batch])]
         plan += ["--batch-size", str(batch)]
-        command = [sys.executable, "-m", "launch", *WORDS, *plan, "--name", "run", "--quiet"]
+        command = own_command(*WORDS, *plan, "--name", "run", "--quiet")
         subprocess.run(
             command,
             cwd=folder,

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine.detection import detect
-from engine.plan import PlanOptions
-from engine.planner import make_plan
-from engine.prepare import prepare
-from engine.registry import workload
-from engine.session import Session
-from engine.world import World
-from launch.flags import make_recipe
+from isobatch.core.plan import PlanOptions
+from isobatch.engine.distributed.communicator import World
+from isobatch.engine.loading.prepare import prepare
+from isobatch.engine.planning.detect import detect
+from isobatch.engine.planning.planner import make_plan
+from isobatch.engine.registry import workload
+from isobatch.engine.training.session import Session
+from isobatch.launch.local.arguments import make_recipe
 
 
 def asked(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, Any]:

@@ -24,8 +24,9 @@ from typing import Any
 
 import psutil
 
-HOME = Path(__file__).resolve().parent.parent
-TASK = f"{HOME}/tests/tasks/troubled.py:SlowHungry"
+from isobatch.core.package import ROOT, own_command
+
+TASK = f"{ROOT}/tests/tasks/troubled.py:SlowHungry"
 STEPS = 240
 BOUND_SECONDS = 120
 """Longer without a new step, or an end, is a hang."""
@@ -109,7 +110,7 @@ class Soak:
         run = ["--hang-timeout", "30", "--max-restarts", "1000", "--quiet"]
         self.began, self.asked = time.monotonic(), None
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "launch", *words, *plan, *run],
+            own_command(*words, *plan, *run),
             cwd=self.folder,
             stdout=subprocess.DEVNULL,
             stderr=(self.folder / "err.txt").open("a"),
@@ -253,7 +254,7 @@ FAULTS: dict[str, Callable[[Soak], bool]] = {
 
 def measure(quick: bool, seed: int = 0) -> list[dict[str, Any]]:
     """A row per kind of fault, and one of what was checked, on this machine and on a cluster."""
-    from benchmarks import soak_cluster
+    from isobatch.benchmarks import soak_cluster
 
     expected = undisturbed()
     rows = under_fire(lambda *fire: _one_run(*fire, expected), 6 if quick else 105, seed)
@@ -292,7 +293,7 @@ def under_fire(one_run: OneRun, wanted: int, seed: int, where: str = "1 machine"
 def undisturbed() -> list[float]:
     with tempfile.TemporaryDirectory() as name:
         words = ["auto", "--task", TASK.replace("SlowHungry", "Line"), "--name", "run", "--steps", str(STEPS)]
-        subprocess.run([sys.executable, "-m", "launch", *words], cwd=name, check=True, capture_output=True)
+        subprocess.run(own_command(*words), cwd=name, check=True, capture_output=True)
         return _losses(Path(name) / "runs" / "run")
 
 
@@ -316,7 +317,7 @@ def checked(run: Path, expected: list[float]) -> dict[str, Any]:
     """What a run that is done came to."""
     ledger = [json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()]
     found = _losses(run)
-    verify = [sys.executable, "-m", "launch", "verify", str(run)]
+    verify = own_command("verify", str(run))
     done = subprocess.run(verify, cwd=run, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stdout + done.stderr, file=sys.stderr)

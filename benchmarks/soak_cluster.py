@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak import BOUND_SECONDS, STEPS, Progress, Times, checked
-from tests.slurm import nodes
+from isobatch.benchmarks.soak import BOUND_SECONDS, STEPS, Progress, Times, checked
+from isobatch.tests.slurm import nodes
 
 available = nodes.available
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.report import ROOT, Row, interleaved, middle
+from isobatch.benchmarks.report import ROOT, Row, interleaved, middle
+from isobatch.core.package import own_command
 
 CASES = {
     "cold": "demo, data prepared first (corpus, tokenizer, tokens)",
@@ -51,7 +51,7 @@ def _demo(name: str, folder: Path) -> Row:
 def _timed(words: list[str], environment: dict[str, str], out: Path | None = None) -> Row:
     began = time.perf_counter()
     child = subprocess.Popen(
-        [sys.executable, "-m", "launch", *words],
+        own_command(*words),
         cwd=ROOT,
         env={**os.environ, **environment},
         stdout=subprocess.DEVNULL,

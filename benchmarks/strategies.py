@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HOME = Path(__file__).resolve().parent.parent
-TASK = f"{HOME}/tests/tasks/ragged.py:RaggedLM"
+from isobatch.benchmarks import alone
+from isobatch.core.package import ROOT
+
+TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 SHARDED = ("zero1", "zero2", "zero3")
 QUICK = "STRATEGIES_QUICK"
 
@@ -50,12 +52,12 @@ def measure(quick: bool) -> list[dict[str, Any]]:
 
 def launch(world: int, folder: Path, mode: str, only: tuple[str, ...] = ()) -> None:
     """Run this file in a world; its findings land in `folder`."""
-    script = [str(Path(__file__)), str(folder), mode, *only]
+    script = alone.command("strategies:inside", str(folder), mode, *only)
     command = [sys.executable, *script]
     if world > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         command = [sys.executable, *torchrun, *script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HOME)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{mode} in a world of {world} failed:\n{done.stderr[-4000:]}")
@@ -96,10 +98,11 @@ def _read(path: Path) -> list[float]:
     return losses
 
 
-def _inside(folder: Path, modes: str, only: tuple[str, ...]) -> None:
-    """One rank of a world."""
+def inside(place: str, modes: str, *only: str) -> None:
+    """One rank of a world, which ends here."""
+    folder = Path(place)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from engine.world import ranks_from
+    from isobatch.engine.distributed.communicator import ranks_from
 
     size = ranks_from(os.environ)[1]
     for mode, strategy in itertools.product(modes.split("+"), only or strategies(size)):
@@ -110,12 +113,14 @@ def _inside(folder: Path, modes: str, only: tuple[str, ...]) -> None:
                 _resume(folder, strategy, saved)
         else:
             _train(folder, strategy, mode)
+    sys.stdout.flush()
+    os._exit(0)  # the interpreter's own end may wait for gloo's threads
 
 
 def _write_config(folder: Path, strategy: str) -> None:
     if strategy not in SHARDED:
         return
-    config = json.loads((HOME / "configs" / "deepspeed" / f"{strategy}.json").read_text())
+    config = json.loads((ROOT / "configs" / "deepspeed" / f"{strategy}.json").read_text())
     small = {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000}
     if strategy == "zero3":
         small |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 5000}
@@ -127,14 +132,14 @@ def _write_config(folder: Path, strategy: str) -> None:
 
 
 def _session(strategy: str, precision: str = "fp32") -> Any:
-    from engine import hardware
-    from engine.plan import PlanOptions
-    from engine.planner import make_plan
-    from engine.prepare import prepare
-    from engine.registry import workload
-    from engine.session import Session
-    from engine.world import World, ranks_from
-    from launch.flags import make_recipe
+    from isobatch.core.plan import PlanOptions
+    from isobatch.engine.distributed.communicator import World, ranks_from
+    from isobatch.engine.loading.prepare import prepare
+    from isobatch.engine.planning import hardware
+    from isobatch.engine.planning.planner import make_plan
+    from isobatch.engine.registry import workload
+    from isobatch.engine.training.session import Session
+    from isobatch.launch.local.arguments import make_recipe
 
     chosen = workload(TASK)
     recipe, _ = make_recipe(chosen, {"steps": [lengths()[0]]}, {})
@@ -159,7 +164,7 @@ def _steps(session: Any, start: int, stop: int) -> list[float]:
 def _train(folder: Path, strategy: str, mode: str) -> None:
     import torch
 
-    from engine import checkpoint
+    from isobatch.engine.checkpointing import checkpoint
 
     session = _session(strategy, "bf16" if mode == "half" else "fp32")
     name = f"{session.world.size}-{strategy}"
@@ -179,7 +184,7 @@ def _train(folder: Path, strategy: str, mode: str) -> None:
 
 
 def _resume(folder: Path, strategy: str, saved: Path) -> None:
-    from engine.checkpoint import Saved
+    from isobatch.engine.checkpointing.checkpoint import Saved
 
     session = _session(strategy)
     session.put(Saved(saved))
@@ -205,10 +210,3 @@ def reduced(strategy: Any) -> Any:
 
         found = [safe_get_full_grad(p).clone() for p in strategy.raw.parameters()]
     return torch.cat([g.flatten() for g in found])
-
-
-if __name__ == "__main__":
-    sys.path[0] = str(HOME)
-    _inside(Path(sys.argv[1]), sys.argv[2], tuple(sys.argv[3:]))
-    sys.stdout.flush()
-    os._exit(0)

@@ -8,10 +8,7 @@ Items never seen are ranked among each other; others among the given rivals.
 
 from __future__ import annotations
 
-import json
 import resource
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.report import ROOT, Row
-from benchmarks.sessions import session, train
-from data import movielens
-from models import ranking
-from models.catalogue import names
+from isobatch.benchmarks import alone
+from isobatch.benchmarks.report import Row
+from isobatch.benchmarks.sessions import session, train
+from isobatch.data.interactions import movielens
+from isobatch.models.recommendation import ranking
+from isobatch.models.recommendation.catalogue import names
 
 HIDDEN_SHARE, KEPT = 0.1, 3
 FEW = 50
@@ -46,19 +44,10 @@ def measure(quick: bool, data: str, model: str) -> list[Row]:
 def schemes(quick: bool) -> Iterator[Row]:
     """Each in a process of its own: after one frozen phase, the second phase in four ways."""
     for way in ("frozen only", "lora over cached vectors", "lora, naive", "lora"):
-        words = [sys.executable, "-c", ALONE, way, "1" if quick else "0"]
-        ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-        yield json.loads(ended.stdout.splitlines()[-1])
+        yield alone.call("texts:scheme", way, "quick" if quick else "")
 
 
-ALONE = """
-import json, sys
-from benchmarks import texts
-print(json.dumps(texts.scheme(sys.argv[1], sys.argv[2] == "1")))
-"""
-
-
-def scheme(way: str, quick: bool) -> Row:
+def scheme(way: str, quick: str) -> Row:
     """The demo by one of the ways: seconds of a step of the second phase, memory, and what was learnt."""
     naive = {"text_dedup": False, "text_cache": "off"} if way == "lora, naive" else {}
     text = {"text": "frozen"} if way == "frozen only" else {}

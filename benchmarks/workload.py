@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data.base import Columns, Data, Ragged
-from models.causal_lm import CausalLM
+from isobatch.data.base import Columns, Data, Ragged
+from isobatch.models.causal_lm.task import CausalLM
 
 VOCABULARY = int(os.environ.get("BENCHMARK_VOCABULARY", "2048"))
 MEAN, TAIL, LONGEST = 28, 0.464, 377

@@ -149,6 +149,8 @@ class Data(ABC):
     """A frozen dataclass of this kind's recipe fields; each becomes a flag."""
     version: ClassVar[int] = 1
     """Raise it when the prepared form changes: old caches are then left alone."""
+    cache_name: ClassVar[str] = ""
+    """Names this kind of data in the keys of the cache, wherever its class moves; by default its place."""
 
     def __init__(self, recipe: Any, options: Any) -> None:
         self.recipe = recipe

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data import hub, readers
-from data.base import DataError
-from data.readers import Rows
+from isobatch.data import hub, readers
+from isobatch.data.base import DataError
+from isobatch.data.readers import Rows
 
 DEMO = "demo"
 DEMO_PACKAGES = ("email", "http", "json", "logging", "urllib")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from data import hub, readers, tokenizers
-from data.base import Column, Columns, DataError, Ragged, save
-from data.corpora import DEMO, DEMO_PACKAGES, named_rows
-from data.readers import Rows
-from data.tokenized import Tokenized
+from isobatch.data import hub, readers, tokenizers
+from isobatch.data.base import Column, Columns, DataError, Ragged, save
+from isobatch.data.corpora import DEMO, DEMO_PACKAGES, named_rows
+from isobatch.data.readers import Rows
+from isobatch.data.tokenized import Tokenized
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -79,6 +79,7 @@ class Labelled(Tokenized):
 
     Options: ClassVar[type] = LabelledOptions
     version: ClassVar[int] = 2
+    cache_name: ClassVar[str] = "data.labelled.Labelled"
     demo_vocabulary: ClassVar[int] = 2048
 
     def check(self) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.base import DataError
-from data.tokenizers import file_hash
+from isobatch.data.base import DataError
+from isobatch.data.tokenizers import file_hash
 
 PIECE_BYTES = 1 << 15
 LONGEST_LINE = 1 << 20

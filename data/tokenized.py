@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from data import tokenizers
-from data.base import Data, DataError
-from data.corpora import DEMO
+from isobatch.data import tokenizers
+from isobatch.data.base import Data, DataError
+from isobatch.data.corpora import DEMO
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.base import DataError
-from hub import cache
-from hub.refusal import refusal
+from isobatch.core import hub_cache
+from isobatch.core.hub_refusal import refusal
+from isobatch.data.base import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -71,14 +71,15 @@ def locate(tokenizer: str | None, model: str | None, revision: str | None) -> Pl
 
 
 def _on_hub(flag: str, name: str, revision: str | None) -> Place:
-    if not cache.is_id(name):
+    if not hub_cache.is_id(name):
         raise DataError(f"{flag} {name}: there is no such folder or file")
-    if folder := cache.snapshot("models", name, revision):
+    if folder := hub_cache.snapshot("models", name, revision):
         return Place(path=folder) if _present(folder) else Place(hub_id=name, revision=revision)
-    if not cache.reachable():
+    if not hub_cache.reachable():
         raise DataError(
-            f"{flag} {name}: no such folder, not in the cache {cache.home()}, and the hub cannot be reached: "
-            "give a folder, set HF_HOME to a cache that holds it, or run `prepare` on a machine with internet"
+            f"{flag} {name}: no such folder, not in the cache {hub_cache.home()}, and the hub cannot be"
+            " reached: give a folder, set HF_HOME to a cache that holds it, or run `prepare` on a machine"
+            " with internet"
         )
     return Place(hub_id=name, revision=revision)
 

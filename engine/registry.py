@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.base import Data
-from engine import options as opt
-from engine.errors import UserError
-from engine.recipe import Recipe
-from models.base import Task
+from isobatch.core import flags as opt
+from isobatch.core.errors import UserError
+from isobatch.core.recipe import Recipe
+from isobatch.data.base import Data
+from isobatch.models.base import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +28,28 @@ class Entry:
 
 TASKS = {
     "causal-lm": Entry(
-        "models.causal_lm:CausalLM", "data.text:Text", "fine-tune or train a causal language model on text"
+        "models.causal_lm.task:CausalLM",
+        "data.text.dataset:Text",
+        "fine-tune or train a causal language model on text",
     ),
     "classifier": Entry(
-        "models.classifier:Classifier",
+        "models.classification.task:Classifier",
         "data.labelled:Labelled",
         "fine-tune an encoder to classify texts or pairs",
     ),
     "pruning": Entry(
-        "models.pruning:Pruning",
+        "models.compression.pruning:Pruning",
         "data.labelled:Labelled",
         "take heads and neurons out of a classifier for good",
     ),
     "qat": Entry(
-        "models.qat:QAT",
+        "models.compression.qat:QAT",
         "data.labelled:Labelled",
         "train a classifier to run in 4-bit weights and 8-bit activations",
     ),
     "recommender": Entry(
-        "models.recommender:Recommender",
-        "data.interactions:Interactions",
+        "models.recommendation.task:Recommender",
+        "data.interactions.dataset:Interactions",
         "recommend items from ids and texts, with LoRA in the text encoder",
     ),
 }
@@ -88,7 +90,7 @@ def workload(name: str) -> Workload:
         task = _user_class(name)
         data = task.data
         if not (isinstance(data, type) and issubclass(data, Data)):
-            raise UserError(f"--task {name}: {task.__name__}.data must be a subclass of data.base.Data")
+            raise UserError(f"--task {name}: {task.__name__}.data must be a subclass of isobatch.Data")
         return Workload(name, task, data)
     key = name.replace("_", "-").lower()
     if key in CHAINS:
@@ -107,7 +109,7 @@ def workload(name: str) -> Workload:
 
 def _load(place: str) -> Any:
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(f"isobatch.{module}"), name)
 
 
 def is_users(name: str) -> bool:

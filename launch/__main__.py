@@ -1,17 +1,12 @@
-"""`python -m launch COMMAND ...`, the same as `isobatch COMMAND ...`."""
+"""`python -m launch COMMAND ...` in the project's folder, the same as `isobatch COMMAND ...` anywhere."""
 
-import os
+import runpy
 import sys
 from pathlib import Path
 
-HOME = str(Path(__file__).resolve().parent.parent)
-# `python -m` puts the working directory first: the user's own models.py or data/ there would hide ours.
-if os.path.realpath(sys.path[0] or ".") != HOME:
-    sys.path.pop(0)
-if HOME not in sys.path:
-    sys.path.append(HOME)
+runpy.run_path(str(Path(__file__).resolve().parent / "_root.py"))
 
-from launch.cli import main  # noqa: E402
+from isobatch.launch.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

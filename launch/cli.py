@@ -10,34 +10,59 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 
-from engine.errors import BUG, WRONG_INPUT
-from engine.trouble import named
+from isobatch.core.errors import BUG, WRONG_INPUT
+from isobatch.engine.runs.classify_errors import named
 
 COMMANDS = {
-    "auto": ("launch.auto:auto", "plan for this machine, train, evaluate, export (also spelt train)"),
+    "auto": (
+        "commands.auto:auto",
+        "plan for this machine, train, evaluate, export (also spelt train)",
+    ),
     "plan": (
-        "launch.planning:plan",
+        "commands.plan:plan",
         "show the plan and its reasons, for this machine or another; trains nothing",
     ),
-    "prepare": ("launch.planning:prepare", "fetch, clean, tokenize and measure the data, once"),
-    "resume": ("launch.auto:resume", "go on with a run on this machine, whatever it is"),
-    "slurm": ("launch.slurm:slurm", "print, or --submit, a Slurm job that trains until done"),
+    "prepare": ("commands.plan:prepare", "fetch, clean, tokenize and measure the data, once"),
+    "resume": ("commands.auto:resume", "go on with a run on this machine, whatever it is"),
+    "slurm": (
+        "slurm.command:slurm",
+        "print, or --submit, a Slurm job that trains until done",
+    ),
     "verify": (
-        "launch.verify:verify",
+        "commands.verify:verify",
         "redo logged steps under another cut and compare; exit 3 on a difference",
     ),
-    "evaluate": ("launch.after:evaluate", "metrics of a finished run on its held-out data"),
-    "export": ("launch.exporting:export", "a finished model in other forms, each checked"),
-    "report": ("launch.report:report", "models side by side: accuracy, size and speed, measured here"),
-    "generate": ("launch.writing:generate", "continue a prompt with a trained language model"),
-    "chat": ("launch.writing:chat", "talk with a model that was trained on conversations"),
-    "recommend": ("launch.after:recommend", "the best items for a user, by a trained recommender"),
-    "tasks": ("launch.listing:tasks", "the workloads there are"),
-    "runs": ("launch.listing:runs", "the runs in a folder"),
-    "describe": ("launch.listing:describe", "every flag of a task, with type, default and meaning"),
+    "evaluate": (
+        "commands.evaluate:evaluate",
+        "metrics of a finished run on its held-out data",
+    ),
+    "export": ("commands.export:export", "a finished model in other forms, each checked"),
+    "report": (
+        "report.command:report",
+        "models side by side: accuracy, size and speed, measured here",
+    ),
+    "generate": (
+        "commands.generate:generate",
+        "continue a prompt with a trained language model",
+    ),
+    "chat": ("commands.generate:chat", "talk with a model that was trained on conversations"),
+    "recommend": (
+        "commands.evaluate:recommend",
+        "the best items for a user, by a trained recommender",
+    ),
+    "tasks": ("commands.runs:tasks", "the workloads there are"),
+    "runs": ("commands.runs:runs", "the runs in a folder"),
+    "describe": (
+        "commands.runs:describe",
+        "every flag of a task, with type, default and meaning",
+    ),
 }
-INTERNAL = {"job": "launch.job:job", "node": "launch.node:node"}
-"""What the sbatch script and its steps run."""
+INTERNAL = {
+    "job": "slurm.job:job",
+    "node": "slurm.node:node",
+    "latency": "report.latency_worker:latency",
+}
+"""What the sbatch script, its steps and `report` run."""
 ALIASES = {"train": "auto"}
 BEFORE_TORCH = {"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1"}
 """Set where the user has not. Waiting threads soon sleep: beside a busy neighbour 1.5 times faster than
@@ -71,7 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if name in INTERNAL:
         return guarded(lambda: _function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
     if name not in COMMANDS:
-        from engine.options import nearest
+        from isobatch.core.flags import nearest
 
         return _complain(f"there is no command {name!r}{nearest(name, [*COMMANDS, *ALIASES])}; see --help")
     if any(word in ("-h", "--help") for word in arguments[1:]):
@@ -112,8 +137,11 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def _function(place: str) -> Callable[[Sequence[str]], int]:
+    """From `module:function`, the module as this folder has it."""
     module, _, function = place.partition(":")
-    found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+    found: Callable[[Sequence[str]], int] = getattr(
+        importlib.import_module(f"isobatch.launch.{module}"), function
+    )
     return found
 
 

@@ -160,7 +160,7 @@ class Shape:
     weight_bytes: float = 0.0
     """Of all weights, where they are not 4 a parameter."""
     packs: bool = False
-    """Whether its attention can be told where one sample ends and the next begins (see engine/packing.py)."""
+    """Whether attention can be told where a sample ends and the next begins (engine/training/packing.py)."""
     remark: str = ""
     """What a plan should say of this model beside."""
     whole: str = ""
@@ -308,12 +308,12 @@ class Task(ABC):
         raise NotImplementedError
 
     def forms(self, final: Path, exports: Path) -> Sequence[Any]:
-        """The ways in which a finished model runs and can be measured (see models.appraisal.Form)."""
+        """The ways in which a finished model runs and can be measured (models.encoder.evaluation.Form)."""
         return []
 
     def writer(self, final: Path) -> Callable[[Any, Any], Iterable[str]]:
-        """(prompt, models.generation.Sampling) -> what the exported model in `final` writes behind it, in
-        pieces; for language models. A prompt is a text, or (text, whether it is an answer) in order.
+        """(prompt, models.causal_lm.generation.Sampling) -> what the exported model in `final` writes behind
+        it, in pieces; for language models. A prompt is a text, or (text, whether it is an answer) in order.
         """
         raise NotImplementedError
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hub import cache
-from hub.refusal import refusal
-from models.base import ModelError
+from isobatch.core import hub_cache
+from isobatch.core.hub_refusal import refusal
+from isobatch.models.base import ModelError
 
 ADAPTER = "adapter_config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -18,20 +18,20 @@ TOKENIZERS = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
 
 def is_id(name: str) -> bool:
     """Whether `name` has the form `owner/name`."""
-    return cache.is_id(name) and "/" in name
+    return hub_cache.is_id(name) and "/" in name
 
 
 def snapshot(name: str, revision: str | None = None) -> Path | None:
     """The cached folder of a model, or None."""
-    found = cache.snapshot("models", name, revision)
+    found = hub_cache.snapshot("models", name, revision)
     return found if found and (found / "config.json").is_file() else None
 
 
 def require(name: str, revision: str | None, flag: str = "--model") -> None:
     """Raise unless the model is in the cache or the hub answers."""
-    if snapshot(name, revision) is None and not cache.reachable():
+    if snapshot(name, revision) is None and not hub_cache.reachable():
         raise ModelError(
-            f"{flag} {name}: there is no such folder; as a hub id it is not in the cache {cache.home()},"
+            f"{flag} {name}: there is no such folder; as a hub id it is not in the cache {hub_cache.home()},"
             " and the hub cannot be reached: give a folder, set HF_HOME to a cache that holds it,"
             " or run `prepare` on a machine with internet"
         )
@@ -125,10 +125,10 @@ def fetch(name: str, revision: str | None, flag: str = "--model") -> str:
     found = snapshot(name, revision)
     if found and _has_weights(found):
         return str(found)
-    if not cache.reachable():
+    if not hub_cache.reachable():
         raise ModelError(
-            f"{flag} {name}: its weights are not in the cache {cache.home()}, and the hub cannot be reached:"
-            " run `prepare` on a machine with internet that shares this cache"
+            f"{flag} {name}: its weights are not in the cache {hub_cache.home()}, and the hub cannot be"
+            " reached: run `prepare` on a machine with internet that shares this cache"
         )
     from huggingface_hub import HfApi, snapshot_download
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +15,8 @@ import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
+# This clone is the package, whether it is installed or not, and whatever other copy is.
+runpy.run_path(str(ROOT / "launch" / "_root.py"))
 GRACE_SECONDS = 5.0
 """How long a child that is ending may take: loader processes die a moment after their loop."""
 FORGIVEN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
@@ -23,19 +25,6 @@ FORGIVEN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 # The same examples on every machine, and no folder of them left behind.
 settings.register_profile("isobatch", derandomize=True, database=None, deadline=None)
 settings.load_profile("isobatch")
-
-
-def _is_installed() -> bool:
-    try:
-        importlib.metadata.distribution("isobatch")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-if not _is_installed():
-    sys.path.insert(0, str(ROOT))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -117,15 +106,15 @@ Cli = Callable[..., Answer]
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
-    """`cli("auto", "--task", ...)` runs `python -m launch auto --task ...` as a process of its own."""
+    """`cli("auto", "--task", ...)` runs `isobatch auto --task ...` as a process of its own."""
+    from isobatch.core.package import own_command
 
     def run(
         *words: str, folder: Path = tmp_path, env: Mapping[str, str] | None = None, timeout: float = 300
     ) -> Answer:
         environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | dict(env or {})
-        command = [sys.executable, "-m", "launch", *words]
         done = subprocess.run(
-            command,
+            own_command(*words),
             cwd=folder,
             env=environment,
             capture_output=True,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from data import corpora, tokenizers
-from engine.noise import KeyedDropout, KeyedNoise, hash_bits
-from tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
+from isobatch.data import corpora, tokenizers
+from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise, hash_bits
+from isobatch.tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

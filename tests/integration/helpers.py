@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from isobatch.core.package import own_command
 
 ROOT = Path(__file__).resolve().parents[2]
 RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
@@ -17,7 +18,7 @@ def launch(
     *words: str, cwd: Path, timeout: float = 240, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`python -m launch WORDS` in a folder."""
-    return command([sys.executable, "-m", "launch", *words], cwd, timeout, **environment)
+    return command(own_command(*words), cwd, timeout, **environment)
 
 
 def command(

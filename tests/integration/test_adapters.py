@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save_model
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from data import corpora, tokenizers
-from engine.checkpoint import Saved
-from tests.integration.helpers import furthest, launch, losses, summary
-from tests.integration.test_bad_input import complaint
+from isobatch.data import corpora, tokenizers
+from isobatch.engine.checkpointing.checkpoint import Saved
+from isobatch.tests.integration.helpers import furthest, launch, losses, summary
+from isobatch.tests.integration.test_bad_input import complaint
+from isobatch.tests.paths import REGISTER
 
 TASK = ["auto", "--task", "causal-lm", "--model", "base", "--lr", "1e-2", "--quiet", "--save-every", "6"]
 WAYS = {
@@ -53,9 +54,9 @@ def parameters(folder: Path) -> int:
     return sum(p.numel() for p in GPT2LMHeadModel.from_pretrained(folder).parameters())
 
 
-AFTERWARDS = """
+AFTERWARDS = f"""{REGISTER}
 import sys
-from launch.cli import main
+from isobatch.launch.cli import main
 run = sys.argv[1]
 assert main(["export", run, "--to", "merged"]) == 0
 sys.exit(main(["generate", run, "--prompt", "def f", "--tokens", "5"]))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.helpers import RAGGED, ROOT, launch, summary
+from isobatch.tests.integration.helpers import RAGGED, ROOT, launch, summary
 
 LM = ["--task", "causal-lm"]
 WORDS = {

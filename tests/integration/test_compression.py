@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.helpers import furthest, launch, rows, summary
-from tests.integration.test_bad_input import complaint
-from tests.integration.test_resume import killed_at_random
+from isobatch.tests.integration.helpers import furthest, launch, rows, summary
+from isobatch.tests.integration.test_bad_input import complaint
+from isobatch.tests.integration.test_resume import killed_at_random
 
 SMALL = ["--train-fraction", "0.5", "--quiet"]
 PRUNE = [

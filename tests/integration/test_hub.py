@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from data import corpora, tokenizers
-from models.hub import _has_weights, _wanted
-from tests.integration.helpers import launch, summary
-from tests.integration.test_bad_input import complaint
+from isobatch.data import corpora, tokenizers
+from isobatch.models.hub import _has_weights, _wanted
+from isobatch.tests.integration.helpers import launch, summary
+from isobatch.tests.integration.test_bad_input import complaint
 
 COMMIT = "a" * 40
 NAME = "owner/little"

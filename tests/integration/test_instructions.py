@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save_model
 from transformers import AutoTokenizer, BertTokenizerFast, GPT2Config, GPT2LMHeadModel
 
-from engine.run import Run
-from launch import report
-from tests.integration.helpers import furthest, launch, losses, rows, summary
+from isobatch.core.package import own_command
+from isobatch.engine.runs.run_folder import Run
+from isobatch.launch.report import command
+from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
 
 ANIMALS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "owl": "hoot"}
 ASK = ("What does a {} say?", "Which sound has the {}?", "Tell me what {}s say.", "The {} says what?")
@@ -66,7 +67,7 @@ def test_an_answer_is_learnt_and_given(home: Path) -> None:
     prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert prompt.endswith("### Instruction:\nWhat does a duck say?\n\n### Response:\n")
     assert summary(run)["metrics"]["unit"] == "response token"
-    made = report.write([Run.open(str(run))], home / "report")
+    made = command.write([Run.open(str(run))], home / "report")
     assert made["runs"][0]["metrics"]["perplexity"] == summary(run)["metrics"]["perplexity"]
     for page in ("report.md", "report.html"):
         assert "[reference: It says" in (home / "report" / page).read_text()
@@ -122,7 +123,7 @@ def test_a_chat_goes_on_over_turns(home: Path) -> None:
     flags = ["--data", "chats.jsonl", "--model", "tiny", "--steps", "250", "--name", "chats"]
     done = launch(*TASK, *flags, cwd=home)
     assert done.returncode == 0, done.stderr
-    words = [sys.executable, "-m", "launch", "chat", "runs/chats", "--temperature", "0"]
+    words = own_command("chat", "runs/chats", "--temperature", "0")
     talk = "What does a cow say?\nLouder!\n/reset\nWhat does a dog say?\n/quit\n"
     said = subprocess.run(words, cwd=home, input=talk, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr

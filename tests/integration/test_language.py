@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.helpers import ROOT, launch, losses, summary
+from isobatch.tests.integration.helpers import ROOT, launch, losses, summary
 
 WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext2"
 BPE = ROOT.parent / "shared" / "data" / "gpt2-bpe"

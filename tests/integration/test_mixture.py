@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.helpers import furthest, launch, losses, rows, summary
+from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
 
 WORDS = ("sun", "rain", "wind", "snow", "fog", "hail", "storm", "cloud")
 FEELINGS = {"good": ("fine", "lovely", "bright"), "bad": ("awful", "dull", "grim")}

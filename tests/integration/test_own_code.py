@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_model
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from data import corpora, tokenizers
-from models import hub
-from models.base import ModelError
-from tests.integration.helpers import launch, losses
-from tests.integration.test_bad_input import complaint
+from isobatch.data import corpora, tokenizers
+from isobatch.models import hub
+from isobatch.models.base import ModelError
+from isobatch.tests.integration.helpers import launch, losses
+from isobatch.tests.integration.test_bad_input import complaint
 
 CONFIG = """
 from transformers import GPT2Config

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.helpers import RAGGED, command, launch
+from isobatch.core.package import own_command
+from isobatch.tests.integration.helpers import RAGGED, command, launch
 
 MACHINES = [
     *("rtx4080-laptop", "rtx4080", "t4", "v100", "a100-40gb", "a100-80gb", "h100", "h200"),
@@ -33,10 +33,7 @@ def test_every_machine_without_a_network(machine: str, tmp_path: Path) -> None:
         "512",
     ]
     words = [
-        sys.executable,
-        "-m",
-        "launch",
-        *words,
+        *own_command(*words),
         "--hardware",
         machine,
         "--assume-length",

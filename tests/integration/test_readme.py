@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.integration.helpers import ROOT, launch, losses, summary
+from isobatch.tests.integration.helpers import ROOT, launch, losses, summary
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -25,7 +25,7 @@ def test_a_users_own_task(tmp_path: Path) -> None:
 
 
 def test_every_command_shown_exists() -> None:
-    from launch.cli import ALIASES, COMMANDS
+    from isobatch.launch.cli import ALIASES, COMMANDS
 
     shown = set(re.findall(r"python -m launch (\w+)", README))
     assert shown <= {*COMMANDS, *ALIASES}

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from data import club
-from engine.checkpoint import Saved
-from models.recommendations import Recommendations
-from tests.integration.helpers import furthest, launch, rows, summary
-from tests.integration.test_bad_input import complaint
+from isobatch.data.interactions import demo
+from isobatch.engine.checkpointing.checkpoint import Saved
+from isobatch.models.recommendation.recommendations import Recommendations
+from isobatch.tests.integration.helpers import furthest, launch, rows, summary
+from isobatch.tests.integration.test_bad_input import complaint
 
 SHORT = ["auto", "--task", "recommender", "--epochs", "1,0.3", "--save-every", "5", "--keep", "9", "--quiet"]
 
@@ -159,7 +159,7 @@ def test_lists_for_a_user(home: Path) -> None:
 
 
 def test_lists_leave_out_all_that_a_user_had_held_out_or_not(home: Path) -> None:
-    table = club.demo().splits["all"].to_pandas()
+    table = demo.demo().splits["all"].to_pandas()
     found = Recommendations(home / "runs" / "one" / "final")
     had = table[table.user == 7].item.nunique()
     assert len(found.top("7", 9999)) == len(found.items) - had

@@ -7,14 +7,14 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
+from isobatch.core.package import own_command
+from isobatch.tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
 
 SETTINGS = [
     "--task",
@@ -42,7 +42,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def killed_at_random(words: list[str], run: Path, generator: random.Random) -> int:
     """Start, wait for some new steps and a random moment more, kill; returns how many steps were logged."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "launch", *words],
+        own_command(*words),
         cwd=run.parent.parent,
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -85,7 +85,7 @@ def test_kills_change_nothing(kills: int, undisturbed: Path, tmp_path: Path) -> 
 def test_stopped_on_two_processes_and_resumed_on_one(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "moved"
     process = subprocess.Popen(
-        [sys.executable, "-m", "launch", "auto", *SETTINGS, "--name", "moved", "--processes", "2"],
+        own_command("auto", *SETTINGS, "--name", "moved", "--processes", "2"),
         cwd=tmp_path,
     )
     while logged(run) < 12 and process.poll() is None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import strategies
-from tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
+from isobatch.benchmarks import strategies
+from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
 
 RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 

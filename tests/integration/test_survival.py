@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
+from isobatch.core.package import own_command
+from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
 
 TASKS = f"{ROOT}/tests/tasks/troubled.py"
 BOUND_SECONDS = 90
@@ -74,7 +75,7 @@ class Training:
         command = words("Slow", "--processes", "2", "--micro-batch", "2", "--save-every", "10")
         command += ["--steps", str(steps)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "launch", *command, *more],
+            own_command(*command, *more),
             cwd=folder,
             stderr=subprocess.PIPE,
             text=True,

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
+from isobatch.core.package import own_command
+from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
 
 TASKS = f"{ROOT}/tests/tasks/troubled.py"
 
@@ -38,7 +38,7 @@ def test_an_error_on_one_rank_ends_all(task: str, hint: str, tmp_path: Path) -> 
 def test_workers_do_not_outlive_the_command(tmp_path: Path) -> None:
     """Killed without a chance, `auto` leaves workers that save and stop, and no second training may start."""
     run = tmp_path / "runs" / "run"
-    command = [sys.executable, "-m", "launch", *words("Slow", "--processes", "2", "--steps", "2000")]
+    command = own_command(*words("Slow", "--processes", "2", "--steps", "2000"))
     process = subprocess.Popen([w for w in command if w != "--quiet"], cwd=tmp_path)
     metrics = run / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 3):
@@ -62,9 +62,7 @@ def test_workers_do_not_outlive_the_command(tmp_path: Path) -> None:
 
 def test_a_refused_command_leaves_the_plan_alone(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch", *words("Slow", "--steps", "1000")], cwd=tmp_path
-    )
+    process = subprocess.Popen(own_command(*words("Slow", "--steps", "1000")), cwd=tmp_path)
     while process.poll() is None and not (run / "metrics.jsonl").exists():
         time.sleep(0.05)
     plan = (run / "plan.json").read_text()

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.helpers import RAGGED, ROOT, command, furthest, launch, losses, rows, summary
+from isobatch.core.package import own_command
+from isobatch.tests.integration.helpers import (
+    RAGGED,
+    ROOT,
+    command,
+    furthest,
+    launch,
+    losses,
+    rows,
+    summary,
+)
 
 SETTINGS = ["--task", RAGGED, "--steps", "12", "--quiet", "--name", "run", "--ledger"]
 TRAIN = str(ROOT / "launch" / "train.py")
@@ -25,7 +35,7 @@ LAUNCHERS = {
         "2",
         TRAIN,
     ],
-    "auto": [sys.executable, "-m", "launch", "auto", "--processes", "2"],
+    "auto": own_command("auto", "--processes", "2"),
     "plain": [sys.executable, TRAIN],
 }
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.slurm import nodes
-from tests.slurm.nodes import Cluster, wait_for
+from isobatch.tests.slurm import nodes
+from isobatch.tests.slurm.nodes import Cluster, wait_for
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from tests.integration.helpers import ROOT, command, launch, rows
+from isobatch.tests.integration.helpers import ROOT, command, launch, rows
 
 SCRIPT = Path(__file__).with_name("cluster.sh")
 TASKS = f"{ROOT}/tests/tasks/troubled.py"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.helpers import furthest, launch, losses, rows, summary
-from tests.slurm.nodes import TASKS, Cluster, Job, ranks
+from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
+from isobatch.tests.slurm.nodes import TASKS, Cluster, Job, ranks
 
 pytestmark = pytest.mark.slurm
 SAMPLES, BATCH = 64, 8

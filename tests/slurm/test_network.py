@@ -6,18 +6,18 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from engine import files
-from engine.run import Run
-from launch.job import plan_for
-from launch.setting_up import write_plan
-from tests.integration.helpers import furthest, launch, losses, summary
-from tests.slurm.nodes import TASKS
+from isobatch.core import atomic_files
+from isobatch.core.package import own_command
+from isobatch.engine.runs.run_folder import Run
+from isobatch.launch.local.run_setup import write_plan
+from isobatch.launch.slurm.job import plan_for
+from isobatch.tests.integration.helpers import furthest, launch, losses, summary
+from isobatch.tests.slurm.nodes import TASKS
 
 pytestmark = pytest.mark.slurm
 SLOWLY = ["qdisc", "add", "dev", "iso1", "root", "tbf", "rate", "1mbit", "burst", "8k", "latency", "1s"]
@@ -77,7 +77,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "bin" / "scontrol").chmod(0o755)
     (tmp_path / "runs" / "r" / "slurm" / "meeting-1").mkdir(parents=True)
     found = Run.open(str(tmp_path / "runs" / "r"))
-    write_plan(found, plan_for(found, 2, files.read_json(found.folder / "slurm" / "request.json")))
+    write_plan(found, plan_for(found, 2, atomic_files.read_json(found.folder / "slurm" / "request.json")))
     return found.folder
 
 
@@ -86,7 +86,7 @@ def start(run: Path, rank: int) -> subprocess.Popen[str]:
     path = f"{run.parents[1] / 'bin'}:{os.environ['PATH']}"
     step = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NODEID": str(rank), "PATH": path}
     return subprocess.Popen(
-        ["ip", "netns", "exec", NAMES[rank], sys.executable, "-m", "launch", "node", str(run), "1"],
+        ["ip", "netns", "exec", NAMES[rank], *own_command("node", str(run), "1")],
         env={**os.environ, **step},
         stderr=subprocess.PIPE,
         text=True,

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+runpy.run_path(str(Path(__file__).resolve().parents[2] / "launch" / "_root.py"))
 
 
 def reduced(strategy: Any) -> Any:
@@ -37,14 +37,14 @@ def measure(settings: dict[str, Any]) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
-    from engine import hardware
-    from engine.plan import PlanOptions
-    from engine.planner import make_plan
-    from engine.prepare import prepare
-    from engine.registry import workload
-    from engine.session import Session
-    from engine.world import World, ranks_from
-    from launch.flags import make_recipe
+    from isobatch.core.plan import PlanOptions
+    from isobatch.engine.distributed.communicator import World, ranks_from
+    from isobatch.engine.loading.prepare import prepare
+    from isobatch.engine.planning import hardware
+    from isobatch.engine.planning.planner import make_plan
+    from isobatch.engine.registry import workload
+    from isobatch.engine.training.session import Session
+    from isobatch.launch.local.arguments import make_recipe
 
     world_size = ranks_from(os.environ)[1]
     chosen = workload(settings["task"])

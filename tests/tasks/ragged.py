@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from data.base import Columns, Data, Ragged
-from models.base import Batch, Loss, Step, Task
+from isobatch.data.base import Columns, Data, Ragged
+from isobatch.models.base import Batch, Loss, Step, Task
 
 VOCABULARY = 61
 

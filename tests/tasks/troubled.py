@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from data.base import Columns, Data
-from models.base import Batch, Loss, ModelError, Phase, Step, Task
+from isobatch.data.base import Columns, Data
+from isobatch.models.base import Batch, Loss, ModelError, Phase, Step, Task
 
 
 class Points(Data):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine.world import World
+from isobatch.engine.distributed.communicator import World
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

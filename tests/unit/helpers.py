@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine import portable
-from engine.plan import Plan
+from isobatch.core.plan import Plan
+from isobatch.engine.checkpointing import portable_state
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,8 +51,8 @@ class Held:
     tensors: dict[str, Tensor]
 
     @property
-    def entries(self) -> Mapping[str, portable.Entry]:
-        return {name: portable.entry(t) for name, t in self.tensors.items()}
+    def entries(self) -> Mapping[str, portable_state.Entry]:
+        return {name: portable_state.entry(t) for name, t in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         return self.tensors[name].clone()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import adapters, decoders, head
-from models.base import ExportError, ModelError
-from models.causal_lm import CausalLMOptions
+from isobatch.models.base import ExportError, ModelError
+from isobatch.models.causal_lm import adapters, chunked_cross_entropy, model_sizes
+from isobatch.models.causal_lm.task import CausalLMOptions
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
@@ -36,7 +36,7 @@ def adapted(family: str, **asked: Any) -> Any:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config_of(family))
     adapters.add(model, CausalLMOptions(adapter="lora", **asked), "base", None)
-    head.make_passable(model)
+    chunked_cross_entropy.make_passable(model)
     return model
 
 
@@ -56,7 +56,7 @@ def test_every_family_learns_by_its_adapters_alone_and_merges(family: str) -> No
     losses = []
     model.train()
     for _ in range(8):
-        loss = head.loss(model, tokens()[:, :-1], tokens()[:, 1:])
+        loss = chunked_cross_entropy.loss(model, tokens()[:, :-1], tokens()[:, 1:])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
@@ -135,7 +135,7 @@ def test_only_matrices_of_the_blocks_are_adapted(target: str) -> None:
 
 def test_biases_that_train_are_counted_once() -> None:
     options = CausalLMOptions(adapter="lora", lora_bias="all")
-    whole = decoders.shape(1000, 2, 64, 4, 96, 67)
+    whole = model_sizes.shape(1000, 2, 64, 4, 96, 67)
     shape = adapters.shape(whole, config_of("gpt2"), options, "adamw")
     model = adapted("gpt2", lora_bias="all")
     added = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
@@ -168,7 +168,7 @@ def test_an_evaluation_changes_nothing_of_rounded_weights(
 
     def gradients() -> list[torch.Tensor]:
         model.train().zero_grad()
-        head.loss(model, tokens()[:, :-1], tokens()[:, 1:]).backward()  # type: ignore[no-untyped-call]
+        chunked_cross_entropy.loss(model, tokens()[:, :-1], tokens()[:, 1:]).backward()  # type: ignore[no-untyped-call]
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     for name in vars(config):

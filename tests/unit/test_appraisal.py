@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from launch.report import compared
-from models import appraisal
+from isobatch.launch.report.command import compared
+from isobatch.models.encoder import evaluation
 
 
 def test_mcnemar_is_the_exact_binomial_of_the_samples_they_disagree_on() -> None:
     one = np.array([True] * 8 + [False] * 1 + [True] * 100)
     other = np.array([False] * 8 + [True] * 1 + [True] * 100)
     # 9 disagreements, 1 of them one way: 2 * (C(9,0) + C(9,1)) / 2^9
-    assert appraisal.mcnemar(one, other) == pytest.approx(2 * (1 + 9) / 512)
-    assert appraisal.mcnemar(one, one) == 1.0
+    assert evaluation.mcnemar(one, other) == pytest.approx(2 * (1 + 9) / 512)
+    assert evaluation.mcnemar(one, one) == 1.0
 
 
 def row(right: int, of: int, p25: float, p75: float) -> dict:

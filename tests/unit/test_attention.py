@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention import LONGEST, AttentionTooLong, _KeyedAttention, _mask, key_attention
-from engine.noise import KeyedNoise
+from isobatch.engine.noise.keyed_attention import (
+    LONGEST,
+    AttentionTooLong,
+    _KeyedAttention,
+    _mask,
+    key_attention,
+)
+from isobatch.engine.noise.keyed_noise import KeyedNoise
 
 CPU = torch.device("cpu")
 HEADS, WIDTH = 4, 8

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from data.blocks import windows
-from hub import cache
-from models.base import ModelError
-from models.causal_lm import CausalLM, CausalLMOptions
-from models.decoders import PRESETS, shape_of
-from models.generation import Sampling, opened, pieces
+from isobatch.core import hub_cache
+from isobatch.data.text.plain_text import windows
+from isobatch.models.base import ModelError
+from isobatch.models.causal_lm.generation import Sampling, opened, pieces
+from isobatch.models.causal_lm.model_sizes import PRESETS, shape_of
+from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
 
 VOCABULARY = 257
 
@@ -346,7 +346,7 @@ def test_a_cached_hub_model_opens_without_network(
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setattr(cache, "reachable", lambda: pytest.fail("asked the network"))
+    monkeypatch.setattr(hub_cache, "reachable", lambda: pytest.fail("asked the network"))
     cached = tmp_path / "hub" / "models--a-team--a-model"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("abc")

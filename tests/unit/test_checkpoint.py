@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine import checkpoint, portable
-from engine.checkpoint import Saved, Writer
-from engine.errors import TrainingError, UserError
-from engine.image import Image
-from engine.optim import make_optimizer
-from engine.portable import Piece, State
-from engine.recipe import Recipe
-from tests.unit.helpers import network, same, train
+from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.recipe import Recipe
+from isobatch.engine.checkpointing import checkpoint, portable_state
+from isobatch.engine.checkpointing.checkpoint import Saved, Writer
+from isobatch.engine.checkpointing.host_buffer import Image
+from isobatch.engine.checkpointing.portable_state import Piece, State
+from isobatch.engine.optimization.optimizers import make_optimizer
+from isobatch.tests.unit.helpers import network, same, train
 
 FACTS = {"progress": {"phase": "train", "step": 3}}
 DAMAGED = r"checkpoint .*train-3 is damaged: "
@@ -43,7 +43,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def share(world: Any) -> State:
-    return portable.shared(tensors(), world.rank, world.size)
+    return portable_state.shared(tensors(), world.rank, world.size)
 
 
 def save(together: Any, folder: Path, size: int = 2, facts: dict[str, Any] | None = None) -> Path:
@@ -202,7 +202,7 @@ def test_what_changes_after_begin_is_not_written(together: Any, tmp_path: Path, 
     def part(world: Any) -> None:
         held = tensors()
         writer = Writer(world)
-        writer.begin(tmp_path / "train-3", portable.shared(held, world.rank, world.size), FACTS)
+        writer.begin(tmp_path / "train-3", portable_state.shared(held, world.rank, world.size), FACTS)
         for tensor in held.values():
             tensor.zero_()
         gate[world.rank].set()
@@ -456,7 +456,7 @@ def test_any_part_is_a_slice_of_the_whole(size: int, together: Any, tmp_path: Pa
 def test_pieces_cut_and_dealt_anyhow_are_one_tensor_again(together: Any, tmp_path: Path) -> None:
     """As each strategy deals them: no rank holds what `shared` would give it, and one may hold nothing."""
     flat = torch.arange(60.0)
-    entries = {"weight/a": portable.entry(flat.view(5, 12))}
+    entries = {"weight/a": portable_state.entry(flat.view(5, 12))}
 
     @settings(max_examples=30)
     @given(st.sets(st.integers(1, 59), max_size=6), st.permutations(range(7)), Borders)
@@ -480,7 +480,9 @@ def test_a_tensor_with_a_gap_or_an_overlap_is_damage(
     pieces: list[tuple[int, int]], together: Any, tmp_path: Path
 ) -> None:
     flat = torch.arange(10.0)
-    state = State({"weight/a": portable.entry(flat)}, [Piece("weight/a", a, flat[a:b]) for a, b in pieces])
+    state = State(
+        {"weight/a": portable_state.entry(flat)}, [Piece("weight/a", a, flat[a:b]) for a, b in pieces]
+    )
     together(1, lambda world: checkpoint.save(tmp_path / "train-3", state, FACTS, world))
     with pytest.raises(TrainingError, match=DAMAGED + "parts of weight/a are missing"):
         Saved(tmp_path / "train-3")
@@ -492,10 +494,12 @@ def test_training_goes_on_as_if_nothing_had_happened(kind: Any, together: Any, t
     net = network()
     optimizer = make_optimizer(net, recipe, "cpu")
     train(net, optimizer, 0, 3)
-    state = portable.whole(net, optimizer)
+    state = portable_state.whole(net, optimizer)
     together(
         3,
-        lambda w: checkpoint.save(tmp_path / "train-3", portable.shared(state, w.rank, w.size), FACTS, w),
+        lambda w: checkpoint.save(
+            tmp_path / "train-3", portable_state.shared(state, w.rank, w.size), FACTS, w
+        ),
     )
     train(net, optimizer, 3, 3)
 
@@ -503,8 +507,8 @@ def test_training_goes_on_as_if_nothing_had_happened(kind: Any, together: Any, t
     other[0].bias.data.copy_(net[0].bias)
     resumed = make_optimizer(other, recipe, "cpu")
     saved = Saved(tmp_path / "train-3")
-    portable.put_weights(saved, other)
-    portable.put_moments(saved, other, resumed)
+    portable_state.put_weights(saved, other)
+    portable_state.put_moments(saved, other, resumed)
     train(other, resumed, 3, 3)
     assert same(dict(other.state_dict()), dict(net.state_dict()))
 

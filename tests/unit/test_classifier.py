@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from models.appraisal import interval
-from models.base import ModelError, Rows, Sum
-from models.classifier import Classifier
+from isobatch.models.base import ModelError, Rows, Sum
+from isobatch.models.classification.task import Classifier
+from isobatch.models.encoder.evaluation import interval
 
 VOCABULARY = 300
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from data import cleaning_steps, markup, near, tokenizers
-from data.base import DataError
-from data.cleaning import Cleaning
-from data.cleaning_steps import CONTROL, count_words, steps_of
-from data.text import Text, TextOptions
+from isobatch.data import tokenizers
+from isobatch.data.base import DataError
+from isobatch.data.cleaning import html, near_duplicates
+from isobatch.data.cleaning import steps as cleaning_steps
+from isobatch.data.cleaning.pipeline import Cleaning
+from isobatch.data.cleaning.steps import CONTROL, count_words, steps_of
+from isobatch.data.text.dataset import Text, TextOptions
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 TOKENIZER = {"model": "tiny", "tokenizer": None, "revision": None, "format": None, "max_length": 64}
@@ -88,14 +90,14 @@ def test_what_is_no_step_is_refused_in_one_line(tmp_path: Path, words: list[str]
     ],
 )
 def test_html_leaves_what_a_page_shows(page: str, text: str | None) -> None:
-    assert markup.plain(page) == (page if text is None else text)
+    assert html.plain(page) == (page if text is None else text)
 
 
 def test_html_is_quick_on_hostile_text() -> None:
     began = time.perf_counter()
     for hostile in ("<a " * 20000, "<a '" * 20000, "<script>" * 5000, "<!--" * 20000, "&a" * 50000):
-        markup.plain(hostile)
-        list(markup.without_blocks([hostile]))
+        html.plain(hostile)
+        list(html.without_blocks([hostile]))
     assert time.perf_counter() - began < 3
 
 
@@ -166,7 +168,7 @@ def datasketch() -> None:
 def test_near_duplicates_are_dropped() -> None:
     close = STORY.replace("today", "tonight")
     # 20 words make 19 pairs, of which one changed: 18 of 20 are common.
-    assert len(near.pairs(STORY)) == 19
+    assert len(near_duplicates.pairs(STORY)) == 19
     other = " ".join(reversed(STORY.split()))
     left, notes = cleaned([STORY, close, STORY.upper() + "!", other, "wood", "wood", "tree"], "near=0.8")
     assert left == [STORY, other, "wood", "tree"]
@@ -196,11 +198,11 @@ def test_near_finds_what_is_common_by_more_than_the_threshold() -> None:
 
 @pytest.mark.parametrize("threshold", [0.05, 0.3, 0.5, 0.8, 0.95, 1.0])
 def test_bands_bring_pairs_at_the_threshold_together(threshold: float) -> None:
-    count, size = near.bands(threshold)
-    assert count * size <= near.HASHES
+    count, size = near_duplicates.bands(threshold)
+    assert count * size <= near_duplicates.HASHES
     assert count >= 2
     if threshold > 0.05:
-        assert 1 - (1 - threshold**size) ** count >= near.RECALL
+        assert 1 - (1 - threshold**size) ** count >= near_duplicates.RECALL
 
 
 def test_near_without_its_library_is_refused_before_anything(
@@ -260,8 +262,8 @@ def test_scripts_that_span_lines_go_however_the_stream_is_cut(cut: int) -> None:
 
 
 def test_a_script_that_is_never_closed_waits_no_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(markup, "LONGEST_BLOCK", 30)
-    found = list(markup.without_blocks(["a <!-- b\n", "c\n", "d" * 30 + "\n", "e\n"]))
+    monkeypatch.setattr(html, "LONGEST_BLOCK", 30)
+    found = list(html.without_blocks(["a <!-- b\n", "c\n", "d" * 30 + "\n", "e\n"]))
     assert [text for text, _ in found] == ["", "", "a <!-- b\nc\n" + "d" * 30 + "\n", "e\n"]
 
 

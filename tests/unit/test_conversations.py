@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import conversations, hub, jinja, masks, templates, tokenizers
-from data.base import DataError
-from data.masks import Row
-from data.templates import Template
-from data.text import Text, TextOptions
+from isobatch.data import chat_formats, hub, tokenizers
+from isobatch.data.base import DataError
+from isobatch.data.text import chat_templates, jinja_sandbox, truncation
+from isobatch.data.text.chat_templates import Template
+from isobatch.data.text.dataset import Text, TextOptions
+from isobatch.data.text.truncation import Row
 
 END = tokenizers.END
 ADD = {"instruction": "Add.", "input": "1 2", "output": "3"}
@@ -192,7 +193,7 @@ def test_a_hub_data_set_may_hold_conversations(tmp_path: Path, monkeypatch: pyte
 
 def test_objects_of_lists_are_messages_too() -> None:
     row = {"messages": {"role": ["user", "assistant"], "content": ["he?", "Hi!"]}}
-    assert conversations.messages_of(row, "here", "messages") == CHAT[1:3]
+    assert chat_formats.messages_of(row, "here", "messages") == CHAT[1:3]
 
 
 def test_a_named_text_column_wins(tmp_path: Path) -> None:
@@ -203,8 +204,8 @@ def test_a_named_text_column_wins(tmp_path: Path) -> None:
     extra, columns, _ = prepared(tmp_path / "b", rows)
     assert "learn" in columns
     assert any("--text-column text" in note for note in extra["notes"])
-    assert conversations.form_of(["text", "instruction"]) is None
-    assert conversations.form_of(["instruction", "response"]) == "instruction"
+    assert chat_formats.form_of(["text", "instruction"]) is None
+    assert chat_formats.form_of(["instruction", "response"]) == "instruction"
 
 
 def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
@@ -250,18 +251,18 @@ def text_of(found: Row) -> str:
     ],
 )
 def test_rows_are_made_to_fit(given: str, width: int, kept: str, head: bool, answers: bool) -> None:
-    cut = masks.fit(row(given), width, response_only=True)
+    cut = truncation.fit(row(given), width, response_only=True)
     assert (text_of(cut.row), cut.head, cut.answers) == (kept, head, answers)
-    assert masks.learnt_of(cut.row, True).sum() >= 1
+    assert truncation.learnt_of(cut.row, True).sum() >= 1
 
 
 def test_every_width_keeps_something_to_learn() -> None:
     for width in range(2, 30):
         for prompt in range(12):
             for answer in range(2, 12):
-                cut = masks.fit(row("a" * prompt + "Z" * answer), width, response_only=True)
+                cut = truncation.fit(row("a" * prompt + "Z" * answer), width, response_only=True)
                 assert len(cut.row.tokens) <= width
-                assert masks.learnt_of(cut.row, True).any()
+                assert truncation.learnt_of(cut.row, True).any()
 
 
 def test_cuts_are_counted_and_never_lose_all_of_an_answer(tmp_path: Path) -> None:
@@ -420,7 +421,7 @@ def test_the_tokenizers_own_template_comes_first(tmp_path: Path) -> None:
     tokenizer = own(tmp_path / "t", MISTRAL, eos_token="</s>", bos_token="<s>")
     extra, columns, opened = prepared(tmp_path / "d", [{"messages": CHAT[1:]}], tokenizer)
     assert marked(columns, opened) == "<s>[INST] he? [/INST]« Hi!</s>»[INST] Bye [/INST]« See you.</s>»"
-    assert extra["template"]["name"] == templates.OWN
+    assert extra["template"]["name"] == chat_templates.OWN
     assert extra["template"]["jinja"] == MISTRAL
     # The same text as the prompt that a program writes with what facts say.
     again = Template.from_dict(json.loads(json.dumps(extra["template"])))
@@ -433,11 +434,11 @@ def test_a_template_file_comes_before_the_settings_and_counts_for_the_identity(t
     text = make(tmp_path / "d", [{"messages": CHAT[1:]}], tokenizer)
     before = text.identity()
     (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}|")
-    assert templates.own_template(tokenizer) == "{{ messages[0].content }}|"
+    assert chat_templates.own_template(tokenizer) == "{{ messages[0].content }}|"
     assert text.identity() != before
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "y"}]
-    assert templates.own_template(own(tmp_path / "u", named)) == "y"
-    assert templates.own_template(byte_tokenizer(tmp_path / "v")) is None
+    assert chat_templates.own_template(own(tmp_path / "u", named)) == "y"
+    assert chat_templates.own_template(byte_tokenizer(tmp_path / "v")) is None
 
 
 def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
@@ -489,10 +490,10 @@ def test_a_template_that_closes_nothing_gets_an_end(tmp_path: Path) -> None:
 
 def test_a_template_reaches_nothing_outside_and_knows_no_today() -> None:
     for escape in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include 'x' %}"):
-        with pytest.raises(jinja.Refused):
-            jinja.render(escape, {"messages": []})
-    assert jinja.render("{{ strftime_now('%d %b %Y') }}", {}) == "26 Jul 2024"
-    assert jinja.render("{{ x | tojson }}", {"x": {"é": "<"}}) == '{"é": "<"}'
+        with pytest.raises(jinja_sandbox.Refused):
+            jinja_sandbox.render(escape, {"messages": []})
+    assert jinja_sandbox.render("{{ strftime_now('%d %b %Y') }}", {}) == "26 Jul 2024"
+    assert jinja_sandbox.render("{{ x | tojson }}", {"x": {"é": "<"}}) == '{"é": "<"}'
 
 
 def test_an_answer_that_quotes_the_end_is_kept_whole(tmp_path: Path) -> None:

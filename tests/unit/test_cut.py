@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cut import Budget, Micro, cut, padding_fraction
+from isobatch.engine.loading.microbatching import Budget, Micro, cut, padding_fraction
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=120).map(np.array)
 BUDGETS = st.builds(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from models.distillation import followed, softened, width
+from isobatch.models.classification.distillation import followed, softened, width
 
 
 def test_softened_is_the_divergence_at_temperature_times_its_square() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from data.base import ArraySource, Ragged
-from engine.evaluate import evaluate
-from models.base import Batch, Loss, Rows, Step, Sum, Task
-from tests.unit.helpers import plan
+from isobatch.data.base import ArraySource, Ragged
+from isobatch.engine.training.evaluate import evaluate
+from isobatch.models.base import Batch, Loss, Rows, Step, Sum, Task
+from isobatch.tests.unit.helpers import plan
 
 COUNT = 37
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.base import ArraySource, DataError, Ragged, save
-from engine.feed import Feed, Loaded, tensors, to_device
-from engine.sampler import Sampler
-from tests.unit.helpers import plan
+from isobatch.data.base import ArraySource, DataError, Ragged, save
+from isobatch.engine.loading.loader import Feed, Loaded, tensors, to_device
+from isobatch.engine.loading.sampler import Sampler
+from isobatch.tests.unit.helpers import plan
 
 COUNT = 50
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import files
-from engine.errors import UserError
-from engine.facts import Facts
-from engine.options import Interval
-from engine.recipe import Recipe
-from engine.run import Run, RunOptions, Verdict, free_folder, run_name, runs_in
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.core.flags import Interval
+from isobatch.core.recipe import Recipe
+from isobatch.engine.runs.run_folder import Run, RunOptions, Verdict, free_folder, run_name, runs_in
 
 RECIPE = Recipe(task="t", epochs=(2.0,))
 FACTS = Facts(fingerprint="0", folder="", samples={"train": 9}, lengths=(1, 2, 3), extra={"vocabulary": 5})
@@ -30,7 +30,7 @@ def test_a_write_that_is_cut_short_leaves_the_old_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.json"
-    files.write_text(path, "old")
+    atomic_files.write_text(path, "old")
 
     def killed(_: int) -> None:
         raise KeyboardInterrupt
@@ -38,9 +38,9 @@ def test_a_write_that_is_cut_short_leaves_the_old_content(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", killed)
         with pytest.raises(KeyboardInterrupt):
-            files.write_text(path, "new " * 10_000)
+            atomic_files.write_text(path, "new " * 10_000)
     assert path.read_text() == "old"
-    files.write_text(path, "new")
+    atomic_files.write_text(path, "new")
     assert path.read_text() == "new"
     assert names(tmp_path) == ["a.json"]
 
@@ -52,13 +52,13 @@ def test_content_is_on_the_disk_before_it_has_its_name(
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda d: (order.append("sync"), sync(d))[1])
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("replace"), replace(a, b))[1])
-    files.write_text(tmp_path / "a", "x")
+    atomic_files.write_text(tmp_path / "a", "x")
     assert order == ["sync", "replace"]
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*gone/a.json: No such file or directory; choose"):
-        files.write_json(tmp_path / "gone" / "a.json", {})
+        atomic_files.write_json(tmp_path / "gone" / "a.json", {})
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_an_unreadable_file_is_named(content: str | bytes | None, problem: str, 
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(UserError, match=problem) as refused:
-        files.read_json(path)
+        atomic_files.read_json(path)
     assert str(path) in str(refused.value)
 
 
@@ -90,37 +90,39 @@ def test_a_log_cut_short_anywhere_loses_its_last_line_only(
     path = tmp_path_factory.mktemp("log") / "a.jsonl"
     lines = ["".join([json.dumps(row, ensure_ascii=False), "\n"]).encode() for row in rows]
     path.write_bytes(b"".join(lines))
-    assert files.read_lines(path) == rows
+    assert atomic_files.read_lines(path) == rows
     if rows:
         last = lines[-1][: -min(cut, len(lines[-1]))]  # perhaps within a character of several bytes
         path.write_bytes(b"".join(lines[:-1]) + last)
         whole = rows if last == lines[-1][:-1] else rows[:-1]
-        assert files.read_lines(path) == whole
+        assert atomic_files.read_lines(path) == whole
 
 
 def test_ends_of_lines_within_text_are_text(tmp_path: Path) -> None:
     rows = [{"text": "a\u2028b\u2029c\x85d\x0be"}, {"step": 2}]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
-    assert files.read_lines(path) == rows
+    assert atomic_files.read_lines(path) == rows
 
 
 def test_no_log_has_no_lines(tmp_path: Path) -> None:
-    assert files.read_lines(tmp_path / "none.jsonl") == []
+    assert atomic_files.read_lines(tmp_path / "none.jsonl") == []
 
 
 def log(path: Path, *steps: tuple[str, int], **more: Any) -> None:
     rows = [{"phase": phase, "step": step, **more} for phase, step in steps]
-    files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    atomic_files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_going_back_drops_what_will_be_written_again(tmp_path: Path) -> None:
     run = Run(tmp_path)
     log(run.metrics, ("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 2), ("b", 3), ("c", 1))
     log(run.samples, ("b", 3))
-    files.write_text(run.decisions, json.dumps({"decision": "without a place"}) + '\n{"phase": "b", "st')
+    atomic_files.write_text(
+        run.decisions, json.dumps({"decision": "without a place"}) + '\n{"phase": "b", "st'
+    )
     run.truncate_logs(["a", "b", "c"], "b", 2)
-    kept = [(r["phase"], r["step"]) for r in files.read_lines(run.metrics)]
+    kept = [(r["phase"], r["step"]) for r in atomic_files.read_lines(run.metrics)]
     assert kept == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 2)]
     assert run.samples.read_text() == ""
     assert run.decisions.read_text() == '{"decision": "without a place"}\n'  # the cut line is gone too
@@ -130,7 +132,7 @@ def test_going_back_to_the_start_drops_all(tmp_path: Path) -> None:
     run = Run(tmp_path)
     log(run.metrics, ("a", 1), ("b", 1))
     run.truncate_logs(["a", "b"], "a", 0)
-    assert files.read_lines(run.metrics) == []
+    assert atomic_files.read_lines(run.metrics) == []
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:

@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.base import ArraySource
-from engine import first_step
-from engine.errors import TrainingError
-from engine.feed import Feed, Loaded, Work
-from engine.keying import key_dropout
-from engine.meters import step_row
-from engine.noise import KeyedNoise
-from engine.optim import make_optimizer
-from engine.recipe import Recipe
-from engine.replicas import Replicas
-from engine.sampler import Sampler
-from engine.schedule import Stretch
-from engine.step import Result, Stepper, checkpoint_activations
-from engine.summary import Progress
-from models.base import Batch, Loss, Step, Task
-from tests.unit.helpers import plan
+from isobatch.core.errors import TrainingError
+from isobatch.core.recipe import Recipe
+from isobatch.data.base import ArraySource
+from isobatch.engine.loading.loader import Feed, Loaded, Work
+from isobatch.engine.loading.sampler import Sampler
+from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.noise.keyed_noise import KeyedNoise
+from isobatch.engine.optimization.optimizers import make_optimizer
+from isobatch.engine.optimization.schedule import Stretch
+from isobatch.engine.runs.summary import Progress
+from isobatch.engine.strategies.replicated import Replicas
+from isobatch.engine.training import loss_checks
+from isobatch.engine.training.step_metrics import step_row
+from isobatch.engine.training.train_step import Result, Stepper, checkpoint_activations
+from isobatch.models.base import Batch, Loss, Step, Task
+from isobatch.tests.unit.helpers import plan
 
 COUNT, WIDTH = 24, 5
 RECIPE = Recipe(task="tiny", batch_size=12, lr=0.1, optimizer="sgd")
@@ -179,13 +179,13 @@ def trained(
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was held against each other: empty where nothing was."""
     found: list[Any] = []
-    really = first_step.refuse_means
+    really = loss_checks.refuse_means
 
     def looking(*words: Any) -> None:
         found.append(words)
         really(*words)
 
-    monkeypatch.setattr(first_step, "refuse_means", looking)
+    monkeypatch.setattr(loss_checks, "refuse_means", looking)
     return found
 
 
@@ -249,7 +249,7 @@ def test_noise_that_nobody_saw_is_no_mean(together: Any, looked: list[Any]) -> N
     ],
 )
 def test_halves_are_cut_between_cohorts(places: list[int], cohort: int, row: int) -> None:
-    assert first_step.middle(np.array(places, np.int64), cohort) == row
+    assert loss_checks.middle(np.array(places, np.int64), cohort) == row
 
 
 def returns(losses: Any) -> type[Sums]:
@@ -296,8 +296,8 @@ def test_every_field_of_a_row_is_reserved() -> None:
     loaded = Loaded(Work(0, np.arange(3), {}, 3, [], 0.0))
     result = Result(loaded, 0.1, ["loss"], torch.ones(1), torch.ones(()))
     row = step_row(result, {"loss": 1.0}, 1.0, Progress("train"), Stretch("train", 3, 3, 0.1, 1))
-    assert row.keys() - {"loss"} <= first_step.RESERVED
-    first_step.refuse_names(["loss"])  # the only part may be called what it is
+    assert row.keys() - {"loss"} <= loss_checks.RESERVED
+    loss_checks.refuse_names(["loss"])  # the only part may be called what it is
 
 
 def test_noise_aside_is_forgotten() -> None:

@@ -11,13 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import options as opt
-from engine.errors import UserError
-from engine.plan import PlanOptions
-from engine.recipe import Recipe
-from engine.registry import Workload, workload
-from engine.run import RunOptions
-from launch.flags import MEANINGS, SYNONYMS, Request, Scaling, make_recipe, own_flags, request, split
+from isobatch.core import flags as opt
+from isobatch.core.errors import UserError
+from isobatch.core.plan import PlanOptions
+from isobatch.core.recipe import Recipe
+from isobatch.engine.registry import Workload, workload
+from isobatch.engine.runs.run_folder import RunOptions
+from isobatch.launch.local.arguments import (
+    MEANINGS,
+    SYNONYMS,
+    Request,
+    Scaling,
+    make_recipe,
+    own_flags,
+    request,
+    split,
+)
 
 FLAGS = {
     "recipe": """task mode preset data format model tokenizer revision seed epochs steps phase batch_size

@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
-from engine.footprint import (
+from isobatch.core.plan import Strategy
+from isobatch.core.recipe import Recipe
+from isobatch.engine.planning.memory_model import (
     CONTEXT_BYTES,
     Choices,
     activation_bytes_per_token,
@@ -14,9 +16,7 @@ from engine.footprint import (
     footprint,
     logits_bytes,
 )
-from engine.plan import Strategy
-from engine.recipe import Recipe
-from models.base import Shape
+from isobatch.models.base import Shape
 
 LAYERS, HIDDEN = 12, 768
 GPT2 = Shape(

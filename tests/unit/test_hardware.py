@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine import detection, nvidia
-from engine.errors import UserError
-from engine.hardware import GIB, MACHINES, MIB, parse
+from isobatch.core.errors import UserError
+from isobatch.engine.planning import detect, detect_nvidia
+from isobatch.engine.planning.hardware import GIB, MACHINES, MIB, parse
 
 GROUP = "proc/self/cgroup"
 
@@ -26,7 +26,7 @@ def fixture(root: Path, **files: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detection, "_affinity", lambda: 16)
+    monkeypatch.setattr(detect, "_affinity", lambda: 16)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_cgroup_v2_quota_and_memory_of_a_parent_group_count(tmp_path: Path) -> N
             "sys/fs/cgroup/slice/memory.max": "max\n",
         },
     )
-    assert detection.allowed_cpus(root, {}) == 2  # 2.5 cores
-    assert detection.allowed_ram(root, {}) == 8 * GIB
+    assert detect.allowed_cpus(root, {}) == 2  # 2.5 cores
+    assert detect.allowed_ram(root, {}) == 8 * GIB
 
 
 def test_cgroup_v1_quota_and_memory(tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_cgroup_v1_quota_and_memory(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": f"{6 * GIB}\n",
         },
     )
-    assert detection.allowed_cpus(root, {}) == 4
-    assert detection.allowed_ram(root, {}) == 6 * GIB
+    assert detect.allowed_cpus(root, {}) == 4
+    assert detect.allowed_ram(root, {}) == 6 * GIB
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_cgroup_v1_quota_and_memory(tmp_path: Path) -> None:
 )
 def test_slurm_grants(tmp_path: Path, env: dict[str, str], cpus: int, ram: int) -> None:
     root = fixture(tmp_path)
-    assert (detection.allowed_cpus(root, env), detection.allowed_ram(root, env)) == (cpus, ram)
+    assert (detect.allowed_cpus(root, env), detect.allowed_ram(root, env)) == (cpus, ram)
 
 
 SMI = """0, GPU-aaa, NVIDIA GeForce RTX 4080 Laptop GPU, 12282, 8.9, 150.00
@@ -134,7 +134,7 @@ def answers(smi: str | None, probe: object = None) -> Callable[[list[str]], str 
 
 
 def test_gpus_from_nvidia_smi() -> None:
-    laptop, t4 = nvidia.detect_gpus({}, answers(SMI))
+    laptop, t4 = detect_nvidia.detect_gpus({}, answers(SMI))
     assert (laptop.mobile, laptop.native_bf16, laptop.power_limit_watts) == (True, True, 150.0)
     assert laptop.memory_bytes == 12282 * MIB
     assert (t4.mobile, t4.native_bf16, t4.power_limit_watts) == (False, False, None)
@@ -144,15 +144,15 @@ def test_gpus_from_nvidia_smi() -> None:
     ("asked", "count"), [("", 0), ("-1", 0), ("1", 1), ("1,0", 2), ("0,7,1", 1), ("GPU-b", 1), ("MIG-1", 1)]
 )
 def test_cuda_visible_devices(asked: str, count: int) -> None:
-    assert len(nvidia.detect_gpus({"CUDA_VISIBLE_DEVICES": asked}, answers(SMI))) == count
+    assert len(detect_nvidia.detect_gpus({"CUDA_VISIBLE_DEVICES": asked}, answers(SMI))) == count
 
 
 def test_what_torch_sees_comes_first_and_a_build_without_kernels_is_noticed(tmp_path: Path) -> None:
     probe = {"architectures": ["sm_80", "sm_90"], "devices": [["NVIDIA H100 MIG 1g.10gb", 10 * GIB, 9, 0]]}
-    (slice_,) = nvidia.detect_gpus({}, answers(SMI, probe))
+    (slice_,) = detect_nvidia.detect_gpus({}, answers(SMI, probe))
     assert (slice_.memory_bytes, slice_.supported) == (10 * GIB, True)
     cpu_build = answers(SMI, {"architectures": [], "devices": []})
-    machine = detection.detect(root=fixture(tmp_path), env={}, execute=cpu_build)
+    machine = detect.detect(root=fixture(tmp_path), env={}, execute=cpu_build)
     assert (machine.kind, [gpu.supported for gpu in machine.gpus]) == ("cpu", [False, False])
 
 
@@ -168,7 +168,7 @@ def test_what_torch_sees_comes_first_and_a_build_without_kernels_is_noticed(tmp_
     ],
 )
 def test_which_builds_run_where(capability: tuple[int, int], built: list[str], runs: bool) -> None:
-    assert nvidia.is_supported(capability, built) is runs
+    assert detect_nvidia.is_supported(capability, built) is runs
 
 
 def test_a_machine_without_gpu_asks_torch_nothing(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_machine_without_gpu_asks_torch_nothing(tmp_path: Path) -> None:
     root = fixture(
         tmp_path, **{"proc/cpuinfo": "flags\t\t: avx2 avx512_bf16\n", "proc/version": "Linux Microsoft WSL2"}
     )
-    machine = detection.detect(root=root, env={}, execute=lambda command: commands.append(command[0]))
+    machine = detect.detect(root=root, env={}, execute=lambda command: commands.append(command[0]))
     assert commands == ["nvidia-smi"]
     assert (machine.kind, machine.cpu_bf16, machine.cpu_amx, machine.wsl) == ("cpu", True, False, True)
 
@@ -186,4 +186,4 @@ def test_a_machine_without_gpu_asks_torch_nothing(tmp_path: Path) -> None:
     [({}, 1), ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 2), ({"SLURM_STEP_NUM_NODES": "3"}, 3)],
 )
 def test_nodes_of_a_formed_world(env: dict[str, str], nodes: int) -> None:
-    assert detection.world_nodes(env) == nodes
+    assert detect.world_nodes(env) == nodes

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.image import SECTOR, Image
+from isobatch.engine.checkpointing.host_buffer import SECTOR, Image
 
 KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 KINDS += [torch.int8, torch.uint8, torch.bool]

@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from models import encoders, importance
-from models.encoders import Sizes
-from models.importance import Budget, Kept, Scores
-from tests.unit.encoders import HEAD, classifier, given
+from isobatch.models.encoder import encoders, importance
+from isobatch.models.encoder.encoders import Sizes
+from isobatch.models.encoder.importance import Budget, Kept, Scores
+from isobatch.tests.unit.encoders import HEAD, classifier, given
 
 SIZES = Sizes(layers=6, hidden=768, heads=12, neurons=3072)
 

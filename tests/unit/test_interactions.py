@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import splitting
-from data.base import DataError
-from data.interactions import InteractionOptions, Interactions
-from engine.facts import Facts
-from engine.prepare import prepare
-from engine.recipe import Recipe
-from models import catalogue
-from models.catalogue import Catalogue
+from isobatch.core.facts import Facts
+from isobatch.core.recipe import Recipe
+from isobatch.data.base import DataError
+from isobatch.data.interactions import splits as splitting
+from isobatch.data.interactions.dataset import InteractionOptions, Interactions
+from isobatch.engine.loading.prepare import prepare
+from isobatch.models.recommendation import catalogue
+from isobatch.models.recommendation.catalogue import Catalogue
 
 NCF = Path(__file__).parents[3] / "shared" / "data" / "ml-1m-ncf"
 

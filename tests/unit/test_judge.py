@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import replace
 
-from engine.judge import Judge
+from isobatch.engine.optimization.early_stopping import Judge
 
 
 def verdicts(judge: Judge, *values: float) -> list[bool]:

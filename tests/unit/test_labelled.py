@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.base import DataError, Ragged
-from data.labelled import Labelled, LabelledOptions
+from isobatch.data.base import DataError, Ragged
+from isobatch.data.labelled import Labelled, LabelledOptions
+from isobatch.tests.paths import REGISTER
 
 ROWS = [("a good film", "pos"), ("a bad film", "neg"), ("good , good", "pos"), ("bad , bad film", "neg")]
 
@@ -142,8 +143,8 @@ def test_the_demo_has_every_class_in_both_splits() -> None:
 
 def test_a_trained_tokenizer_is_the_same_in_every_process(tmp_path: Path) -> None:
     """The library's maps are ordered by a seed drawn per process."""
-    code = (
-        "import hashlib; from data import tokenizers;"
+    code = REGISTER + (
+        "import hashlib; from isobatch.data import tokenizers;"
         " words = [f'{a}{b} {b}{a}{a}' for a in 'abcdefghij' for b in 'klmnopqrstuvwxyz0123456789'];"
         " print(hashlib.sha256(tokenizers.train_lowercase(words, 400).to_str().encode()).hexdigest())"
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from models.likeliest import right
+from isobatch.models.causal_lm.label_accuracy import right
 
 END = 30
 ANSWERS = [[5, END], [6, 7, END], [4, 6, 7, END]]

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import tokenizers
-from data.base import ArraySource, DataError, Ragged
-from data.mixing import in_turn
-from data.sets import kind_of, names_of
-from data.text import Text, TextOptions
-from engine.errors import UserError
-from engine.evaluate import _first
-from engine.session import make_sampler
-from engine.teaching import samples_used
+from isobatch.core.errors import UserError
+from isobatch.data import tokenizers
+from isobatch.data.base import ArraySource, DataError, Ragged
+from isobatch.data.text.dataset import Text, TextOptions
+from isobatch.data.text.mixture import in_turn
+from isobatch.data.text.sources import kind_of, names_of
+from isobatch.engine.training.evaluate import _first
+from isobatch.engine.training.session import make_sampler
+from isobatch.engine.training.teacher_cache import samples_used
 
 PROSE = "".join(f"line {i} of plain text\n" for i in range(40))
 CHATS = [{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)]

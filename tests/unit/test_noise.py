@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from engine.keying import key_dropout
-from engine.noise import (
+from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.noise.keyed_noise import (
     CalledTwice,
     KeyedDropout,
     KeyedNoise,
@@ -22,7 +22,7 @@ from engine.noise import (
     hash_bits,
     keep_mask,
 )
-from engine.step import checkpoint_activations
+from isobatch.engine.training.train_step import checkpoint_activations
 
 CPU = torch.device("cpu")
 

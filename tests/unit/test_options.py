@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import options as opt
-from engine.errors import UserError
-from engine.options import Interval
-from models.fields import Count, Fraction, Positive, Probability, Rate, Seed
+from isobatch.core import flags as opt
+from isobatch.core.errors import UserError
+from isobatch.core.flags import Interval
+from isobatch.core.number_ranges import Count, Fraction, Positive, Probability, Rate, Seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

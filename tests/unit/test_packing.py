@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.cut import Budget, cut
-from engine.errors import UserError
-from engine.keying import key_dropout
-from engine.noise import KeyedNoise
-from engine.packing import Layout, Packing
-from engine.step import checkpoint_activations
-from models import head
-from tests.unit.test_planner import GPT2, TEXTS, planned
+from isobatch.core.errors import UserError
+from isobatch.engine.loading.microbatching import Budget, cut
+from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.noise.keyed_noise import KeyedNoise
+from isobatch.engine.training.packing import Layout, Packing
+from isobatch.engine.training.train_step import checkpoint_activations
+from isobatch.models.causal_lm import chunked_cross_entropy
+from isobatch.tests.unit.test_planner import GPT2, TEXTS, planned
 
 PACKS = dataclasses.replace(GPT2, packs=True)
 CPU = torch.device("cpu")
@@ -46,13 +46,13 @@ def batch() -> tuple[Tensor, Tensor]:
     tokens = torch.randint(VOCABULARY, (4, 12), generator=draw)
     targets = torch.randint(VOCABULARY, (4, 12), generator=draw)
     inside = torch.arange(12) < torch.from_numpy(LENGTHS)[:, None] - 1
-    return tokens, targets.masked_fill(~inside, head.IGNORED)
+    return tokens, targets.masked_fill(~inside, chunked_cross_entropy.IGNORED)
 
 
 def learnt(family: str, packed: bool, checkpointed: bool = False) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of a step with keyed dropout."""
     model = made(family)
-    head.make_passable(model)
+    chunked_cross_entropy.make_passable(model)
     noise = KeyedNoise(3)
     key_dropout(model, noise)
     if checkpointed:
@@ -62,7 +62,7 @@ def learnt(family: str, packed: bool, checkpointed: bool = False) -> tuple[float
     noise.bind(5, np.array([8, 2, 31, 4]), CPU)
     if packing:
         packing.bind(LENGTHS)
-    loss = head.loss(model, *batch())
+    loss = chunked_cross_entropy.loss(model, *batch())
     loss.backward()  # type: ignore[no-untyped-call]
     if packing:
         assert packing.layout is not None

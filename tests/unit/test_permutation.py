@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import permutation
-from engine.permutation import _keys, _Rounds, _TableRounds, _tables, _walk, permute
+from isobatch.engine.loading import permutation
+from isobatch.engine.loading.permutation import _keys, _Rounds, _TableRounds, _tables, _walk, permute
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 100, 255, 256, 257, 1000, 4096, 4097, 65535, 65537, 100_003]
 

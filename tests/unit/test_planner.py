@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from engine.errors import TrainingError, UserError
-from engine.facts import Facts
-from engine.hardware import GIB, MACHINES, Hardware, parse
-from engine.plan import Plan, PlanOptions
-from engine.planner import frontier, make_plan, smaller
-from engine.recipe import Recipe
-from models.adapters import BYTES
-from models.base import Shape
-from models.decoders import CHUNK_BYTES
+from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.facts import Facts
+from isobatch.core.plan import Plan, PlanOptions
+from isobatch.core.recipe import Recipe
+from isobatch.engine.planning.hardware import GIB, MACHINES, Hardware, parse
+from isobatch.engine.planning.planner import frontier, make_plan, smaller
+from isobatch.models.base import Shape
+from isobatch.models.causal_lm.adapters import BYTES
+from isobatch.models.causal_lm.model_sizes import CHUNK_BYTES
 
 GPT2 = Shape(
     parameters=124_439_808,

@@ -12,17 +12,26 @@ import numpy as np
 import pytest
 import torch
 
-from models import appraisal, encoders, exporting, onnx_graph, qat, quantization, saving, surgery
-from models.base import ExportError
-from tests.unit.encoders import FAMILIES, HEAD, classifier, given, logits
-from tests.unit.test_surgery import some
+from isobatch.models import saving
+from isobatch.models.base import ExportError
+from isobatch.models.compression import qat
+from isobatch.models.encoder import (
+    encoders,
+    evaluation,
+    export,
+    onnx_graph,
+    quantization,
+    weight_surgery,
+)
+from isobatch.tests.unit.encoders import FAMILIES, HEAD, classifier, given, logits
+from isobatch.tests.unit.test_surgery import some
 
 
 def quantized(family: str = "bert", bits: int = 4, embedding_bits: int = 8, cut: bool = False) -> Any:
     model = classifier(family)
     if cut:
-        surgery.put_masks(encoders.layers(model), some(), HEAD)
-        surgery.cut(encoders.layers(model))
+        weight_surgery.put_masks(encoders.layers(model), some(), HEAD)
+        weight_surgery.cut(encoders.layers(model))
     quantization.quantize(model, bits, embedding_bits)
     quantization.collecting(model)
     with torch.no_grad():
@@ -110,7 +119,7 @@ def test_onnxruntime_computes_what_was_trained(family: str, embedding_bits: int,
     file = tmp_path / "m.onnx"
     onnx_graph.write(model, file, pairs=False)
     batch = batch_of(given())
-    found = exporting.check_int4(model, file, False, lambda: [batch])
+    found = export.check_int4(model, file, False, lambda: [batch])
     assert found["max_logit_difference"] < 1e-5
     assert found["rounding_doubt"] < 1e-3
 
@@ -119,7 +128,7 @@ def test_onnxruntime_computes_what_was_trained(family: str, embedding_bits: int,
 def test_the_fp32_graph_computes_the_model(family: str, tmp_path: Path) -> None:
     model = classifier(family)
     onnx_graph.write(model, tmp_path / "m.onnx", pairs=False)
-    found = appraisal.onnx_runner(tmp_path / "m.onnx")(given())
+    found = evaluation.onnx_runner(tmp_path / "m.onnx")(given())
     assert np.abs(found - logits(model).detach().numpy()).max() < 1e-5
 
 
@@ -127,7 +136,7 @@ def test_pairs_have_token_types_in_the_graph(tmp_path: Path) -> None:
     model = classifier("bert")
     inputs = given() | {"token_type_ids": (np.arange(19) > 9).astype(np.int64)[None].repeat(6, 0)}
     onnx_graph.write(model, tmp_path / "m.onnx", pairs=True)
-    found = appraisal.onnx_runner(tmp_path / "m.onnx")(inputs)
+    found = evaluation.onnx_runner(tmp_path / "m.onnx")(inputs)
     assert np.abs(found - logits(model, inputs).detach().numpy()).max() < 1e-5
     assert np.abs(found - logits(model).detach().numpy()).max() > 1e-3
 
@@ -137,7 +146,7 @@ def test_the_graph_that_runs_has_integer_kernels(tmp_path: Path) -> None:
     import onnx
 
     onnx_graph.write(quantized(embedding_bits=4), tmp_path / "m.onnx", pairs=False)
-    appraisal.onnx_session(tmp_path / "m.onnx", 1, tmp_path / "optimized.onnx")
+    evaluation.onnx_session(tmp_path / "m.onnx", 1, tmp_path / "optimized.onnx")
     stored = Counter(t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer)
     running = Counter(n.op_type for n in onnx.load(tmp_path / "optimized.onnx").graph.node)
     layers = 3
@@ -151,7 +160,7 @@ def test_the_graph_that_runs_has_integer_kernels(tmp_path: Path) -> None:
 
 def test_an_answer_does_not_depend_on_its_batch_mates(tmp_path: Path) -> None:
     onnx_graph.write(quantized(), tmp_path / "m.onnx", pairs=False)
-    run = appraisal.onnx_runner(tmp_path / "m.onnx", threads=1)
+    run = evaluation.onnx_runner(tmp_path / "m.onnx", threads=1)
     together = run(given())
     alone = np.concatenate([run({k: v[i : i + 1] for k, v in given().items()}) for i in range(6)])
     assert np.abs(together - alone).max() < 1e-5
@@ -173,21 +182,21 @@ def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
         encoders.layers(other)[1].up.weight_scale.mul_(1.05)
     onnx_graph.write(other, tmp_path / "m.onnx", pairs=False)
     with pytest.raises(ExportError, match="differ|level"):
-        exporting.check_int4(model, tmp_path / "m.onnx", False, lambda: [batch_of(given())])
+        export.check_int4(model, tmp_path / "m.onnx", False, lambda: [batch_of(given())])
 
 
 def test_what_is_not_a_number_is_no_agreement() -> None:
-    nothing = appraisal.Answers(np.full((2, 2), np.nan), np.zeros(2, np.int64))
+    nothing = evaluation.Answers(np.full((2, 2), np.nan), np.zeros(2, np.int64))
     with pytest.raises(ExportError, match="nan"):
-        exporting.check("onnx", nothing, nothing)
+        export.check("onnx", nothing, nothing)
 
 
 def test_a_changed_answer_is_named_by_its_sample() -> None:
     labels = np.zeros(3, np.int64)
-    mine = appraisal.Answers(np.array([[1.0, 0], [1.0, 0], [0.6, 0.5]]), labels)
-    changed = appraisal.Answers(np.array([[1.0, 0], [1.0, 0], [0.5, 0.6]]), labels)
+    mine = evaluation.Answers(np.array([[1.0, 0], [1.0, 0], [0.6, 0.5]]), labels)
+    changed = evaluation.Answers(np.array([[1.0, 0], [1.0, 0], [0.5, 0.6]]), labels)
     with pytest.raises(ExportError, match="sample 2"):
-        exporting.check("onnx", mine, changed)
+        export.check("onnx", mine, changed)
 
 
 def test_the_exported_folder_gives_the_trained_model_back(tmp_path: Path, tiny_facts: Any) -> None:
@@ -224,5 +233,5 @@ def test_the_file_runs_where_there_is_no_torch(tmp_path: Path) -> None:
     names = ("m.onnx", "given.npz", "logits.npy")
     words = [sys.executable, "-c", RUN, *(str(tmp_path / n) for n in names)]
     subprocess.run(words, check=True, cwd=tmp_path)
-    run = appraisal.onnx_runner(tmp_path / "m.onnx")
+    run = evaluation.onnx_runner(tmp_path / "m.onnx")
     assert np.abs(np.load(tmp_path / "logits.npy") - run(given())).max() < 1e-5

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import UserError
-from engine.options import Interval
-from engine.recipe import Recipe
+from isobatch.core.errors import UserError
+from isobatch.core.flags import Interval
+from isobatch.core.recipe import Recipe
+from isobatch.tests.paths import REGISTER
 
 ROOT = Path(__file__).parents[2]
 BASE = Recipe(task="causal-lm", options={"generate_tokens": 60})
@@ -71,11 +72,11 @@ def test_every_field_changes_the_hash_and_survives_the_file(field: str) -> None:
 
 
 def test_the_hash_is_twelve_digits_and_the_same_in_every_process() -> None:
-    code = "import engine.recipe as r; print(r.Recipe(task='causal-lm').hash())"
+    code = REGISTER + "from isobatch.core.recipe import Recipe; print(Recipe(task='causal-lm').hash())"
     here = Recipe(task="causal-lm").hash()
     assert len(here) == 12
     for python_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": python_seed, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONHASHSEED": python_seed}
         there = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
         )

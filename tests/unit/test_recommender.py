@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import ranking
-from models import recommender_loss as losses
-from models.base import ModelError
-from models.catalogue import Catalogue
-from models.recommender import Recommender, RecommenderOptions
-from models.recommender_net import RecommenderNet
-from tests.unit.test_text_encoder import encoder, texts
+from isobatch.models.base import ModelError
+from isobatch.models.recommendation import losses, ranking
+from isobatch.models.recommendation.catalogue import Catalogue
+from isobatch.models.recommendation.network import RecommenderNet
+from isobatch.models.recommendation.task import Recommender, RecommenderOptions
+from isobatch.tests.unit.test_text_encoder import encoder, texts
 
 USERS, ITEMS, DIM = 6, 23, 8
 
@@ -203,7 +202,7 @@ def test_ease_is_the_closed_form() -> None:
 
 
 def recommender(**options: Any) -> Recommender:
-    from engine.recipe import Recipe
+    from isobatch.core.recipe import Recipe
 
     common = {k: options.pop(k) for k in ("batch_size", "model", "optimizer") if k in options}
     return Recommender(
@@ -249,7 +248,7 @@ def test_the_shape_counts_every_parameter(tmp_path: Path) -> None:
 
 
 def test_no_gradient_for_lora_is_an_error() -> None:
-    from models.base import Step
+    from isobatch.models.base import Step
 
     task, model = recommender(), net()
     assert task.observe(model, Step(0, "lora", None, of=5)) == {"lora_grad_norm": 0.0}  # type: ignore[arg-type]

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import files
-from engine.errors import UserError
-from engine.journal import SEAL, Journal, seal
-from engine.prepare import prepare
-from engine.records import problems, recipe_problems
-from engine.registry import workload
-from engine.run import Run
-from engine.sampler import chain
-from engine.session import make_sampler
-from launch.flags import make_recipe
-from tests.unit.helpers import plan
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.engine.loading.prepare import prepare
+from isobatch.engine.loading.sampler import chain
+from isobatch.engine.registry import workload
+from isobatch.engine.runs.metrics_log import SEAL, Journal, seal
+from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.training.session import make_sampler
+from isobatch.engine.verification.audit import problems, recipe_problems
+from isobatch.launch.local.arguments import make_recipe
+from isobatch.tests.unit.helpers import plan
 
 TASK = Path(__file__).parents[1] / "tasks" / "ragged.py"
 STEPS = 9  # two epochs of 4 steps (93 samples in batches of 24), and one
@@ -49,12 +49,12 @@ def run(tmp_path: Path) -> Run:
     checkpoint.mkdir(parents=True)
     state = {"recipe_hash": recipe.hash(), "fingerprint": facts.fingerprint}
     state["progress"] = {"phase": "train", "step": 9}
-    files.write_json(checkpoint / "state.json", state)
+    atomic_files.write_json(checkpoint / "state.json", state)
     return made
 
 
 def change(path: Path, edit: Callable[[list[dict[str, Any]]], Any]) -> None:
-    rows = files.read_lines(path)
+    rows = atomic_files.read_lines(path)
     edit(rows)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -67,7 +67,7 @@ def reseal(rows: list[dict[str, Any]]) -> None:
 
 
 def test_true_records_have_no_problems(run: Run) -> None:
-    assert [r["step"] for r in files.read_lines(run.metrics) if "split" not in r] == [1, 2, 4, 6, 8, 9]
+    assert [r["step"] for r in atomic_files.read_lines(run.metrics) if "split" not in r] == [1, 2, 4, 6, 8, 9]
     assert problems(run) == []
 
 
@@ -99,7 +99,7 @@ def test_other_samples_are_found_even_under_a_true_seal(run: Run) -> None:
 
 
 def test_the_ledger_is_compared_with_the_sampler(run: Run) -> None:
-    row = files.read_lines(run.samples)[4]
+    row = atomic_files.read_lines(run.samples)[4]
     other = (row["samples"][0] + 1) % 93
 
     def edit(rows: list[dict[str, Any]]) -> None:
@@ -118,7 +118,7 @@ def test_a_ledger_without_its_end_is_found(run: Run, kept: int, end: int) -> Non
 
     change(run.samples, cut)
     assert problems(run) == []  # a run that keeps no ledger may have the beginning of one
-    files.write_json(run.folder / "run.json", {"ledger": True})
+    atomic_files.write_json(run.folder / "run.json", {"ledger": True})
     wanted = f"samples.jsonl: phase train ends at step {end}, and in metrics.jsonl at 9"
     assert problems(run) == [wanted]
     run.samples.unlink()
@@ -139,11 +139,16 @@ def done(run: Run, invariance: str = "exact") -> None:
     """The end of a run: final/ and its row, the plan and a summary."""
     run.final.mkdir()
     (run.final / "model.safetensors").write_bytes(b"weights")
-    end = {"phase": "train", "step": STEPS, "final": files.checksums(run.final), "invariance": invariance}
+    end = {
+        "phase": "train",
+        "step": STEPS,
+        "final": atomic_files.checksums(run.final),
+        "invariance": invariance,
+    }
     change(run.metrics, lambda rows: rows.append({**end, SEAL: seal(rows[-1][SEAL], end)}))
     valid = {"loss": 3.9}
     summary = {"status": "done", "steps": STEPS, "split": "valid", "metrics": valid}
-    files.write_json(run.folder / "summary.json", {**summary, "metrics_by_split": {"valid": valid}})
+    atomic_files.write_json(run.folder / "summary.json", {**summary, "metrics_by_split": {"valid": valid}})
     run.write_plan(plan())
 
 
@@ -158,7 +163,7 @@ def test_a_run_that_ended_is_done(run: Run, status: str | None) -> None:
     if status is None:
         (run.folder / "summary.json").unlink()
     else:
-        files.write_json(run.folder / "summary.json", {**(run.summary() or {}), "status": status})
+        atomic_files.write_json(run.folder / "summary.json", {**(run.summary() or {}), "status": status})
     told = status or "unfinished"
     assert problems(run) == [f"metrics.jsonl says that the run is done, and summary.json that it is {told}"]
     Journal(run, writes=True).go_back(["train"], "train", STEPS)  # resumed, it has not ended any more
@@ -174,8 +179,8 @@ def test_a_plan_made_looser_or_stricter_is_found(run: Run) -> None:
 
 def test_a_changed_recipe_is_found_first(run: Run) -> None:
     path = run.folder / "recipe.json"
-    recipe = files.read_json(path)
-    files.write_json(path, {**recipe, "lr": 0.5})
+    recipe = atomic_files.read_json(path)
+    atomic_files.write_json(path, {**recipe, "lr": 0.5})
     (problem,) = recipe_problems(run)
     assert problem.startswith("recipe.json was changed: its fields hash to ")
     assert recipe["hash"] in problem
@@ -184,9 +189,9 @@ def test_a_changed_recipe_is_found_first(run: Run) -> None:
 def test_changed_data_is_found(run: Run, tmp_path: Path) -> None:
     import shutil
 
-    facts = files.read_json(run.folder / "facts.json")
+    facts = atomic_files.read_json(run.folder / "facts.json")
     shutil.copytree(facts["folder"], tmp_path / "copy")
-    files.write_json(run.folder / "facts.json", {**facts, "folder": str(tmp_path / "copy")})
+    atomic_files.write_json(run.folder / "facts.json", {**facts, "folder": str(tmp_path / "copy")})
     assert problems(run) == []
     path = next((tmp_path / "copy" / "train").glob("tokens-values.npy"))
     values = np.load(path)
@@ -197,32 +202,32 @@ def test_changed_data_is_found(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["samples", "lengths", "extra"])
 def test_changed_facts_are_found(run: Run, field: str) -> None:
-    facts = files.read_json(run.folder / "facts.json")
+    facts = atomic_files.read_json(run.folder / "facts.json")
     other = {"samples": {"train": 90, "valid": 17}, "lengths": [1] * 65, "extra": {"vocabulary": 3}}
-    files.write_json(run.folder / "facts.json", {**facts, field: other[field]})
+    atomic_files.write_json(run.folder / "facts.json", {**facts, field: other[field]})
     (problem,) = problems(run)
     assert problem.startswith(f"facts.json was changed: {field} differs from {facts['folder']}")
 
 
 def test_facts_cut_short_are_named(run: Run) -> None:
-    files.write_json(run.folder / "facts.json", {"samples": {"train": 90}})
+    atomic_files.write_json(run.folder / "facts.json", {"samples": {"train": 90}})
     with pytest.raises(UserError, match="facts.json lacks fingerprint, folder, lengths"):
         problems(run)
 
 
 def test_a_checkpoint_of_another_recipe_is_found(run: Run) -> None:
     path = run.checkpoints / "train-9" / "state.json"
-    files.write_json(path, {**files.read_json(path), "recipe_hash": "0" * 12})
+    atomic_files.write_json(path, {**atomic_files.read_json(path), "recipe_hash": "0" * 12})
     assert problems(run) == ["checkpoint train-9 belongs to another recipe or other data"]
 
 
 def test_a_resumed_journal_goes_on_with_the_seal(run: Run) -> None:
-    rows = files.read_lines(run.metrics)
+    rows = atomic_files.read_lines(run.metrics)
     journal = Journal(run, writes=True)
     journal.go_back(["train"], "train", 6)
-    for row in rows[len(files.read_lines(run.metrics)) :]:
+    for row in rows[len(atomic_files.read_lines(run.metrics)) :]:
         journal.metrics({k: v for k, v in row.items() if k != SEAL})
-    assert files.read_lines(run.metrics) == rows
+    assert atomic_files.read_lines(run.metrics) == rows
     change(run.samples, list.clear)
     assert problems(run) == []
 

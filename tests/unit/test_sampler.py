@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.permutation import permute
-from engine.sampler import LENGTH_WINDOW, Sampler, chain, quotas
+from isobatch.engine.loading.permutation import permute
+from isobatch.engine.loading.sampler import LENGTH_WINDOW, Sampler, chain, quotas
 
 
 def epoch(sampler: Sampler, number: int) -> list[np.ndarray]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from transformers import GPT2Config
 
-from engine.facts import Facts
-from engine.hardware import parse
-from engine.plan import PlanOptions
-from engine.planner import make_plan
-from engine.recipe import Recipe
-from engine.registry import workload
-from engine.savings import savings
+from isobatch.core.facts import Facts
+from isobatch.core.plan import PlanOptions
+from isobatch.core.recipe import Recipe
+from isobatch.engine.planning.alternatives import savings
+from isobatch.engine.planning.hardware import parse
+from isobatch.engine.planning.planner import make_plan
+from isobatch.engine.registry import workload
 
 PARAMETERS = 124_439_808
 LORA = 294_912

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import UserError
-from engine.optim import learning_rate
-from engine.options import Interval
-from engine.recipe import Recipe
-from engine.schedule import Alarm, stretches
-from models.base import Phase
+from isobatch.core.errors import UserError
+from isobatch.core.flags import Interval
+from isobatch.core.recipe import Recipe
+from isobatch.engine.optimization.optimizers import learning_rate
+from isobatch.engine.optimization.schedule import Alarm, stretches
+from isobatch.models.base import Phase
 
 TWO = [Phase(name="freeze", epochs=1.0), Phase(name="tune", epochs=0.5, lr=1e-5)]
 

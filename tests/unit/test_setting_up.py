@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.base import DataError, Ragged, save
-from engine import files
-from engine.errors import UserError
-from engine.run import Run
-from launch.after import evaluate
-from launch.auto import _print_outcome
-from launch.flags import request
-from launch.setting_up import create_run, facts_of, relocate
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.data.base import DataError, Ragged, save
+from isobatch.engine.runs.run_folder import Run
+from isobatch.launch.commands.auto import _print_outcome
+from isobatch.launch.commands.evaluate import evaluate
+from isobatch.launch.local.arguments import request
+from isobatch.launch.local.run_setup import create_run, facts_of, relocate
 
 OWN = """
 import numpy as np
-from data.base import Data
-from tests.tasks import troubled
+from isobatch.data.base import Data
+from isobatch.tests.tasks import troubled
 
 
 class Alone(Data):
@@ -61,18 +61,20 @@ def test_the_last_line(
 ) -> None:
     metrics = {"loss": 0.5} if split else {}
     summary = {"status": "done", "steps": 3, "split": split, "metrics": metrics}
-    files.write_json(tmp_path / "summary.json", summary)
+    atomic_files.write_json(tmp_path / "summary.json", summary)
     _print_outcome(Run(tmp_path))
     assert capsys.readouterr().out.endswith(line.removeprefix("x"))
 
 
 def test_facts_are_not_what_the_run_says_where_they_were_changed(tmp_path: Path) -> None:
     run = made(tmp_path)
-    facts = files.read_json(run.folder / "facts.json")
-    files.write_json(run.folder / "facts.json", {**facts, "samples": {"train": 7}, "folder": "elsewhere"})
+    facts = atomic_files.read_json(run.folder / "facts.json")
+    atomic_files.write_json(
+        run.folder / "facts.json", {**facts, "samples": {"train": 7}, "folder": "elsewhere"}
+    )
     with pytest.raises(UserError, match=r"facts\.json was changed: samples differs from the data's"):
         relocate(run, run.recipe(), None)
-    files.write_json(run.folder / "facts.json", {**facts, "folder": "elsewhere"})
+    atomic_files.write_json(run.folder / "facts.json", {**facts, "folder": "elsewhere"})
     relocate(run, run.recipe(), None)
     assert run.facts().folder == facts["folder"]
 

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import files
-from engine.errors import UserError
-from engine.run import Run
-from launch import batch, cluster, pace
-from launch.flags import split
-from launch.job import is_time, plan_for, refusal
-from launch.meeting import Place, _hear_all, _join, own_address
-from launch.slurm import SlurmOptions, _joined, refuse_if_in_a_job
-from tests.conftest import Cli
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.engine.runs.run_folder import Run
+from isobatch.launch.local.arguments import split
+from isobatch.launch.slurm import client, sbatch_script, time_limit
+from isobatch.launch.slurm.command import SlurmOptions, _joined, refuse_if_in_a_job
+from isobatch.launch.slurm.job import is_time, plan_for, refusal
+from isobatch.launch.slurm.rendezvous import Place, _hear_all, _join, own_address
+from isobatch.tests.conftest import Cli
 
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1)
 LINE = f"{Path(__file__).parents[1]}/tasks/troubled.py:Line"
 
 
-def script(**changes: object) -> batch.Script:
+def script(**changes: object) -> sbatch_script.Script:
     values: dict[str, object] = {
         "name": "r",
         "runs": {0: Path("/shared/runs/r")},
@@ -36,7 +36,7 @@ def script(**changes: object) -> batch.Script:
         "cpus": 16,
         "start": Path("/home/some one"),
     }
-    return batch.Script(**{**values, **changes})  # type: ignore[arg-type]
+    return sbatch_script.Script(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def as_sbatch_reads(line: str) -> list[str]:
@@ -63,7 +63,7 @@ def as_sbatch_reads(line: str) -> list[str]:
 
 
 def test_what_a_cluster_person_looks_for() -> None:
-    lines = batch.render(script(gpus=8, wishes=(("partition", "gpu"),))).splitlines()
+    lines = sbatch_script.render(script(gpus=8, wishes=(("partition", "gpu"),))).splitlines()
     assert lines[0] == "#!/bin/bash"
     for wanted in (
         "--nodes=2",
@@ -79,22 +79,22 @@ def test_what_a_cluster_person_looks_for() -> None:
     ):
         assert f"#SBATCH {wanted}" in lines
     assert not any("gpus-per-task" in line for line in lines)
-    assert lines[-1].endswith(" -P -m launch job /shared/runs/r")
+    assert lines[-1].endswith(" -P -m isobatch job /shared/runs/r")
 
 
 @given(PRINTABLE)
 def test_every_word_reaches_sbatch_as_it_is(word: str) -> None:
-    assert as_sbatch_reads(f"#SBATCH --x={batch.sbatch_word(word)} -n") == [f"--x={word}", "-n"]
+    assert as_sbatch_reads(f"#SBATCH --x={sbatch_script.sbatch_word(word)} -n") == [f"--x={word}", "-n"]
 
 
 @given(PRINTABLE, st.text(string.printable, min_size=1))
 def test_no_name_adds_a_line_or_an_option(name: str, rest: str) -> None:
     try:
-        text = batch.render(script(name=name + rest))
+        text = sbatch_script.render(script(name=name + rest))
     except UserError:
         assert not all(c.isprintable() for c in name + rest) or len(name + rest) > 400
         return
-    ours = batch.render(script()).splitlines()
+    ours = sbatch_script.render(script()).splitlines()
     lines = text.splitlines()
     assert as_sbatch_reads(lines[1]) == [f"--job-name={name}{rest}"]
     assert lines[2:] == ours[2:]
@@ -108,7 +108,7 @@ def test_no_name_adds_a_line_or_an_option(name: str, rest: str) -> None:
 def test_paths_reach_bash_as_they_are(name: str) -> None:
     folder = Path("/shared") / name
     try:
-        text = batch.render(
+        text = sbatch_script.render(
             script(runs={0: folder}, folder=folder / "slurm", setup=folder / "s.sh", start=folder)
         )
     except UserError:
@@ -126,8 +126,10 @@ def test_paths_reach_bash_as_they_are(name: str) -> None:
 def test_bash_runs_the_script_of_hostile_paths(tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s $(touch pwned) "`touch pwned`" ; touch pwned'
     folder.mkdir()
-    text = batch.render(script(runs={3: folder, 4: Path("/x")}, array="3,4", folder=folder, start=folder))
-    text = text.replace("exec ", "printf %s ").replace(" -P -m launch job ", " ")
+    text = sbatch_script.render(
+        script(runs={3: folder, 4: Path("/x")}, array="3,4", folder=folder, start=folder)
+    )
+    text = text.replace("exec ", "printf %s ").replace(" -P -m isobatch job ", " ")
     environment = {"SLURM_ARRAY_TASK_ID": "3", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash"], input=text, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.endswith(str(folder))
@@ -138,13 +140,13 @@ def test_bash_runs_the_script_of_hostile_paths(tmp_path: Path) -> None:
 def test_control_characters_are_refused(bad: str) -> None:
     for change in ({"name": bad}, {"folder": Path(bad)}, {"wishes": (("account", bad),)}, {"passed": (bad,)}):
         with pytest.raises(UserError, match="control character"):
-            batch.render(script(**change))
+            sbatch_script.render(script(**change))
 
 
 def test_no_secret_of_the_environment_is_in_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
-    assert "secret" not in batch.render(script())
+    assert "secret" not in sbatch_script.render(script())
 
 
 @pytest.mark.parametrize(
@@ -160,12 +162,12 @@ def test_no_secret_of_the_environment_is_in_the_script(monkeypatch: pytest.Monke
 )
 def test_options_that_the_script_sets_are_refused_with_our_flag(text: str, flag: str) -> None:
     with pytest.raises(UserError, match=f"use {flag}"):
-        batch.passed_words(text)
+        sbatch_script.passed_words(text)
 
 
 def test_other_options_are_passed_on() -> None:
-    assert batch.passed_words("--exclusive --comment='a b'") == ("--exclusive", "--comment=a b")
-    assert batch.passed_words("-H --nodelist=n1 -Qvx n2") == ("-H", "--nodelist=n1", "-Qvx", "n2")
+    assert sbatch_script.passed_words("--exclusive --comment='a b'") == ("--exclusive", "--comment=a b")
+    assert sbatch_script.passed_words("-H --nodelist=n1 -Qvx n2") == ("-H", "--nodelist=n1", "-Qvx", "n2")
 
 
 @pytest.mark.parametrize(
@@ -173,30 +175,30 @@ def test_other_options_are_passed_on() -> None:
 )
 def test_beginnings_and_bundles_of_what_the_script_sets_are_refused(word: str) -> None:
     with pytest.raises(UserError, match=f"--sbatch {word}: the script sets this itself; use --"):
-        batch.passed_words(f"-v {word}")
+        sbatch_script.passed_words(f"-v {word}")
 
 
 def test_the_job_starts_where_it_was_asked_for() -> None:
-    assert "cd -- '/home/some one' || exit 2" in batch.render(script()).splitlines()
+    assert "cd -- '/home/some one' || exit 2" in sbatch_script.render(script()).splitlines()
 
 
 def test_a_run_that_is_in_a_job_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     (tmp_path / "slurm").mkdir()
-    files.write_json(tmp_path / "slurm" / "job.json", {"job": "7"})
-    monkeypatch.setattr(cluster, "states", lambda jobs: {"7": "RUNNING"})
+    atomic_files.write_json(tmp_path / "slurm" / "job.json", {"job": "7"})
+    monkeypatch.setattr(client, "states", lambda jobs: {"7": "RUNNING"})
     refuse_if_in_a_job(run, "7")
     with pytest.raises(UserError, match=r"is in job 7 already \(RUNNING\): scancel 7 first"):
         refuse_if_in_a_job(run, "8")
-    monkeypatch.setattr(cluster, "states", lambda jobs: {"7": "NODE_FAIL"})
+    monkeypatch.setattr(client, "states", lambda jobs: {"7": "NODE_FAIL"})
     refuse_if_in_a_job(run, "8")
-    assert '#SBATCH --exclusive "--comment=a b"' in batch.render(
+    assert '#SBATCH --exclusive "--comment=a b"' in sbatch_script.render(
         script(passed=("--exclusive", "--comment=a b"))
     )
     assert split(_joined(["--sbatch", "--exclusive --x", "--nodes", "2"]))[1]["sbatch"] == "--exclusive --x"
     for bad in ("date", "'", ""):
         with pytest.raises(UserError, match="--sbatch"):
-            batch.passed_words(bad)
+            sbatch_script.passed_words(bad)
 
 
 @pytest.mark.parametrize(
@@ -204,33 +206,35 @@ def test_a_run_that_is_in_a_job_is_left_alone(tmp_path: Path, monkeypatch: pytes
     [("5", 300), ("5:30", 330), ("00:03:00", 180), ("1-0", 86400), ("1-2:03", 93780), ("1-00:00:01", 86401)],
 )
 def test_times_are_slurms(text: str, seconds: int) -> None:
-    assert batch.seconds_of(text) == seconds
-    assert batch.seconds_of(batch.clock(seconds)) == seconds
+    assert sbatch_script.seconds_of(text) == seconds
+    assert sbatch_script.seconds_of(sbatch_script.clock(seconds)) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "soon", "1:2:3:4", "-5", "1-"])
 def test_other_times_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="--time"):
-        batch.seconds_of(text)
+        sbatch_script.seconds_of(text)
 
 
 def test_arrays_are_seeds() -> None:
-    assert batch.tasks_of("0-4") == [0, 1, 2, 3, 4]
-    assert batch.tasks_of("7,1-5:2%2") == [1, 3, 5, 7]
+    assert sbatch_script.tasks_of("0-4") == [0, 1, 2, 3, 4]
+    assert sbatch_script.tasks_of("7,1-5:2%2") == [1, 3, 5, 7]
     for bad in ("", "a", "4-1", "0-5%", "0-5%0", "0-999999", "0-4;date", "1 2"):
         with pytest.raises(UserError, match="--array"):
-            batch.tasks_of(bad)
+            sbatch_script.tasks_of(bad)
 
 
 def test_the_lead_is_measured_where_it_can_be(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    assert pace.seconds_to_stop(run) is None
+    assert time_limit.seconds_to_stop(run) is None
     run.metrics.write_text('{"step_seconds": 2}\n{"step_seconds": 4}\n{"split": "valid"}\n{"step_sec')
-    assert pace.seconds_to_stop(run) == pace.LEAVING_SECONDS + 12
+    assert time_limit.seconds_to_stop(run) == time_limit.LEAVING_SECONDS + 12
     (run.checkpoints / "train-5").mkdir(parents=True)
     (run.checkpoints / "train-5" / "x").write_bytes(b"0" * 10**6)
-    assert pace.seconds_to_stop(run) == pytest.approx(pace.LEAVING_SECONDS + 12 + 2e6 / pace.SLOW_STORE)
-    assert [batch.default_lead(s) for s in (60, 180, 3600)] == [15, 45, 120]
+    assert time_limit.seconds_to_stop(run) == pytest.approx(
+        time_limit.LEAVING_SECONDS + 12 + 2e6 / time_limit.SLOW_STORE
+    )
+    assert [sbatch_script.default_lead(s) for s in (60, 180, 3600)] == [15, 45, 120]
 
 
 @pytest.mark.parametrize(
@@ -274,31 +278,31 @@ def test_when_a_job_requeues_itself(
 
 
 def test_the_world_is_read_from_the_steps_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "hostnames", lambda text: tuple(text.split(",")))
+    monkeypatch.setattr(client, "hostnames", lambda text: tuple(text.split(",")))
     job = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "a,b,c,d", "SLURM_JOB_ID": "7"}
     step = {"SLURM_STEP_NODELIST": "b,d", "SLURM_NODEID": "1"}
     assert Place.of({**job, **step}).name == "d"
     with pytest.raises(UserError, match="step"):
         Place.of(job)
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_GPUS_PER_NODE": "h100:8"}
-    allocation = cluster.Allocation.of({**job, **array})
+    allocation = client.Allocation.of({**job, **array})
     assert (allocation.job, allocation.gpus, len(allocation.nodes)) == ("7_3", 8, 4)
 
 
 def test_a_node_that_does_not_see_the_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.meeting.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.PATIENCE_SECONDS", 0.2)
     meeting = tmp_path / "r" / "slurm" / "meeting-1"
     meeting.mkdir(parents=True)
     first, second = (Place(rank=rank, nodes=("n1", "n2")) for rank in (0, 1))
-    files.write_json(meeting / "0.json", {"node": "n1", "sees_data": True})
+    atomic_files.write_json(meeting / "0.json", {"node": "n1", "sees_data": True})
     with pytest.raises(UserError, match=r"n2 did not see .* --out on a file system that all nodes share"):
         _hear_all(first, meeting, tmp_path)
-    files.write_json(meeting / "1.json", {"node": "n2", "sees_data": False})
+    atomic_files.write_json(meeting / "1.json", {"node": "n2", "sees_data": False})
     with pytest.raises(UserError, match=r"n2 cannot see the prepared data .* ISOBATCH_CACHE"):
         _hear_all(first, meeting, tmp_path)
-    monkeypatch.setattr("launch.meeting.LATER_SECONDS", 0.1)
+    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.LATER_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"n2 does not see .* what n1 wrote"):
         _join(second, tmp_path / "elsewhere" / "slurm" / "meeting-1", tmp_path)
 
@@ -306,8 +310,8 @@ def test_a_node_that_does_not_see_the_folder_is_named(
 def test_a_rendezvous_that_cannot_be_reached_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.meeting.REACH_SECONDS", 0.2)
-    files.write_json(tmp_path / "call.json", {"addresses": ["127.0.0.1"], "port": 1})
+    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.REACH_SECONDS", 0.2)
+    atomic_files.write_json(tmp_path / "call.json", {"addresses": ["127.0.0.1"], "port": 1})
     assert not own_address("127.0.0.1", 1)
     with pytest.raises(UserError, match="n2 cannot reach n1 at 127.0.0.1:1"):
         _join(Place(rank=1, nodes=("n1", "n2")), tmp_path, tmp_path)
@@ -315,12 +319,12 @@ def test_a_rendezvous_that_cannot_be_reached_is_named(
 
 @pytest.mark.parametrize("state", ["idle", "allocated", "mixed", "draining", "completing"])
 def test_nodes_that_can_be_used(state: str) -> None:
-    assert cluster._usable(state)
+    assert client._usable(state)
 
 
 @pytest.mark.parametrize("state", ["down", "down*", "idle*", "drained", "failing", "fail"])
 def test_nodes_that_cannot(state: str) -> None:
-    assert not cluster._usable(state)
+    assert not client._usable(state)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +357,7 @@ def test_what_is_wrong_is_said_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from launch.cli import BEFORE_TORCH, main
+    from isobatch.launch.cli import BEFORE_TORCH, main
 
     monkeypatch.chdir(tmp_path)
     settings = {"ISOBATCH_STARTED": "0", "TRANSFORMERS_VERBOSITY": "error", **BEFORE_TORCH}
@@ -370,14 +374,14 @@ def test_the_script_is_printed_and_its_run_is_ready(cli: Cli, tmp_path: Path) ->
     assert done.code == 0, done.err
     run = Run.open(tmp_path / "runs" / "r")
     assert done.out == (run.folder / "slurm" / "job.sh").read_text()
-    assert plan_for(run, 2, files.read_json(run.folder / "slurm" / "request.json")).processes == 2
-    assert plan_for(run, 1, files.read_json(run.folder / "slurm" / "request.json")).processes == 1
+    assert plan_for(run, 2, atomic_files.read_json(run.folder / "slurm" / "request.json")).processes == 2
+    assert plan_for(run, 1, atomic_files.read_json(run.folder / "slurm" / "request.json")).processes == 1
     refused = cli(*words, "--submit", env={"PATH": "/usr/bin/nowhere"})
     assert refused.code == 2
     assert "there is no sbatch here" in refused.err
 
 
 def test_every_flag_says_what_it_is_for() -> None:
-    from engine import options as opt
+    from isobatch.core import flags as opt
 
     assert all(flag.help for flag in opt.flags_of(SlurmOptions, "slurm").values())

@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.base import ArraySource, Ragged
-from engine import portable
-from engine import replicas as replicas_module
-from engine.errors import TrainingError
-from engine.feed import Feed
-from engine.keying import key_dropout
-from engine.noise import KeyedNoise
-from engine.optim import make_optimizer
-from engine.recipe import Recipe
-from engine.replicas import SCALE_START, Replicas
-from engine.sampler import Sampler
-from engine.step import Stepper
-from models import base
-from models.base import Batch, Loss, Step, Task
-from tests.unit.helpers import Held, plan
+from isobatch.core.errors import TrainingError
+from isobatch.core.recipe import Recipe
+from isobatch.data.base import ArraySource, Ragged
+from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.loading.loader import Feed
+from isobatch.engine.loading.sampler import Sampler
+from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.noise.keyed_noise import KeyedNoise
+from isobatch.engine.optimization.optimizers import make_optimizer
+from isobatch.engine.strategies import replicated as replicas_module
+from isobatch.engine.strategies.replicated import SCALE_START, Replicas
+from isobatch.engine.training.train_step import Stepper
+from isobatch.models import base
+from isobatch.models.base import Batch, Loss, Step, Task
+from isobatch.tests.unit.helpers import Held, plan
 
 VOCABULARY, COUNT = 11, 40
 RECIPE = Recipe(task="tiny", batch_size=16, lr=0.1, clip=0.0, optimizer="sgd", dropout=0.2)
@@ -214,7 +214,7 @@ def test_computed_dummies_change_nothing_and_even_out_the_counts(size: int, toge
 def test_the_reduction_comes_in_buckets_of_bounded_size(
     together: Any, monkeypatch: pytest.MonkeyPatch, alone: dict[str, Any]
 ) -> None:
-    from engine import world as world_module
+    from isobatch.engine.distributed import communicator as world_module
 
     monkeypatch.setattr(world_module, "_BUCKET_BYTES", 400)
     outcome = together(2, trained())
@@ -417,7 +417,7 @@ def test_the_scale_doubles_after_enough_good_steps_and_is_saved(
         scales = [first._overflowed(torch.tensor(1.0)) or first.scale for _ in range(3)]
         first._overflowed(torch.tensor(torch.inf))
         assert first._overflowed(torch.tensor(1.0)) is False
-        saved: Any = Held(portable.whole(first.raw, first.optimizer))
+        saved: Any = Held(portable_state.whole(first.raw, first.optimizer))
         again.put(saved, first.scaling())
         fresh.put(saved, {})  # as a strategy without a scale saves it
         other = replicas(world, model())

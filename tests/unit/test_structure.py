@@ -6,21 +6,73 @@ import ast
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "launch": {"engine", "models", "data"},
-    "engine": {"models", "data"},
-    "models": {"hub"},
-    "data": {"hub"},
-    "hub": set(),
+from isobatch.tests.paths import REGISTER, ROOT
+
+CLUSTER = "tests.slurm"
+"""The Slurm on one machine, which the soak uses as the tests do."""
+ROOMS: dict[str, set[str]] = {
+    "core": set(),
+    "data": {"core"},
+    "data.cleaning": {"data"},
+    "data.interactions": {"data"},
+    "data.text": {"data", "data.cleaning"},
+    "models": {"core"},
+    "models.causal_lm": {"core", "models"},
+    "models.encoder": {"models"},
+    "models.classification": {"core", "models", "models.encoder"},
+    "models.compression": {"core", "models", "models.encoder", "models.classification"},
+    "models.recommendation": {"models", "models.causal_lm"},
+    "engine": {"core", "data", "models"},
+    "engine.distributed": {"core"},
+    "engine.runs": {"core"},
+    "engine.checkpointing": {"core", "engine.distributed"},
+    "engine.optimization": {"core", "models"},
+    "engine.loading": {"core", "data", "engine.runs"},
+    "engine.noise": {"engine.loading"},
+    "engine.planning": {"core", "models", "engine.loading"},
+    "engine.strategies": {"core", "engine.checkpointing", "engine.distributed"},
+    "engine.training": {
+        *("core", "data", "models", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),
+        *("engine.noise", "engine.optimization", "engine.planning", "engine.runs", "engine.strategies"),
+    },
+    "engine.verification": {
+        *("core", "data", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),
+        *("engine.optimization", "engine.runs", "engine.training"),
+    },
+    "launch.local": {
+        *("core", "engine", "engine.distributed", "engine.loading", "engine.optimization"),
+        *("engine.planning", "engine.runs", "engine.strategies", "engine.training", "engine.verification"),
+    },
+    "launch": {"core", "engine.runs", "launch.local"},
+    "launch.report": {
+        *("core", "models.encoder", "engine", "engine.planning", "engine.runs", "engine.training"),
+        "launch.local",
+    },
+    "launch.slurm": {
+        *("core", "engine", "engine.distributed", "engine.planning", "engine.runs", "launch.local"),
+    },
+    "launch.commands": {
+        *("core", "data.text", "models", "models.causal_lm", "engine", "engine.loading", "engine.planning"),
+        *("engine.runs", "engine.training", "engine.verification", "launch.local", "launch.report"),
+        "launch.slurm",
+    },
+    "benchmarks": {
+        *("core", "data", "data.interactions", "models.causal_lm", "models.encoder", "models.recommendation"),
+        *("engine", "engine.checkpointing", "engine.distributed", "engine.loading", "engine.noise"),
+        *("engine.planning", "engine.runs", "engine.training", "engine.verification", "launch"),
+        *("launch.local", CLUSTER),
+    },
 }
-"""Package -> the others it may import."""
-FILES = sorted(f for package in PACKAGES for f in (ROOT / package).rglob("*.py"))
+"""Room -> the rooms it imports, from the ground up: each imports only what stands above it in this list."""
+MOST_FILES = 12
+FILES = sorted(f for room in ROOMS for f in (ROOT / room.replace(".", "/")).glob("*.py"))
+PACKAGE = [f for f in FILES if f.relative_to(ROOT).parts[0] != "benchmarks"]
 HEAVY = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "bitsandbytes"]
 ONLY_WHERE_NEEDED = {"deepspeed", "bitsandbytes", "peft", "torchao", "onnx", "onnxruntime", "datasets"}
 HELP_SECONDS = 0.3
@@ -54,21 +106,53 @@ def name(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("file", FILES, ids=name)
-def test_imports_point_one_way(file: Path) -> None:
-    package = file.relative_to(ROOT).parts[0]
-    allowed = PACKAGES[package] | {package}
-    roots = {module.split(".")[0] for module in imported(ast.walk(tree(file)))}
-    assert roots & (PACKAGES.keys() | {"tests", "benchmarks"}) <= allowed
+def room_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).parent.parts)
 
 
-@pytest.mark.parametrize("file", FILES, ids=name)
+def rooms_imported(file: Path) -> Iterator[str]:
+    """The rooms from which a file imports anything; `isobatch` itself counts as none."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("isobatch."):
+            module = (node.module or "").removeprefix("isobatch.").replace(".", "/")
+            for alias in node.names:
+                is_module = (ROOT / module / f"{alias.name}.py").is_file()
+                yield room_of(ROOT / module / alias.name) if is_module else room_of(ROOT / module)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_what_it_says_and_only_what_stands_below(room: str) -> None:
+    """No arrow up and no circle; and the list holds no arrow that is not there."""
+    files = [f for f in FILES if room_of(f) == room]
+    assert {r for f in files for r in rooms_imported(f)} - {room} == ROOMS[room]
+    assert ROOMS[room] - {CLUSTER} <= set(list(ROOMS)[: list(ROOMS).index(room)])
+
+
+def test_every_folder_of_code_is_a_room() -> None:
+    tops = {room.partition(".")[0] for room in ROOMS}
+    found = {room_of(f) for top in tops for f in (ROOT / top).rglob("*.py")}
+    assert found == {*ROOMS}
+
+
+@pytest.mark.parametrize("room", sorted({*ROOMS} - {"benchmarks"}))
+def test_a_room_is_small(room: str) -> None:
+    assert sum(room_of(f) == room and f.name != "__init__.py" for f in FILES) <= MOST_FILES
+
+
+def test_the_package_holds_every_room() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    configs = {"isobatch.configs.accelerate", "isobatch.configs.deepspeed"}
+    rooms = {f"isobatch.{room}" for room in ROOMS if not room.startswith("benchmarks")}
+    assert set(settings["packages"]) == {"isobatch", *rooms, *configs}
+
+
+@pytest.mark.parametrize("file", PACKAGE, ids=name)
 def test_optional_libraries_are_imported_in_the_branch_that_needs_them(file: Path) -> None:
     roots = {module.split(".")[0] for module in imported(at_import(tree(file)))}
     assert not roots & ONLY_WHERE_NEEDED
 
 
-@pytest.mark.parametrize("file", FILES, ids=name)
+@pytest.mark.parametrize("file", PACKAGE, ids=name)
 def test_nothing_unpickles(file: Path) -> None:
     """A run folder or a checkpoint may come from anywhere: reading it must run no code of its own."""
     calls = [ast.unparse(n.func) for n in ast.walk(tree(file)) if isinstance(n, ast.Call)]
@@ -79,13 +163,13 @@ def test_nothing_unpickles(file: Path) -> None:
     assert "allow_pickle" not in keywords
 
 
-@pytest.mark.parametrize("file", FILES, ids=name)
+@pytest.mark.parametrize("file", PACKAGE, ids=name)
 def test_models_code_runs_where_one_function_says_so(file: Path) -> None:
     words = [n.value for n in ast.walk(tree(file)) if isinstance(n, ast.Constant)]
     keywords = [k.arg for n in ast.walk(tree(file)) if isinstance(n, ast.Call) for k in n.keywords]
     assert "trust_remote_code" not in keywords
-    # flags.py has it as a word that people bring from other tools.
-    assert "trust_remote_code" not in words or name(file) in ("models/hub.py", "launch/flags.py")
+    # arguments.py has it as a word that people bring from other tools.
+    assert "trust_remote_code" not in words or name(file) in ("models/hub.py", "launch/local/arguments.py")
 
 
 RAW = ("torch.rand", "torch.normal", "torch.bernoulli", "torch.multinomial", "torch.poisson", "np.random.")
@@ -124,7 +208,7 @@ def raw_draws(module: ast.AST) -> Iterator[str]:
             yield f"{node.lineno}: {function}"
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f.parts[-2] in ("models", "data")], ids=name)
+@pytest.mark.parametrize("file", [f for f in FILES if room_of(f).startswith(("models", "data"))], ids=name)
 def test_tasks_and_data_draw_no_noise_of_their_own(file: Path) -> None:
     """Their draws come from the step's noise, or from a generator that they seed."""
     assert list(raw_draws(tree(file))) == []
@@ -168,8 +252,8 @@ def test_the_lint_sees_raw_draws(code: str, found: bool) -> None:
     ],
 )
 def test_an_answer_needs_nothing_heavy(words: list[str], code: int, tmp_path: Path) -> None:
-    script = (
-        f"import sys; sys.path.append({str(ROOT)!r}); from launch.cli import main; code = main(sys.argv[1:]);"
+    script = REGISTER + (
+        "import sys; from isobatch.launch.cli import main; code = main(sys.argv[1:]);"
         f" print('heavy:', *[m for m in {HEAVY} if m in sys.modules], file=sys.stderr); sys.exit(code)"
     )
     done = subprocess.run(

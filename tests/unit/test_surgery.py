@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.session import cut_moments
-from models import encoders, exporting, pruning, saving, surgery
-from models.importance import Kept
-from tests.unit.encoders import FAMILIES, HEAD, HEADS, NEURONS, classifier, given, logits
+from isobatch.engine.training.session import cut_moments
+from isobatch.models import saving
+from isobatch.models.compression import pruning
+from isobatch.models.encoder import encoders, export, weight_surgery
+from isobatch.models.encoder.importance import Kept
+from isobatch.tests.unit.encoders import FAMILIES, HEAD, HEADS, NEURONS, classifier, given, logits
 
 
 def some() -> Kept:
@@ -34,9 +36,9 @@ def some() -> Kept:
 def test_logits_before_and_after_a_cut_agree(family: str) -> None:
     model = classifier(family)
     whole = logits(model)
-    surgery.put_masks(encoders.layers(model), some(), HEAD)
+    weight_surgery.put_masks(encoders.layers(model), some(), HEAD)
     masked = logits(model)
-    surgery.cut(encoders.layers(model))
+    weight_surgery.cut(encoders.layers(model))
     assert (masked - whole).abs().max() > 1e-2
     assert (logits(model) - masked).abs().max() < 1e-5
     assert encoders.heads_and_neurons(model) == [(2, 64), (0, 96), (4, 128)]
@@ -52,14 +54,14 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> None:
 def test_moments_are_cut_along() -> None:
     """Two steps masked, a cut with its moments: the third step is that of a model that stayed masked."""
     model = classifier("bert")
-    surgery.put_masks(encoders.layers(model), some(), HEAD)
+    weight_surgery.put_masks(encoders.layers(model), some(), HEAD)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     steps(model, optimizer, 2)
     stays = copy.deepcopy(model)
     again = torch.optim.AdamW(stays.parameters(), lr=1e-3, weight_decay=0.0)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     moments = {name: dict(optimizer.state.get(p, {})) for name, p in model.named_parameters()}
-    cuts = surgery.cut(encoders.layers(model))
+    cuts = weight_surgery.cut(encoders.layers(model))
     fresh = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     for name, p in model.named_parameters():
         fresh.state[p] = dict(cut_moments(moments, cuts)[name])
@@ -74,11 +76,11 @@ def test_moments_are_cut_along() -> None:
 
 def test_a_fresh_model_takes_the_saved_shapes_masks_and_means() -> None:
     model = classifier("bert")
-    surgery.put_masks(encoders.layers(model), some(), HEAD)
+    weight_surgery.put_masks(encoders.layers(model), some(), HEAD)
     first = encoders.layers(model)[2]
-    surgery.mask(first.down, torch.arange(NEURONS) >= 32)
-    surgery.cut(encoders.layers(model)[:2])
-    first.down.register_buffer(surgery.IMPORTANCE, torch.rand(NEURONS))
+    weight_surgery.mask(first.down, torch.arange(NEURONS) >= 32)
+    weight_surgery.cut(encoders.layers(model)[:2])
+    first.down.register_buffer(weight_surgery.IMPORTANCE, torch.rand(NEURONS))
     state = model.state_dict()
     fresh = classifier("bert")
     assert pruning.fit(fresh, {k: tuple(v.shape) for k, v in state.items()})
@@ -88,8 +90,8 @@ def test_a_fresh_model_takes_the_saved_shapes_masks_and_means() -> None:
 
 def saved(family: str, facts: Any, folder: Path) -> Any:
     model = classifier(family)
-    surgery.put_masks(encoders.layers(model), some(), HEAD)
-    surgery.cut(encoders.layers(model))
+    weight_surgery.put_masks(encoders.layers(model), some(), HEAD)
+    weight_surgery.cut(encoders.layers(model))
     saving.save(model, facts, folder)
     encoders.describe_sizes(model, folder)
     return model
@@ -142,7 +144,7 @@ def test_a_pruned_model_opens_again_everywhere_or_fails_loudly(
     assert opened_elsewhere(folder, tmp_path, remote=True).returncode == 0
     assert np.abs(np.load(tmp_path / "given.npz.logits.npy") - wanted).max() < 1e-6
     assert opened_elsewhere(folder, tmp_path, remote=False).returncode != 0
-    exporting.as_dense(encoders.open_classifier(str(folder)), folder, padded)
+    export.as_dense(encoders.open_classifier(str(folder)), folder, padded)
     assert "per_layer_config" not in json.loads((padded / "config.json").read_text())
     assert opened_elsewhere(padded, tmp_path, remote=False).returncode == 0
     assert np.abs(np.load(tmp_path / "given.npz.logits.npy") - wanted).max() < 1e-5

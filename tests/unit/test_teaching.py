@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from data.base import ArraySource, Ragged
-from engine.errors import UserError
-from engine.sampler import Sampler
-from engine.schedule import Stretch
-from engine.teaching import samples_used, taught
-from models.base import Batch, Teacher
+from isobatch.core.errors import UserError
+from isobatch.data.base import ArraySource, Ragged
+from isobatch.engine.loading.sampler import Sampler
+from isobatch.engine.optimization.schedule import Stretch
+from isobatch.engine.training.teacher_cache import samples_used, taught
+from isobatch.models.base import Batch, Teacher
 
 COUNT = 300
 

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import corpora, hub, readers, tokenizers
-from data.base import DataError
-from data.blocks import blocks, windows
-from data.text import Text, TextOptions
-from hub import cache
+from isobatch.core import hub_cache
+from isobatch.data import corpora, hub, readers, tokenizers
+from isobatch.data.base import DataError
+from isobatch.data.text.dataset import Text, TextOptions
+from isobatch.data.text.plain_text import blocks, windows
+from isobatch.tests.paths import REGISTER
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -360,7 +361,7 @@ def test_offline_asks_no_network_and_finds_the_cache(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("asked the network"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    assert not cache.reachable()
+    assert not hub_cache.reachable()
     cached = tmp_path / "hub" / "datasets--a-team--a-corpus"
     write(cached / "refs", main="abc")
     write(cached / "snapshots" / "abc", train__csv="text\n")
@@ -380,8 +381,9 @@ def test_a_hub_data_set_is_split_and_its_column_checked(monkeypatch: pytest.Monk
 
 def test_nothing_heavy_is_imported() -> None:
     heavy = "torch transformers datasets pyarrow tokenizers pandas"
-    code = (
-        f"import sys, data.text, models.causal_lm; print([m for m in '{heavy}'.split() if m in sys.modules])"
+    code = REGISTER + (
+        "import sys; import isobatch.data.text.dataset, isobatch.models.causal_lm.task;"
+        f" print([m for m in '{heavy}'.split() if m in sys.modules])"
     )
     answer = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from models.base import ModelError
-from models.catalogue import Catalogue
-from models.text_encoder import TextEncoder, add_lora, make_net
+from isobatch.models.base import ModelError
+from isobatch.models.recommendation.catalogue import Catalogue
+from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, make_net
 
 BLOCKS, WIDTH, WORDS = 4, 32, 50
 SIZES = {"num_hidden_layers": BLOCKS, "hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 64}

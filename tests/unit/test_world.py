@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import UserError
-from engine.world import agree_before_planning, check_world, ranks_from
+from isobatch.core.errors import UserError
+from isobatch.engine.distributed.communicator import agree_before_planning, check_world, ranks_from
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""isobatch: the recipe decides what is learnt, the plan decides how fast."""

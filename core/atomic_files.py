@@ -1,0 +1,82 @@
+"""Small files that are never seen half-written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from isal import isal_zlib
+
+from isobatch.core.errors import UserError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write, sync and rename: a reader sees the old content or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with naming_errors(path), temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; a missing or broken file is the user's error, named."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return value
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file. A line cut short by a kill, even within a character, is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    # Not splitlines(): text may hold U+2028 and others that it takes for ends of lines.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def crc32(path: Path) -> int:
+    """Checksum of a file's bytes, read in pieces."""
+    value = 0
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            value = isal_zlib.crc32(block, value)
+    return value
+
+
+def checksums(folder: Path) -> dict[str, int]:
+    """Relative path -> crc32 of every file under a folder."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): crc32(p) for p in paths}
+
+
+@contextlib.contextmanager
+def naming_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk or a forbidden folder into one line that names the place."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno is None:
+            raise
+        if isinstance(error, RuntimeError) and "No space left" not in str(error):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else "No space left on device"
+        raise UserError(f"cannot write {path}: {reason}; choose another place with --out") from None

@@ -1,0 +1,49 @@
+"""Facts: what the data turned out to be. Made once by `prepare`, cached by content."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from isobatch.core.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Counts and lengths of prepared data; small enough for JSON, enough to plan from."""
+
+    fingerprint: str
+    """Hash of the prepared arrays: two runs with one fingerprint saw the same samples."""
+    folder: str
+    """Where the prepared arrays lie on this machine; empty when lengths were only assumed."""
+    samples: dict[str, int]
+    """Number of samples per split: train, and valid and test where there are such."""
+    lengths: tuple[int, ...]
+    """Quantiles of the training samples' lengths in tokens, shortest to longest."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What the kind of data adds: vocabulary, labels, words, bytes, files of a tokenizer."""
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[-1]
+
+    @property
+    def mean_length(self) -> float:
+        return sum(self.lengths) / len(self.lengths)
+
+    def differing(self, other: Facts) -> list[str]:
+        """Names of the fields in which these disagree; where the arrays lie does not count."""
+        mine, others = self.to_dict(), other.to_dict()
+        return [name for name in mine if name != "folder" and mine[name] != others[name]]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Facts:
+        names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        if missing := sorted(names - values.keys()):
+            raise UserError(f"facts.json lacks {', '.join(missing)}: it was changed or cut short")
+        return cls(**{**values, "lengths": tuple(values["lengths"])})

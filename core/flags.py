@@ -1,0 +1,261 @@
+"""Flags from dataclasses: each field is a flag, the string under it is its help, its type is its check.
+
+No flag is declared twice: `Recipe`, a task's `Options`, `PlanOptions` and `RunOptions` are read here to
+parse, to validate and to describe. Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal
+
+from isobatch.core.errors import UserError
+
+T = typing.TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """How often: `200` steps, `0.1ep` of an epoch, `10m` of wall-clock time."""
+
+    value: float
+    unit: Literal["steps", "epochs", "minutes"]
+
+    @classmethod
+    def parse(cls, text: str) -> Interval:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ep|m)?", text.strip())
+        if match is None:
+            raise ValueError("is not an interval such as 200 (steps), 0.1ep (of an epoch) or 10m (minutes)")
+        unit: Literal["steps", "epochs", "minutes"]
+        unit = "epochs" if match[2] == "ep" else "minutes" if match[2] == "m" else "steps"
+        if unit == "steps" and "." in match[1]:
+            raise ValueError("is not a whole number of steps (for a share of an epoch write 0.1ep)")
+        return cls(float(match[1]), unit)
+
+    def steps(self, steps_per_epoch: int) -> int:
+        """The interval in optimizer steps. A time has none: asking for it is a bug."""
+        assert self.unit != "minutes", "a wall-clock interval has no length in steps"
+        return int(self.value) if self.unit == "steps" else max(1, round(self.value * steps_per_epoch))
+
+    def __str__(self) -> str:
+        # Every digit and no exponent: the text goes into recipe.json, is hashed and is read again.
+        digits = f"{Decimal(repr(self.value)):f}".removesuffix(".0")
+        return digits + {"steps": "", "epochs": "ep", "minutes": "m"}[self.unit]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One field seen as a flag."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    group: str
+
+    @property
+    def spelling(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def type_name(self) -> str:
+        return describe_type(self.kind)
+
+
+def flags_of(options: type, group: str) -> dict[str, Flag]:
+    """The flags of one dataclass, in order. Fields whose metadata says `derived` are not flags."""
+    hints, helps = _hints(options), _field_docs(options)
+    return {
+        field.name: Flag(field.name, hints[field.name], _default(field), helps.get(field.name, ""), group)
+        for field in dataclasses.fields(options)
+        if not field.metadata.get("derived")
+    }
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+@functools.cache
+def _hints(options: type) -> dict[str, Any]:
+    return typing.get_type_hints(options, include_extras=True)
+
+
+@functools.cache
+def _field_docs(options: type) -> dict[str, str]:
+    """The string literal under each field, from the class and the dataclasses it extends."""
+    docs: dict[str, str] = {}
+    for cls in reversed([c for c in options.__mro__ if dataclasses.is_dataclass(c)]):
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        except OSError:  # typed into an interactive session: there is no source to read
+            continue
+        assert isinstance(body, ast.ClassDef)
+        for field, doc in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(doc, ast.Expr)
+                and isinstance(doc.value, ast.Constant)
+            ):
+                docs[typing.cast(ast.Name, field.target).id] = " ".join(str(doc.value.value).split())
+    return docs
+
+
+def describe_type(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return "|".join(str(choice) for choice in arguments)
+    if origin is typing.Annotated:
+        return f"{describe_type(arguments[0])}, {arguments[1]}"
+    if origin is tuple:
+        return f"{describe_type(arguments[0])} (or several: a,b)"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe_type(a) for a in arguments if a is not type(None))
+    return {int: "integer", float: "number", str: "text", bool: "on|off", Interval: "interval"}.get(
+        kind, str(kind)
+    )
+
+
+class Bare(str):
+    """The "True" of a flag written without a value: a switch turned on, or a value forgotten."""
+
+
+def is_switch(kind: Any) -> bool:
+    """Whether a flag of this type may stand without a value."""
+    if typing.get_origin(kind) is Literal:
+        return "on" in typing.get_args(kind)
+    return kind is bool or any(map(is_switch, typing.get_args(kind)))
+
+
+def convert(flag: Flag, value: Any) -> Any:
+    """The value of a flag from the word typed, or read from JSON; UserError where it has none."""
+    if isinstance(value, Bare) and not is_switch(flag.kind):
+        raise UserError(f"{flag.spelling}: needs a value")
+    try:
+        return _convert(flag.kind, value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{flag.spelling} {value}: {error}") from None
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(arguments, value)
+    if origin is typing.Annotated:
+        number = _convert(arguments[0], value)
+        if not arguments[1].allows(number):
+            raise ValueError(f"must be {arguments[1]}")
+        return number
+    if origin is Literal:
+        return _convert_choice(arguments, value)
+    if origin is tuple:
+        items = value if isinstance(value, list | tuple) else str(value).split(",")
+        return tuple(_convert(arguments[0], item) for item in items)
+    return _SCALARS[kind](value)
+
+
+def _convert_union(arguments: tuple[Any, ...], value: Any) -> Any:
+    if value is None or (isinstance(value, str) and value.lower() == "none" and type(None) in arguments):
+        return None
+    problem: Exception = ValueError("has no valid form")
+    for argument in arguments:
+        if argument is not type(None):
+            try:
+                return _convert(argument, value)
+            except ValueError as error:
+                problem = error
+    raise problem
+
+
+def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:
+    for choice in choices:
+        if str(value).lower() == str(choice):
+            return choice
+    # `--compile` alone and `--no-compile` are how people write a switch that has more than two positions.
+    switch = {"true": "on", "false": "off"}.get(str(value).lower())
+    if switch in choices:
+        return switch
+    raise ValueError(
+        f"is not one of {', '.join(str(c) for c in choices)}{nearest(str(value), map(str, choices))}"
+    )
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not re.fullmatch(r"[+-]?\d+(_\d+)*", str(value).strip()):
+        raise ValueError("is not an integer")
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        number = float(value)
+    except ValueError:
+        raise ValueError("is not a number") from None
+    if not math.isfinite(number):
+        raise ValueError("is not a finite number")
+    return number
+
+
+def _switch(value: Any) -> bool:
+    word = str(value).lower()
+    if word not in ("true", "on", "yes", "1", "false", "off", "no", "0"):
+        raise ValueError("is neither on nor off")
+    return word in ("true", "on", "yes", "1")
+
+
+def _text(value: Any) -> str:
+    if not str(value).strip():
+        raise ValueError("is empty")
+    return str(value)
+
+
+def _interval(value: Any) -> Interval:
+    return value if isinstance(value, Interval) else Interval.parse(str(value))
+
+
+_SCALARS: dict[Any, Callable[[Any], Any]] = {
+    int: _integer,
+    float: _number,
+    bool: _switch,
+    str: _text,
+    Interval: _interval,
+}
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """A hint naming the closest valid word, or nothing."""
+    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def plain(value: Any) -> Any:
+    """A JSON-ready form of an options value."""
+    if isinstance(value, Interval):
+        return str(value)
+    if isinstance(value, tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def as_dict(options: Any) -> dict[str, Any]:
+    return {f.name: plain(getattr(options, f.name)) for f in dataclasses.fields(options)}
+
+
+def build(options: type[T], values: Mapping[str, Any], group: str) -> T:
+    """An options dataclass from words, each checked; names that are no field are a bug by then."""
+    flags = flags_of(options, group)
+    return options(**{name: convert(flags[name], value) for name, value in values.items()})

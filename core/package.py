@@ -1,0 +1,30 @@
+"""Where this package lies, and how it starts itself in another process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The folder of the package: a clone, or `isobatch` in site-packages."""
+TRAIN_SCRIPT = ROOT / "launch" / "train.py"
+"""What accelerate and torchrun start in every process."""
+
+
+def own_command(*words: str) -> list[str]:
+    """The command line that runs this copy of isobatch with `words`, from any folder.
+
+    `-P` keeps the working directory off sys.path: a user's files there are not ours.
+    """
+    if _is_found_by_name():
+        return [sys.executable, "-P", "-m", "isobatch", *words]
+    return [sys.executable, "-P", str(ROOT / "__main__.py"), *words]
+
+
+def _is_found_by_name() -> bool:
+    """Whether `import isobatch` in a new interpreter finds this copy."""
+    for finder in sys.meta_path:
+        spec = finder.find_spec("isobatch", None)
+        if spec is not None:
+            return spec.origin is not None and Path(spec.origin).resolve().parent == ROOT
+    return False

@@ -1,0 +1,111 @@
+"""The plan: how to run a recipe on a machine. It decides how fast, never what is learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from isobatch.core.errors import UserError
+from isobatch.core.number_ranges import Count, Positive
+
+MEMORY_LIMIT = r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)"
+Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"]
+AnyStrategy = Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Invariance = Literal["exact", "noise", "precision"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What the user may ask of the plan. `auto` leaves the choice to the planner."""
+
+    micro_batch: Positive | None = None
+    """Largest number of samples computed at once on one process."""
+    processes: Positive | None = None
+    """Worker processes in all."""
+    workers: Count | None = None
+    """Loader processes per worker process; 0 loads in a thread."""
+    prefetch: Positive | None = None
+    """Micro-batches kept ready."""
+    pin_memory: Literal["auto", "on", "off"] = "auto"
+    """Page-locked host memory for copies to a GPU."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "16-mixed", "bf16-mixed", "32"] = "auto"
+    """Number format of the arithmetic; weights, gradients and moments stay fp32."""
+    strategy: AnyStrategy = "auto"
+    """How processes share the model."""
+    compile: Literal["auto", "on", "off", "reduce-overhead"] = "auto"
+    """torch.compile the model."""
+    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more arithmetic."""
+    attention: Literal["auto", "sdpa", "eager", "flash"] = "auto"
+    """The attention kernel."""
+    pack: Literal["auto", "on", "off"] = "auto"
+    """Samples of a micro-batch end to end, each by itself in attention, in place of padding."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """The kind of device."""
+    memory_limit: str | None = None
+    """Device memory to stay under: 10GB or 80%."""
+
+    def __post_init__(self) -> None:
+        limit = self.memory_limit
+        if limit is not None and not re.fullmatch(MEMORY_LIMIT, limit.strip().lower()):
+            raise UserError(f"--memory-limit {limit}: is not a size such as 10GB or a share such as 80%")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Every choice the planner made, with its reason."""
+
+    device: Literal["cpu", "cuda", "mps"]
+    processes: int
+    """World size: processes over all nodes."""
+    nodes: int
+    strategy: Strategy
+    precision: Precision
+    micro_batch_samples: int
+    """Largest number of samples in a micro-batch."""
+    micro_batch_tokens: int
+    """Largest number of padded tokens in a micro-batch."""
+    pad_multiple: int
+    """Lengths are padded up to a multiple of this."""
+    micro_batch_cost: float
+    """Fixed cost of a micro-batch, in tokens: what a launch of its kernels is worth."""
+    workers: int
+    prefetch: int
+    pin_memory: bool
+    compile: Literal["on", "off", "reduce-overhead"]
+    activation_checkpointing: bool
+    attention: Literal["sdpa", "eager", "flash"]
+    pack: bool
+    """Whether the samples of a micro-batch lie end to end, so that no padding is computed."""
+    reduction: Literal["overlapped", "explicit"]
+    """When gradients cross processes: during the last backward, or once after it."""
+    threads: int
+    """Threads of arithmetic per process; 0 leaves torch's own choice."""
+    invariance: Invariance
+    predicted_peak_memory_bytes: int
+    """Per process, on the device that trains."""
+    predicted_step_seconds: float
+    calibrated: bool
+    """Whether a measurement on this kind of device stands behind the predictions."""
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        kinds = typing.get_type_hints(cls)
+        if missing := sorted(kinds.keys() - values.keys() - {"reasons"}):
+            raise UserError(f"plan.json lacks {', '.join(missing[:3])}: delete it, and `resume` plans anew")
+        for name, kind in kinds.items():
+            if typing.get_origin(kind) is Literal and values[name] not in typing.get_args(kind):
+                raise UserError(
+                    f"plan.json: {name} {values[name]} is not one of {', '.join(typing.get_args(kind))}:"
+                    " delete it, and `resume` plans anew"
+                )
+        return cls(**{k: v for k, v in values.items() if k in kinds})

@@ -1,0 +1,139 @@
+"""The recipe: everything that may change what is learnt, and nothing about the machine.
+
+Its hash names the run. A recipe is made once, from a task's defaults, its preset, mode and demo, and the
+user's flags, and is complete from then on: recipe.json holds every value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from isobatch.core import flags as opt
+from isobatch.core.errors import UserError
+from isobatch.core.flags import Interval
+from isobatch.core.number_ranges import Count, Fraction, Positive, Probability, Rate, Seed
+
+DEMO = "demo"
+SHORT_MODEL_NAMES = {
+    **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
+    "distilgpt2": "distilbert/distilgpt2",
+}
+"""Hub ids of the models that people still call by one word."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """The fields every task has. A task's own are in `options`."""
+
+    task: str
+    """The workload: a name from `tasks`, or ./file.py:Class for your own."""
+    mode: Literal["full", "fast"] = "full"
+    """fast trades quality for time by changing recipe fields only, and prints which (--fast for short)."""
+    preset: str | None = None
+    """A named set of recipe values of this task."""
+    data: str = DEMO
+    """A folder, a file, a hub id, or demo (made on the spot)."""
+    format: str | None = None
+    """The form of the data where the name does not tell."""
+    model: str | None = None
+    """A preset to train from scratch, a folder, or a hub id."""
+    tokenizer: str | None = None
+    """A folder, file or hub id; by default the model's own, else one trained on the data."""
+    revision: str | None = None
+    """The hub revision of the model."""
+    seed: Seed = 0
+    """Decides the order of the samples, the initial weights and all noise."""
+    epochs: tuple[Rate, ...] | None = None
+    """Passes over the data; one number, or one per phase."""
+    steps: tuple[Positive, ...] | None = None
+    """Optimizer steps in place of epochs; one number, or one per phase."""
+    phase: str | None = None
+    """Train only this phase."""
+    batch_size: Positive = 32
+    """The GLOBAL batch in samples: the same on any number of processes."""
+    max_length: Positive = 128
+    """Longest sample in tokens."""
+    lr: Rate = 1e-3
+    """Peak learning rate."""
+    weight_decay: Rate = 0.01
+    """Decoupled decay of weight matrices; biases and norms have none."""
+    warmup: Interval = Interval(0, "steps")
+    """Linear rise of the learning rate: steps, or a share of an epoch."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """The learning rate after warm-up."""
+    clip: Rate = 1.0
+    """Largest norm of the whole gradient; 0 for none."""
+    dropout: Probability | None = None
+    """Sets every dropout of the model; by default the model's own."""
+    optimizer: Literal["adamw", "adamw8bit", "paged-adamw8bit", "adafactor", "sgd"] = "adamw"
+    """8-bit states change what is learnt, so they are recipe."""
+    train_fraction: Fraction = 1.0
+    """Share of the training samples: a seeded subset, the same on every machine."""
+    eval_fraction: Fraction = 1.0
+    """Share of the validation samples used while training."""
+    eval_every: Interval | None = None
+    """How often to evaluate while training; by default once an epoch."""
+    patience: Count = 0
+    """Stop after this many evaluations without improvement and keep the best; 0 never stops early."""
+    min_delta: Rate = 0.0
+    """What counts as an improvement."""
+    group_by_length: bool = False
+    """Batches of like lengths: faster, but another order of samples."""
+    noise: Literal["keyed", "native"] = "keyed"
+    """keyed: the same dropout noise on any machine. native: torch's own, which depends on the cut."""
+    options: dict[str, Any] = field(default_factory=dict, metadata={"derived": True})
+    """The task's own fields."""
+    scaled_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})
+    """Where --scale-batch made this recipe: the batch size and learning rate it came from, and the rule."""
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.steps is not None:
+            raise UserError("--epochs and --steps exclude each other: give one of them")
+        if self.warmup.unit == "minutes" or (self.eval_every and self.eval_every.unit == "minutes"):
+            raise UserError(
+                "--warmup and --eval-every are counted in steps or epochs: minutes depend on the machine"
+            )
+        if self.eval_every and self.eval_every.value == 0:
+            raise UserError("--eval-every 0: must be above 0; leave it out to evaluate once an epoch")
+        if self.epochs is not None and not all(e > 0 for e in self.epochs):
+            raise UserError(f"--epochs {','.join(map(str, self.epochs))}: must be above 0")
+
+    def to_dict(self) -> dict[str, Any]:
+        return opt.as_dict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """A recipe from recipe.json; unknown or ill-typed fields are the user's error."""
+        flags = opt.flags_of(cls, "recipe")
+        derived = {"options", "scaled_from"}
+        if unknown := set(values) - set(flags) - derived - {"hash"}:
+            raise UserError(f"recipe.json has unknown fields: {', '.join(sorted(unknown))}")
+        if "task" not in values:
+            raise UserError("recipe.json names no task")
+        known = {k: opt.convert(flags[k], v) for k, v in values.items() if k in flags}
+        return cls(**known, **{k: values[k] for k in derived if k in values})
+
+    def hash(self) -> str:
+        """Twelve hex digits over every field."""
+        text = json.dumps(self.to_dict(), sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def scaled(self, factor: float, rule: Literal["sqrt", "linear", "none"]) -> Recipe:
+        """A NEW recipe with `factor` times the batch and the learning rate that `rule` gives.
+
+        sqrt keeps the noise scale of Adam (Malladi et al. 2022), linear that of SGD (Goyal et al. 2017).
+        """
+        batch = round(self.batch_size * factor)
+        if batch < 1:
+            raise UserError(
+                f"--scale-batch {factor:g}: makes the batch of {self.batch_size} smaller than one sample"
+            )
+        growth = {"sqrt": math.sqrt(factor), "linear": factor, "none": 1.0}[rule]
+        origin = {"batch_size": self.batch_size, "lr": self.lr, "rule": rule}
+        return dataclasses.replace(self, batch_size=batch, lr=self.lr * growth, scaled_from=origin)

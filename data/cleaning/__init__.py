@@ -1,0 +1,1 @@
+"""Steps that clean text."""

@@ -1,0 +1,1 @@
+"""State on disk, by parameter name."""

@@ -1,0 +1,245 @@
+"""Portable checkpoints: fp32 weights and optimizer state by parameter name, in pieces, without pickle.
+
+A checkpoint folder holds one safetensors file per rank that wrote it, index.json with every tensor's shape,
+and state.json. It does not know which strategy or world wrote it. It is written beside its place, in the
+background, and renamed when every rank has written and synced, so a folder of its final name is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import TrainingError, UserError
+from isobatch.engine.checkpointing.host_buffer import Image
+from isobatch.engine.checkpointing.portable_state import Entry, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from isobatch.engine.distributed.communicator import World
+
+CHECKSUMS = "checksums.json"
+TEXTS = ("index.json", "state.json")
+
+
+class Writer:
+    """Writes one checkpoint at a time while training goes on. All ranks call every method alike."""
+
+    def __init__(self, world: World, sealed: Callable[[], None] = lambda: None) -> None:
+        self.world = world
+        self.sealed = sealed
+        """Called on the main rank once a checkpoint is complete."""
+        self._image = Image()
+        self._folder: Path | None = None
+        self._thread = threading.Thread()
+        self._problem = ""
+
+    def begin(self, folder: Path, state: State, facts: Mapping[str, Any]) -> None:
+        """Copy this rank's pieces to the host and write them in the background."""
+        self.finish()
+        self._folder, self._problem = folder, ""
+        size = self._image.fill({f"{p.name}@{p.start}": p.values.detach() for p in state.pieces})
+        entries = state.entries if self.world.is_main else None
+        self._thread = threading.Thread(target=self._write, args=(folder, size, entries, facts))
+        self._thread.start()
+
+    def _write(
+        self,
+        folder: Path,
+        size: int,
+        entries: Mapping[str, Entry] | None,
+        facts: Mapping[str, Any],
+    ) -> None:
+        temporary = _beside(folder)
+        try:
+            with atomic_files.naming_errors(temporary):
+                temporary.mkdir(parents=True, exist_ok=True)
+                self._image.write(temporary / _file(self.world.rank), size)
+                if entries is not None:
+                    _write_texts(temporary, entries, facts, self.world.size)
+        except UserError as error:
+            self._problem = str(error)
+        except BaseException as error:  # also a panic in Rust: unnoticed, it would count as written
+            self._problem = f"cannot write {temporary}: {error!r}"
+
+    def votes(self) -> list[float]:
+        """This rank's say on whether the checkpoint that is being written is written, or cannot be."""
+        ended = self._folder is not None and not self._thread.is_alive()
+        return [float(ended), float(bool(ended and self._problem))]
+
+    def settle(self, written: float, failed: float) -> None:
+        """Complete the checkpoint where the votes of all ranks, added up, allow it."""
+        if self._folder is not None and (failed or written == self.world.size):
+            self._end()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete and every rank can see it."""
+        if self._folder is not None:
+            self._end()
+            self.world.barrier()
+
+    def _end(self) -> None:
+        """A full disk on one rank ends the save on all."""
+        self._thread.join()
+        folder, self._folder = self._folder, None
+        assert folder is not None
+        problems = [p for p in self.world.gather(self._problem) if p]
+        if problems:
+            if self.world.is_main:
+                shutil.rmtree(_beside(folder), ignore_errors=True)
+            raise UserError(problems[0])
+        if self.world.is_main:
+            _replace(_beside(folder), folder)
+            self.sealed()
+
+
+def save(folder: Path, state: State, facts: Mapping[str, Any], world: World) -> None:
+    """Write a checkpoint together and wait for it. All ranks call this."""
+    writer = Writer(world)
+    writer.begin(folder, state, facts)
+    writer.finish()
+
+
+def _write_texts(folder: Path, entries: Mapping[str, Entry], facts: Mapping[str, Any], world: int) -> None:
+    tensors = {name: {"shape": list(e.shape), "dtype": e.dtype} for name, e in entries.items()}
+    atomic_files.write_json(folder / "index.json", {"world_size": world, "tensors": tensors})
+    atomic_files.write_json(folder / "state.json", facts)
+    atomic_files.write_json(folder / CHECKSUMS, {name: atomic_files.crc32(folder / name) for name in TEXTS})
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.tmp")
+
+
+class Saved:
+    """A checkpoint on disk, read one tensor, or one part of it, at a time.
+
+    Raises TrainingError where anything is missing or damaged; `check` reads the weights' files for that.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with self._naming_damage():
+            for name, recorded in json.loads((folder / CHECKSUMS).read_text()).items():
+                if atomic_files.crc32(folder / name) != recorded:
+                    raise ValueError(f"{name} is not what was written")
+            index = json.loads((folder / "index.json").read_text())
+            self.facts: dict[str, Any] = json.loads((folder / "state.json").read_text())
+            self.entries = {n: Entry(tuple(e["shape"]), e["dtype"]) for n, e in index["tensors"].items()}
+            self._paths = [folder / _file(rank) for rank in range(index["world_size"])]
+            for path in self._paths:
+                if path.stat().st_size != json.loads(path.with_suffix(".json").read_text())["bytes"]:
+                    raise ValueError(f"{path.name} is not what was written")
+            self._readers = [safe_open(str(path), framework="pt") for path in self._paths]
+            self._pieces = self._find_pieces()
+
+    def _find_pieces(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Name -> (start, stop, reader) of its pieces, in order and without a gap."""
+        pieces: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self.entries}
+        for number, reader in enumerate(self._readers):
+            for key in reader.keys():  # noqa: SIM118 (no mapping)
+                name, _, start = key.rpartition("@")
+                (length,) = reader.get_slice(key).get_shape()
+                pieces[name].append((int(start), int(start) + length, number))
+        for name, found in pieces.items():
+            found.sort()
+            borders = [0, *(stop for _, stop, _ in found)]
+            if borders[:-1] != [start for start, _, _ in found] or borders[-1] != self._size(name):
+                raise ValueError(f"parts of {name} are missing")
+        return pieces
+
+    def _size(self, name: str) -> int:
+        count = 1
+        for n in self.entries[name].shape:
+            count *= n
+        return count
+
+    @contextlib.contextmanager
+    def _naming_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise TrainingError(f"checkpoint {self.folder} is damaged: {error}") from None
+
+    def check(self, rank: int = 0, world: int = 1) -> None:
+        """Compare checksums of this rank's share of the files."""
+        with self._naming_damage():
+            for path in self._paths[rank::world]:
+                if atomic_files.crc32(path) != json.loads(path.with_suffix(".json").read_text())["crc32"]:
+                    raise ValueError(f"{path.name} is not what was written")
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor."""
+        return self.part(name, 0, self._size(name)).view(self.entries[name].shape)
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements start..stop of the flattened tensor."""
+        import torch
+
+        out = torch.empty(stop - start, dtype=getattr(torch, self.entries[name].dtype))
+        with self._naming_damage():
+            for first, last, number in self._pieces[name]:
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    piece = self._readers[number].get_slice(f"{name}@{first}")
+                    out[low - start : high - start] = piece[low - first : high - first]
+        return out
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a save or a delete cut short by a kill left behind."""
+    for path in folder.glob(".*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _replace(fresh: Path, folder: Path) -> None:
+    if folder.exists():
+        remove(folder)
+    os.replace(fresh, folder)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def remove(folder: Path) -> None:
+    """Renamed first: a delete cut short must not leave a folder that looks complete."""
+    gone = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.replace(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def name(phase: str, step: int) -> str:
+    return f"{phase}-{step}"
+
+
+def listed(folder: Path, phases: list[str]) -> list[Path]:
+    """Complete checkpoints in the order they were made."""
+    found = [p for p in folder.glob("*-*") if (p / "index.json").exists() and not p.name.startswith(".")]
+    return sorted((p for p in found if _place(p, phases)[0] >= 0), key=lambda p: _place(p, phases))
+
+
+def _place(path: Path, phases: list[str]) -> tuple[int, int]:
+    phase, _, step = path.name.rpartition("-")
+    return (phases.index(phase), int(step)) if phase in phases and step.isdigit() else (-1, 0)
+
+
+def prune(folder: Path, phases: list[str], keep: int, spare: set[str]) -> None:
+    """Delete all but the newest `keep` checkpoints and those named in `spare`."""
+    for path in listed(folder, phases)[:-keep]:
+        if path.name not in spare:
+            remove(path)

@@ -1,0 +1,149 @@
+"""State by parameter name, in pieces of flattened tensors: the form that any strategy and world can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from isobatch.core.errors import TrainingError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+Moments = Mapping[str, Mapping[str, Any]]
+"""Parameter name -> kind -> the optimizer's state of it."""
+WEIGHT = "weight/"
+MOMENT = "moment/"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A whole tensor, wherever its pieces are."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name for it, as in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive elements of a flattened tensor."""
+
+    name: str
+    start: int
+    values: Tensor
+    """1-d."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What one rank brings to a checkpoint: all names, and its own pieces."""
+
+    entries: dict[str, Entry]
+    pieces: list[Piece]
+
+
+class Reads(Protocol):
+    """Where state is read from, one tensor at a time."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+def entry(tensor: Tensor) -> Entry:
+    return Entry(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Name -> tensor for everything that training changes. Frozen weights come from their source again."""
+    import torch
+
+    state = {WEIGHT + name: p.detach() for name, p in changing(model)}
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            if value is not None:  # some optimizers count steps in a plain number
+                state[f"{MOMENT}{key}/{name}"] = torch.as_tensor(value).detach()
+    return state
+
+
+def changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Trainable parameters and persistent buffers."""
+    yield from ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    saved = set(model.state_dict(keep_vars=True))
+    yield from ((name, b) for name, b in model.named_buffers() if name in saved and b is not None)
+
+
+def shared(tensors: Mapping[str, Tensor], rank: int, world: int) -> State:
+    """The rank's share of tensors that every rank holds: consecutive, equal to within one element."""
+    pieces = []
+    for name, start, stop in share({name: t.numel() for name, t in tensors.items()}, rank, world):
+        pieces.append(Piece(name, start, tensors[name].reshape(-1)[start:stop]))
+    return State({name: entry(t) for name, t in tensors.items()}, pieces)
+
+
+def share(sizes: Mapping[str, int], rank: int, world: int) -> Iterator[tuple[str, int, int]]:
+    """(name, start, stop) of one rank's share of all elements."""
+    total, position = sum(sizes.values()), 0
+    low, high = total * rank // world, total * (rank + 1) // world
+    for name, size in sizes.items():
+        start, stop = max(low, position), min(high, position + size)
+        if start < stop:
+            yield name, start - position, stop - position
+        position += size
+
+
+def weights(saved: Reads) -> set[str]:
+    """Names of the saved weights and buffers."""
+    return {k.removeprefix(WEIGHT) for k in saved.entries if k.startswith(WEIGHT)}
+
+
+def check(saved: Reads, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise TrainingError unless the saved weights are, by name and shape, those of `shapes`."""
+    found = weights(saved)
+    if found != set(shapes):
+        odd = sorted(found ^ set(shapes))
+        raise TrainingError(
+            f"the checkpoint's weights are not this model's: {', '.join(odd[:3])} ({len(odd)} names)"
+        )
+    for name, shape in shapes.items():
+        if (there := saved.entries[WEIGHT + name].shape) != shape:
+            raise TrainingError(f"the checkpoint's {name} has shape {there}, and this model's {shape}")
+
+
+def put_weights(saved: Reads, model: nn.Module) -> None:
+    """Set weights and buffers; names and shapes must match the model's."""
+    import torch
+
+    targets = dict(changing(model))
+    check(saved, {name: tuple(t.shape) for name, t in targets.items()})
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(saved.read(WEIGHT + name))
+
+
+def moments(saved: Reads) -> Iterator[tuple[str, str, str]]:
+    """(key in the file, kind of moment, parameter name)."""
+    for key in saved.entries:
+        if key.startswith(MOMENT):
+            kind, _, name = key.removeprefix(MOMENT).partition("/")
+            yield key, kind, name
+
+
+def put_moments(saved: Reads, model: nn.Module, optimizer: Optimizer) -> None:
+    """Set the optimizer's state, made where there is none yet."""
+    parameters = dict(model.named_parameters())
+    for key, kind, name in moments(saved):
+        p, value = parameters[name], saved.read(key)
+        if value.ndim == 0 and not value.is_floating_point():  # a plain number it was
+            optimizer.state[p][kind] = value.item()
+            continue
+        # torch keeps `step` on the CPU, unless it is fused on a GPU.
+        on_host = kind == "step" and not _steps_on_device(optimizer, p)
+        optimizer.state[p][kind] = value if on_host else value.to(p.device)
+
+
+def _steps_on_device(optimizer: Optimizer, p: Tensor) -> bool:
+    return p.device.type != "cpu" and bool(optimizer.param_groups[0].get("fused") or False)

@@ -1,0 +1,1 @@
+"""The processes of a run: communication, watchdog, stop signals."""

@@ -1,0 +1,110 @@
+"""A thread that notices when training stands still, and says where.
+
+Every process tells the others through the world's store what it is at. Whoever stands still too long looks at
+what the others said: the one that is not waiting for anybody, or says nothing any more, is the one to name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isobatch.engine.distributed.communicator import World
+    from isobatch.engine.distributed.stop_signals import StopFlag
+
+AFTER_A_SIGNAL_SECONDS = 30.0
+"""A process that was asked to stop and does not move is waiting for one that is gone."""
+SPEAK_LATER_SECONDS = 2.0
+"""Those who wait let the one that holds them up speak first."""
+
+
+class Watch:
+    """Runs beside the main thread, which says `world.at(...)` whenever it moves."""
+
+    def __init__(self, world: World, stop: StopFlag, timeout: float, end: Callable[[str], None]) -> None:
+        self.world, self.stop, self.timeout = world, stop, timeout
+        self.end = end
+        """Ends this process for the reason given."""
+        self._parent = os.getppid()
+        self._main = threading.get_ident()
+        self._over = threading.Event()
+        self._pause = max(0.2, min(1.0, timeout / 10))
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self.world.at("the start")
+        if self.timeout:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._pause):
+            if os.getppid() != self._parent and self.world.size > 1:
+                self.stop.ask("the launcher that started it is gone")
+            self._tell()
+            still = time.monotonic() - self.world.moved
+            limit = min(self.timeout, AFTER_A_SIGNAL_SECONDS) if self.stop.asked else self.timeout
+            if still > limit + (SPEAK_LATER_SECONDS if self.world.waiting else 0) and not self._over.is_set():
+                faulthandler.dump_traceback(sys.stderr, all_threads=True)
+                self.end(self._verdict(still))
+
+    def _tell(self) -> None:
+        """Where this process is, for the others to read."""
+        if (store := self.world.store()) is not None:
+            said = {
+                "place": self.world.place,
+                "waiting": self.world.waiting,
+                "code": self._line(),
+                "time": time.time(),
+            }
+            with contextlib.suppress(RuntimeError):
+                store.set(_key(self.world.rank), json.dumps(said))
+
+    def _verdict(self, still: float) -> str:
+        here = f"rank {self.world.rank} has stood still for {still:.0f} s"
+        if not self.world.waiting:
+            return f"{here} at {self.world.place}, in {self._line()}"
+        others = [text for rank in range(self.world.size) if (text := self._said(rank))]
+        why = "; ".join(others) or "no other says why"
+        return f"{here} at {self.world.place}, waiting in {self.world.waiting} for the others: {why}"
+
+    def _said(self, rank: int) -> str:
+        """What is odd about another rank, or nothing."""
+        store = self.world.store()
+        if rank == self.world.rank or store is None:
+            return ""
+        try:
+            if not store.check([_key(rank)]):
+                return f"rank {rank} was never heard of"
+            said: dict[str, Any] = json.loads(store.get(_key(rank)))
+        except RuntimeError:
+            return "the store is gone"
+        silent = time.time() - said["time"]
+        if silent > 2 * self._pause + 1:
+            return f"rank {rank} has said nothing for {silent:.0f} s; it was at {said['place']}"
+        return "" if said["waiting"] else f"rank {rank} is at {said['place']}, in {said['code']}"
+
+    def _line(self) -> str:
+        """The innermost line of the main thread outside installed libraries."""
+        frame: FrameType | None = sys._current_frames().get(self._main)
+        while frame is not None and ("site-packages" in frame.f_code.co_filename or frame.f_back is None):
+            frame = frame.f_back
+        if frame is None:
+            return "a library"
+        return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
+def _key(rank: int) -> str:
+    return f"isobatch/at/{rank}"

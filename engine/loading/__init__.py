@@ -1,0 +1,1 @@
+"""From the prepared data to the micro-batches of a step."""

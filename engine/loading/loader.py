@@ -1,0 +1,222 @@
+"""Samples on their way to a step: named by the sampler, cut, dealt, and fetched ahead of time."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isobatch.core.plan import Plan
+from isobatch.data.base import Source
+from isobatch.engine.loading.microbatching import Budget, Micro, cut, dummy, padding_fraction
+from isobatch.engine.runs.run_folder import now
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Order = Callable[[int], np.ndarray]
+"""Step -> sample numbers of its global batch."""
+
+
+def budget_of(plan: Plan) -> Budget:
+    return Budget(
+        plan.micro_batch_samples, plan.micro_batch_tokens, plan.micro_batch_cost, 0.0, plan.pad_multiple
+    )
+
+
+def training_budget(plan: Plan) -> Budget:
+    """Packed rows are cut by their real tokens where a kernel takes them as they are."""
+    return dataclasses.replace(budget_of(plan), packed=plan.pack and plan.device == "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one rank knows of one step."""
+
+    step: int
+    samples: np.ndarray
+    """The whole global batch, in the recipe's order."""
+    totals: dict[str, float]
+    """Unit -> its weight over the whole global batch."""
+    tokens: int
+    mine: list[Micro]
+    """This rank's micro-batches; at least one, perhaps a dummy."""
+    padding: float
+    """Share of padded tokens that are no tokens, over all ranks."""
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A step with its batches on the host. `batches` and `work.mine` go together."""
+
+    work: Work
+    batches: list[dict[str, Tensor]] = field(default_factory=list)
+    waited: float = 0.0
+    """Seconds the loop stood still for this step's data."""
+
+
+class Feed:
+    """The stream of one rank's work from `source` in the order of `order`."""
+
+    def __init__(
+        self, source: Source, order: Order, plan: Plan, rank: int, cohort: int = 1, equal_counts: bool = False
+    ) -> None:
+        self.source, self.order, self.plan, self.rank, self.cohort = source, order, plan, rank, cohort
+        self.equal_counts = equal_counts
+        self.budget = training_budget(plan)
+
+    def work(self, step: int) -> Work:
+        """The cut of global batch `step`: the same on every rank, but for `mine`."""
+        samples = self.order(step)
+        lengths = self.source.lengths[samples]
+        ranks = cut(lengths, self.plan.processes, self.budget, self.cohort)
+        mine = ranks[self.rank]
+        if self.equal_counts:
+            mine = mine + [dummy(self.budget)] * (max(map(len, ranks)) - len(mine))
+        totals = {"sample": float(len(samples)), "cohort": float(-(-len(samples) // self.cohort))}
+        totals |= {unit: float(w[samples].sum(dtype=np.float64)) for unit, w in self.source.weights.items()}
+        tokens = int(lengths.sum())
+        padding = 0.0 if self.plan.pack else padding_fraction(lengths, ranks)
+        return Work(step, samples, totals, tokens, mine, padding)
+
+    def steps(self, start: int, stop: int) -> Iterator[Loaded]:
+        """Steps start..stop-1, loaded ahead of the loop."""
+        stream = self._in_workers(start, stop) if self.plan.workers else self._in_thread(start, stop)
+        loaded: Loaded | None = None
+        began = now()
+        for item in stream:
+            if isinstance(item, Work):
+                loaded = Loaded(item)
+            else:
+                assert loaded is not None
+                loaded.batches.append(item)
+                if len(loaded.batches) == len(loaded.work.mine):
+                    loaded.waited = now() - began
+                    yield loaded
+                    began = now()
+
+    def _plan(self, start: int, stop: int) -> Iterator[tuple[Work, Micro]]:
+        for step in range(start, stop):
+            work = self.work(step)
+            for micro in work.mine:
+                yield work, micro
+
+    def _rows(self, work: Work, micro: Micro) -> np.ndarray:
+        # A dummy computes some sample with weight zero.
+        return work.samples[micro.places] if len(micro.places) else np.zeros(1, np.int64)
+
+    def _in_thread(self, start: int, stop: int) -> Iterator[Any]:
+        ready: queue.Queue[Any] = queue.Queue(maxsize=max(1, self.plan.prefetch))
+        closed = threading.Event()
+
+        def produce() -> None:
+            try:
+                previous = None
+                for work, micro in self._plan(start, stop):
+                    if work is not previous and not _offer(ready, work, closed):
+                        return
+                    previous = work
+                    batch = tensors(
+                        self.source.fetch(self._rows(work, micro), micro.width), self.plan.pin_memory
+                    )
+                    if not _offer(ready, batch, closed):
+                        return
+                _offer(ready, None, closed)
+            except BaseException as error:  # the loop's thread raises it
+                _offer(ready, error, closed)
+
+        threading.Thread(target=produce, name="feed", daemon=True).start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            closed.set()
+
+    def _in_workers(self, start: int, stop: int) -> Iterator[Any]:
+        from torch.utils.data import DataLoader
+
+        planned: deque[tuple[Work, Micro]] = deque()
+
+        def rows() -> Iterator[tuple[np.ndarray, int]]:
+            for work, micro in self._plan(start, stop):
+                planned.append((work, micro))
+                yield self._rows(work, micro), micro.width
+
+        loader: Iterable[Any] = DataLoader(
+            _Fetch(self.source),  # type: ignore[arg-type]
+            sampler=_Stream(rows),
+            batch_size=None,
+            num_workers=self.plan.workers,
+            prefetch_factor=max(1, self.plan.prefetch),
+            pin_memory=self.plan.pin_memory,
+        )
+        previous = None
+        try:
+            for batch in loader:
+                if isinstance(batch, Exception):
+                    raise batch
+                work, _ = planned.popleft()
+                if work is not previous:
+                    yield work
+                previous = work
+                yield batch
+        except Exception as error:
+            # Its traceback would keep the loader, and so its processes, until some garbage collection.
+            raise error.with_traceback(None) from None
+
+
+def _offer(ready: queue.Queue[Any], item: Any, closed: threading.Event) -> bool:
+    while not closed.is_set():
+        try:
+            ready.put(item, timeout=0.1)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+class _Fetch:
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __getitem__(self, rows: tuple[np.ndarray, int]) -> dict[str, Tensor] | Exception:
+        try:
+            return tensors(self.source.fetch(*rows), pin=False)
+        except Exception as error:
+            if not hasattr(error, "exit_code"):
+                raise
+            return error  # one line for the user; raised here it would arrive wrapped in a traceback
+
+
+class _Stream:
+    def __init__(self, make: Callable[[], Iterator[tuple[np.ndarray, int]]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
+        return self.make()
+
+
+def tensors(arrays: dict[str, np.ndarray], pin: bool) -> dict[str, Tensor]:
+    """Host tensors of the arrays, page-locked if asked."""
+    import torch
+
+    made = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
+    return {name: t.pin_memory() for name, t in made.items()} if pin else made
+
+
+def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copies on the device, whole numbers as int64: they travel in the narrow form they are stored in."""
+    import torch
+
+    moved = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
+    narrow = (torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32)
+    return {name: t.to(torch.int64) if t.dtype in narrow else t for name, t in moved.items()}

@@ -1,0 +1,82 @@
+"""Prepare data once, before any process group: fetch, tokenize, measure; cached by what it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.data.base import Data, fingerprint, length_quantiles
+
+ASSUMED_SAMPLES = 10_000
+
+
+def cache_folder() -> Path:
+    """Where prepared data is kept: $ISOBATCH_CACHE, else the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("ISOBATCH_CACHE") or Path(base) / "isobatch")
+
+
+def prepare(data: Data) -> Facts:
+    """The facts of the data, from the cache where it holds them. Several processes may ask at once."""
+    from filelock import FileLock
+
+    place = f"{type(data).__module__}.{type(data).__qualname__}"
+    identity = {"kind": data.cache_name or place, "version": data.version}
+    key = _hash({**identity, **data.identity(), "code": data.recipe.options.get("code")})
+    folder = cache_folder() / "prepared" / key
+    with atomic_files.naming_errors(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "facts.json").exists():
+                _make(data, folder)
+            return Facts.from_dict({**atomic_files.read_json(folder / "facts.json"), "folder": str(folder)})
+
+
+def _make(data: Data, folder: Path) -> None:
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        extra = data.prepare(temporary)
+        atomic_files.write_json(temporary / "facts.json", _measure(data, temporary, extra).to_dict())
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:
+    splits = sorted(p.parent.name for p in folder.glob("*/index.json"))
+    sources = {split: data.open(folder, split) for split in splits}
+    if "train" not in sources or len(sources["train"]) == 0:
+        raise UserError(f"--data {data.recipe.data}: holds no training samples")
+    return Facts(
+        fingerprint=fingerprint(folder),
+        folder=str(folder),
+        samples={split: len(s) for split, s in sources.items() if len(s)},
+        lengths=length_quantiles(np.asarray(sources["train"].lengths)),
+        extra=dict(extra),
+    )
+
+
+def assumed(length: int, vocabulary: int = 50257) -> Facts:
+    """Facts for planning where the data is not at hand: every sample as long as said."""
+    return Facts(
+        fingerprint="assumed",
+        folder="",
+        samples={"train": ASSUMED_SAMPLES},
+        lengths=(length,),
+        extra={"vocabulary": vocabulary, "assumed": True},
+    )
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Random draws keyed by sample, and the modules that use them."""

@@ -1,0 +1,113 @@
+"""Attention whose dropout is keyed by sample, for transformers models and lengths up to 512.
+
+Attention kernels draw their own dropout noise, by block and batch row. Where a model asks for dropout
+inside attention, this registers a function with transformers that computes the probabilities, drops them
+by the keyed mask, and goes on; without dropout it hands over to the plain kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isobatch.engine.noise.keyed_noise import KeyedNoise, Site, drop, hash_bits
+
+NAME = "keyed"
+LONGEST = 512
+"""Above this a (T, T) matrix per head costs too much: the recipes' default for attention dropout is 0."""
+
+
+def key_attention(model: nn.Module, noise: KeyedNoise) -> None:
+    """Route a transformers model's attention through the keyed function, once per run."""
+    config: Any = getattr(model, "config", None)
+    if "transformers" not in sys.modules or not hasattr(config, "_attn_implementation"):
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    kernel = config._attn_implementation or "sdpa"
+    plain = AttentionInterface._global_mapping.get(kernel)
+    if plain is None:  # the eager function belongs to each model's file; SDPA computes the same
+        plain = AttentionInterface._global_mapping["sdpa"]
+    AttentionInterface.register(NAME, _KeyedAttention(plain))
+    masks: Any = AttentionMaskInterface
+    masks.register(NAME, masks._global_mapping.get(kernel, sdpa_mask))
+    for name, module in model.named_modules():
+        module.noise_site = noise.register(f"{name}.attention") if hasattr(module, "is_causal") else None
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+
+
+class _KeyedAttention:
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """query (B, H, T, D), key and value (B, K, S, D); returns (B, T, H, D)."""
+        if not dropout or not module.training:
+            rest = {"scaling": scaling, "is_causal": is_causal, **kwargs}
+            return self.plain(module, query, key, value, attention_mask, dropout=0.0, **rest)
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        probabilities = _probabilities(query, key, attention_mask, scaling, causal and query.shape[2] > 1)
+        site = module.noise_site
+        assert isinstance(site, Site)
+        mask = _mask(site.draw(), probabilities.shape, dropout)
+        dropped = drop(probabilities, mask, dropout).to(value.dtype)
+        return torch.matmul(dropped, grouped(value, query)).transpose(1, 2).contiguous(), None
+
+
+def grouped(x: Tensor, query: Tensor) -> Tensor:
+    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) if x.shape[1] != query.shape[1] else x
+
+
+def _probabilities(
+    query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, causal: bool
+) -> Tensor:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query, grouped(key, query).transpose(2, 3)).float() * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    elif causal:
+        length, span = scores.shape[-2:]
+        seen = torch.ones(length, span, dtype=torch.bool, device=scores.device).tril(span - length)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1)
+
+
+def _mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
+    """A (B, H, T, S) mask that padding T and S does not move: positions count in a LONGEST-wide square."""
+    batch, heads, length, span = shape
+    if max(length, span) > LONGEST:
+        raise AttentionTooLong(max(length, span))
+    threshold = round(probability * 65536) - 32768
+    pairs = (span + 1) // 2
+    row = torch.arange(heads * length, device=keys.device)
+    start = ((row // length) * LONGEST + row % length) * (LONGEST // 2)
+    keyed = torch.stack([keys[:, :1] + start.to(torch.int32), keys[:, 1:].expand(-1, len(start))], -1)
+    bits = hash_bits(keyed.reshape(-1, 2), pairs).view(torch.int16)
+    return (bits.view(batch, heads, length, 2 * pairs)[..., :span] >= threshold).contiguous()
+
+
+class AttentionTooLong(ValueError):
+    """Keyed attention dropout has a largest length."""
+
+    exit_code = 2
+
+    def __init__(self, length: int) -> None:
+        super().__init__(
+            f"dropout inside attention is keyed up to {LONGEST} tokens, and this batch has {length}:"
+            f" set the model's attention dropout to 0, or use --noise native"
+        )

@@ -1,0 +1,262 @@
+"""Random draws keyed by (seed, step, sample, site, position): the same on any cut, world, padding and device.
+
+A draw is a hash, not a state. Each row of a batch gets a 64-bit key from (seed, step, sample, site); the
+bits at a position are two rounds of a 32-bit integer finaliser (Wellons 2018, "lowbias32") over the position,
+with half of the key added before and the other half mixed in between. Positions count along the row in C
+order, so padding a row on the right of its second dimension moves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isobatch.engine.loading.permutation import mix
+
+_CHUNK = 1 << 15
+"""Pairs hashed at a time on a CPU: 128 KB of uint32, so that all passes stay in the L2 cache."""
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
+_CALL_STRIDE = 0x3C6EF372
+"""Added to both halves of a key for each further call of one module in one forward."""
+
+
+class Packed(Protocol):
+    """Where the tokens of a padded (B, T) batch lie in one row of N."""
+
+    tokens: int
+    width: int
+
+    def take(self, x: Tensor) -> Tensor:
+        """(B, T, ...) -> (1, N, ...)."""
+        ...
+
+
+class KeyedNoise:
+    """The noise of one run. `bind` it to a micro-batch, then draw; drawing twice gives the same numbers."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.sites: dict[str, Site] = {}
+        self.keys: Tensor | None = None
+        self.rows = 0
+        self.layout: Packed | None = None
+        """How the rows lie end to end in one, while they do."""
+        self._row_keys = np.empty(0, np.uint64)
+        self._device = torch.device("cpu")
+
+    def register(self, site: str) -> Site:
+        """A site whose keys are made together with all others', once per micro-batch."""
+        return self.sites.setdefault(site, Site(self, site, len(self.sites)))
+
+    def bind(self, step: int, samples: np.ndarray, device: torch.device) -> None:
+        """Draws from now on belong to these samples (one per row) at this optimizer step."""
+        with np.errstate(over="ignore"):
+            moment = mix(np.array([self.seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+            moment = mix(moment ^ np.array([step], np.uint64))
+            self._row_keys = mix(moment + np.asarray(samples, np.int64).astype(np.uint64))
+        self._device = device
+        self.rows = len(samples)
+        for site in self.sites.values():
+            site.calls = 0
+        if self.sites:
+            keys = np.stack([self._site_keys(name) for name in self.sites])
+            self.keys = torch.from_numpy(keys).to(device, non_blocking=True)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Bind and draw inside: afterwards all is as it was."""
+        before = (self.keys, self.rows, self._row_keys, self._device)
+        calls = {name: site.calls for name, site in self.sites.items()}
+        yield
+        self.keys, self.rows, self._row_keys, self._device = before
+        for name, site in self.sites.items():
+            site.calls = calls.get(name, 0)
+
+    def _site_keys(self, site: str) -> np.ndarray:
+        """(B, 2) int32."""
+        name = np.frombuffer(hashlib.blake2b(site.encode(), digest_size=8).digest(), np.uint64)
+        with np.errstate(over="ignore"):
+            return mix(self._row_keys ^ name).view(np.int32).reshape(-1, 2)
+
+    def bits(self, site: str, count: int, salt: int = 0) -> Tensor:
+        """(B, count) int32 of random bits."""
+        key = torch.from_numpy(self._site_keys(f"{site}#{salt}" if salt else site).copy()).to(self._device)
+        return hash_bits(key, count)
+
+    def uniform(self, site: str, shape: Sequence[int], salt: int = 0) -> Tensor:
+        """(B, *shape) float32 in [0, 1), multiples of 2^-24."""
+        bits = self.bits(site, math.prod(shape), salt)
+        return ((bits >> 8) & 0xFFFFFF).float().mul_(2.0**-24).view(self.rows, *shape)
+
+    def normal(self, site: str, shape: Sequence[int]) -> Tensor:
+        """(B, *shape) float32, standard normal (Box and Muller 1958)."""
+        radius = self.uniform(site, shape, 1).neg_().add_(1).log_().mul_(-2).sqrt_()
+        return radius * self.uniform(site, shape, 2).mul_(2 * math.pi).cos_()
+
+    def integers(self, site: str, shape: Sequence[int], high: int) -> Tensor:
+        """(B, *shape) int64 in [0, high); the bias is below high / 2^32."""
+        bits = self.bits(site, math.prod(shape)).to(torch.int64) & 0xFFFFFFFF
+        return ((bits * high) >> 32).view(self.rows, *shape)
+
+
+class Site:
+    """One place of a model that draws noise."""
+
+    def __init__(self, noise: KeyedNoise, name: str, number: int) -> None:
+        self.noise, self.name, self.number = noise, name, number
+        self.calls = 0
+        """Times it drew for the bound micro-batch."""
+
+    def draw(self) -> Tensor:
+        """(B, 2) int32 keys. A forward that draws again gets others; one that is recomputed gets the same."""
+        assert self.noise.keys is not None, "noise drawn outside a bound micro-batch"
+        keys = self.noise.keys[self.number]
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            # Inside a backward: activations are being recomputed.
+            if self.calls > 1:
+                raise CalledTwice(self.name)
+            return keys
+        self.calls += 1
+        return keys if self.calls == 1 else keys + (self.calls - 1) * _CALL_STRIDE
+
+
+def hash_bits(keys: Tensor, count: int) -> Tensor:
+    """(B, count) int32 hashes of positions 0..count-1 under (B, 2) int32 keys."""
+    if keys.device.type != "cpu" or torch.compiler.is_compiling():
+        return _hash_on_device(keys, count)
+    out = torch.empty(len(keys), count, dtype=torch.int32)
+    _hash_on_cpu(out.numpy().view(np.uint32), np.ascontiguousarray(keys.numpy()).view(np.uint32))
+    return out
+
+
+def _hash_on_cpu(out: np.ndarray, keys: np.ndarray) -> None:
+    """Hash into `out` chunk by chunk. numpy shifts without sign, which torch cannot: fewer passes."""
+    count = out.shape[1]
+    positions = np.arange(count, dtype=np.uint32)
+    scratch = np.empty(_CHUNK, np.uint32)
+    rows = max(1, _CHUNK // max(1, count))
+    for top in range(0, len(out), rows):
+        for left in range(0, count, _CHUNK):
+            part, key = out[top : top + rows, left : left + _CHUNK], keys[top : top + rows]
+            spare = scratch[: part.size].reshape(part.shape)
+            np.add(positions[left : left + _CHUNK], key[:, :1], out=part)
+            _finalise(part, spare)
+            np.bitwise_xor(part, key[:, 1:], out=part)
+            _finalise(part, spare)
+
+
+def _finalise(x: np.ndarray, spare: np.ndarray) -> None:
+    for shift, multiplier in ((16, _MULTIPLIERS[0]), (15, _MULTIPLIERS[1] + (1 << 32)), (16, None)):
+        np.right_shift(x, shift, out=spare)
+        np.bitwise_xor(x, spare, out=x)
+        if multiplier is not None:
+            np.multiply(x, np.uint32(multiplier), out=x)
+
+
+def _hash_formula(keys: Tensor, count: int) -> Tensor:
+    x = torch.arange(count, dtype=torch.int32, device=keys.device) + keys[:, :1]
+    for half in (0, 1):
+        if half:
+            x = x ^ keys[:, 1:]
+        x = (x ^ ((x >> 16) & 0xFFFF)) * _MULTIPLIERS[0]
+        x = (x ^ ((x >> 15) & 0x1FFFF)) * _MULTIPLIERS[1]
+        x = x ^ ((x >> 16) & 0xFFFF)
+    return x
+
+
+_compiled: dict[str, Any] = {}
+
+
+def _hash_on_device(keys: Tensor, count: int) -> Tensor:
+    """One fused kernel where triton can make it, a chain of kernels where it cannot; the same numbers."""
+    if torch.compiler.is_compiling():
+        return _hash_formula(keys, count)
+    if "hash" not in _compiled:
+        _compiled["hash"] = (
+            torch.compile(_hash_formula, dynamic=True) if _has_triton(keys.device) else _hash_formula
+        )
+    return _compiled["hash"](keys, count)
+
+
+def _has_triton(device: torch.device) -> bool:
+    from torch.utils._triton import has_triton
+
+    return device.type == "cuda" and has_triton()
+
+
+def keep_mask(keys: Tensor, count: int, probability: float) -> Tensor:
+    """(B, count) bool, True with `1 - probability`: each hash gives two 16-bit draws."""
+    threshold = round(probability * 65536) - 32768
+    return hash_bits(keys, (count + 1) // 2).view(torch.int16)[:, :count] >= threshold
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return (x * mask).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return (gradient * mask).mul_(ctx.scale), None, None
+
+
+def drop(x: Tensor, mask: Tensor, probability: float) -> Tensor:
+    """Dropout with a given (B, ...) mask; the scale makes up for the threshold's rounding to 1/65536."""
+    return _Dropped.apply(x, mask.view(x.shape), 65536.0 / (65536 - round(probability * 65536)))
+
+
+class KeyedDropout(nn.Module):
+    """Dropout of (B, ...) activations whose mask depends on the sample, not on its batch."""
+
+    def __init__(self, p: float, noise: KeyedNoise, site: str) -> None:
+        super().__init__()
+        self.p, self.site = p, noise.register(site)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        keys, layout = self.site.draw(), self.site.noise.layout
+        if layout is not None and x.shape[:2] == (1, layout.tokens):
+            rest = x[0, 0].numel()
+            padded = keep_mask(keys, layout.width * rest, self.p)
+            return drop(x, layout.take(padded.view(len(keys), layout.width, rest)), self.p)
+        if len(keys) != len(x):
+            raise NotPerSample(self.site.name, tuple(x.shape), len(keys))
+        return drop(x, keep_mask(keys, x[0].numel(), self.p), self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, site={self.site.name!r}"
+
+
+class CalledTwice(ValueError):
+    """Which of its calls recomputed noise belongs to cannot be told."""
+
+    exit_code = 2
+
+    def __init__(self, site: str) -> None:
+        super().__init__(
+            f"dropout {site} is called several times in a forward, so its noise cannot be recomputed:"
+            " use --activation-checkpointing off or --noise native"
+        )
+
+
+class NotPerSample(ValueError):
+    """A dropout whose input has no row per sample cannot be keyed."""
+
+    exit_code = 2
+
+    def __init__(self, site: str, shape: tuple[int, ...], rows: int) -> None:
+        super().__init__(
+            f"dropout {site} sees a tensor of shape {shape} in a micro-batch of {rows} samples, so its noise"
+            " cannot be keyed by sample: use --noise native (the plan then says `noise`) or --dropout 0"
+        )

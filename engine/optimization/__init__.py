@@ -1,0 +1,1 @@
+"""Optimizers, learning rates, lengths of phases, early stopping."""

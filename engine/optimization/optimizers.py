@@ -1,0 +1,114 @@
+"""Optimizers and learning-rate schedules: pure functions of the step, since schedulers hold state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from isobatch.core.errors import UserError
+from isobatch.core.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
+    """The rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the schedule to 0."""
+    warmup = recipe.warmup.steps(steps_per_epoch) if recipe.warmup.value else 0
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if recipe.schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return peak * (0.5 * (1 + math.cos(math.pi * progress)) if recipe.schedule == "cosine" else 1 - progress)
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, lazy: Sequence[nn.Parameter] = ()
+) -> list[dict[str, Any]]:
+    """Matrices decay; biases, norms and other vectors do not. `lazy` ones have an optimizer of their own."""
+    apart = {id(p) for p in lazy}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
+    return [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def make_optimizer(
+    model: nn.Module, recipe: Recipe, device: str, lazy: Sequence[nn.Parameter] = ()
+) -> Optimizer:
+    """The recipe's optimizer over the trainable parameters; `lazy` tables move by the rows that were read."""
+    import torch
+
+    groups = [g for g in parameter_groups(model, recipe.weight_decay, lazy) if g["params"]]
+    lazy = [p for p in lazy if p.requires_grad]
+    if not groups and not lazy:
+        raise UserError("nothing to train: every parameter of the model is frozen")
+    if lazy:
+        by_rows = torch.optim.SparseAdam(lazy, lr=recipe.lr)
+        return cast(
+            "Optimizer", Together([_by_name(groups, recipe, device), by_rows] if groups else [by_rows])
+        )
+    return _by_name(groups, recipe, device)
+
+
+def _by_name(groups: list[dict[str, Any]], recipe: Recipe, device: str) -> Optimizer:
+    import torch
+
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=recipe.lr, fused=device in ("cpu", "cuda"))
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=recipe.lr, momentum=0.9)
+    if recipe.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=recipe.lr)
+    return _eight_bit(groups, recipe)
+
+
+def _eight_bit(groups: list[dict[str, Any]], recipe: Recipe) -> Optimizer:
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise UserError(f"--optimizer {recipe.optimizer} needs: pip install bitsandbytes") from None
+    kind = (
+        bitsandbytes.optim.PagedAdamW8bit
+        if recipe.optimizer.startswith("paged")
+        else bitsandbytes.optim.AdamW8bit
+    )
+    optimizer: Optimizer = kind(groups, lr=recipe.lr)
+    return optimizer
+
+
+class Together:
+    """Optimizers of different parameters, stepped as one."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        self.state = _States({p: part for part in parts for g in part.param_groups for p in g["params"]})
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+
+class _States:
+    """Parameter -> its state, wherever it is."""
+
+    def __init__(self, owner: Mapping[nn.Parameter, Optimizer]) -> None:
+        self.owner = owner
+
+    def get(self, p: nn.Parameter, default: Any = None) -> Any:
+        return self.owner[p].state.get(p, default) if p in self.owner else default
+
+    def __getitem__(self, p: nn.Parameter) -> Any:
+        return self.owner[p].state[p]
+
+    def __setitem__(self, p: nn.Parameter, state: Any) -> None:
+        self.owner[p].state[p] = state

@@ -1,0 +1,1 @@
+"""(recipe, facts, hardware) -> plan."""

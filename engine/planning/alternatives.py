@@ -1,0 +1,51 @@
+"""What other ways of training would take on this machine, before anybody asks for one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from isobatch.core.facts import Facts
+from isobatch.core.plan import Plan
+from isobatch.core.recipe import Recipe
+from isobatch.engine.planning.memory_model import Choices, footprint
+from isobatch.models.base import Shape, Task
+
+OPTIMIZERS = {
+    "adamw8bit": "moments in 8 bits",
+    "paged-adamw8bit": "and they move to host memory when a GPU's is full",
+    "adafactor": "a row and a column for each matrix's moments: another rule of update",
+}
+
+
+def savings(
+    make: Callable[[Recipe], Task], recipe: Recipe, facts: Facts, shape: Shape, plan: Plan
+) -> list[dict[str, Any]]:
+    """Peak bytes per process of the plan's own micro-batch under each measure that is not taken yet.
+
+    The first row is the plan as it is. All but activation checkpointing are other recipes.
+    """
+    choices = Choices(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(Choices)})
+    tokens, longest = plan.micro_batch_tokens, facts.longest
+
+    def row(flags: str, remark: str, one: Recipe, its: Shape, made: Choices) -> dict[str, Any]:
+        peak = footprint(one, its, made, tokens, longest).peak
+        return {"flags": flags, "peak_memory_bytes": peak, "remark": remark}
+
+    rows = [row("", "as planned", recipe, shape, choices)]
+    whole = row("", "", recipe, dataclasses.replace(shape, head_bytes=0), choices)["peak_memory_bytes"]
+    if (saved := whole - rows[0]["peak_memory_bytes"]) > 0:
+        rows[0]["remark"] += f"; {saved / 1e9:.2f} GB less for logits made in chunks"
+    if not plan.activation_checkpointing and shape.layers:
+        recomputed = dataclasses.replace(choices, activation_checkpointing=True)
+        said = "the same recipe, a third more arithmetic"
+        rows.append(row("--activation-checkpointing on", said, recipe, shape, recomputed))
+    lighter = OPTIMIZERS if recipe.optimizer == "adamw" and not plan.strategy.startswith("zero") else {}
+    for name, remark in lighter.items():
+        other = dataclasses.replace(recipe, optimizer=name)  # type: ignore[arg-type]
+        rows.append(row(f"--optimizer {name}", remark, other, shape, choices))
+    for flags, values in make(recipe).cheaper().items():
+        other = dataclasses.replace(recipe, options={**recipe.options, **values})
+        rows.append(row(flags, "", other, make(other).shape(facts), choices))
+    return rows

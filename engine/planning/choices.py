@@ -1,0 +1,234 @@
+"""The choices that do not depend on the number of processes: each function answers (value, reason)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from isobatch.core.errors import UserError
+from isobatch.core.plan import Invariance, PlanOptions, Precision
+from isobatch.core.recipe import Recipe
+from isobatch.engine.planning.cost_model import Case, run_steps
+from isobatch.engine.planning.hardware import Hardware
+from isobatch.engine.planning.memory_model import Choices
+
+Device = Literal["cpu", "cuda", "mps"]
+Attention = Literal["sdpa", "eager", "flash"]
+Compile = Literal["on", "off", "reduce-overhead"]
+COMPILE_WORTH_SECONDS = 1800.0
+"""A run this long earns back some minutes of compiling several shapes (uncalibrated)."""
+SHAPES = 8
+
+
+def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[Device, str]:
+    if asked.device == "auto":
+        return hardware.kind, _found(hardware)
+    if asked.device == "cuda" and not hardware.gpus:
+        raise UserError(
+            "--device cuda: there is no NVIDIA GPU here; leave the flag out to train on what there is"
+        )
+    if asked.device == "cuda" and hardware.kind != "cuda":
+        raise UserError(f"--device cuda: {_unusable(hardware)}; install a build for it, or use --device cpu")
+    if asked.device == "mps" and hardware.kind != "mps":
+        raise UserError(
+            "--device mps: this is not an Apple machine; leave the flag out to train on what there is"
+        )
+    return asked.device, "you asked for it"
+
+
+def _found(hardware: Hardware) -> str:
+    if hardware.kind == "cpu" and hardware.gpus:
+        return f"{_unusable(hardware)}, so the CPU trains"
+    return f"{hardware.source}: {hardware.describe()}" + ("" if hardware.gpus else ", no GPU")
+
+
+def _unusable(hardware: Hardware) -> str:
+    major, minor = hardware.gpu.compute_capability
+    return f"this torch build has no kernels for {hardware.gpu.name} (compute capability {major}.{minor})"
+
+
+def choose_precision(hardware: Hardware, device: Device, asked: PlanOptions) -> tuple[Precision, str]:
+    word = asked.precision.removesuffix("-mixed")
+    wanted = {"16": "fp16", "32": "fp32"}.get(word, word)
+    if wanted == "auto":
+        return {"cuda": _cuda_precision, "cpu": _cpu_precision, "mps": _mps_precision}[device](hardware)
+    if wanted == "bf16":
+        return "bf16", _asked_bf16(hardware, device)
+    if wanted == "fp16":
+        if device == "cpu":
+            raise UserError(f"--precision {asked.precision}: fp16 needs a GPU; use fp32 or bf16 on a CPU")
+        return "fp16", "you asked for it; a loss scale guards against underflow"
+    return "fp32", "you asked for it; TF32 stays off"
+
+
+def _cuda_precision(hardware: Hardware) -> tuple[Precision, str]:
+    gpu = hardware.gpu
+    capability = "compute capability {}.{}".format(*gpu.compute_capability)
+    if gpu.native_bf16:
+        return "bf16", f"{gpu.name} has it natively ({capability}); weights, gradients and moments stay fp32"
+    if gpu.compute_capability >= (7, 0):
+        return "fp16", f"{gpu.name} has tensor cores for fp16 but not for bf16 ({capability})"
+    return "fp32", f"{gpu.name} has no tensor cores ({capability})"
+
+
+def _cpu_precision(hardware: Hardware) -> tuple[Precision, str]:
+    if hardware.cpu_amx:
+        return "bf16", "the processor has a matrix unit for it (AMX); --precision fp32 is exact and slower"
+    if hardware.cpu_bf16:
+        return (
+            "fp32",
+            "exact; --precision bf16 would be about twice as fast here (AVX512_BF16) and less exact",
+        )
+    return "fp32", "this processor has no fast half precision"
+
+
+def _mps_precision(hardware: Hardware) -> tuple[Precision, str]:
+    return "fp32", "half precision on Apple GPUs saves memory but hardly time; fp32 keeps the result exact"
+
+
+def _asked_bf16(hardware: Hardware, device: Device) -> str:
+    if device == "cuda" and not hardware.gpu.native_bf16:
+        major, minor = hardware.gpu.compute_capability
+        raise UserError(
+            f"--precision bf16: {hardware.gpu.name} only emulates it (compute capability {major}.{minor}, "
+            "it takes 8.0); use fp16 or fp32"
+        )
+    if device == "cpu" and not hardware.cpu_bf16:
+        return "you asked for it; without AMX or AVX512_BF16 it is about 5 times slower than fp32"
+    return "you asked for it"
+
+
+def choose_attention(
+    hardware: Hardware, device: Device, precision: str, asked: PlanOptions
+) -> tuple[Attention, str]:
+    if asked.attention == "auto":
+        return "sdpa", "torch's fused kernel: no length-squared matrix is kept"
+    if asked.attention == "flash" and (
+        device != "cuda" or precision == "fp32" or not hardware.gpu.native_bf16
+    ):
+        raise UserError(
+            "--attention flash: needs an NVIDIA GPU of compute capability 8.0 and bf16 or fp16; use sdpa here"
+        )
+    if asked.attention == "eager":
+        return "eager", "you asked for it; it keeps length-squared matrices, so it costs memory and time"
+    return asked.attention, "you asked for it"
+
+
+def choose_pack(case: Case, asked: PlanOptions, padding: float) -> tuple[bool, str]:
+    """`padding`: share of a usual batch's tokens, cut by length, that are none."""
+    padded = f"cut by length, {padding:.1%} of a usual batch's tokens are padding"
+    if asked.pack != "on":
+        return False, padded + ("; --pack on computes none of it" if case.shape.packs and padding else "")
+    if not case.shape.packs:
+        raise UserError("--pack on: this model's attention cannot be told where a sample ends: leave it out")
+    if asked.compile not in ("auto", "off"):
+        raise UserError(f"--pack on: rows change their length, so --compile {asked.compile} never ends")
+    if case.device == "cpu":
+        return True, f"you asked for it; attention alone is padded, as CPUs have no kernel for it; {padded}"
+    if case.device != "cuda" or case.precision == "fp32" or not case.hardware.gpu.native_bf16:
+        raise UserError("--pack on: needs an NVIDIA GPU of compute capability 8.0 and bf16 or fp16, or a CPU")
+    return True, f"you asked for it; {padded}"
+
+
+def choose_compile(case: Case, asked: PlanOptions, step_seconds: float) -> tuple[Compile, str]:
+    if asked.pack == "on" and asked.compile == "auto":
+        return "off", "packed rows have another length each time, and each would be compiled anew"
+    if asked.compile != "auto":
+        return asked.compile, "you asked for it"
+    if case.device != "cuda":
+        return "off", "compiling costs more than it saves on this kind of device"
+    if case.hardware.gpu.compute_capability < (7, 0):
+        return "off", "torch's compiler needs compute capability 7.0"
+    if case.precision == "fp32":
+        return "off", "fp32 was asked for, and compiled kernels round differently"
+    seconds = step_seconds * run_steps(case.recipe, case.facts)
+    if seconds < COMPILE_WORTH_SECONDS:
+        return "off", f"the run takes about {_duration(seconds)}: too short to earn back compiling"
+    return "on", f"the run takes about {_duration(seconds)}: long enough to earn back compiling"
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds / 3600:.1f} h"
+        if seconds >= 5400
+        else f"{seconds / 60:.1f} min"
+        if seconds >= 90
+        else "a minute"
+    )
+
+
+def choose_padding(case: Case, compiled: bool) -> tuple[int, str]:
+    """The multiple that lengths are padded to; compiled models get at most about eight different shapes."""
+    cores = case.device == "cuda" and case.precision != "fp32"
+    base = 8 if cores else 1
+    if compiled:
+        multiple = max(base, math.ceil(case.facts.longest / SHAPES / base) * base)
+        return multiple, f"about {SHAPES} different lengths at most, since each is compiled anew"
+    if cores:
+        return base, "tensor cores want multiples of 8 in half precision"
+    return base, "no alignment helps here, so nothing is padded beyond the longest of a micro-batch"
+
+
+def choose_workers(asked: PlanOptions) -> tuple[int, str]:
+    if asked.workers is None:
+        return (
+            0,
+            "data is memory-mapped and gathered by one vectorised fetch in a thread, which beats workers",
+        )
+    return asked.workers, "you asked for it"
+
+
+def choose_prefetch(asked: PlanOptions) -> tuple[int, str]:
+    if asked.prefetch is None:
+        return 2, "one micro-batch in use and one ready hide the loading"
+    return asked.prefetch, "you asked for it"
+
+
+def choose_pin_memory(hardware: Hardware, device: Device, asked: PlanOptions) -> tuple[bool, str]:
+    if device != "cuda":
+        ignored = "; --pin-memory on has no effect" if asked.pin_memory == "on" else ""
+        return False, f"only copies to an NVIDIA GPU gain from it{ignored}"
+    if asked.pin_memory != "auto":
+        return asked.pin_memory == "on", "you asked for it"
+    if hardware.wsl:
+        return False, "page-locked memory is scarce under WSL"
+    return True, "copies to the GPU overlap with its work"
+
+
+def choose_threads(case: Case, processes: int) -> tuple[int, str]:
+    cpus, local = case.hardware.cpus, case.local(processes)
+    threads = max(1, cpus // local)
+    if local == 1:
+        return threads, f"all {cpus} cores serve the one process"
+    return threads, f"{cpus} cores shared by {local} processes on a node"
+
+
+def choose_reduction(case: Case, choices: Choices) -> tuple[Literal["overlapped", "explicit"], str]:
+    if choices.processes == 1:
+        return "explicit", "one process has nothing to exchange"
+    if case.device == "cuda" and choices.strategy == "ddp":
+        return "overlapped", "gradients cross processes while the last backward pass still runs"
+    if case.device == "cuda":
+        return "explicit", "partitioned gradients are reduced once, after the last micro-batch"
+    return (
+        "explicit",
+        "on CPUs transport would take the cores from the arithmetic; once after the last is as fast",
+    )
+
+
+def choose_invariance(
+    recipe: Recipe, precision: str, compiled: bool, foreign: bool
+) -> tuple[Invariance, str]:
+    """noise outranks precision: other random draws differ far more than another rounding."""
+    if recipe.noise == "native" or foreign:
+        source = (
+            "the recipe asks for torch's own noise"
+            if recipe.noise == "native"
+            else "the model draws its own noise"
+        )
+        return "noise", f"{source}: another cut gives other draws of the same distribution"
+    if precision != "fp32":
+        return "precision", f"{precision} rounds differently from fp32, and so does another cut in it"
+    if compiled:
+        return "precision", "compiled kernels round differently"
+    return "exact", "fp32 without compiled kernels: only the order of float sums depends on this plan"

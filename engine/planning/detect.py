@@ -1,0 +1,136 @@
+"""What this machine really has: cores and memory after cgroup and SLURM limits, and GPUs. Imports no torch.
+
+Roots and environment are arguments, so that every rule is tested on folders of fixtures.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from isobatch.engine.planning.detect_nvidia import Run, detect_gpus, positive, run
+from isobatch.engine.planning.hardware import MIB, Hardware, mps
+
+
+def detect(
+    *,
+    root: Path = Path("/"),
+    env: Mapping[str, str] = os.environ,
+    execute: Run = run,
+    nodes: int | None = None,
+) -> Hardware:
+    """The machine under `root`; `nodes` where the launcher knows better than the environment."""
+    cpus, ram = allowed_cpus(root, env), allowed_ram(root, env)
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        return mps(ram, cpus, "detected")
+    gpus = detect_gpus(env, execute)
+    features = cpu_features(root)
+    return Hardware(
+        kind="cuda" if any(gpu.supported for gpu in gpus) else "cpu",
+        gpus=gpus,
+        nodes=nodes or world_nodes(env),
+        cpus=cpus,
+        ram_bytes=ram,
+        shm_bytes=_free_bytes(root / "dev/shm"),
+        cpu_bf16=bool(features & {"amx_bf16", "avx512_bf16"}),
+        cpu_amx="amx_bf16" in features,
+        wsl="microsoft" in _read(root / "proc/version").lower(),
+        source="detected",
+    )
+
+
+def world_nodes(env: Mapping[str, str]) -> int:
+    """Nodes of the world that torchrun, accelerate or srun formed; 1 outside of one."""
+    world, local = positive(env.get("WORLD_SIZE")), positive(env.get("LOCAL_WORLD_SIZE"))
+    if world and local:
+        return max(1, int(world // local))
+    return int(positive(env.get("SLURM_STEP_NUM_NODES")) or 1)
+
+
+def allowed_cpus(root: Path, env: Mapping[str, str]) -> int:
+    """The least of affinity, cgroup quota and SLURM's grant. Affinity alone misses the quota."""
+    limits: list[float | None] = [_affinity(), _cpu_quota(root), positive(env.get("SLURM_CPUS_PER_TASK"))]
+    return max(1, int(min(limit for limit in limits if limit)))
+
+
+def allowed_ram(root: Path, env: Mapping[str, str]) -> int:
+    """The least of physical memory, cgroup limit and SLURM's grant, in bytes."""
+    cgroup = _least(map(positive, cgroup_values(root, "memory.max", "memory", "memory.limit_in_bytes")))
+    limits = [_physical_ram(root), cgroup, _slurm_ram(env)]
+    return int(min(limit for limit in limits if limit))
+
+
+def _affinity() -> int:
+    if hasattr(os, "sched_getaffinity"):  # absent on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_quota(root: Path) -> float | None:
+    version2 = [line.split() for line in cgroup_values(root, "cpu.max")]
+    periods = cgroup_values(root, "", "cpu", "cpu.cfs_period_us")
+    version1 = zip(cgroup_values(root, "", "cpu", "cpu.cfs_quota_us"), periods, strict=False)
+    return _least(_share(*pair) for pair in [*version2, *version1] if len(pair) == 2)
+
+
+def _share(quota: str, period: str) -> float | None:
+    """Cores from a quota and its period in microseconds; "max" and -1 mean no limit."""
+    cores, length = positive(quota), positive(period)
+    return cores / length if cores and length else None
+
+
+def cgroup_values(root: Path, unified: str, controller: str = "", legacy: str = "") -> list[str]:
+    """A limit's text at this process's group and every group above it, in cgroup v2 and v1."""
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        name = unified if not controllers else legacy if controller in controllers.split(",") else ""
+        base = root / "sys/fs/cgroup" / controllers
+        found += [text for folder in _upwards(base, path) if name and (text := _read(folder / name).strip())]
+    return found
+
+
+def _upwards(base: Path, path: str) -> list[Path]:
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    return [base.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _physical_ram(root: Path) -> int:
+    if match := re.search(r"MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo")):
+        return int(match[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _slurm_ram(env: Mapping[str, str]) -> float | None:
+    """SLURM grants MB per node, or per core of this node; 0 means the whole node."""
+    per_core = positive(env.get("SLURM_MEM_PER_CPU"))
+    cores = positive(env.get("SLURM_CPUS_ON_NODE")) or positive(env.get("SLURM_CPUS_PER_TASK"))
+    granted = positive(env.get("SLURM_MEM_PER_NODE")) or (per_core * cores if per_core and cores else None)
+    return granted * MIB if granted else None
+
+
+def cpu_features(root: Path) -> set[str]:
+    match = re.search(r"^flags\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return set(match[1].split()) if match else set()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((v for v in values if v), default=None)
+
+
+def _free_bytes(path: Path) -> int:
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize

@@ -1,0 +1,111 @@
+"""The sentences that explain what was decided about processes, memory and micro-batches."""
+
+from __future__ import annotations
+
+from isobatch.core.plan import PlanOptions
+from isobatch.engine.planning.cost_model import Case
+from isobatch.engine.planning.hardware import GIB
+from isobatch.engine.planning.parallel_layout import (
+    Layout,
+    device_memory,
+    fit,
+    host_bytes,
+    memory_limit,
+    smallest_need,
+)
+
+
+def does_not_fit(case: Case, asked: PlanOptions, processes: int) -> str:
+    need, limit = smallest_need(case, asked, processes), memory_limit(case, asked, processes)
+    if need <= limit:
+        return (
+            f"--strategy zero3-offload: it takes {host_bytes(case, processes) / GIB:.0f} GiB of RAM a node, "
+            f"and there are {case.hardware.ram_bytes / GIB:.0f} GiB; take a smaller model or more memory"
+        )
+    return (
+        f"--max-length {case.recipe.max_length}: one sample of {case.longest} tokens needs "
+        f"{need / GIB:.1f} GiB on {case.device} with every measure allowed, and {limit / GIB:.1f} GiB may be "
+        "used; lower --max-length, take a smaller model or more memory"
+    )
+
+
+def why_processes(
+    case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout], world: int | None
+) -> str:
+    count, batch = chosen.choices.processes, case.recipe.batch_size
+    if world or asked.processes:
+        source = "the launcher formed this world" if world else "you asked for it"
+        idle = (
+            f"; {count - batch} of them idle, as a batch of {batch} has fewer samples"
+            if count > batch
+            else ""
+        )
+        return source + idle + _slower_than_one(case, chosen)
+    if case.device == "cpu":
+        return "one process with all cores: its threads share one copy of the model; --processes N splits it"
+    if case.hardware.devices == 1:
+        return "there is one GPU"
+    have = case.hardware.devices
+    used = f"I use all {have} GPUs" if count == have else f"I use {count} of {have} GPUs"
+    if asked.strategy == "single":
+        return f"{used}: --strategy single is one process"
+    if len(layouts) == 1:
+        return f"{used}: other numbers of processes do not fit, or a batch of {batch} leaves them idle"
+    other = layouts[-1] if chosen is not layouts[-1] else layouts[0]
+    there, here = _milliseconds(other.seconds), _milliseconds(chosen.seconds)
+    end = "; so little gain is not worth them" if other.seconds < chosen.seconds else ""
+    return f"{used}: this batch of {batch} takes {there} on {other.choices.processes}, {here} on {count}{end}"
+
+
+def _slower_than_one(case: Case, chosen: Layout) -> str:
+    alone = fit(case, PlanOptions(), 1) if chosen.choices.processes > 1 else None
+    if alone is None or alone.seconds >= chosen.seconds:
+        return ""
+    here = _milliseconds(chosen.seconds)
+    return f"; one process would be faster: {_milliseconds(alone.seconds)} a step against {here}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def why_strategy(case: Case, asked: PlanOptions, chosen: Layout) -> str:
+    strategy, processes = chosen.choices.strategy, chosen.choices.processes
+    if strategy == "single":
+        wish = "; --strategy ddp takes effect with --processes 2 or more" if asked.strategy == "ddp" else ""
+        return f"one process needs no wrapper{wish}"
+    if asked.strategy == strategy:
+        return "you asked for it"
+    if strategy == "ddp":
+        return f"the whole model fits on each of {processes} processes"
+    memory = device_memory(case, processes) / GIB
+    return f"weights, gradients and moments do not fit whole into {memory:.0f} GiB, so they are partitioned"
+
+
+def why_checkpointing(asked: PlanOptions, chosen: Layout) -> str:
+    if asked.activation_checkpointing != "auto":
+        return "you asked for it"
+    if chosen.choices.activation_checkpointing:
+        return "the longest sample fits only if activations are computed again in the backward pass"
+    return "activations fit, so nothing need be computed twice"
+
+
+def why_samples(case: Case, asked: PlanOptions) -> str:
+    batch = case.recipe.batch_size
+    if asked.micro_batch is None:
+        return f"the global batch of {batch}: the budget in tokens is what limits"
+    if asked.micro_batch > batch:
+        return f"--micro-batch {asked.micro_batch} is more than the global batch of {batch}, so it is {batch}"
+    return "you asked for it"
+
+
+def why_tokens(case: Case, asked: PlanOptions, chosen: Layout) -> str:
+    limit = memory_limit(case, asked, chosen.choices.processes) / GIB
+    memory = device_memory(case, chosen.choices.processes) / GIB
+    return {
+        "memory": f"fills the {limit:.1f} GiB that may be used of {memory:.1f} GiB",
+        "batch": f"holds the whole global batch, which fits into {limit:.1f} GiB",
+        "asked": f"your --micro-batch times the longest sample of {case.longest} tokens",
+        "cache": "larger micro-batches are slower on a CPU: their tensors are mapped anew each time",
+        "index": "larger tensors would pass 2^31 elements, which some kernels cannot index",
+    }[chosen.bound]

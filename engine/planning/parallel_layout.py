@@ -1,0 +1,199 @@
+"""How many processes, how they share the model, and how much fits into one micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from typing import cast
+
+from isobatch.core.errors import UserError
+from isobatch.core.plan import MEMORY_LIMIT, PlanOptions, Strategy
+from isobatch.engine.planning.cost_model import Case, step_seconds
+from isobatch.engine.planning.memory_model import MOMENT_BYTES, Choices, footprint
+
+CPU_TENSOR_BYTES = 24 * 2**20
+"""Blocks of 32 MiB are mapped and page-faulted anew each time (glibc's DEFAULT_MMAP_THRESHOLD_MAX).
+
+Measured: 3,600 tokens/s at 1,024 tokens and a vocabulary of 8,000, 1,900 at 8,192 tokens."""
+CPU_TOKENS = (512, 8192)
+MANY = 1e12
+"""More tokens than any micro-batch has."""
+INDEX_LIMIT = 2**31
+"""Elements of one tensor: kernels that index with 32 bits go no further."""
+UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A number of processes with the mildest measures that make it fit."""
+
+    choices: Choices
+    tokens: int
+    """Padded tokens of the largest micro-batch."""
+    samples: int
+    seconds: float
+    """Per optimizer step."""
+    peak: int
+    bound: str
+    """What set the token budget."""
+
+
+def device_memory(case: Case, processes: int) -> int:
+    """Bytes that one process has; processes on CPUs share the RAM."""
+    if case.device == "cpu":
+        return case.hardware.ram_bytes // case.local(processes)
+    return case.hardware.gpu.memory_bytes
+
+
+def memory_limit(case: Case, asked: PlanOptions, processes: int) -> float:
+    """Bytes a process may use: 80 % of its memory, or what --memory-limit says."""
+    memory, text = device_memory(case, processes), asked.memory_limit
+    if text is None:
+        return 0.8 * memory
+    match = re.fullmatch(MEMORY_LIMIT, text.strip().lower())
+    if match is None or float(match[1]) == 0 or (match[2] == "%" and float(match[1]) > 100):
+        raise UserError(f"--memory-limit {text}: is not a size such as 10GB or a share such as 80%")
+    if match[2] == "%":
+        return memory * float(match[1]) / 100
+    sharing = case.local(processes) if case.device == "cpu" else 1
+    return min(float(memory), float(match[1]) * UNITS[match[2]] / sharing)
+
+
+def measures(case: Case, asked: PlanOptions, processes: int) -> list[tuple[Strategy, bool]]:
+    """(strategy, activation checkpointing) to try, the cheapest first."""
+    plain: Strategy = "single" if processes == 1 else "ddp"
+    strategies: list[Strategy] = [plain]
+    if asked.strategy not in ("auto", "single", "ddp"):
+        strategies = [cast(Strategy, asked.strategy)]
+    elif asked.strategy == "auto" and case.device == "cuda" and not unshardable(case):
+        strategies += ["zero2", "zero3", "zero3-offload"] if processes > 1 else ["zero3-offload"]
+    checkpointing = {"auto": [False, True], "on": [True], "off": [False]}[asked.activation_checkpointing]
+    return [(strategy, recompute) for strategy in strategies for recompute in checkpointing]
+
+
+def unshardable(case: Case) -> str:
+    """Why this recipe cannot be trained in shards, or nothing."""
+    if case.shape.whole:
+        return f"{case.recipe.task}: {case.shape.whole}, so each process holds all of it: use ddp"
+    if case.precision == "fp16":
+        return "fp16's loss scale is not kept under ZeRO: use --precision fp32 or bf16"
+    if case.recipe.optimizer not in ("adamw", "sgd"):
+        return (
+            f"--optimizer {case.recipe.optimizer} looks at whole matrices, and ZeRO's shards are flat: it"
+            " would learn something else; use adamw or sgd"
+        )
+    return ""
+
+
+def zero_saves(case: Case, choices: Choices) -> tuple[float, float]:
+    """Bytes of weights, gradients and moments per process in DDP, and those that this strategy saves."""
+    whole = footprint(
+        case.recipe, case.shape, dataclasses.replace(choices, strategy="ddp"), 0, case.longest
+    ).state
+    return whole, whole - footprint(case.recipe, case.shape, choices, 0, case.longest).state
+
+
+def fit(case: Case, asked: PlanOptions, processes: int) -> Layout | None:
+    """The first measures under which the longest sample fits, or None."""
+    for strategy, recompute in measures(case, asked, processes):
+        choices = make_choices(case, processes, strategy, recompute)
+        tokens, bound = token_budget(case, asked, choices)
+        if tokens >= case.longest and host_holds(case, choices):
+            samples = min(case.recipe.batch_size, asked.micro_batch or case.recipe.batch_size)
+            seconds = step_seconds(case, choices, samples, tokens)
+            peak = footprint(case.recipe, case.shape, choices, tokens, case.longest).peak
+            return Layout(
+                choices=choices, tokens=tokens, samples=samples, seconds=seconds, peak=peak, bound=bound
+            )
+    return None
+
+
+def make_choices(case: Case, processes: int, strategy: Strategy, recompute: bool) -> Choices:
+    return Choices(
+        device=case.device,
+        processes=processes,
+        strategy=strategy,
+        precision=case.precision,
+        attention=case.attention,
+        activation_checkpointing=recompute,
+    )
+
+
+def token_budget(case: Case, asked: PlanOptions, choices: Choices) -> tuple[int, str]:
+    """(padded tokens of a micro-batch, what bounds them); below the longest sample's length nothing fits."""
+    limit = memory_limit(case, asked, choices.processes)
+    empty = footprint(case.recipe, case.shape, choices, 0, case.longest)
+    per_token = footprint(case.recipe, case.shape, choices, 1, case.longest)
+    full = footprint(case.recipe, case.shape, choices, MANY, case.longest)
+    room = limit - empty.resident - empty.activations - empty.tables
+    each = per_token.activations - empty.activations
+    # Logits grow with the tokens until a chunk of them is full, if the head works in chunks.
+    most = max(room / max(each + per_token.logits, 1.0), (room - full.logits) / max(each, 1.0))
+    memory = -1.0 if empty.peak > limit else most
+    bounds = [(math.floor(memory), "memory"), *_other_bounds(case, asked)]
+    return min(bounds)
+
+
+def _other_bounds(case: Case, asked: PlanOptions) -> list[tuple[int, str]]:
+    widest = max(case.shape.vocabulary, case.shape.intermediate, 4 * case.shape.hidden, 1)
+    bounds = [(max(case.longest, INDEX_LIMIT // widest), "index")]
+    bounds.append((case.longest * case.recipe.batch_size, "batch"))
+    if asked.micro_batch:
+        bounds.append((case.longest * asked.micro_batch, "asked"))
+    elif case.device == "cpu":
+        low, high = CPU_TOKENS
+        cached = min(high, max(low, CPU_TENSOR_BYTES // (4 * widest)))
+        bounds.append((max(case.longest, cached), "cache"))
+    return bounds
+
+
+def host_holds(case: Case, choices: Choices) -> bool:
+    """Whether the RAM of a node takes what is offloaded to it."""
+    offloaded = choices.strategy == "zero3-offload"
+    return not offloaded or host_bytes(case, choices.processes) <= 0.8 * case.hardware.ram_bytes
+
+
+def host_bytes(case: Case, processes: int) -> float:
+    """Offloaded fp32 weights, gradients and moments on one node."""
+    per_trained = 4.0 + MOMENT_BYTES[case.recipe.optimizer]
+    return (4.0 * case.shape.parameters + per_trained * case.shape.trainable) / case.nodes(processes)
+
+
+def candidates(case: Case, asked: PlanOptions, world: int | None) -> list[int]:
+    """Numbers of processes worth comparing."""
+    fixed = world or asked.processes
+    if fixed:
+        return [fixed]
+    if case.device != "cuda" or asked.strategy == "single":
+        return [1]
+    node = len(case.hardware.gpus)
+    inside = {2**power for power in range(node.bit_length()) if 2**power <= node} | {node}
+    across = {
+        2**power for power in range(1, case.hardware.nodes.bit_length()) if 2**power <= case.hardware.nodes
+    }
+    counts = sorted(inside | {node * nodes for nodes in across | {case.hardware.nodes}})
+    shared = (
+        [count for count in counts if count > 1]
+        if asked.strategy not in ("auto", "zero3-offload")
+        else counts
+    )
+    return [count for count in shared if count <= case.recipe.batch_size] or shared[:1] or [1]
+
+
+def best(layouts: list[Layout]) -> Layout:
+    """The fastest; fewer processes win where more would save less than 3 %."""
+    fastest = min(layout.seconds for layout in layouts)
+    return next(layout for layout in layouts if layout.seconds <= 1.03 * fastest)
+
+
+def smallest_need(case: Case, asked: PlanOptions, processes: int) -> int:
+    """Bytes per process that the longest sample takes with every measure there is."""
+    needs = [
+        footprint(
+            case.recipe, case.shape, make_choices(case, processes, *measure), case.longest, case.longest
+        ).peak
+        for measure in measures(case, asked, processes)
+    ]
+    return min(needs)

@@ -1,0 +1,249 @@
+"""(recipe, facts, shape, hardware, wishes) -> plan: a pure function that never changes what is learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.facts import Facts
+from isobatch.core.plan import Plan, PlanOptions
+from isobatch.core.recipe import Recipe
+from isobatch.engine.planning import choices as choose
+from isobatch.engine.planning.cost_model import (
+    Case,
+    fixed_tokens,
+    micro_batch_seconds,
+    steps_per_epoch,
+    usual_padding,
+)
+from isobatch.engine.planning.explanations import (
+    does_not_fit,
+    why_checkpointing,
+    why_processes,
+    why_samples,
+    why_strategy,
+    why_tokens,
+)
+from isobatch.engine.planning.hardware import Hardware
+from isobatch.engine.planning.memory_model import Choices
+from isobatch.engine.planning.parallel_layout import Layout, best, candidates, fit, unshardable, zero_saves
+from isobatch.models.base import Shape
+
+SCALES = (1, 2, 4, 8)
+LEAST_SAVING = 0.02
+"""Share of weights, gradients and moments below which ZeRO is only slower."""
+
+
+def make_plan(
+    recipe: Recipe,
+    facts: Facts,
+    shape: Shape,
+    hardware: Hardware,
+    asked: PlanOptions,
+    *,
+    world: int | None = None,
+    foreign_noise: bool = False,
+) -> Plan:
+    """How to run this recipe on this hardware, with a reason for every field.
+
+    `world`: the size of a world that was formed already; `foreign_noise`: the model draws its own noise.
+    Raises UserError, in one line with the way out, where the recipe or the wish cannot be had.
+    """
+    case, made = _case(recipe, facts, shape, hardware, asked, world)
+    _check_processes(case, asked, world)
+    layouts = _layouts(case, asked, world)
+    compiled = choose.choose_compile(case, asked, best(layouts).seconds)
+    if best(layouts).choices.strategy.startswith("zero3"):
+        compiled = ("off", "ZeRO-3 gathers weights in hooks, which the compiler cannot follow")
+    case, padding = _with_compile(case, compiled[0] != "off")
+    layouts = _layouts(case, asked, world)
+    chosen = best(layouts)
+    made |= {"compile": compiled, "pad_multiple": padding, **_sizes(case, asked, chosen, layouts, world)}
+    made |= _running(case, asked, chosen)
+    made["invariance"] = choose.choose_invariance(recipe, case.precision, compiled[0] != "off", foreign_noise)
+    made |= _predictions(case, chosen)
+    values: dict[str, Any] = {name: value for name, (value, _) in made.items()}
+    return Plan(**values, reasons={name: reason for name, (_, reason) in made.items()})
+
+
+Made = dict[str, tuple[Any, str]]
+"""Field of the plan -> (value, reason)."""
+
+
+def _case(
+    recipe: Recipe, facts: Facts, shape: Shape, hardware: Hardware, asked: PlanOptions, world: int | None
+) -> tuple[Case, Made]:
+    device = choose.choose_device(hardware, asked)
+    if device[0] == "cuda" and world and world > hardware.devices:
+        # A world formed by a launcher on machines that this one cannot see.
+        hardware = dataclasses.replace(hardware, nodes=-(-world // len(hardware.gpus)))
+    precision = choose.choose_precision(hardware, device[0], asked)
+    attention = choose.choose_attention(hardware, device[0], precision[0], asked)
+    case = Case(
+        recipe=recipe,
+        facts=facts,
+        shape=shape,
+        hardware=hardware,
+        device=device[0],
+        precision=precision[0],
+        attention=attention[0],
+        world_nodes=hardware.nodes if world and hardware.source == "detected" else None,
+    )
+    return _with_compile(case, False)[0], {"device": device, "precision": precision, "attention": attention}
+
+
+def _with_compile(case: Case, compiled: bool) -> tuple[Case, tuple[int, str]]:
+    padding = choose.choose_padding(case, compiled)
+    return dataclasses.replace(case, compile=compiled, pad_multiple=padding[0]), padding
+
+
+def _check_processes(case: Case, asked: PlanOptions, world: int | None) -> None:
+    processes = world or asked.processes
+    if world and asked.processes not in (None, world):
+        raise UserError(
+            f"--processes {asked.processes}: the launcher formed a world of {world}; leave the flag out"
+        )
+    if processes and case.device != "cpu" and processes > case.hardware.devices:
+        have = case.hardware.devices
+        there = "is 1 GPU" if have == 1 else f"are {have} GPUs"
+        raise UserError(
+            f"--processes {processes}: there {there}, and every process needs its own; give {have} or fewer"
+        )
+    if asked.strategy == "single" and processes and processes > 1:
+        raise UserError(f"--strategy single: is one process, not {processes}; use ddp, or --processes 1")
+    alone = processes == 1 or (processes is None and (case.device != "cuda" or case.hardware.devices == 1))
+    if alone and asked.strategy in ("zero1", "zero2", "zero3"):
+        raise UserError(
+            f"--strategy {asked.strategy}: one process has nobody to share with; use single, zero3-offload"
+        )
+    if asked.strategy.startswith("zero") and (why := unshardable(case)):
+        raise UserError(f"--strategy {asked.strategy}: {why}")
+    if case.device == "mps" and asked.strategy.startswith("zero"):
+        raise UserError(f"--strategy {asked.strategy}: DeepSpeed does not run on Apple GPUs; use single")
+
+
+def _layouts(case: Case, asked: PlanOptions, world: int | None) -> list[Layout]:
+    counts = candidates(case, asked, world)
+    layouts = [layout for count in counts if (layout := fit(case, asked, count))]
+    if not layouts:
+        raise UserError(does_not_fit(case, asked, counts[-1]))
+    useful = [layout for layout in layouts if _saves(case, layout.choices)]
+    if not useful:
+        raise UserError(_useless(case, layouts[-1].choices))
+    return useful
+
+
+def _saves(case: Case, choices: Choices) -> bool:
+    """ZeRO 1 and 2 share the trained parameters' moments, for an fp32 copy of those parameters."""
+    whole, saved = zero_saves(case, choices)
+    return choices.strategy not in ("zero1", "zero2") or saved >= LEAST_SAVING * whole
+
+
+def _useless(case: Case, choices: Choices) -> str:
+    whole, saved = zero_saves(case, choices)
+    return (
+        f"--strategy {choices.strategy}: saves {max(0.0, saved) / 1e6:.1f} MB of the {whole / 1e6:.1f} MB of"
+        f" weights, gradients and moments on each of {choices.processes} processes, as"
+        f" {case.shape.trainable:,} of {case.shape.parameters:,} parameters are trained with"
+        f" {case.recipe.optimizer}: use ddp, which is faster, or zero3"
+    )
+
+
+def _sizes(case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout], world: int | None) -> Made:
+    processes = chosen.choices.processes
+    nodes = case.nodes(processes)
+    return {
+        "processes": (processes, why_processes(case, asked, chosen, layouts, world)),
+        "nodes": (
+            nodes,
+            f"{case.local(processes)} processes a node" if nodes > 1 else "everything runs on one node",
+        ),
+        "strategy": (
+            chosen.choices.strategy,
+            "; ".join(filter(None, (why_strategy(case, asked, chosen), case.shape.remark))),
+        ),
+        "activation_checkpointing": (
+            chosen.choices.activation_checkpointing,
+            why_checkpointing(asked, chosen),
+        ),
+        "micro_batch_samples": (chosen.samples, why_samples(case, asked)),
+        "micro_batch_tokens": (chosen.tokens, why_tokens(case, asked, chosen)),
+        "micro_batch_cost": (
+            round(fixed_tokens(case, chosen.choices), 1),
+            f"{micro_batch_seconds(case) * 1e3:.1f} ms to launch a micro-batch and add its gradients",
+        ),
+    }
+
+
+def _running(case: Case, asked: PlanOptions, chosen: Layout) -> Made:
+    padding = usual_padding(case, chosen.choices, chosen.samples, chosen.tokens)
+    return {
+        "workers": choose.choose_workers(asked),
+        "prefetch": choose.choose_prefetch(asked),
+        "pin_memory": choose.choose_pin_memory(case.hardware, case.device, asked),
+        "threads": choose.choose_threads(case, chosen.choices.processes),
+        "reduction": choose.choose_reduction(case, chosen.choices),
+        "pack": choose.choose_pack(case, asked, padding),
+    }
+
+
+def _predictions(case: Case, chosen: Layout) -> Made:
+    measured = case.device == "cpu"
+    basis = (
+        "constants were measured on a CPU"
+        if measured
+        else "uncalibrated: no GPU measurement stands behind it"
+    )
+    return {
+        "predicted_peak_memory_bytes": (chosen.peak, f"weights, gradients, moments and activations; {basis}"),
+        "predicted_step_seconds": (chosen.seconds, f"arithmetic, launches, exchange and update; {basis}"),
+        "calibrated": (measured, basis),
+    }
+
+
+def smaller(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
+    """After an out-of-memory: half the budget, then activation checkpointing; TrainingError after both."""
+    longest = -(-facts.longest // plan.pad_multiple) * plan.pad_multiple
+    samples = max(1, min(plan.micro_batch_samples, recipe.batch_size) // 2)
+    tokens = max(longest, min(plan.micro_batch_tokens, recipe.batch_size * longest) // 2)
+    if (samples, tokens) != (plan.micro_batch_samples, plan.micro_batch_tokens):
+        why = (
+            f"halved: memory ran out at {plan.micro_batch_samples} samples, {plan.micro_batch_tokens} tokens"
+        )
+        reasons = {**plan.reasons, "micro_batch_samples": why, "micro_batch_tokens": why}
+        return dataclasses.replace(
+            plan, micro_batch_samples=samples, micro_batch_tokens=tokens, reasons=reasons
+        )
+    if not plan.activation_checkpointing:
+        why = f"memory ran out with one sample of {longest} tokens"
+        reasons = {**plan.reasons, "activation_checkpointing": why}
+        return dataclasses.replace(plan, activation_checkpointing=True, reasons=reasons)
+    raise TrainingError(
+        f"out of memory with one sample of {longest} tokens and activation checkpointing: lower --max-length,"
+        " take a smaller model or more memory; --strategy zero3-offload holds the least on the device"
+    )
+
+
+def frontier(
+    recipe: Recipe, facts: Facts, shape: Shape, hardware: Hardware, asked: PlanOptions
+) -> list[dict[str, Any]]:
+    """What other global batches would cost: processes, step seconds, hours and updates per epoch.
+
+    A larger batch is another recipe (--scale-batch); it is offered, never taken.
+    """
+    return [_point(recipe.scaled(scale, "none"), facts, shape, hardware, asked) for scale in SCALES]
+
+
+def _point(
+    recipe: Recipe, facts: Facts, shape: Shape, hardware: Hardware, asked: PlanOptions
+) -> dict[str, Any]:
+    plan = make_plan(recipe, facts, shape, hardware, asked)
+    updates = steps_per_epoch(recipe, facts)
+    return {
+        "batch_size": recipe.batch_size,
+        "processes": plan.processes,
+        "step_seconds": plan.predicted_step_seconds,
+        "epoch_hours": updates * plan.predicted_step_seconds / 3600,
+        "updates_per_epoch": updates,
+    }

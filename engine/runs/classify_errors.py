@@ -1,0 +1,39 @@
+"""What an error means: out of memory, another process lost, or a bug."""
+
+from __future__ import annotations
+
+import errno
+
+from isobatch.core.errors import Lost, OutOfMemory, TrainingError, UserError
+
+_MEMORY = (
+    *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
+    "start new thread",
+)
+_PEERS = (
+    *("gloo/transport", "connection reset by peer", "connection closed by peer", "nccl", "broken pipe"),
+    *("remote process exited", "timed out waiting", "tcpstore"),
+)
+
+
+def named(error: BaseException) -> TrainingError | UserError | None:
+    """The error under its name, or None where it has none: then it is a bug."""
+    if isinstance(error, TrainingError | UserError):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" to write {error.filename}" if error.filename else ""
+        return UserError(f"no space left on device{where}: make some, then go on with `resume`")
+    text = str(error).lower()
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _any(_MEMORY, text)):
+        return OutOfMemory(f"out of memory: {_first_line(error)}")
+    if isinstance(error, RuntimeError) and _any(_PEERS, text):
+        return Lost(f"the connection to another process broke: {_first_line(error)}")
+    return None
+
+
+def _any(marks: tuple[str, ...], text: str) -> bool:
+    return any(mark in text for mark in marks)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,103 @@
+"""What a person sees while a run goes on, and log.txt, which keeps it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from isobatch.engine.runs.run_folder import now
+
+SPOKEN = "\x1eisobatch\x1e"
+"""Begins each line that a child under `auto` means for the person; all else there is noise."""
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Console:
+    """Lines on standard error and in log.txt, from the main process; a bar on a terminal."""
+
+    def __init__(self, log: Path | None, quiet: bool = False, mark: str = "") -> None:
+        self.quiet, self.mark = quiet, mark
+        self.stream = log.open("a", encoding="utf-8", buffering=1) if log else None
+        self.bar: Any = None
+        self._last = -1e9
+
+    def say(self, text: str, always: bool = False) -> None:
+        if self.stream:
+            self.stream.write(text + "\n")
+        if self.quiet and not always:
+            return
+        with contextlib.suppress(OSError):  # whoever was reading may be gone; training and the log are not
+            self._show(text)
+
+    def _show(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.write(text, file=sys.stderr)
+        else:
+            print(self.mark + text.replace("\n", f"\n{self.mark}"), file=sys.stderr, flush=True)
+
+    def begin(self, phase: str, start: int, total: int) -> None:
+        """A new phase; only a terminal gets a bar."""
+        if sys.stderr.isatty() and not self.quiet:
+            from tqdm import tqdm
+
+            self.bar = tqdm(
+                total=total, initial=start, desc=phase, unit="step", dynamic_ncols=True, file=sys.stderr
+            )
+
+    def step(self, row: dict[str, Any], total: int, seconds_left: float) -> None:
+        """Show a logged step: at every step on a bar, every few seconds as a line."""
+        figures = _figures(row)
+        if self.bar is not None:
+            self.bar.set_postfix_str(figures, refresh=False)
+            with contextlib.suppress(OSError):
+                self.bar.update(row["step"] - self.bar.n)
+        if now() - self._last >= _SECONDS_BETWEEN_LINES or row["step"] == total:
+            self._last = now()
+            line = f"{row['phase']} {row['step']}/{total}  {figures}  ETA {clock(seconds_left)}"
+            if self.bar is None:
+                self.say(line)
+            elif self.stream:
+                self.stream.write(line + "\n")
+
+    def end(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def _figures(row: dict[str, Any]) -> str:
+    wait = row["data_seconds"] / max(1e-9, row["step_seconds"])
+    rate = row.get("tokens_per_second", 0.0)
+    unit = "samples" if rate == row.get("samples_per_second") else "tokens"  # pairs of ids are of length 1
+    return (
+        f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {rate:,.0f} {unit}/s"
+        f"  {size(row['memory_bytes'])}  data wait {wait:.0%}"
+    )
+
+
+def shown(metrics: Mapping[str, Any], form: str) -> str:
+    """Metrics as people read them: whole numbers stay whole, and what they are of stands beside them."""
+    words = [
+        f"{name} {value:{form}}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in metrics.items()
+        if isinstance(value, float | int | str)
+    ]
+    return "  ".join(words)
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def size(count: float) -> str:
+    """Bytes as people say them, in powers of 1000."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

@@ -1,0 +1,262 @@
+"""The run folder: all that a run wrote, in one place. Copying it carries the run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.core.flags import Interval
+from isobatch.core.number_ranges import Count, Positive
+from isobatch.core.plan import Plan
+from isobatch.core.recipe import Recipe
+
+NONCE = "ISOBATCH_NONCE"
+"""Environment variable that ties exit.json to the launch that waits for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """Where a run is kept and how much it says. None of this changes what is learnt."""
+
+    out: str = "runs"
+    """Folder that holds the runs."""
+    name: str | None = None
+    """Name of the run's folder; by default task and recipe hash."""
+    resume: str = "auto"
+    """auto goes on with a stopped run of the same recipe, never starts anew, or a run's folder."""
+    again: bool = False
+    """Start a new run although a finished one has this recipe."""
+    save_every: Interval = Interval(10, "minutes")
+    """How often to save a checkpoint: steps, share of an epoch, or minutes (10m)."""
+    keep: Positive = 2
+    """Checkpoints kept."""
+    log_every: Positive = 1
+    """Steps between rows of metrics.jsonl."""
+    tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = "none"
+    """Also report metrics there."""
+    ledger: bool = False
+    """Write the sample numbers of every step to samples.jsonl."""
+    anomaly: bool = False
+    """Find the operation that made a NaN; slow."""
+    hang_timeout: Count = 1800
+    """Seconds without an answer from another process after which the run ends."""
+    max_restarts: Count = 3
+    """How often a run goes on by itself after a process died or stood still."""
+    debug: bool = False
+    """Show tracebacks of the user's errors too."""
+    quiet: bool = False
+    """No progress on the terminal."""
+
+    def __post_init__(self) -> None:
+        if self.save_every.value == 0:
+            raise UserError(f"--save-every {self.save_every}: must be above 0")
+        if self.name is not None and (self.name.startswith(".") or {"/", os.sep} & set(self.name)):
+            raise UserError(f"--name {self.name}: is a folder's name in --out, without / and no dot in front")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How an attempt ended: exit.json."""
+
+    code: int
+    reason: str
+    cause: str = ""
+    """memory, lost or hang where another attempt may fare better."""
+
+
+class Run:
+    """A run folder and the files in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        return self.folder / "final"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.folder / "samples.jsonl"
+
+    @property
+    def decisions(self) -> Path:
+        return self.folder / "decisions.jsonl"
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Run:
+        """An existing run."""
+        path = Path(folder).expanduser()
+        if not (path / "recipe.json").is_file():
+            raise UserError(f"{path} is not a run: it has no recipe.json (`runs` lists the runs here)")
+        return cls(path)
+
+    @classmethod
+    def create(cls, folder: Path, recipe: Recipe, facts: Facts, options: Mapping[str, Any]) -> Run:
+        """A new folder, whole from the moment it is there. One that is in use by anything is left alone."""
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} exists and is another run's or not a run: choose --name or --out")
+        fresh = cls(folder.with_name(f".{folder.name}.{os.getpid()}.new"))
+        with atomic_files.naming_errors(folder):
+            fresh.folder.mkdir(parents=True)
+            atomic_files.write_json(fresh.folder / "facts.json", facts.to_dict())
+            atomic_files.write_json(fresh.folder / "run.json", options)
+            atomic_files.write_json(fresh.folder / "recipe.json", {**recipe.to_dict(), "hash": recipe.hash()})
+            os.replace(fresh.folder, folder)
+        return cls(folder)
+
+    @contextlib.contextmanager
+    def held(self, role: str) -> Iterator[None]:
+        """Be the only one to launch, or to train, this run; the operating system lets go when we die."""
+        from filelock import FileLock, Timeout
+
+        try:
+            with FileLock(self.folder / f".{role}.lock", timeout=0):
+                yield
+        except Timeout:
+            raise UserError(
+                f"{self.folder} is being trained by another process (one whose command was killed saves and"
+                " ends within a minute: try again then)"
+            ) from None
+
+    def refuse_if_training(self) -> None:
+        """Workers may have outlived the command that started them."""
+        with self.held("train"):
+            pass
+
+    def write_plan(self, plan: Plan) -> None:
+        atomic_files.write_json(self.folder / "plan.json", plan.to_dict())
+
+    def recipe(self) -> Recipe:
+        return Recipe.from_dict(atomic_files.read_json(self.folder / "recipe.json"))
+
+    def recorded_hash(self) -> str:
+        return str(atomic_files.read_json(self.folder / "recipe.json").get("hash", ""))
+
+    def facts(self) -> Facts:
+        return Facts.from_dict(atomic_files.read_json(self.folder / "facts.json"))
+
+    def plan(self) -> Plan:
+        return Plan.from_dict(atomic_files.read_json(self.folder / "plan.json"))
+
+    def options(self) -> dict[str, Any]:
+        return atomic_files.read_json(self.folder / "run.json")
+
+    def summary(self) -> dict[str, Any] | None:
+        path = self.folder / "summary.json"
+        return atomic_files.read_json(path) if path.exists() else None
+
+    def mark_failed(self, reason: str) -> None:
+        """summary.json of a run that failed for a named reason."""
+        summary = self.summary() or {"task": self.recipe().task, "metrics": {}}
+        atomic_files.write_json(
+            self.folder / "summary.json", {**summary, "status": "failed", "reason": reason}
+        )
+
+    def status(self) -> str:
+        """done, stopped, failed, or unfinished: killed, or running now."""
+        summary = self.summary()
+        return str(summary["status"]) if summary else "unfinished"
+
+    def write_exit(self, verdict: Verdict) -> None:
+        """How this attempt ended, for the parent that started it.
+
+        The first verdict of a launch stands: what other ranks meet once one has left is its echo.
+        """
+        if not self.has_verdict():
+            nonce = os.environ.get(NONCE, "")
+            atomic_files.write_json(
+                self.folder / "exit.json", {"nonce": nonce, **dataclasses.asdict(verdict)}
+            )
+
+    def has_verdict(self) -> bool:
+        """Whether a process of this very launch has left its exit code."""
+        nonce = os.environ.get(NONCE, "")
+        return bool(nonce) and self.read_exit(nonce) is not None
+
+    def read_exit(self, nonce: str) -> Verdict | None:
+        """The verdict a launch left, if it is this launch's."""
+        try:
+            verdict = atomic_files.read_json(self.folder / "exit.json")
+        except UserError:
+            return None
+        if verdict.get("nonce") != nonce:
+            return None
+        return Verdict(int(verdict["code"]), str(verdict["reason"]), str(verdict.get("cause", "")))
+
+    def truncate_logs(self, phase_order: list[str], phase: str, step: int) -> None:
+        """Cut off what was logged after `step` of `phase`: a resumed run writes it again."""
+
+        def before(row: Mapping[str, Any]) -> bool:
+            return _is_before(row, phase_order, phase, step)
+
+        # What launches decided stays wherever it stands; the other rows follow each other.
+        for path, keep in (
+            (self.metrics, itertools.takewhile),
+            (self.samples, itertools.takewhile),
+            (self.decisions, filter),
+        ):
+            if path.exists():
+                kept = keep(before, atomic_files.read_lines(path))
+                atomic_files.write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+
+    def decide(self, decision: str, **facts: Any) -> None:
+        """Note what a launch decided; a resumed run keeps it."""
+        with atomic_files.naming_errors(self.decisions), self.decisions.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"decision": decision, **facts}, ensure_ascii=False) + "\n")
+
+
+def _is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int) -> bool:
+    """Rows count steps from 1: row `step` was made by the step that ended there."""
+    if "final" in row:  # a run that goes on has not ended
+        return False
+    if "phase" not in row or row["phase"] not in phases:
+        return True
+    place, here = phases.index(row["phase"]), phases.index(phase)
+    return place < here or (place == here and int(row.get("step", 0)) <= step)
+
+
+def runs_in(folder: Path) -> Iterator[Run]:
+    """Every run in a folder, oldest first."""
+    found = [p.parent for p in folder.glob("[!.]*/recipe.json")] if folder.is_dir() else []
+    found = [p for p in found if (p / "facts.json").is_file()]
+    for path in sorted(found, key=lambda p: (p / "recipe.json").stat().st_mtime):
+        yield Run(path)
+
+
+def run_name(recipe: Recipe) -> str:
+    """Task and recipe hash; the same recipe has the same name everywhere."""
+    task = re.sub(r"[^A-Za-z0-9-]+", "-", recipe.task.rpartition("/")[2]).strip("-")
+    return f"{task}-{recipe.hash()}"
+
+
+def free_folder(out: Path, name: str) -> Path:
+    """`out/name`, or the first `out/name-2`, `-3`... that is not taken."""
+    folder, number = out / name, 1
+    while folder.exists():
+        number += 1
+        folder = out / f"{name}-{number}"
+    return folder
+
+
+def now() -> float:
+    return time.perf_counter()

@@ -1,0 +1,100 @@
+"""summary.json: what a run came to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from isobatch.core.plan import Plan
+from isobatch.core.recipe import Recipe
+
+HELD_OUT = ("test", "valid")
+"""Splits that can be held out; the first there is gives the summary's metrics."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where training is: all that a checkpoint must hold besides tensors."""
+
+    phase: str
+    step: int = 0
+    """Optimizer steps done in this phase."""
+    samples: int = 0
+    tokens: int = 0
+    chain: str = ""
+    """Hash over all samples seen, in order."""
+    train_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    padding: float = 0.0
+    """Sum over steps of the share of padded tokens that are no tokens."""
+    steps_before: int = 0
+    """Optimizer steps of earlier phases."""
+    seconds_before: float = 0.0
+    """Their part of train_seconds."""
+
+    @property
+    def steps(self) -> int:
+        """Of all phases so far."""
+        return self.steps_before + self.step
+
+    def next(self, phase: str) -> Progress:
+        """At the beginning of another phase."""
+        return dataclasses.replace(
+            self, phase=phase, step=0, chain="", steps_before=self.steps, seconds_before=self.train_seconds
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def summarize(
+    recipe: Recipe, plan: Plan, progress: Progress, model: nn.Module, held_out: dict[str, dict[str, float]]
+) -> dict[str, Any]:
+    """The fields that follow from where training ended."""
+    seconds = max(1e-9, progress.train_seconds)
+    split = next((s for s in HELD_OUT if s in held_out), None)
+    parameters = list(model.parameters())
+    return {
+        "task": recipe.task,
+        "steps": progress.steps,
+        "samples_seen": progress.samples,
+        "tokens_seen": progress.tokens,
+        "global_batch": recipe.batch_size,
+        "world_size": plan.processes,
+        "strategy": plan.strategy,
+        "precision": plan.precision,
+        "invariance": plan.invariance,
+        "parameters": sum(map(_count, parameters)),
+        "trainable_parameters": sum(_count(p) for p in parameters if p.requires_grad),
+        "train_seconds": round(progress.train_seconds, 3),
+        "samples_per_second": round(progress.samples / seconds, 3),
+        "tokens_per_second": round(progress.tokens / seconds, 3),
+        "data_wait_fraction": round(progress.waited_seconds / seconds, 4),
+        "padding_fraction": round(progress.padding / max(1, progress.steps), 4),
+        "predicted_peak_memory_bytes": plan.predicted_peak_memory_bytes,
+        "split": split,
+        "metrics": held_out.get(split, {}) if split else {},
+        "metrics_by_split": held_out,
+    }
+
+
+def startup_seconds(first_step: float | None) -> float:
+    """From the command to the end of the first optimizer step."""
+    import psutil
+
+    begin = float(os.environ.get("ISOBATCH_STARTED") or psutil.Process().create_time())
+    return round((first_step or time.time()) - begin, 3)
+
+
+def _count(p: Any) -> int:
+    """Elements of a parameter, of which ZeRO-3 may hold none here, and 4-bit weights lie two in a byte."""
+    rounded = getattr(p, "quant_state", None)
+    if rounded is not None:
+        return math.prod(rounded.shape)
+    return int(getattr(p, "ds_numel", p.numel()))

@@ -1,0 +1,81 @@
+"""DeepSpeed's engine and its config: ours for the plan's strategy, or the one that accelerate was given."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.package import ROOT
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from isobatch.core.plan import Plan, Strategy
+    from isobatch.engine.distributed.communicator import World
+
+CONFIGS = ROOT / "configs" / "deepspeed"
+OWN_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+"""Where `accelerate launch` says which DeepSpeed config its own config names."""
+NO_CLIP = 1e30
+"""Without clipping stages 1 and 2 compute no norm."""
+
+
+def given_config() -> dict[str, Any] | None:
+    """The DeepSpeed config that accelerate's config names, seen from here or from the project."""
+    if not (given := os.environ.get(OWN_CONFIG)):
+        return None
+    path = Path(given).expanduser()
+    return atomic_files.read_json(path if path.exists() else ROOT / given)
+
+
+def strategy_of(config: dict[str, Any]) -> Strategy:
+    """The strategy that a DeepSpeed config stands for."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise UserError(f"the DeepSpeed config asks for stage {stage}: use 1, 2 or 3, or a DDP config")
+    offloads = stage == 3 and "offload_optimizer" in zero
+    return "zero3-offload" if offloads else cast("Strategy", f"zero{stage}")
+
+
+def config_for(plan: Plan, clip: float) -> dict[str, Any]:
+    """The config that accelerate was given, or ours; precision and clipping are not its to say."""
+    config: dict[str, Any] = given_config() or atomic_files.read_json(CONFIGS / f"{plan.strategy}.json")
+    half = {"enabled": plan.precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    return {**config, "gradient_clipping": clip or NO_CLIP, "torch_autocast": half}
+
+
+def make_engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], world: World) -> Any:
+    if world.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    with contextlib.redirect_stdout(sys.stderr):  # it logs there from its import on
+        try:
+            import deepspeed
+        except ImportError:
+            raise UserError("ZeRO needs: pip install deepspeed") from None
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        # Its own sums in shared memory are compiled at first use, under a lock that a kill leaves behind, and
+        # spin forever where a rank has died; gloo notices.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        _form_group(world)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+    return engine
+
+
+def _form_group(world: World) -> None:
+    """DeepSpeed wants a process group even of one process."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it

@@ -1,0 +1,196 @@
+"""The whole model on every process: alone, reduced explicitly, or in DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from isobatch.core.errors import TrainingError
+from isobatch.engine.checkpointing import portable_state
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from isobatch.core.plan import Plan
+    from isobatch.engine.checkpointing.checkpoint import Saved
+    from isobatch.engine.distributed.communicator import World
+
+SCALE_START = 2.0**16
+SCALE_LEAST = 2.0**-10
+SCALE_PATIENCE = 2000
+"""Good steps after which an fp16 loss scale doubles."""
+
+
+class Replicas:
+    """Gradients, update and state of a model that each process holds whole."""
+
+    equal_counts = False
+    """Ranks may compute different numbers of micro-batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        world: World,
+        clip: float,
+        lazy: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.raw, self.optimizer, self.plan, self.world, self.clip = model, optimizer, plan, world, clip
+        self.named = dict(model.named_parameters())
+        self.model = model
+        """What computes a loss."""
+        self.lazy = [p for p in lazy if p.requires_grad]
+        """Tables whose gradients and updates are of the rows that were read."""
+        apart = {id(p) for p in self.lazy}
+        self.trained = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
+        self.overlapped = False
+        """Never in the first step, which shows whether DDP can follow: it needs all gradients."""
+        self._reduces = False
+        self.undecided = plan.reduction == "overlapped" and world.size > 1 and not self.lazy
+        self.tables: dict[nn.Parameter, Tensor] = {}
+        self._gather_rows(plan.device == "cpu" and plan.compile == "off")
+        self.scale = SCALE_START if plan.precision == "fp16" else 1.0
+        self.good_steps = 0
+
+    def _gather_rows(self, yes: bool) -> None:
+        """Embeddings' gradients as the rows that were read: a table for each micro-batch costs a CPU more."""
+        lazy = {id(p) for p in self.lazy}
+        for module in self.raw.modules():
+            if isinstance(module, nn.Embedding) and not module.scale_grad_by_freq:
+                module.sparse = yes or id(module.weight) in lazy
+
+    @property
+    def holds(self) -> bool:
+        """Not where backwards reduce, and so need each weight's gradient, nor in a compiled graph."""
+        return not self.computes_dummies and self.plan.compile == "off"
+
+    @property
+    def computes_dummies(self) -> bool:
+        """Whether a micro-batch of weight zero must be computed for its collectives."""
+        return self.overlapped
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Around all micro-batches of a step."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around one micro-batch, forward and backward."""
+        self._reduces = self.overlapped and last
+        if self.overlapped and not last:
+            with self.model.no_sync():  # type: ignore[operator]
+                yield
+        else:
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        scaled = loss * (self.scale * (self.world.size if self.overlapped else 1))
+        with self.world.waits("DDP's reduction") if self._reduces else contextlib.nullcontext():
+            scaled.backward()
+
+    def update(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor | None:
+        """Reduce, clip, step; the whole gradient's norm, or None where fp16 overflowed: redo the step."""
+        norm = self.reduce()
+        if self.plan.precision == "fp16" and self._overflowed(norm):
+            return None
+        observe()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.clip:
+            nn.utils.clip_grads_with_norm_(self.trained, self.clip, norm)
+            for rows in self._rows():
+                rows.mul_((self.clip / (norm + 1e-6)).clamp_max(1.0))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def reduce(self) -> Tensor:
+        """The whole gradient, summed over ranks and unscaled, and its norm."""
+        if not self.overlapped:
+            self._place_rows()
+            everything_used = self.world.sum_gradients(self.trained)
+            for p in self.lazy:
+                if p.grad is not None or self.world.size > 1:
+                    p.grad = self.world.sum_rows(p)
+            if self.undecided:
+                self.undecided, self.overlapped = False, everything_used
+                if everything_used:
+                    self._gather_rows(False)
+                    self.model = self.world.wrap(self.raw)
+        gradients = [p.grad for p in self.trained if p.grad is not None] + self._rows()
+        if self.scale != 1:
+            torch._foreach_mul_(gradients, 1 / self.scale)
+        return nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
+
+    def _rows(self) -> list[Tensor]:
+        """The gradients of the lazy tables' rows."""
+        return [p.grad._values() for p in self.lazy if p.grad is not None]
+
+    def _place_rows(self) -> None:
+        """Whole tables of the rows' gradients, in memory that is kept: new pages cost more than the sums."""
+        for p in self.trained:
+            if p.grad is not None and p.grad.is_sparse:
+                if p not in self.tables:
+                    self.tables[p] = torch.empty_like(p)
+                p.grad = self.tables[p].zero_().index_add_(0, p.grad._indices()[0], p.grad._values())
+
+    def _overflowed(self, norm: Tensor) -> bool:
+        """fp16: void the attempt, halve the scale and redo the same step, so that the schedule stays true."""
+        if math.isfinite(norm.item()):
+            self.good_steps += 1
+            if self.good_steps % SCALE_PATIENCE == 0:
+                self.scale *= 2
+            return False
+        self.scale, self.good_steps = self.scale / 2, 0
+        for p in (*self.trained, *self.lazy):
+            p.grad = None
+        if self.scale < SCALE_LEAST:
+            raise TrainingError(
+                "fp16 gradients overflow at every loss scale: lower --lr, or use --precision fp32"
+            )
+        return True
+
+    def scaling(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def state(self) -> portable_state.State:
+        """This rank's share of all that training changes: weights, buffers, moments."""
+        return portable_state.shared(
+            portable_state.whole(self.raw, self.optimizer), self.world.rank, self.world.size
+        )
+
+    def put(self, saved: Saved, scaling: dict[str, Any] | None = None) -> None:
+        """Go to where a checkpoint was. A saved loss scale means something only under fp16."""
+        portable_state.put_weights(saved, self.raw)
+        portable_state.put_moments(saved, self.raw, self.optimizer)
+        self._put_scaling(scaling)
+
+    def _put_scaling(self, scaling: dict[str, Any] | None) -> None:
+        if self.plan.precision == "fp16" and scaling:
+            self.scale, self.good_steps = float(scaling["scale"]), int(scaling["good_steps"])
+
+    def put_weights(self, saved: Saved, first: bool = False) -> None:
+        """The weights alone, as for a last evaluation."""
+        portable_state.put_weights(saved, self.raw)
+
+    def moments(self) -> portable_state.Moments:
+        """The optimizer's state by the names that parameters had when it began."""
+        return {name: dict(self.optimizer.state.get(p, {})) for name, p in self.named.items()}
+
+    def put_moments(self, moments: portable_state.Moments, scaling: dict[str, Any]) -> None:
+        """Go on from another optimizer's state, and its loss scale."""
+        self._put_scaling(scaling)
+        for name, state in moments.items():
+            if state:
+                self.optimizer.state[self.named[name]] = dict(state)
+
+    def close(self) -> bool:
+        """Let go of the model; whether it must be made anew."""
+        return False

@@ -1,0 +1,257 @@
+"""DeepSpeed ZeRO 1, 2, 3 and offload (Rajbhandari et al. 2020): each process holds a shard.
+
+Driven so that the cut does not matter: parameters, gradients and their sums are fp32 (its own bf16 mode sums
+in bf16), micro-batches add up locally and are reduced once a step, and losses come divided by the global
+weight already. Accelerate forms the world; DeepSpeed's engine is built by us, because accelerate keeps the
+first engine it made and every phase needs its own. DeepSpeed's private names stand in this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from isobatch.core.errors import UserError
+from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Entry, Piece
+from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from isobatch.core.plan import Plan
+    from isobatch.engine.checkpointing.checkpoint import Saved
+    from isobatch.engine.distributed.communicator import World
+
+
+class Shards:
+    """A model under ZeRO: the same contract as Replicas."""
+
+    computes_dummies = True
+    holds = False
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, world: World, clip: float) -> None:
+        self.raw, self.world = model, world
+        self.config = config_for(plan, clip)
+        self.stage = int(self.config["zero_optimization"]["stage"])
+        self.equal_counts = self.stage == 3
+        """Every forward gathers weights, so ranks must run the same number of them."""
+        self.model = self.engine = make_engine(model, optimizer, self.config, world)
+        self._hooks = self._watch()
+        self._abandoned: Any = None
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Around all micro-batches of a step.
+
+        Stages 1 and 2 keep their gradients local and reduce once, at the end. Stage 3 reduces each
+        micro-batch into its shards: whole gradients would undo what it saves.
+        """
+        if self.stage == 3:
+            yield
+            self._refuse_unused()
+            return
+        reduction = self.engine.coalesce_grad_reduction()
+        reduction.__enter__()
+        try:
+            yield
+        except BaseException:
+            # Its exit would reduce, and wait for ranks that know nothing of this error: it never exits.
+            self._abandoned = reduction
+            raise
+        self._refuse_unused()
+        with self.world.waits("ZeRO's reduction"):
+            reduction.__exit__(None, None, None)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        if self.stage < 3:
+            yield
+            return
+        self.engine.set_gradient_accumulation_boundary(last)
+        with self.world.waits("ZeRO-3's forward or backward"):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        # DeepSpeed averages over ranks, and the loss is a share of a sum.
+        self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
+
+    def update(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
+        """Clip, step; the norm of the whole gradient."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        self.engine.set_gradient_accumulation_boundary(True)
+        with self.world.waits("ZeRO's update"):
+            self.engine.step()
+        return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.world.device).float()
+
+    def _watch(self) -> dict[str, Any]:
+        """Name -> hook that notes, in the first step, which parameters get a gradient."""
+
+        def note(name: str) -> Any:
+            return lambda _: self._touched.add(name)
+
+        self._touched: set[str] = set()
+        return {name: p.register_hook(note(name)) for name, p in self._trained()}
+
+    def _refuse_unused(self) -> None:
+        """A parameter that no loss touches: DDP leaves it alone, ZeRO would decay it."""
+        if not self._hooks:
+            return
+        for hook in self._hooks.values():
+            hook.remove()
+        idle, self._hooks = set(self._hooks) - self._touched, {}
+        if unused := set.intersection(*self.world.gather(idle)):
+            raise UserError(
+                f"no loss touches {sorted(unused)[0]} ({len(unused)} such): ZeRO would decay it; freeze it"
+                " (requires_grad_(False)), or use --strategy ddp"
+            )
+
+    def moments(self) -> portable_state.Moments:
+        raise AssertionError("the planner gives tasks that change their model no shards")
+
+    def put_moments(self, moments: portable_state.Moments, scaling: dict[str, Any]) -> None:
+        raise AssertionError("the planner gives tasks that change their model no shards")
+
+    def scaling(self) -> dict[str, Any]:
+        return {}
+
+    def _trained(self) -> Iterator[tuple[str, Any]]:
+        return ((name, p) for name, p in self.raw.named_parameters() if p.requires_grad)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: t for name, t in portable_state.changing(self.raw) if not isinstance(t, nn.Parameter)}
+
+    def state(self) -> portable_state.State:
+        """Every rank's own shards of weights and moments; buffers come from rank 0."""
+        buffers = {WEIGHT + name: b for name, b in self._buffers().items()}
+        entries = {name: portable_state.entry(b) for name, b in buffers.items()}
+        pieces = [Piece(n, 0, b.reshape(-1)) for n, b in buffers.items() if self.world.is_main]
+        for name, p in self._trained():
+            shape = tuple(getattr(p, "ds_shape", p.shape))
+            entries[WEIGHT + name] = Entry(shape, "float32")
+            for key, dtype in self._moments().items():
+                entries[f"{MOMENT}{key}/{name}"] = Entry(() if key == "step" else shape, dtype)
+            shard = self._shard(p)
+            if shard is not None:
+                pieces.append(Piece(WEIGHT + name, shard.start, shard.weight))
+                moments = shard.moments.items()
+                pieces += [Piece(f"{MOMENT}{key}/{name}", shard.start, value) for key, value in moments]
+                if shard.start == 0 and shard.steps is not None:
+                    pieces.append(Piece(f"{MOMENT}step/{name}", 0, shard.steps.reshape(1)))
+        return portable_state.State(entries, pieces)
+
+    def put(self, saved: Saved, scaling: dict[str, Any] | None = None) -> None:
+        """Go to where a checkpoint was, whoever wrote it."""
+        kinds = {kind for _, kind, _ in portable_state.moments(saved)}
+        if kinds:
+            self._make_moments(kinds)
+        self.put_weights(saved)
+        parameters = dict(self._trained())
+        for key, kind, name in portable_state.moments(saved):
+            shard = self._shard(parameters[name])
+            if shard is not None and kind != "step":
+                shard.moments[kind].copy_(saved.part(key, shard.start, shard.start + len(shard.weight)))
+            elif shard is not None and shard.steps is not None:
+                # One count per flat group: all its parameters have taken the same steps of this phase.
+                shard.steps.fill_(float(saved.read(key)))
+
+    def put_weights(self, saved: Saved, first: bool = False) -> None:
+        """Shards and, where this rank holds a whole parameter, that. `first`: what only now trains, and so
+        was not saved by the phase before, stays as it was made."""
+        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._trained()}
+        shapes |= {name: tuple(b.shape) for name, b in self._buffers().items()}
+        known = portable_state.weights(saved) if first else set(shapes)
+        portable_state.check(saved, {name: shape for name, shape in shapes.items() if name in known})
+        with torch.no_grad():
+            for name, buffer in self._buffers().items():
+                buffer.copy_(saved.read(WEIGHT + name))
+            for name, p in ((n, p) for n, p in self._trained() if n in known):
+                if p.numel() and tuple(p.shape) == shapes[name]:
+                    p.copy_(saved.read(WEIGHT + name))
+                shard = self._shard(p)
+                if shard is not None:
+                    part = saved.part(WEIGHT + name, shard.start, shard.start + len(shard.weight))
+                    shard.weight.copy_(part)
+                    if self.stage == 3:
+                        p.ds_tensor.data.view(-1)[: len(part)].copy_(part)
+
+    @property
+    def _flats(self) -> list[Tensor]:
+        """The flat fp32 partitions that the inner torch optimizer steps."""
+        zero = self.engine.optimizer
+        return list(
+            zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        )
+
+    def _moments(self) -> dict[str, str]:
+        """Kind -> dtype of the inner optimizer's state, empty before its first step."""
+        inner = self.engine.optimizer.optimizer
+        states = [inner.state[f] for f in self._flats if inner.state.get(f)]
+        return {
+            key: portable_state.entry(value).dtype
+            for key, value in (states[0] if states else {}).items()
+            if value is not None
+        }
+
+    def _make_moments(self, kinds: set[str]) -> None:
+        """DeepSpeed has none before its first step."""
+        for flat in self._flats:
+            self.engine.optimizer.optimizer.state[flat] = {
+                kind: torch.tensor(0.0) if kind == "step" else torch.zeros_like(flat) for kind in kinds
+            }
+
+    def _shard(self, p: Any) -> _Shard | None:
+        """This rank's part of a parameter, as views of the flat partitions; None where it has none."""
+        return self._third(p) if self.stage == 3 else self._first(p)
+
+    def _first(self, p: Any) -> _Shard | None:
+        mapping = p._hp_mapping
+        if mapping is None:
+            return None
+        part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+        flat = self._flats[mapping.param_group_index]
+        return _Shard(
+            self.engine.optimizer.optimizer.state.get(flat, {}), flat, part.start, place.start, part.numel
+        )
+
+    def _third(self, p: Any) -> _Shard | None:
+        zero = self.engine.optimizer
+        width = p.ds_tensor.ds_numel
+        start = width * self.world.rank
+        count = min(width, p.ds_numel - start)
+        if count <= 0:
+            return None
+        group, place, _ = zero.grad_position[zero.get_param_id(p)]
+        flat = zero.fp32_partitioned_groups_flat[group]
+        return _Shard(zero.optimizer.state.get(flat, {}), flat, start, place, count)
+
+    def close(self) -> bool:
+        """Let go of the model, which must be made anew. The engine holds on to all unless taken apart."""
+        zero = self.engine.optimizer
+        self.engine.destroy()
+        for p in self.raw.parameters():
+            p.__dict__.clear()
+        for part in (getattr(zero, "parameter_offload", None), zero, self.engine):
+            if part is not None:
+                part.__dict__.clear()
+        del self.engine, self.model
+        gc.collect()
+        return True
+
+
+class _Shard:
+    """Views of one parameter's part of a flat partition and of the optimizer's state there."""
+
+    def __init__(self, state: dict[str, Any], flat: Tensor, start: int, place: int, count: int) -> None:
+        self.start = start
+        """First element of the flattened parameter."""
+        self.weight = flat.detach()[place : place + count]
+        values = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
+        self.moments = {k: v.detach().view(-1)[place : place + count] for k, v in values.items()}
+        self.steps: Tensor | None = state.get("step")

@@ -1,0 +1,117 @@
+"""Evaluation: every sample once, on any number of processes, in any cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isobatch.core.plan import Plan
+from isobatch.data.base import Source
+from isobatch.engine.loading.loader import budget_of, tensors, to_device
+from isobatch.engine.loading.microbatching import cut, dummy
+from isobatch.models.base import Rows, Sum, Task
+
+if TYPE_CHECKING:
+    from isobatch.engine.distributed.communicator import World
+
+HOST_BATCH = 32
+_BATCHES_AHEAD = 16
+
+
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    source: Source,
+    split: str,
+    facts: Any,
+    plan: Plan,
+    world: World,
+    fraction: float = 1.0,
+    equal_counts: bool = False,
+) -> dict[str, float]:
+    """Metrics over the first `fraction` of a split, and of each set in it; the same on every rank.
+
+    With `equal_counts` ranks without samples compute one all the same: a forward holds collectives then.
+    """
+    chosen = _first(source, fraction, task.cohort)
+    sums: dict[str, list[float]] = {}
+    rows: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        for batch, counts in _batches(source, chosen, plan, world, task.cohort, equal_counts):
+            world.at(f"evaluation of {split}")
+            with world.accelerator.autocast():
+                parts = task.evaluate(model, batch)
+            if counts:
+                _add(parts, batch["index"].cpu().numpy(), sums, rows)
+    model.train(training)
+    return task.metrics(_reduce(sums, rows, world), split, facts)
+
+
+def _first(source: Source, fraction: float, cohort: int) -> np.ndarray:
+    """The numbers of the first `fraction` of the samples; of each set, where several lie end to end."""
+    sizes = [size for size, _ in source.parts] or [len(source)]
+    counts = [min(size, _round_up(max(1, math.ceil(size * fraction)), cohort)) for size in sizes]
+    starts = np.cumsum([0, *sizes[:-1]])
+    return np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)])
+
+
+def _batches(
+    source: Source, chosen: np.ndarray, plan: Plan, world: World, cohort: int, equal_counts: bool
+) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """This rank's micro-batches of whole cohorts, dealt by cost, and whether each counts."""
+    budget = budget_of(plan)
+    span = _round_up(max(1, budget.samples * world.size * _BATCHES_AHEAD), cohort)
+    for start in range(0, len(chosen), span):
+        samples = chosen[start : start + span]
+        ranks = cut(source.lengths[samples], world.size, budget, cohort)
+        most = max(map(len, ranks)) if equal_counts else 0
+        for micro in ranks[world.rank] + [dummy(budget)] * (most - len(ranks[world.rank])):
+            counts = len(micro.places) > 0
+            if counts or equal_counts:
+                wanted = samples[micro.places] if counts else samples[:1]
+                host = tensors(source.fetch(wanted, micro.width), pin=False)
+                yield to_device(host, world.device), counts
+
+
+def batches_of(source: Source) -> Iterator[dict[str, Tensor]]:
+    """Every sample once, in order, in small batches on the host."""
+    for start in range(0, len(source), HOST_BATCH):
+        rows = np.arange(start, min(start + HOST_BATCH, len(source)))
+        yield to_device(tensors(source.fetch(rows), pin=False), torch.device("cpu"))
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _add(parts: Mapping[str, Sum | Rows], index: np.ndarray, sums: dict[str, list[float]], rows: Any) -> None:
+    for name, part in parts.items():
+        if isinstance(part, Rows):
+            rows.setdefault(name, []).append((index, part.values.float().cpu().numpy()))
+        else:
+            total = sums.setdefault(name, [0.0, 0.0])
+            total[0] += float(part.value)
+            total[1] += float(part.weight)
+
+
+def _reduce(sums: dict[str, list[float]], rows: Any, world: World) -> dict[str, Any]:
+    reduced: dict[str, Any] = {}
+    for share in world.gather(sums):
+        for name, (value, weight) in share.items():
+            before = reduced.get(name, Sum(0.0, 0.0))
+            reduced[name] = Sum(before.value + value, before.weight + weight)
+    gathered: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for share in world.gather(rows):
+        for name, pieces in share.items():
+            gathered.setdefault(name, []).extend(pieces)
+    for name, pieces in gathered.items():
+        index = np.concatenate([i for i, _ in pieces])
+        reduced[name] = np.concatenate([v for _, v in pieces])[np.argsort(index)]
+    return reduced

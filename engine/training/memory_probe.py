@@ -1,0 +1,97 @@
+"""Before the first step: the largest micro-batch there can be, forward and backward, to see that it fits.
+
+Under an explicit reduction a forward and backward hold no collective, so a rank that runs out of memory can
+say so, and all of them take smaller micro-batches: the recipe's global batch stays.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from isobatch.core.errors import OutOfMemory
+from isobatch.engine.loading.loader import budget_of, tensors, to_device
+from isobatch.engine.planning.memory_model import MOMENT_BYTES
+from isobatch.engine.planning.planner import smaller
+from isobatch.engine.runs.classify_errors import named
+from isobatch.engine.training.loss_checks import refuse_other_forms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from isobatch.core.plan import Plan
+    from isobatch.engine.runs.run_folder import Run
+    from isobatch.engine.training.session import Session
+
+
+def rehearse(session: Session, phase: str, run: Run, say: Callable[[str], None]) -> Plan:
+    """Smaller micro-batches until the largest there can be fits on every rank; the plan that does."""
+    world = session.world
+    world.at("the rehearsal of the largest micro-batch")
+    # One rank alone may have a limit: all of them rehearse, or none.
+    while any(world.gather(_is_telling(session.plan))) and not all(world.gather(fits(session, phase))):
+        session.replan(smaller(session.plan, session.recipe, session.facts))
+        budget = f"{session.plan.micro_batch_samples} samples, {session.plan.micro_batch_tokens} tokens"
+        say(f"memory ran out in the rehearsal: micro-batches of at most {budget}")
+        if world.is_main:
+            run.write_plan(session.plan)
+            run.decide("smaller micro-batches", reason="rehearsal", what=f"at most {budget}")
+    return session.plan
+
+
+def _is_telling(plan: Plan) -> bool:
+    """Host memory is promised freely, unless a limit was set; ZeRO-3's forward holds collectives."""
+    if plan.strategy.startswith("zero3"):
+        return False
+    return plan.device != "cpu" or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
+def fits(session: Session, phase: str) -> bool:
+    """Whether this rank can compute the largest micro-batch of the plan; leaves no trace."""
+    device = session.world.device
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            _largest(session, phase)
+    except Exception as error:
+        if not isinstance(named(error), OutOfMemory):
+            raise
+        return False
+    finally:
+        for p in session.model.parameters():
+            p.grad = None
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return True
+
+
+def _largest(session: Session, phase: str) -> None:
+    """Longest samples, as many as fit the budget, beside memory set aside for the optimizer's state."""
+    source, model, device = session.splits["train"], session.model, session.world.device
+    lengths = np.asarray(source.lengths)
+    budget = budget_of(session.plan)
+    rows = min(budget.rows(int(lengths.max())), session.recipe.batch_size, len(lengths))
+    samples = np.argpartition(-lengths, rows - 1)[:rows]
+    batch = to_device(tensors(source.fetch(samples, budget.width(int(lengths.max()))), pin=False), device)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    held = int(MOMENT_BYTES[session.recipe.optimizer] * trained)
+    moments = torch.empty(held, dtype=torch.uint8, device=device)
+    model.train()
+    with session.world.accelerator.autocast():
+        losses = session.task.loss(model, batch, session.rehearsing(phase, samples))
+    refuse_other_forms(losses)
+    sum((loss.sum for loss in losses.values()), torch.zeros((), device=device)).backward()
+    _evaluate(session, model, batch)
+    del moments
+
+
+def _evaluate(session: Session, model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    model.eval()
+    with torch.no_grad(), session.world.accelerator.autocast():
+        session.task.evaluate(model, batch)
+    model.train()

@@ -1,0 +1,166 @@
+"""The samples of a micro-batch end to end in one row, each attending to itself alone: no padding is computed.
+
+Between a model's input and its output the padded (B, T) positions are (1, N) real ones; what a task gives and
+gets has its rows as ever, so that what is learnt is the same. Attention runs in torch's kernel for variable
+lengths where there is one, else on rows padded for it alone (ModernBERT's unpadding, Warner et al. 2024; Zeng
+et al. 2022, "Boosting distributed training performance of the unpadded BERT model").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isobatch.core.errors import UserError
+from isobatch.engine.noise.keyed_attention import grouped
+from isobatch.engine.noise.keyed_noise import KeyedNoise
+
+NAME = "packed"
+
+
+class Layout:
+    """Where the N tokens of B samples lie in a (B, T) batch padded on the right."""
+
+    def __init__(self, lengths: np.ndarray, width: int, device: torch.device) -> None:
+        inside = np.arange(width) < lengths[:, None]
+        rows, positions = np.nonzero(inside)
+        self.rows, self.width, self.tokens = len(lengths), width, len(rows)
+        self.longest = int(lengths.max())
+        self.places = torch.from_numpy(rows * width + positions).to(device, non_blocking=True)
+        self.positions = torch.from_numpy(positions).to(device, non_blocking=True)[None]
+        """(1, N): each token's place in its sample."""
+        borders = np.append(0, np.cumsum(lengths)).astype(np.int32)
+        self.borders = torch.from_numpy(borders).to(device, non_blocking=True)
+        """(B + 1,): where samples begin and end in the row."""
+
+    def take(self, x: Tensor) -> Tensor:
+        """(B, T, ...) -> (1, N, ...)."""
+        return x.flatten(0, 1).index_select(0, self.places)[None]
+
+    def pad(self, x: Tensor) -> Tensor:
+        """(1, N, ...) -> (B, T, ...), zeros where nothing is."""
+        empty = x.new_zeros(self.rows * self.width, *x.shape[2:])
+        return empty.index_copy(0, self.places, x[0]).view(self.rows, self.width, *x.shape[2:])
+
+
+class Packing:
+    """Packs what goes through a transformers decoder; `bind` says how long the samples are."""
+
+    forwarding = 0
+    """Packed forwards at work: masks are made then, by functions that know no model."""
+
+    def __init__(self, model: nn.Module, noise: KeyedNoise | None) -> None:
+        self.noise = noise
+        self.lengths: np.ndarray | None = None
+        self.layout: Layout | None = None
+        """Of the last forward, kept for its backward."""
+        _route(model, self)
+        model.register_forward_pre_hook(self._pack, with_kwargs=True)
+        model.register_forward_hook(self._unpack, always_call=True)
+
+    def bind(self, lengths: np.ndarray | None) -> None:
+        """Forwards from now on are of samples this long, one per row; None leaves rows as they are."""
+        self.lengths = lengths
+        self._lay_out(None)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Bind and compute inside: afterwards all is as it was."""
+        lengths, layout = self.lengths, self.layout
+        yield
+        self.lengths = lengths
+        self._lay_out(layout)
+
+    def _lay_out(self, layout: Layout | None) -> None:
+        self.layout = layout
+        if self.noise is not None:
+            self.noise.layout = layout
+
+    def _pack(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        self._lay_out(None)
+        if self.lengths is None:
+            return None
+        if args or given.get("attention_mask") is not None or "input_ids" not in given:
+            raise UserError("--pack on: this task gives its model more than tokens: leave the flag out")
+        tokens = given["input_ids"]
+        layout = Layout(self.lengths, tokens.shape[1], tokens.device)
+        self._lay_out(layout)
+        Packing.forwarding += 1
+        return (), {**given, "input_ids": layout.take(tokens), "position_ids": layout.positions}
+
+    def _unpack(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if self.lengths is None or self.layout is None:
+            return None
+        Packing.forwarding -= 1
+        if output is not None:  # else the forward has failed
+            output.logits = self.layout.pad(output.logits)
+        return output
+
+
+def _route(model: Any, packing: Packing) -> None:
+    """Let a model's attention pass through `_attention`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    kernel = model.config._attn_implementation or "sdpa"
+    functions: Any = AttentionInterface._global_mapping
+    masks: Any = AttentionMaskInterface._global_mapping
+    plain, mask = functions.get(kernel) or functions["sdpa"], masks.get(kernel, sdpa_mask)
+
+    def no_mask(*args: Any, **named: Any) -> Any:
+        return None if Packing.forwarding else mask(*args, **named)
+
+    AttentionInterface.register(NAME, _Attention(plain))
+    AttentionMaskInterface.register(NAME, no_mask)
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.packing = packing
+    model.set_attn_implementation(NAME)
+
+
+class _Attention:
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **named: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """query (1, H, N, D), key and value (1, K, N, D); returns (1, N, H, D)."""
+        layout = module.packing.layout
+        if layout is None:
+            return self.plain(module, query, key, value, attention_mask, dropout, scaling=scaling, **named)
+        if query.is_cuda:
+            if dropout and module.training:
+                raise UserError("--pack on: attention's kernel takes no dropout: add --dropout 0")
+            return _varlen(layout, query, key, value, scaling), None
+        rows = [layout.pad(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
+        found, _ = self.plain(module, *rows, None, dropout=dropout, scaling=scaling, **named)
+        return layout.take(found), None
+
+
+def _varlen(layout: Layout, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """torch's kernel, by the names that its versions have given to `causal`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if scaling is not None:  # the kernel's own is 1 / sqrt(D)
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    known = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, grouped(key, query), grouped(value, query)))
+    borders, longest = layout.borders, layout.longest
+    found: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **causal)
+    return found[None]

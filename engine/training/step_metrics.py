@@ -1,0 +1,58 @@
+"""What a step cost: the row of metrics.jsonl, and what the device says of itself."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from isobatch.engine.optimization.schedule import Stretch
+from isobatch.engine.runs.summary import Progress
+from isobatch.engine.training.train_step import Result
+
+
+def step_row(
+    result: Result, losses: dict[str, float], norm: float, progress: Progress, stretch: Stretch
+) -> dict[str, Any]:
+    """A step as it is logged; the parts of a loss that has several stand beside their sum."""
+    seconds, work = max(1e-9, result.seconds), result.loaded.work
+    row = {
+        "phase": stretch.name,
+        "step": progress.step,
+        "epoch": round(progress.step / stretch.steps_per_epoch, 6),
+        "loss": sum(losses.values()),
+        "lr": result.rate,
+        "grad_norm": norm,
+        "samples": progress.samples,
+        "tokens": progress.tokens,
+        "step_seconds": round(seconds, 6),
+        "data_seconds": round(result.loaded.waited, 6),
+        "samples_per_second": round(len(work.samples) / seconds, 3),
+        "tokens_per_second": round(work.tokens / seconds, 3),
+        "padding": round(work.padding, 4),
+        "chain": progress.chain,
+    }
+    return {**losses, **row} if len(losses) > 1 else row
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak so far: what the allocator reserved on a GPU, what was resident of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def gpu_reading(device: torch.device) -> dict[str, float]:
+    """Utilisation and watts, where there is a GPU and its management library."""
+    if device.type != "cuda":
+        return {}
+    try:
+        return {
+            "gpu_utilisation": torch.cuda.utilization(device),
+            "power_watts": torch.cuda.power_draw(device) / 1000,
+        }
+    except (ModuleNotFoundError, RuntimeError):
+        return {}

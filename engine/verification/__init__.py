@@ -1,0 +1,1 @@
+"""Whether a run is what its recipe says."""

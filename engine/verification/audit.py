@@ -1,0 +1,160 @@
+"""Whether a run's own records agree with its recipe: no training, only reading and counting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from isobatch.core import atomic_files
+from isobatch.core.facts import Facts
+from isobatch.data.base import fingerprint
+from isobatch.engine.loading.sampler import Sampler, chain
+from isobatch.engine.registry import code_problem, workload
+from isobatch.engine.runs.metrics_log import SEAL, seal
+from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.training.session import make_sampler
+
+
+def recipe_problems(run: Run) -> list[str]:
+    """What is wrong with recipe.json; a sentence each."""
+    recipe, recorded = run.recipe(), run.recorded_hash()
+    if recipe.hash() != recorded:
+        return [f"recipe.json was changed: its fields hash to {recipe.hash()}, not {recorded}"]
+    changed = code_problem(recipe)
+    return [changed] if changed else []
+
+
+def problems(run: Run) -> list[str]:
+    """What is wrong with the records, a sentence each; nothing if all agree."""
+    if found := _data_problems(run):
+        return found
+    recipe, rows = run.recipe(), atomic_files.read_lines(run.metrics)
+    if not all(isinstance(row, dict) and "phase" in row for row in rows):
+        return ["metrics.jsonl holds lines that no run wrote"]
+    task, data = workload(recipe.task).make(recipe)
+    sampler = make_sampler(recipe, data.open(Path(run.facts().folder), "train"), task.cohort)
+    return [
+        *_checkpoint_problems(run),
+        *_seal_problems(rows),
+        *_missing_rows(run, rows),
+        *_outcome_problems(run, rows),
+        *_chain_problems(rows, sampler),
+        *_ledger(run, rows, sampler),
+    ]
+
+
+def _data_problems(run: Run) -> list[str]:
+    """The prepared arrays against facts.json, and that against the facts kept beside the arrays."""
+    facts = run.facts()
+    actual, kept = fingerprint(Path(facts.folder)), Path(facts.folder) / "facts.json"
+    if actual != facts.fingerprint:
+        return [f"the data is not what was trained on: {actual}, {facts.fingerprint}"]
+    odd = facts.differing(Facts.from_dict(atomic_files.read_json(kept))) if kept.exists() else []
+    return [f"facts.json was changed: {', '.join(odd)} differs from {kept}"] if odd else []
+
+
+def _checkpoint_problems(run: Run) -> list[str]:
+    wanted, found = (run.recorded_hash(), run.facts().fingerprint), []
+    for path in sorted(run.checkpoints.glob("*/state.json")):
+        state = atomic_files.read_json(path)
+        if (state["recipe_hash"], state["fingerprint"]) != wanted:
+            found.append(f"checkpoint {path.parent.name} belongs to another recipe or other data")
+    return found
+
+
+def _seal_problems(rows: list[dict[str, Any]]) -> list[str]:
+    before = ""
+    for row in rows:
+        before = seal(before, row)
+        if row.get(SEAL) != before:
+            return [
+                f"metrics.jsonl was changed at or before phase {row.get('phase')}, step {row.get('step')}"
+            ]
+    return []
+
+
+def _missing_rows(run: Run, rows: list[dict[str, Any]]) -> list[str]:
+    """Where training stood, at the end and at each checkpoint, is always logged."""
+    logged = {(r["phase"], r["step"]) for r in rows if "chain" in r}
+    last = sum(max(s for p, s in logged if p == phase) for phase in {p for p, _ in logged})
+    for path in run.checkpoints.glob("[!.]*/state.json"):
+        progress = atomic_files.read_json(path)["progress"]
+        if progress["step"] and (progress["phase"], progress["step"]) not in logged:
+            return [f"metrics.jsonl lacks step {progress['step']}, where {path.parent.name} was saved"]
+    summary = run.summary()
+    if summary is None or summary["status"] != "done" or last >= summary["steps"]:
+        return []
+    return [f"metrics.jsonl ends at step {last}, and summary.json says {summary['steps']} steps"]
+
+
+def _outcome_problems(run: Run, rows: list[dict[str, Any]]) -> list[str]:
+    """summary.json, plan.json and final/ against the last rows, which are sealed."""
+    summary, end = run.summary(), _end(rows)
+    if end is not None and run.status() != "done":
+        return [f"metrics.jsonl says that the run is done, and summary.json that it is {run.status()}"]
+    if summary is None or summary["status"] != "done":
+        return []
+    for split, metrics in summary["metrics_by_split"].items():
+        measured = [r for r in rows if r.get("split") == split]
+        if not measured or any(measured[-1].get(k) != v for k, v in metrics.items()):
+            return [f"summary.json: the metrics of {split} are not the logged ones"]
+    if summary["split"] and summary["metrics"] != summary["metrics_by_split"][summary["split"]]:
+        return ["summary.json: the metrics are not the logged ones"]
+    found = atomic_files.checksums(run.final)
+    if end is None or any(found.get(name) != crc for name, crc in end["final"].items()):
+        return ["final/ is not what the run wrote"]
+    sealed, planned = end.get("invariance"), run.plan().invariance
+    if sealed not in (None, planned):
+        return [f"plan.json says {planned}, and the run was trained as {sealed}"]
+    return []
+
+
+def _end(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row that a run ends with: what final/ holds."""
+    return next((r for r in reversed(rows) if "final" in r), None)
+
+
+def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
+    """Recompute the hash over all samples and compare it where it was logged."""
+    link, step, phase = "", 0, None
+    for row in rows:
+        if "chain" not in row:
+            continue
+        if row["phase"] != phase:
+            link, step, phase = "", 0, row["phase"]
+        while step < row["step"]:
+            link, step = chain(link, sampler.batch(step)), step + 1
+        if row["chain"] != link:
+            return [
+                f"phase {phase}, step {step}: the samples seen are not the recipe's ({row['chain']}, {link})"
+            ]
+    return []
+
+
+def _ledger(run: Run, rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
+    ledger = atomic_files.read_lines(run.samples)
+    return _ledger_rows(ledger, sampler) or (_ledger_end(ledger, rows) if run.options().get("ledger") else [])
+
+
+def _ledger_end(ledger: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
+    """A step is written to the ledger first and then, where it is due, to the log."""
+    reached = {r["phase"]: r["step"] for r in ledger}
+    logged = {r["phase"]: r["step"] for r in rows if "chain" in r}
+    return [
+        f"samples.jsonl: phase {phase} ends at step {reached.get(phase, 0)}, and in metrics.jsonl at {step}"
+        for phase, step in logged.items()
+        if reached.get(phase, 0) < step
+    ]
+
+
+def _ledger_rows(ledger: list[dict[str, Any]], sampler: Sampler) -> list[str]:
+    step, phase = 0, None
+    for row in ledger:
+        step, phase = (step + 1 if row["phase"] == phase else 1), row["phase"]
+        if row["step"] != step:
+            return [f"samples.jsonl: phase {phase}: step {row['step']} stands where {step} should"]
+        wanted = sampler.batch(step - 1).tolist()
+        if row["samples"] != wanted:
+            odd = sorted(set(row["samples"]) ^ set(wanted))
+            return [f"samples.jsonl: phase {phase}, step {step}: not the recipe's samples {odd[:4]}"]
+    return []

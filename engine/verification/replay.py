@@ -1,0 +1,114 @@
+"""Redo logged steps of a run under another plan, and compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isobatch.core import atomic_files
+from isobatch.core.plan import Plan
+from isobatch.engine.checkpointing import checkpoint, portable_state
+from isobatch.engine.checkpointing.checkpoint import Saved
+from isobatch.engine.distributed.communicator import World
+from isobatch.engine.optimization.schedule import Stretch
+from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.training.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Redone:
+    """One step, as logged and as redone."""
+
+    phase: str
+    step: int
+    start: str
+    """Where the redoing began: the initial weights, or a checkpoint."""
+    logged_loss: float
+    loss: float
+    logged_norm: float
+    norm: float
+
+    @property
+    def loss_difference(self) -> float:
+        """Relative, where the loss is above one."""
+        return abs(self.loss - self.logged_loss) / max(1.0, abs(self.logged_loss))
+
+    @property
+    def norm_difference(self) -> float:
+        return abs(self.norm - self.logged_norm) / max(1e-12, abs(self.logged_norm))
+
+
+def whole(folder: Path) -> Saved:
+    """A checkpoint whose every byte was checked."""
+    saved = Saved(folder)
+    saved.check()
+    return saved
+
+
+class Redo:
+    """A run's recipe under a plan of the caller's."""
+
+    def __init__(self, run: Run, plan: Plan) -> None:
+        self.run = run
+        self.world = World(plan)
+        self.session = Session(run.recipe(), run.facts(), plan, self.world)
+
+    def load_trained(self) -> bool:
+        """Weights of the newest checkpoint, or of the best where the run kept one."""
+        found = checkpoint.listed(self.run.checkpoints, self.session.phases)
+        if not found:
+            return False
+        saved = whole(found[-1])
+        best = saved.facts["judge"]["best_step"]
+        if saved.facts["judge"]["patience"] and best:
+            phase = saved.facts["progress"]["phase"]
+            saved = whole(self.run.checkpoints / checkpoint.name(phase, best))
+        self.session.begin(self._stretch(saved), saved)
+        portable_state.put_weights(saved, self.session.model)
+        return True
+
+    def _stretch(self, saved: Saved) -> Stretch:
+        phase = saved.facts["progress"]["phase"]
+        return next(s for s in self.session.stretches if s.name == phase)
+
+    def evaluate(self, split: str) -> dict[str, float]:
+        return self.session.evaluate(split)
+
+    def steps(self, count: int) -> list[Redone]:
+        """`count` steps from the initial weights, and from the last checkpoint with logged steps after it.
+
+        The later ones come second: loading a checkpoint overwrites the weights.
+        """
+        rows = {
+            (r["phase"], r["step"]): r
+            for r in atomic_files.read_lines(self.run.metrics)
+            if "loss" in r and "lr" in r
+        }
+        first = self.session.stretches[0]
+        self.session.enter(first)
+        redone = self._from(first.name, 0, count, rows, "the initial weights")
+        for folder in reversed(checkpoint.listed(self.run.checkpoints, self.session.phases)):
+            saved = whole(folder)
+            phase, step = saved.facts["progress"]["phase"], int(saved.facts["progress"]["step"])
+            if any((phase, later) in rows for later in range(step + 1, step + count + 1)):
+                self.session.renew()
+                self.session.begin(self._stretch(saved), saved)
+                self.session.enter(self.session.stretch)
+                self.session.put(saved)
+                return redone + self._from(phase, step, count, rows, folder.name)
+        return redone
+
+    def _from(self, phase: str, start: int, count: int, rows: dict[Any, Any], place: str) -> list[Redone]:
+        session, redone = self.session, []
+        stop = min(start + count, session.stretch.steps)
+        for loaded in session.feed().steps(start, stop):
+            step = loaded.work.step
+            result = session.step(loaded)
+            row = rows.get((phase, step + 1))
+            if row is not None:
+                loss = sum(result.sums.tolist())
+                redone.append(
+                    Redone(phase, step + 1, place, row["loss"], loss, row["grad_norm"], float(result.norm))
+                )
+        return redone

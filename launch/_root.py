@@ -1,0 +1,39 @@
+"""Makes the clone or installation in which this file lies the package `isobatch`. Entry scripts run it first.
+
+It is run by its path (`runpy.run_path`), because before it has run nothing of ours can be imported.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+HOME = Path(__file__).resolve().parent.parent
+
+
+def register() -> None:
+    """Also where another copy is installed: the one that was started runs."""
+    found = sys.modules.get("isobatch")
+    if found is not None and Path(str(found.__file__)).resolve().parent == HOME:
+        return
+    spec = importlib.util.spec_from_file_location(
+        "isobatch", HOME / "__init__.py", submodule_search_locations=[str(HOME)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["isobatch"] = module
+    spec.loader.exec_module(module)
+
+
+def forget_start_folder() -> None:
+    """Python puts the working directory or the script's folder first: files there would hide libraries."""
+    first = os.path.realpath(sys.path[0] or ".") if sys.path else ""
+    if first in (os.path.realpath("."), str(HOME), str(HOME / "launch"), str(HOME / "benchmarks")):
+        del sys.path[0]
+    for name in ("launch", "benchmarks"):  # `python -m launch` has imported the folder under its bare name
+        sys.modules.pop(name, None)
+
+
+register()
+forget_start_folder()

@@ -1,0 +1,71 @@
+"""`auto` and `resume`: plan, write the run folder, then run in place or start accelerate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from isobatch.core import flags as opt
+from isobatch.core.errors import DONE, UserError
+from isobatch.core.plan import PlanOptions
+from isobatch.engine.registry import CHAINS
+from isobatch.engine.runs.console import shown
+from isobatch.engine.runs.run_folder import Run, RunOptions
+from isobatch.launch.local.arguments import own_flags, request, split, task_name
+from isobatch.launch.local.launch_run import AnswerOptions, launch, run_of, say
+from isobatch.launch.local.run_setup import make_plan_here, relocate, stored_options, write_plan
+
+
+def auto(words: Sequence[str]) -> int:
+    """Usage: auto --task TASK [flags]. Without --data the task's demo runs. Try: auto --task causal-lm
+
+    --task compress is a chain: classifier, pruning, qat, and the report.
+    """
+    if task_name(words) in CHAINS:
+        from isobatch.launch.commands.compress import compress
+
+        return compress(words)
+    asked = request(words, "auto", AnswerOptions)
+    answer = AnswerOptions(**asked.extra)
+    if answer.seeds > 1:
+        from isobatch.launch.commands.seeds import several
+
+        return several(asked, answer.seeds, answer.json)
+    run, code = run_of(asked)
+    return _answered(run, code, answer)
+
+
+def resume(words: Sequence[str]) -> int:
+    """Usage: resume RUN [plan flags, run flags, --data PATH]. The recipe stays, on any machine."""
+    positional, flags = split(words)
+    if len(positional) != 1:
+        raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
+    run = Run.open(positional[0])
+    data, known = flags.pop("data", None), opt.flags_of(RunOptions, "run")
+    answer = own_flags({k: flags.pop(k) for k in ("json",) if k in flags}, AnswerOptions, "resume")
+    plan = own_flags({k: v for k, v in flags.items() if k not in known}, PlanOptions, "resume")
+    options = stored_options(run, {k: v for k, v in flags.items() if k in known})
+    if run.status() == "done":
+        say(f"{run.folder} is done", options.quiet)
+        return _answered(run, DONE, answer)
+    with run.held("launch"):
+        run.refuse_if_training()
+        recipe = run.recipe()
+        relocate(run, recipe, data)
+        write_plan(run, make_plan_here(recipe, run.facts(), plan))
+        return _answered(run, launch(run, options), answer)
+
+
+def _answered(run: Run, code: int, answer: AnswerOptions) -> int:
+    if answer.json:
+        print(json.dumps(run.summary() or {"status": run.status()}, ensure_ascii=False))
+    elif code == DONE:
+        _print_outcome(run)
+    return code
+
+
+def _print_outcome(run: Run) -> None:
+    summary = run.summary() or {}
+    figures = shown(summary.get("metrics", {}), ".4g")
+    status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
+    print(f"{run.folder}: {status}, {steps} steps" + (f", {split}: {figures}" if split else ""))

@@ -1,0 +1,99 @@
+"""`evaluate` and `recommend`: a run after it has ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from isobatch.core import number_ranges
+from isobatch.core.errors import UserError
+from isobatch.core.plan import PlanOptions
+from isobatch.engine.registry import workload
+from isobatch.engine.runs.console import shown
+from isobatch.engine.runs.run_folder import Run
+from isobatch.launch.local.arguments import own_flags, split
+from isobatch.models.base import Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateOptions:
+    """Flags of `evaluate`."""
+
+    split: str | None = None
+    """Only this split; by default every held-out one."""
+    data: str | None = None
+    """Where the data lies now, if it has moved."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecommendOptions:
+    """Flags of `recommend`."""
+
+    user: str | None = None
+    """The user, by the id that the data has."""
+    top: number_ranges.Positive = 10
+    """Length of the list."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+def one_run(positional: list[str], command: str) -> Run:
+    if len(positional) != 1:
+        raise UserError(f"{command}: give the folder of one run (`runs` lists them)")
+    return Run.open(positional[0])
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """Usage: evaluate RUN [--split valid] [--json]: the newest checkpoint on the held-out data."""
+    positional, flags = split(words)
+    run, own = one_run(positional, "evaluate"), own_flags(flags, EvaluateOptions, "evaluate")
+    metrics = _evaluate(run, own)
+    if own.json:
+        print(json.dumps(metrics))
+    for name, found in {} if own.json else metrics.items():
+        print(f"{name}: " + shown(found, ".6g"))
+    return 0
+
+
+def _evaluate(run: Run, own: EvaluateOptions) -> dict[str, Any]:
+    from isobatch.engine.verification.replay import Redo
+    from isobatch.launch.local.run_setup import make_plan_here, relocate
+
+    relocate(run, run.recipe(), own.data)
+    here = make_plan_here(run.recipe(), run.facts(), PlanOptions(processes=1, compile="off"))
+    redo = Redo(run, here)
+    if not redo.load_trained():
+        raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
+    splits = [own.split] if own.split else [s for s in run.facts().samples if s != "train"]
+    if own.split and own.split not in run.facts().samples:
+        raise UserError(f"--split {own.split}: the data has {', '.join(run.facts().samples)}")
+    return {name: redo.evaluate(name) for name in splits}
+
+
+def recommend(words: Sequence[str]) -> int:
+    """Usage: recommend RUN --user ID [--top 10] [--json]"""
+    positional, flags = split(words)
+    run, own = one_run(positional, "recommend"), own_flags(flags, RecommendOptions, "recommend")
+    if own.user is None:
+        raise UserError("recommend: needs --user ID")
+    found = able(run, "recommend", "recommends nothing").recommend(run.final, own.user, own.top)
+    if own.json:
+        items = [{"title": title, "score": score} for title, score in found]
+        print(json.dumps({"user": own.user, "items": items}, ensure_ascii=False))
+    for title, score in [] if own.json else found:
+        print(f"{score:8.3f}  {title}")
+    return 0
+
+
+def able(run: Run, what: str, otherwise: str) -> Task:
+    """The task of a finished run, if it does this."""
+    task, _ = workload(run.recipe().task).make(run.recipe())
+    if getattr(type(task), what) is getattr(Task, what):
+        raise UserError(f"{what}: {run.folder} trained {run.recipe().task}, which {otherwise}")
+    if not run.final.is_dir():
+        raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
+    return task

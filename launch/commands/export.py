@@ -1,0 +1,92 @@
+"""`export`: a finished run's model in other forms, each checked against the trained one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isobatch.core.errors import UserError
+from isobatch.engine.registry import workload
+from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.summary import HELD_OUT
+from isobatch.engine.training.evaluate import batches_of
+from isobatch.launch.commands.evaluate import one_run
+from isobatch.launch.local.arguments import own_flags, split
+
+PARITY = "parity.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """Flags of `export`."""
+
+    to: tuple[str, ...] = ()
+    """Forms to write: hf, dense, onnx, onnx-int4 (several: a,b); by default all that the task has."""
+    data: str | None = None
+    """Where the data lies now, if it has moved."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+def export(words: Sequence[str]) -> int:
+    """Usage: export RUN [--to hf,dense,onnx,onnx-int4] [--json]: into RUN/exports/, checked on all held-out
+    samples; exit 3 where an exported model answers otherwise than the trained one.
+    """
+    positional, flags = split(words)
+    run, own = one_run(positional, "export"), own_flags(flags, ExportOptions, "export")
+    found = {kind: exported(run, kind, own.data) for kind in _kinds(run, own)}
+    if own.json:
+        print(json.dumps(found))
+    for figures in () if own.json else found.values():
+        apart = f"largest logit difference {figures['max_logit_difference']:.1e}"
+        print(f"{figures['folder']}: {apart} over {figures['samples']} samples{_ties(figures)}")
+        if "remark" in figures:
+            print(figures["remark"])
+    return 0
+
+
+def _ties(figures: dict[str, Any]) -> str:
+    """What float noise does between two levels of a rounded activation, where a form rounds any."""
+    if "max_logit_difference_with_ties" not in figures:
+        return ""
+    most, changed = figures["max_logit_difference_with_ties"], figures["predictions_changed_by_ties"]
+    return f" with ties rounded alike, {most:.1e} as they come ({changed} predictions changed)"
+
+
+def _kinds(run: Run, own: ExportOptions) -> tuple[str, ...]:
+    known = workload(run.recipe().task).task.exports
+    if not known:
+        raise UserError(f"export: {run.recipe().task} has no other form than {run.final}")
+    if odd := [kind for kind in own.to if kind not in known]:
+        needs = ": `auto --task qat --pruned RUN` makes such a model" if odd[0] == "onnx-int4" else ""
+        raise UserError(f"--to {odd[0]}: a {run.recipe().task} run exports {', '.join(known)}{needs}")
+    return own.to or known
+
+
+def exported(run: Run, kind: str, data: str | None = None) -> dict[str, Any]:
+    """One form of a finished run's model, written beside its place and moved there once it is checked."""
+    from isobatch.launch.local.run_setup import relocate
+
+    if not run.final.is_dir():
+        raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
+    relocate(run, run.recipe(), data)
+    facts, (task, source) = run.facts(), workload(run.recipe().task).make(run.recipe())
+    held_out = next((s for s in HELD_OUT if s in facts.samples), "train")
+    samples = source.open(Path(facts.folder), held_out)
+    place = run.folder / "exports" / kind
+    fresh = place.with_name(f".{kind}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    try:
+        figures = dict(task.export_as(kind, run.final, fresh, facts, lambda: batches_of(samples)))
+        figures |= {"split": held_out, "folder": str(place)}
+        (fresh / PARITY).write_text(json.dumps(figures, indent=2) + "\n")
+        shutil.rmtree(place, ignore_errors=True)
+        fresh.rename(place)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return figures

@@ -1,0 +1,125 @@
+"""`tasks`, `runs` and `describe`: what there is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isobatch.core import flags as opt
+from isobatch.core.errors import UserError
+from isobatch.core.plan import PlanOptions
+from isobatch.core.recipe import Recipe
+from isobatch.engine.registry import CHAINS, TASKS, workload
+from isobatch.engine.runs.run_folder import Run, RunOptions, runs_in
+from isobatch.launch.local.arguments import Scaling, own_flags, split
+from isobatch.launch.slurm import client
+from isobatch.launch.slurm.client import job_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListingOptions:
+    """Flags of the listing commands."""
+
+    json: bool = False
+    """One JSON object on standard output."""
+    out: str = "runs"
+    """Folder that holds the runs."""
+
+
+def tasks(words: Sequence[str]) -> int:
+    """Usage: tasks [--json]"""
+    own = own_flags(split(words)[1], ListingOptions, "tasks")
+    if own.json:
+        print(json.dumps({name: entry.summary for name, entry in TASKS.items()}))
+    else:
+        print("\n".join(f"{name:<14}{entry.summary}" for name, entry in TASKS.items()))
+        print("\n".join(f"{name:<14}{', '.join(stages)}, report" for name, stages in CHAINS.items()))
+        print(f"{'./file.py:Class':<14} your own (see the README)")
+    return 0
+
+
+def runs(words: Sequence[str]) -> int:
+    """Usage: runs [FOLDER] [--json]"""
+    positional, flags = split(words)
+    own = own_flags(flags, ListingOptions, "runs")
+    folder = Path(positional[0] if positional else own.out).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    found = list(runs_in(folder))
+    rows = [_readable(run) | job for run, job in zip(found, _jobs(found), strict=True)]
+    if own.json:
+        print(json.dumps({"runs": rows}, ensure_ascii=False))
+        return 0
+    for row in rows:
+        loss = row["metrics"].get("loss")
+        figure = "" if loss is None else f"  loss {loss:.4f}"
+        job = f"  job {row['job']} {row['job_state']}".rstrip() if row["job"] else ""
+        print(f"{row['folder']:<44}{row['status']:<12}{row['steps'] or '-':>8} steps{figure}{job}")
+    if not rows:
+        print(f"no runs in {folder}")
+    return 0
+
+
+def _readable(run: Run) -> dict[str, Any]:
+    """One damaged run must not hide the others."""
+    try:
+        return _row(run)
+    except UserError as error:
+        print(f"isobatch: {error}", file=sys.stderr)
+        return {"folder": str(run.folder), "task": None, "status": "unreadable", "steps": None, "metrics": {}}
+
+
+def _row(run: Any) -> dict[str, Any]:
+    summary = run.summary() or {}
+    return {
+        "folder": str(run.folder),
+        "task": run.recipe().task,
+        "status": run.status(),
+        "steps": summary.get("steps"),
+        "metrics": summary.get("metrics", {}),
+    }
+
+
+def _jobs(found: list[Run]) -> list[dict[str, str]]:
+    """Each run's Slurm job and its state there; empty where there was none, or Slurm has forgotten it."""
+    numbers = [job_of(run) for run in found]
+    states = client.states([n for n in numbers if n])
+    return [{"job": number, "job_state": states.get(number, "")} for number in numbers]
+
+
+def describe(words: Sequence[str]) -> int:
+    """Usage: describe TASK [--json]: every flag with type, default and meaning."""
+    positional, flags = split(words)
+    own = own_flags(flags, ListingOptions, "describe")
+    if len(positional) != 1:
+        raise UserError("describe: name one task, as in: describe causal-lm (`tasks` lists them)")
+    chosen = workload(positional[0])
+    groups = {
+        "recipe: what is learnt": opt.flags_of(Recipe, "recipe") | opt.flags_of(Scaling, "recipe"),
+        f"recipe of {chosen.name}": chosen.option_flags(),
+        "plan: how fast": opt.flags_of(PlanOptions, "plan"),
+        "run: where it is kept": opt.flags_of(RunOptions, "run"),
+    }
+    defaults = dict(chosen.task.defaults)
+    rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in groups.items()}
+    if own.json:
+        print(json.dumps({"task": chosen.name, "flags": rows}, ensure_ascii=False))
+        return 0
+    for title, found in rows.items():
+        print(f"\n{title}")
+        for row in found:
+            print(f"  {row['flag']:<28}{row['type']}, default {row['default']}\n{'':<30}{row['help']}")
+    return 0
+
+
+def _flag(flag: opt.Flag, defaults: dict[str, Any]) -> dict[str, Any]:
+    import dataclasses
+
+    value = defaults.get(flag.name, flag.default)
+    value = "required" if value is dataclasses.MISSING else opt.plain(value)
+    value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    return {"flag": flag.spelling, "type": flag.type_name, "default": value, "help": flag.help}

@@ -1,0 +1,306 @@
+"""From the words on the command line to a recipe, plan options and run options, all checked.
+
+Fire splits the words; every name and value is then checked against the dataclasses, before anything heavy
+is imported and before anything runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from isobatch.core import flags as opt
+from isobatch.core import number_ranges
+from isobatch.core.errors import UserError
+from isobatch.core.plan import PlanOptions
+from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, Recipe
+from isobatch.engine.optimization.schedule import stretches
+from isobatch.engine.registry import Workload, code_of, is_users, workload
+from isobatch.engine.runs.run_folder import RunOptions
+
+SYNONYMS = {
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "learning_rate": "lr",
+    "warmup_steps": "warmup",
+    "lr_scheduler_type": "schedule",
+    "max_grad_norm": "clip",
+    "num_workers": "workers",
+    "dataloader_num_workers": "workers",
+    "max_sequence_length": "max_length",
+    "max_seq_length": "max_length",
+    "block_size": "max_length",
+    "devices": "processes",
+    "num_processes": "processes",
+    "mixed_precision": "precision",
+    "compile_model": "compile",
+    "torch_compile": "compile",
+    "gradient_checkpointing": "activation_checkpointing",
+    "output_dir": "out",
+    "report_to": "tracker",
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
+    "early_stopping_patience": "patience",
+    "model_name_or_path": "model",
+    "text_model": "model",
+    "dataset": "data",
+    "pruned_model_path": "pruned",
+    "trust_remote_code": "remote_code",
+    "per_device_train_batch_size": "per_device_batch_size",
+}
+"""Words people bring from other tools, and ours."""
+MEANINGS: dict[str, dict[str, str]] = {
+    "fast": {"mode": "fast"},
+    "full": {"mode": "full"},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "load_in_8bit": {"load_bits": "8"},
+    "load_in_4bit": {"load_bits": "4"},
+    "fast_detection": {"monitor": "fast"},
+    "disable_metrics_monitoring": {"monitor": "off"},
+    "use_dynamic_padding": {},
+    "use_cache": {"text_cache": "on"},
+}
+"""Switches of other tools, and what they come to. Padding is always dynamic: asking changes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """Flags that make a new recipe out of the one asked for."""
+
+    scale_batch: number_ranges.Rate | None = None
+    """Train with this many times the global batch: a NEW recipe, which says what it was scaled from."""
+    lr_rule: Literal["sqrt", "linear", "none"] = "sqrt"
+    """How the learning rate follows a scaled batch: sqrt, linear or none."""
+    per_device_batch_size: number_ranges.Positive | None = None
+    """With --gradient-accumulation-steps and --processes: the global batch in other tools' words."""
+    gradient_accumulation_steps: number_ranges.Positive | None = None
+    """See --per-device-batch-size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A command line understood: what to learn, how fast, and where to keep it."""
+
+    workload: Workload
+    recipe: Recipe
+    plan: PlanOptions
+    run: RunOptions
+    extra: dict[str, Any]
+    """The command's own flags."""
+    notes: list[str]
+    """What the words came to, where that is not plain."""
+
+
+def split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Positional words and flags, all as text, `-` and `_` alike; Fire knows --a b, --a=b and --no-a."""
+    import fire
+
+    if odd := [word for word in words if word == "--" or word.startswith("--=")]:
+        raise UserError(f"what is {odd[0]!r}? A flag is --name value or --name=value")
+    written = _written(words)
+    if twice := [name for name, count in Counter(name for name, _ in written).items() if count > 1]:
+        raise UserError(f"{_spell(twice[0])} is given twice: give it once")
+    found: dict[str, Any] = {}
+
+    @fire.decorators.SetParseFn(str)
+    def collect(*positional: str, **flags: str) -> None:
+        found.update(positional=positional, flags=flags)
+
+    # A lone "-" would cut the words into several calls.
+    fire.Fire(collect, command=[*words, "--", "--separator=\x00"], name="isobatch")
+    flags = {}
+    for name, value in found["flags"].items():
+        key = name.replace("-", "_")
+        if key.startswith("_"):  # Fire has cut the "no" off --no-compile
+            flags[key[1:]] = "False"
+        elif key.startswith("no_") and value in ("True", "False"):
+            flags[key[3:]] = "False" if value == "True" else "True"
+        else:
+            flags[key] = value if dict(written).get(key, True) else opt.Bare(value)
+    return list(found["positional"]), flags
+
+
+def _written(words: Sequence[str]) -> list[tuple[str, bool]]:
+    """The flags as written, but for a leading no, and whether each has a value; flags are what Fire says."""
+    is_flag = [word.startswith("--") or bool(re.match("-[a-zA-Z]", word)) for word in words] + [True]
+    found = []
+    for place, word in enumerate(words):
+        if is_flag[place]:
+            valued = "=" in word or not is_flag[place + 1]
+            name = word.lstrip("-").partition("=")[0].replace("-", "_")
+            found.append((re.sub("^no_" if valued else "^no_?", "", name), valued))
+    return found
+
+
+def own_flags(flags: Mapping[str, str], kind: type, command: str) -> Any:
+    """A command's options where it takes no recipe: unknown names are refused."""
+    renamed, typed, _ = _translate(flags)
+    _refuse_unknown(typed, opt.flags_of(kind, command), command)
+    return opt.build(kind, renamed, command)
+
+
+def task_name(words: Sequence[str]) -> str:
+    """The word after --task, or nothing."""
+    return split(words)[1].get("task", "").replace("_", "-").lower()
+
+
+def known_flags(task: str) -> set[str]:
+    """Names of all that `auto` takes for a task, its own answer's flags apart."""
+    return {name for names in _groups(workload(task), "auto", None).values() for name in names}
+
+
+def request(words: Sequence[str], command: str, own: type | None = None) -> Request:
+    """Everything a command that needs a recipe was asked."""
+    positional, flags = split(words)
+    if positional:
+        raise UserError(
+            f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes"
+        )
+    if isinstance(flags.get("task", opt.Bare()), opt.Bare):
+        raise UserError(f"{command}: needs --task NAME (`tasks` lists them)")
+    chosen = workload(flags["task"])
+    flags, typed, notes = _translate(flags)
+    groups = _groups(chosen, command, own)
+    known = {name: group for group, names in groups.items() for name in names}
+    _refuse_unknown(typed, known, f"{command} --task {chosen.name}")
+    if "gradient_accumulation_steps" in flags and "per_device_batch_size" not in flags:
+        raise UserError(
+            "--gradient-accumulation-steps: the batch is global here and the plan accumulates as it needs;"
+            " with --per-device-batch-size it names a global batch"
+        )
+    if "per_device_batch_size" in flags and "batch_size" in flags:
+        raise UserError(
+            "--per-device-batch-size and --batch-size both say how large a batch is: give one of them"
+        )
+    values = {
+        group: {k: opt.convert(known_flags[k], v) for k, v in flags.items() if k in known_flags}
+        for group, known_flags in groups.items()
+    }
+    plan = PlanOptions(**values["plan"])
+    recipe, more = make_recipe(chosen, values["recipe"], values["options"])
+    recipe = _scaled(recipe, Scaling(**values["scaling"]), plan)
+    task, data = chosen.make(recipe)
+    task.check()
+    data.check()
+    _check_tracker(values["run"].get("tracker", "none"))
+    stretches(recipe, task.phases(), steps_per_epoch=1)  # --phase, and as many --epochs as phases
+    return Request(chosen, recipe, plan, RunOptions(**values["run"]), values["own"], notes + more)
+
+
+def _check_tracker(name: str) -> None:
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise UserError(f"--tracker {name} needs: pip install {name}")
+
+
+def _groups(chosen: Workload, command: str, own: type | None) -> dict[str, dict[str, opt.Flag]]:
+    return {
+        "recipe": opt.flags_of(Recipe, "recipe"),
+        "options": chosen.option_flags(),
+        "plan": opt.flags_of(PlanOptions, "plan"),
+        "run": opt.flags_of(RunOptions, "run"),
+        "scaling": opt.flags_of(Scaling, "recipe"),
+        "own": opt.flags_of(own, command) if own else {},
+    }
+
+
+def _translate(flags: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Our name -> value, our name -> the word typed for it, and notes on words without effect."""
+    out: dict[str, str] = {}
+    typed: dict[str, str] = {}
+    notes = []
+    for name, value in flags.items():
+        meaning = _meaning(name, value)
+        if name in MEANINGS and not MEANINGS[name]:
+            notes.append(f"{_spell(name)} has no effect: it is always so here")
+        for key, plain in meaning.items():
+            if key in typed:
+                raise UserError(
+                    f"{_spell(name)} and {_spell(typed[key])} say the same thing: give one of them"
+                )
+            out[key], typed[key] = plain, name
+    return out, typed, notes
+
+
+def _meaning(name: str, value: str) -> dict[str, str]:
+    if name not in MEANINGS:
+        return {SYNONYMS.get(name, name): value}
+    return MEANINGS[name] if opt.convert(opt.Flag(name, bool, False, "", ""), value) else {}
+
+
+def _refuse_unknown(typed: Mapping[str, str], known: Mapping[str, Any], where: str) -> None:
+    """`typed`: our name -> the word that the user typed."""
+    for name, word in typed.items():
+        if name not in known:
+            if f"no{name}" in known:  # Fire takes --noise without a value for "no ise"
+                raise UserError(f"{_spell('no' + name)}: needs a value")
+            synonyms = [k for k, v in SYNONYMS.items() if v in known]
+            synonyms += [k for k, v in MEANINGS.items() if all(n in known for n in v)]
+            hint = opt.nearest(_spell(word), [_spell(k) for k in (*known, *synonyms)])
+            raise UserError(f"{_spell(word)}: {where} has no such flag{hint}")
+
+
+def _spell(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def make_recipe(
+    chosen: Workload, asked: Mapping[str, Any], asked_options: Mapping[str, Any]
+) -> tuple[Recipe, list[str]]:
+    """The complete recipe: the task's defaults, then demo, preset and mode, then what the user asked."""
+    task, notes = chosen.task, []
+    layers = [dict(task.defaults)]
+    if asked.get("data", task.defaults.get("data", DEMO)) == DEMO:
+        layers.append(dict(task.demo))
+        if not is_users(chosen.name):  # whose data may well be all there is
+            notes.append(f"no --data given: {chosen.name} runs its embedded demo")
+    if asked.get("preset"):
+        if asked["preset"] not in task.presets:
+            hint = opt.nearest(str(asked["preset"]), task.presets)
+            raise UserError(
+                f"--preset {asked['preset']}: valid for {chosen.name}: {', '.join(task.presets)}{hint}"
+            )
+        layers.append(dict(task.presets[asked["preset"]]))
+    if asked.get("mode") == "fast":
+        layers.append(dict(task.fast))
+        changes = ", ".join(f"{k} {v}" for k, v in task.fast.items() if k not in asked)
+        notes.append(f"fast mode changes the recipe: {changes or 'nothing for this task'}")
+    merged: dict[str, Any] = {}
+    for layer in (*layers, {**asked, **asked_options}):
+        # --epochs and --steps are two ways to say one thing: the later layer's way wins.
+        for one, other in (("epochs", "steps"), ("steps", "epochs")):
+            if one in layer and other not in layer:
+                merged.pop(other, None)
+        merged.update(layer)
+    merged.update({k: v for k, v in task.complete({**asked, **asked_options}).items() if k not in asked})
+    return _recipe_from(chosen, merged), notes
+
+
+def _recipe_from(chosen: Workload, merged: Mapping[str, Any]) -> Recipe:
+    common, own = opt.flags_of(Recipe, "recipe"), chosen.option_flags()
+    values = {k: opt.convert(common[k], v) for k, v in merged.items() if k in common}
+    for field in ("model", "tokenizer"):
+        values[field] = SHORT_MODEL_NAMES.get(str(values.get(field)), values.get(field))
+    options = {
+        name: opt.plain(opt.convert(flag, merged[name]) if name in merged else flag.default)
+        for name, flag in own.items()
+    }
+    code = code_of(chosen.name)
+    options |= {"code": code} if code else {}
+    return Recipe(**{**values, "task": chosen.name, "options": options})
+
+
+def _scaled(recipe: Recipe, scaling: Scaling, plan: PlanOptions) -> Recipe:
+    if scaling.per_device_batch_size or scaling.gradient_accumulation_steps:
+        rows = scaling.per_device_batch_size or recipe.batch_size
+        batch = rows * (scaling.gradient_accumulation_steps or 1) * (plan.processes or 1)
+        recipe = dataclasses.replace(recipe, batch_size=batch)
+    if scaling.scale_batch is None:
+        return recipe
+    return recipe.scaled(scaling.scale_batch, scaling.lr_rule)

@@ -1,0 +1,141 @@
+"""A run's attempts: begun again from its last checkpoint when memory ran out or a process was lost."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from isobatch.core import flags as opt
+from isobatch.core.errors import (
+    BUG,
+    FAILED,
+    STOPPED,
+    WRONG_INPUT,
+    Lost,
+    OutOfMemory,
+    TrainingError,
+    UserError,
+)
+from isobatch.core.package import TRAIN_SCRIPT
+from isobatch.engine.planning.planner import smaller
+from isobatch.engine.runs.run_folder import NONCE, Run, RunOptions, Verdict
+from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS, start_children
+
+Start = Callable[[Run], Verdict | None]
+"""Trains a run by its plan once, to the end of that attempt; None where no process left a verdict."""
+LOG_TAIL = 6000
+FULL_BYTES = 1 << 16
+
+
+def train(run: Run, start: Start) -> int:
+    """Attempts until one ends for good; the run's exit code. Recipe, order and global batches stay."""
+    options = opt.build(RunOptions, run.options(), "run")
+    restarts = 0
+    while True:
+        verdict = _after(run, start(run), run.folder / "launcher.log")
+        if verdict.cause == OutOfMemory.cause:
+            try:
+                _shrink(run, verdict)
+            except TrainingError as error:
+                return _fail(run, str(error))
+        elif verdict.cause == Lost.cause:
+            restarts += 1
+            if restarts > options.max_restarts:
+                return _fail(run, f"{verdict.reason}; ended after --max-restarts {options.max_restarts}")
+            _note(run, "restart", verdict.reason, f"attempt {restarts + 1}")
+        else:
+            return verdict.code
+
+
+def in_place(run: Run) -> Verdict | None:
+    """One attempt in this process."""
+    import gc
+
+    from isobatch.launch.local.worker import train_run
+
+    train_run(run, opt.build(RunOptions, run.options(), "run"))
+    gc.collect()
+    return run.read_exit("")
+
+
+def in_children(run: Run) -> Verdict | None:
+    """One attempt in worker processes of this machine."""
+    nonce = secrets.token_hex(8)
+    arguments = ["--run", str(run.folder.resolve())]
+    # accelerate's own code says only 0 or 1, and 1 for a clean stop too: the run's own file is the truth.
+    ended = start_children(run.plan(), TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce})
+    if run.read_exit(nonce) is None:
+        _wait_for_orphans(run)
+    verdict = run.read_exit(nonce)
+    if verdict is None and ended.asked:
+        saved = (
+            "what was saved before stands" if any(run.checkpoints.glob("[!.]*-*")) else "nothing was saved"
+        )
+        print(f"isobatch: stopped at once; {saved}", file=sys.stderr)
+        return Verdict(STOPPED, "stopped at once")
+    return verdict
+
+
+def _wait_for_orphans(run: Run) -> None:
+    """Workers whose launcher was killed save and stop; a new attempt begins when they are gone."""
+    end = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < end:
+        try:
+            run.refuse_if_training()
+            return
+        except UserError:
+            time.sleep(0.2)
+
+
+def _after(run: Run, verdict: Verdict | None, log: Path) -> Verdict:
+    """The verdict, or what can be known of an attempt that left none."""
+    if verdict is None:
+        verdict = _full_disk(run) or _dead_process(log)
+    if verdict is None or verdict.code == BUG:
+        sys.stderr.write(log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else "")
+        return verdict or Verdict(BUG, "no process left a verdict")
+    return verdict
+
+
+def _full_disk(run: Run) -> Verdict | None:
+    """A verdict cannot be written where nothing can."""
+    if shutil.disk_usage(run.folder).free > FULL_BYTES:
+        return None
+    reason = f"no space left on device for {run.folder}: make some, then go on with `resume`"
+    print(f"isobatch: {reason}", file=sys.stderr)
+    return Verdict(WRONG_INPUT, reason)
+
+
+def _dead_process(log: Path) -> Verdict | None:
+    """The process that a signal ended first, from what torch's launcher said last."""
+    text = log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else ""
+    found = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+)", text.rpartition("Root Cause")[2])
+    if not found:
+        return None
+    reason = "rank {} was ended by signal {}".format(*found[-1])
+    print(f"isobatch: {reason}", file=sys.stderr)
+    return Verdict(FAILED, reason, Lost.cause)
+
+
+def _shrink(run: Run, verdict: Verdict) -> None:
+    plan = smaller(run.plan(), run.recipe(), run.facts())
+    run.write_plan(plan)
+    budget = f"{plan.micro_batch_samples} samples, {plan.micro_batch_tokens} tokens"
+    recompute = ", activation checkpointing" if plan.activation_checkpointing else ""
+    _note(run, "smaller micro-batches", verdict.reason, f"at most {budget}{recompute}")
+
+
+def _note(run: Run, decision: str, reason: str, what: str) -> None:
+    run.decide(decision, reason=reason, what=what)
+    print(f"isobatch: going on from the last checkpoint: {what}", file=sys.stderr)
+
+
+def _fail(run: Run, reason: str) -> int:
+    run.mark_failed(reason)
+    print(f"isobatch: {reason}", file=sys.stderr)
+    return FAILED

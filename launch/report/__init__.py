@@ -1,0 +1,1 @@
+"""Runs and models side by side."""

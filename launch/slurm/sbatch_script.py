@@ -1,0 +1,216 @@
+"""The sbatch script: a pure function of what was asked, with every word quoted for whoever reads it.
+
+#SBATCH lines are read by sbatch, the rest by bash. Secrets have no place in it: the job has the submitter's
+environment, as sbatch hands it on.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from isobatch.core.errors import UserError
+from isobatch.core.package import own_command
+
+LONGEST = 1000
+"""Characters of an #SBATCH line that sbatch reads."""
+PRINTED_LEAD = 120
+"""Seconds before the end that a job is told to save, where nothing was measured and time is ample."""
+OURS = {
+    "nodes": "--nodes",
+    "ntasks": "--nodes",
+    "ntasks-per-node": "--nodes",
+    "gpus-per-task": "--gpus-per-node",
+    "gpus-per-node": "--gpus-per-node",
+    "cpus-per-task": "--cpus-per-task",
+    "time": "--time",
+    "signal": "--lead",
+    "array": "--array",
+    "dependency": "--after",
+    "job-name": "--job-name",
+    "output": "--out",
+    "open-mode": "--out",
+    "chdir": "--out",
+    "wrap": "--task",
+    "parsable": "--submit",
+    "test-only": "--submit",
+    "wait": "--submit",
+    "no-requeue": "--nodes",
+}
+"""sbatch's options that the script sets itself, and the flag of ours that each belongs to."""
+SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "a": "array", "d": "dependency"}
+SHORT |= {"J": "job-name", "o": "output", "D": "chdir", "W": "wait"}
+SWITCHES = "HhkOQsvV"
+"""sbatch's letters without a value, behind which others may stand."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """What the script of a job says."""
+
+    name: str
+    runs: dict[int, Path]
+    """The run of each array task; one run under 0 where `array` is empty."""
+    folder: Path
+    """Where the job's own output goes."""
+    nodes: int
+    seconds: int
+    lead: int
+    cpus: int
+    gpus: int = 0
+    array: str = ""
+    wishes: tuple[tuple[str, str], ...] = ()
+    """More of sbatch's options: (name, value)."""
+    passed: tuple[str, ...] = ()
+    """Words handed to sbatch as they are."""
+    setup: Path | None = None
+    start: Path
+    """The folder it was asked for in: a task's file may be named from there."""
+
+
+def render(script: Script) -> str:
+    """The whole text."""
+    lines = ["#!/bin/bash", *map(_directive, _options(script))]
+    if script.passed:
+        lines.append(_checked("#SBATCH " + " ".join(map(sbatch_word, script.passed))))
+    return "\n".join([*lines, "", *_body(script), ""])
+
+
+def _options(script: Script) -> list[tuple[str, str]]:
+    pattern = "%A_%a.out" if script.array else "%j.out"
+    return [
+        ("job-name", script.name),
+        ("nodes", str(script.nodes)),
+        # One launcher per node, which starts a process per GPU: all of them then see each other's GPUs.
+        ("ntasks-per-node", "1"),
+        ("cpus-per-task", str(script.cpus)),
+        *([("gpus-per-node", str(script.gpus))] if script.gpus else []),
+        ("time", clock(script.seconds)),
+        *script.wishes,
+        *([("array", script.array)] if script.array else []),
+        # Only the first process hears of the end, and passes it on in its own way.
+        ("signal", f"B:USR1@{script.lead}"),
+        ("requeue", ""),
+        # A node that dies does not take the others' allocation with it.
+        ("no-kill", ""),
+        ("open-mode", "append"),
+        ("output", f"{pattern_path(script.folder)}/{pattern}"),
+    ]
+
+
+def _directive(option: tuple[str, str]) -> str:
+    name, value = option
+    return _checked(f"#SBATCH --{name}" + (f"={sbatch_word(value)}" if value else ""))
+
+
+def _checked(line: str) -> str:
+    if len(line) > LONGEST:
+        raise UserError(
+            f"{line[:60]}...: sbatch reads {LONGEST} characters a line; use a shorter name or path"
+        )
+    return line
+
+
+def _body(script: Script) -> list[str]:
+    lines = [f"cd -- {shlex.quote(plain(str(script.start)))} || exit 2"]
+    if script.setup:
+        # Before `set -u`: activation scripts read variables that nobody set.
+        lines.append(f"source {shlex.quote(str(script.setup))} || exit 2")
+    # A signal while Python starts must not end the job, which watches the clock itself.
+    lines += ["set -u", "trap '' USR1 TERM"]
+    run = shlex.quote(str(next(iter(script.runs.values()))))
+    if script.array:
+        lines += ['case "$SLURM_ARRAY_TASK_ID" in']
+        lines += [f"  {seed}) run={shlex.quote(str(run))} ;;" for seed, run in script.runs.items()]
+        lines += ["  *) exit 2 ;;", "esac"]
+        run = '"$run"'
+    return [*lines, f"exec {shlex.join(own_command('job'))} {run}"]
+
+
+def sbatch_word(word: str) -> str:
+    """A word as sbatch's own reader of #SBATCH lines takes it: plain, or between double quotes."""
+    plain(word)
+    if re.fullmatch(r"[A-Za-z0-9_./:,=@%+-]+", word):
+        return word
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def plain(word: str, flag: str = "") -> str:
+    """The word, unless a character in it would end the line or hide in it."""
+    if any(not c.isprintable() for c in word):
+        raise UserError(f"{flag or 'sbatch option'} {word!r}: holds a control character, which no script may")
+    return word
+
+
+def pattern_path(folder: Path) -> str:
+    """A folder in one of Slurm's file name patterns, where % is a mark and \\ turns marks off."""
+    text = plain(str(folder), "--out")
+    if "\\" in text:
+        raise UserError(f"--out {text}: Slurm cannot write to a path with a backslash; choose another")
+    return text.replace("%", "%%")
+
+
+def passed_words(text: str) -> tuple[str, ...]:
+    """--sbatch's words; what the script sets itself is refused, with the flag to use."""
+    try:
+        words = shlex.split(plain(text, "--sbatch"))
+    except ValueError as error:
+        raise UserError(f"--sbatch {text}: {error}") from None
+    if not words or not words[0].startswith("-"):
+        raise UserError(f'--sbatch {text}: holds sbatch\'s own options, as in --sbatch "--exclusive"')
+    for word in words:
+        if name := _ours(word):
+            raise UserError(f"--sbatch {word}: the script sets this itself; use {OURS[name]}")
+    return tuple(words)
+
+
+def _ours(word: str) -> str:
+    """The option of ours that a word sets, or nothing. sbatch takes beginnings of names, and -Hn2."""
+    if word.startswith("--"):
+        name = word[2:].partition("=")[0]
+        return name if name in OURS else next((own for own in OURS if name and own.startswith(name)), "")
+    short = word[1:].lstrip(SWITCHES)[:1] if word.startswith("-") else ""
+    return SHORT.get(short, "")
+
+
+def seconds_of(text: str) -> int:
+    """Slurm's times: minutes, M:S, H:M:S, D-H, D-H:M and D-H:M:S."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if match is None:
+        raise UserError(f"--time {text}: is not a time such as 12:00:00 or 1-00:00:00")
+    days, *parts = match.groups()
+    numbers = [int(p) for p in parts if p is not None]
+    # Without days the first number is minutes unless all three are there; with days it is hours.
+    units = [3600, 60, 1] if days or len(numbers) == 3 else [60, 1]
+    total = int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+    if total <= 0:
+        raise UserError(f"--time {text}: must be above 0")
+    return total
+
+
+def clock(seconds: int) -> str:
+    days, rest = divmod(seconds, 86400)
+    text = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}-{text}" if days else text
+
+
+def tasks_of(array: str) -> list[int]:
+    """The task numbers of --array: 0-4, 1,3,7, 0-10:2, each with %LIMIT behind."""
+    body, _, limit = array.partition("%")
+    found: list[int] = []
+    for part in body.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match is None or (limit and not re.fullmatch(r"[1-9]\d*", limit)) or array.endswith("%"):
+            raise UserError(f"--array {array}: is not a list of seeds such as 0-4 or 1,3,7 or 0-99%8")
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if not (first <= last < first + 1000 and step > 0):
+            raise UserError(f"--array {array}: counts up, and has 1,000 tasks at most")
+        found += range(first, last + 1, step)
+    return sorted(set(found))
+
+
+def default_lead(seconds: int) -> int:
+    """Two minutes, or a quarter of a time limit that is shorter than eight."""
+    return max(5, min(PRINTED_LEAD, seconds // 4))

@@ -1,0 +1,1 @@
+"""The workload classifier, and learning from a teacher."""

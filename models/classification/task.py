@@ -1,0 +1,234 @@
+"""Classifiers: any transformers encoder with a classification head, on one text or a pair of texts.
+
+python -m launch auto --task classifier --data FOLDER --model distilbert/distilbert-base-uncased
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from isobatch.models import hub, saving
+from isobatch.models.base import Batch, Loss, ModelError, Rows, Shape, Step, Sum, Task
+from isobatch.models.encoder import encoders, evaluation
+from isobatch.models.encoder import export as exporting
+from isobatch.models.encoder.evaluation import Form
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512},
+    "bert-6l": {"num_hidden_layers": 6},
+}
+"""BERTs to train from scratch; `bert-6l` has the widths of BERT-base."""
+
+
+class Classifier(Task):
+    """A class per sample, by cross-entropy on the logits of the model's own head.
+
+    Metrics: `loss` in nats per sample, `accuracy`, and `accuracy_ci95`, its 95 % interval [low, high]
+    (Wilson 1927: it stays inside 0 to 1).
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "model": "distilbert/distilbert-base-uncased",
+        "max_length": 128,
+        "batch_size": 32,
+        "lr": 5e-5,
+        "epochs": [3],
+        "warmup": "0.1ep",
+        "schedule": "linear",
+    }
+    fast: ClassVar[Mapping[str, Any]] = {
+        "max_length": 64,
+        "batch_size": 64,
+        "train_fraction": 0.3,
+        "epochs": [2],
+    }
+    demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
+    monitor: ClassVar[tuple[str, str]] = ("accuracy", "max")
+    exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
+
+    @property
+    def _name(self) -> str:
+        return str(self.recipe.model)
+
+    def check(self) -> None:
+        name, length = self._name, self.recipe.max_length
+        if length < 3:
+            raise ModelError(f"--max-length {length}: a text needs at least 3 tokens, two of them special")
+        if name in PRESETS:
+            return
+        if Path(name).expanduser().is_dir():
+            hub.check_folder(Path(name).expanduser(), self.recipe.tokenizer)
+        elif hub.is_id(name):
+            hub.require(name, self.recipe.revision)
+            if hub.snapshot(name, self.recipe.revision) is None:
+                return
+        else:
+            close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise ModelError(
+                f"--model {name}: is no preset{hint}, folder or hub id (owner/name);"
+                f" presets: {', '.join(PRESETS)}"
+            )
+        longest = saving.longest(hub.config(name, self.recipe.revision))
+        if longest is not None and length > longest:
+            raise ModelError(f"--max-length {length}: {name} reads at most {longest} tokens")
+
+    def _raw_config(self) -> dict[str, Any] | None:
+        """The model's config.json, or as much as a preset says; None while it is not here."""
+        if self._name in PRESETS:
+            return {"model_type": "bert", **PRESETS[self._name]}
+        if hub.is_id(self._name) and hub.snapshot(self._name, self.recipe.revision) is None:
+            return None
+        return hub.config(self._name, self.recipe.revision)
+
+    def _config(self, facts: Any) -> Any:
+        """The model's configuration with this data's classes, and the recipe's dropout where it has one."""
+        from transformers import AutoConfig, BertConfig
+
+        labels = facts.extra["labels"]
+        named: dict[str, Any] = {
+            "id2label": dict(enumerate(labels)),
+            "label2id": {n: i for i, n in enumerate(labels)},
+        }
+        if self._name in PRESETS:
+            sizes: dict[str, Any] = {
+                "vocab_size": facts.extra["vocabulary"],
+                "pad_token_id": facts.extra["pad"] or 0,
+            }
+            config = BertConfig(**PRESETS[self._name], **sizes, **named)
+        else:
+            where = hub.place(self._name, self.recipe.revision)
+            config = AutoConfig.from_pretrained(where, revision=self.recipe.revision or "main", **named)
+            hub.check_vocabulary(self._name, config.vocab_size, facts.extra["vocabulary"])
+        if self.recipe.dropout is not None:
+            for name, value in config.to_dict().items():
+                if isinstance(value, float | int) and "dropout" in name:
+                    setattr(config, name, self.recipe.dropout)
+        return config
+
+    def fetch(self) -> None:
+        if self._name not in PRESETS:
+            hub.fetch(self._name, self.recipe.revision)
+
+    def build_model(self, facts: Any) -> nn.Module:
+        import torch
+        from transformers import BertForSequenceClassification
+        from transformers.utils import logging
+
+        config = self._config(facts)
+        if self._name in PRESETS:
+            return BertForSequenceClassification(config)
+        logging.disable_progress_bar()
+        where = hub.fetch(self._name, self.recipe.revision)
+        return encoders.class_for(config).from_pretrained(
+            where,
+            config=config,
+            revision=self.recipe.revision or "main",
+            dtype=torch.float32,
+            ignore_mismatched_sizes=_other_classes(where, config),
+        )
+
+    def shape(self, facts: Any) -> Shape:
+        """Counted on a model without storage."""
+        import torch
+
+        config = self._config(facts)
+        with torch.device("meta"):
+            count = sum(p.numel() for p in encoders.unloaded(config).parameters())
+        hidden = config.hidden_size
+        return Shape(
+            parameters=count,
+            trainable=count,
+            layers=config.num_hidden_layers,
+            hidden=hidden,
+            heads=config.num_attention_heads,
+            intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
+        )
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        """batch: tokens (B, T), length (B,), label (B,), for pairs types (B, T)."""
+        from torch.nn import functional as F
+
+        logits_BC = self.logits(model, batch)
+        return {"loss": Loss(F.cross_entropy(logits_BC, batch["label"], reduction="sum"), "sample")}
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """(B, C) in fp32; what stands right of a sample's length is not looked at."""
+        logits: Tensor = self.outputs(model, batch).logits
+        return logits.float()
+
+    def outputs(self, model: nn.Module, batch: Batch, states: bool = False) -> Any:
+        """The model's own, with the state of every token after each layer where asked."""
+        import torch
+
+        tokens_BT = batch["tokens"].long()
+        inside_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < batch["length"][:, None]
+        given = {"input_ids": tokens_BT, "attention_mask": inside_BT.long()}
+        configured: Any = model
+        if "types" in batch and getattr(configured.config, "type_vocab_size", 0) > 1:
+            given["token_type_ids"] = batch["types"].long()
+        return model(**given, output_hidden_states=states)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
+        from torch.nn import functional as F
+
+        logits_BC = self.logits(model, batch)
+        return {
+            "nll": Sum(F.cross_entropy(logits_BC, batch["label"], reduction="sum"), len(logits_BC)),
+            "right": Rows(logits_BC.argmax(1) == batch["label"]),
+        }
+
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
+        right, count = float(parts["right"].sum()), len(parts["right"])
+        loss = float(parts["nll"].value) / float(parts["nll"].weight)
+        return {"loss": loss, "accuracy": right / count, "accuracy_ci95": evaluation.interval(right, count)}
+
+    def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
+        """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""
+        saving.save(model, facts, folder)
+        encoders.describe_sizes(model, folder)
+
+    def forms(self, final: Path, exports: Path) -> list[Form]:
+        """In torch, and in each export for onnxruntime that was made."""
+        found = [Form("torch fp32", "torch", final, final / "model.safetensors", final)]
+        return found + onnx_forms(final, exports)
+
+    def export_as(
+        self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        """hf: as final/. dense: unpruned sizes, for any transformers. onnx: fp32, for onnxruntime."""
+        model = encoders.open_classifier(str(final))
+        if kind == "onnx":
+            file = exporting.as_onnx(model, final, folder, evaluation.is_of_pairs(facts))
+            run = evaluation.onnx_runner(file, threads=1)
+        else:
+            if kind == "dense":
+                exporting.as_dense(model, final, folder)
+            else:
+                exporting.as_folder(final, folder)
+            run = evaluation.torch_runner(encoders.open_classifier(str(folder)))
+        trained = evaluation.answers(evaluation.torch_runner(model), batches())
+        return exporting.check(kind, trained, evaluation.answers(run, batches()))
+
+
+def _other_classes(where: str, config: Any) -> bool:
+    """Whether a fine-tuned model's head is for other classes than these, and is made anew."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(where).num_labels != config.num_labels
+
+
+def onnx_forms(final: Path, exports: Path) -> list[Form]:
+    """What onnxruntime can run."""
+    named = {
+        "onnx": ("onnxruntime fp32", exporting.ONNX),
+        "onnx-int4": ("onnxruntime 4-bit", exporting.ONNX_INT4),
+    }
+    places = [(text, exports / kind / file) for kind, (text, file) in named.items()]
+    return [Form(text, "onnx", file, file, final) for text, file in places if file.is_file()]

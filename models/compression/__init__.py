@@ -1,0 +1,1 @@
+"""The workloads pruning and qat."""

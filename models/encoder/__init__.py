@@ -1,0 +1,1 @@
+"""What all tasks on encoders share: sizes, cutting, rounding, measuring, exporting."""

@@ -1,0 +1,396 @@
+"""Recommendation from ids and texts: who takes what next.
+
+python -m launch auto --task recommender --data FOLDER
+python -m launch auto --task recommender --data FOLDER --text lora --text-model FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from isobatch.models import hub
+from isobatch.models.base import (
+    Batch,
+    Loss,
+    ModelError,
+    Phase,
+    Rows,
+    Shape,
+    Step,
+    Sum,
+    Task,
+)
+from isobatch.models.causal_lm import model_sizes
+from isobatch.models.causal_lm.model_sizes import PRESETS
+from isobatch.models.recommendation import model_size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TRAINABLE = ("projection", "fusion", "mlp", "ids")
+LORA_BLOCKS = 4
+LORA_PATIENCE = 20
+"""Steps within which LoRA must get a gradient: a small batch may hold no text."""
+ENCODED = "encoded"
+"""Folder beside the prepared data where states of frozen blocks are kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecommenderOptions:
+    """The fields of recommenders."""
+
+    text: Literal["frozen", "lora", "full", "off"] | None = None
+    """How texts are used: encoder fixed, vectors kept; LoRA in its top blocks; all of it trained; or
+    not at all. By default a phase `frozen`, then a phase `lora`."""
+    text_cache: Literal["auto", "on", "off"] = "auto"
+    """What a fixed part of the encoder computes is kept: all of it for frozen, what lies below the lowest
+    trained block for lora. off computes it anew for each batch."""
+    text_dedup: bool = True
+    """Encode a text once however many rows of a batch want it."""
+    text_chunk: int = 4096
+    """Tokens that the encoder computes at a time; more than one chunk are encoded again in the backward."""
+    start: str | None = None
+    """A finished recommender, a run or its final/, whose weights training begins with; see --phase."""
+    lora_blocks: int | None = None
+    """The top blocks of the encoder that get LoRA; by default 4, or all of a smaller one."""
+    lora_r: int = 8
+    """Rank of LoRA."""
+    lora_alpha: int = 16
+    """LoRA's update is scaled by alpha / r."""
+    lora_lr: float = 1e-4
+    """Peak learning rate of phase lora; --lr is that of the others."""
+    trainable: str = ",".join(TRAINABLE)
+    """The parts that train besides the encoder."""
+    head: Literal["dot", "mlp", "neumf"] = "dot"
+    """How two vectors make a score."""
+    dim: int = 64
+    """Width of users' and items' vectors."""
+    layers: str = "128,64"
+    """Widths of the MLP of heads mlp and neumf."""
+    loss: Literal["sampled-softmax", "bce", "gbce"] = "sampled-softmax"
+    """sampled-softmax: against items that the whole batch shares. bce, gbce: against some of its own."""
+    negatives: int = 0
+    """Items each pair is trained against; 0: 4 of its own, or 1,024 shared ones."""
+    cohort: int = 0
+    """In place of drawn negatives, the items of the other pairs in groups of so many; 0 draws."""
+    gbce_t: float = 0.75
+    """Calibration of gbce (Petrov and Macdonald 2023): 0 is bce, 1 makes scores probabilities."""
+    sparse_tables: bool = False
+    """Ids' tables are trained by SparseAdam (Adam that moves only the rows a step reads, without decay): for
+    tables so large that reading all of them in each step would cost the most."""
+    l2: float = 0.0
+    """Penalty on the squared id vectors of each pair, of a user with an item taken or one of its own that was
+    not (half the regularization of Rendle et al. 2020)."""
+    pooling: Literal["mean", "last"] = "mean"
+    """A text's vector: the mean of its tokens' states, or the last one's."""
+    top_k: int = 10
+    """Length of the list in which a hit counts."""
+
+
+class Recommender(Task):
+    """Pairs of users and items against items that were not taken.
+
+    Metrics: hit rate and NDCG of held-out items among their `rivals` (hr@10, ndcg@10), and among all items
+    that the user had not in training (full_...); popularity's under the same protocol beside them.
+    """
+
+    Options: ClassVar[type] = RecommenderOptions
+    monitor: ClassVar[tuple[str, str]] = ("ndcg@10", "max")
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "model": "small",
+        "batch_size": 2048,
+        "max_length": 64,
+        "lr": 1e-3,
+        "weight_decay": 0.0,
+        "clip": 0.0,
+    }
+    demo: ClassVar[Mapping[str, Any]] = {
+        "model": "tiny",
+        "batch_size": 256,
+        "lr": 3e-3,
+        "epochs": [12],
+        "lora_blocks": 1,
+    }
+    fast: ClassVar[Mapping[str, Any]] = {"train_fraction": 0.3, "eval_fraction": 0.5}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "ids": {  # Rendle et al. 2020: a product of vectors, logistic loss, regularized, wide
+            "text": "off",
+            "loss": "bce",
+            "negatives": 8,
+            "dim": 192,
+            "l2": 0.0025,
+            "lr": 2e-3,
+            "schedule": "cosine",
+            "epochs": [30],
+        }
+    }
+
+    def __init__(self, recipe: Any, options: Any) -> None:
+        super().__init__(recipe, options)
+        self.cohort = options.cohort or 1  # type: ignore[misc]
+        self._lora_learns = False
+        self.monitor = (f"ndcg@{options.top_k}", "max")  # type: ignore[misc]
+
+    def phases(self) -> list[Phase]:
+        lora = Phase(name="lora", epochs=1.0, lr=self.options.lora_lr, share=0.25)
+        match self.options.text:
+            case None:
+                return [Phase(name="frozen", epochs=10.0), lora]
+            case "lora":
+                return [lora]
+            case other:
+                return [Phase(name=other if other != "off" else "ids", epochs=10.0)]
+
+    def check(self) -> None:
+        options = self.options
+        trains = options.text in (None, "lora", "full")
+        if options.text_cache == "on" and trains:
+            how = "the phase lora" if options.text is None else f"--text {options.text}"
+            raise ModelError(
+                f"--text-cache on: a cached vector passes no gradient, so {how} would learn nothing of texts;"
+                " leave it out (texts are encoded once a batch, what lies below LoRA once and for all), or"
+                " use --text frozen"
+            )
+        if options.start is not None and not _weights_of(options.start).is_file():
+            raise ModelError(f"--start {options.start}: is no finished recommender (a run, or its final/)")
+        if options.sparse_tables and self.recipe.optimizer != "adamw":
+            raise ModelError(
+                f"--sparse-tables: rows are updated by Adam; leave out --optimizer {self.recipe.optimizer}"
+            )
+        if self.recipe.dropout is not None:
+            raise ModelError(f"--dropout {self.recipe.dropout}: a recommender has none; leave it out")
+        for flag in ("dim", "lora_blocks", "lora_r", "top_k", "text_chunk"):
+            value = getattr(options, flag)
+            if value is not None and value < 1:
+                raise ModelError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
+        if options.head == "neumf" and options.dim % 2:
+            raise ModelError(f"--dim {options.dim}: neumf halves it, so it must be even")
+        if unknown := set(self._trainable) - set(TRAINABLE):
+            raise ModelError(f"--trainable {unknown.pop()}: is not one of {', '.join(TRAINABLE)}")
+        if options.cohort == 1 or options.cohort < 0:
+            raise ModelError(f"--cohort {options.cohort}: must be 0 or at least 2")
+        if options.cohort and options.loss != "sampled-softmax":
+            raise ModelError(f"--cohort {options.cohort}: in-batch negatives are for --loss sampled-softmax")
+        if options.cohort and self.recipe.batch_size % options.cohort:
+            raise ModelError(f"--cohort {options.cohort}: must divide --batch-size {self.recipe.batch_size}")
+        model_size.widths(options.layers)
+        self._check_text_model()
+
+    def fetch(self) -> None:
+        if self.options.text != "off" and self.recipe.model not in PRESETS:
+            hub.fetch(self.recipe.model, self.recipe.revision, "--text-model")
+
+    def _check_text_model(self) -> None:
+        name = self.recipe.model
+        if self.options.text == "off" or name in PRESETS:
+            return
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            hub.check_folder(folder, self.recipe.tokenizer)
+        elif hub.is_id(name):
+            hub.require(name, self.recipe.revision, "--text-model")
+        else:
+            raise ModelError(
+                f"--text-model {name}: is no preset ({', '.join(PRESETS)}), folder or hub id (owner/name)"
+            )
+
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A run may be verified anywhere: what it begins with is named by its whole path."""
+        start = values.get("start")
+        return {} if start is None else {"start": str(Path(start).expanduser().resolve())}
+
+    @property
+    def _trainable(self) -> list[str]:
+        return [part.strip() for part in self.options.trainable.split(",")]
+
+    def _config(self, facts: Any) -> dict[str, Any] | None:
+        """The encoder's config.json; None where no texts are used."""
+        if self.options.text in ("lora", "full") and not facts.extra.get("texts", 1):
+            raise ModelError(f"--text {self.options.text}: no user or item has a text; say --text off")
+        if self.options.text == "off" or not facts.extra.get("texts", 1):
+            return None
+        name, vocabulary = self.recipe.model, facts.extra.get("vocabulary", 0)
+        if name in PRESETS:
+            return PRESETS[name].config(vocabulary, self.recipe.max_length)
+        config = hub.config(name, self.recipe.revision)
+        longest = model_sizes.context(config)
+        if longest is not None and self.recipe.max_length > longest:
+            raise ModelError(
+                f"--max-length {self.recipe.max_length}: --text-model {name} reads at most {longest} tokens"
+            )
+        hub.check_vocabulary(name, config.get("vocab_size"), vocabulary)
+        return config
+
+    def build_model(self, facts: Any) -> nn.Module:
+        from isobatch.models.recommendation.catalogue import Catalogue
+        from isobatch.models.recommendation.network import RecommenderNet
+
+        options, known = self.options, Catalogue.read(facts.folder)
+        encoder = self._encoder(facts, known)
+        self._kept = Path(facts.folder) / ENCODED
+        layers = model_size.widths(options.layers)
+        pointwise = options.loss != "sampled-softmax"
+        net = RecommenderNet(known, options.dim, layers, options.head, encoder, user_bias=pointwise)
+        net.deduplicate = options.text_dedup
+        if self.options.start is not None:
+            self._begin_with(net, self.options.start, facts)
+        return net
+
+    def _begin_with(self, net: Any, start: str, facts: Any) -> None:
+        """The weights of another run; what it has not, such as LoRA, stays as it is."""
+        from safetensors.torch import load_file
+
+        from isobatch.models.recommendation.catalogue import names
+        from isobatch.models.recommendation.recommendations import CONFIG_FILE, NAMES_FILE
+
+        folder = _weights_of(start).parent
+        theirs, known = (json.loads((folder / file).read_text()) for file in (NAMES_FILE, CONFIG_FILE))
+        ours = names(facts.folder)
+        if any(theirs[kind] != ours[kind] for kind in ("users", "items")):
+            raise ModelError(
+                f"--start {start}: its users or items are others than those of {self.recipe.data}"
+            )
+        own_encoder = None if net.encoder is None else net.encoder.weights_identity()
+        if None not in (known.get("encoder"), own_encoder) and known["encoder"] != own_encoder:
+            raise ModelError(
+                f"--start {start}: its texts were read by another encoder: give its --text-model and"
+                " --tokenizer, and for one with random weights its --seed"
+            )
+        found, own = load_file(_weights_of(start)), net.state_dict()
+        for name, value in found.items():
+            if name in own and own[name].shape != value.shape:
+                raise ModelError(
+                    f"--start {start}: its {name} is {tuple(value.shape)}, here {tuple(own[name].shape)}: it"
+                    " was trained on other data or with other --dim, --head or --layers"
+                )
+        net.load_state_dict({k: v for k, v in found.items() if k in own}, strict=False)
+
+    def _encoder(self, facts: Any, known: Any) -> Any:
+        from transformers import AutoConfig
+
+        from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, make_net
+
+        if (numbers := self._config(facts)) is None:
+            return None
+        name, options = self.recipe.model, self.options
+        if name in PRESETS:
+            net = make_net(AutoConfig.for_model(**numbers), None, None)
+        else:
+            place = hub.fetch(name, self.recipe.revision, "--text-model")
+            net = make_net(AutoConfig.from_pretrained(place), place, self.recipe.revision)
+        encoder = TextEncoder(net, known, options.pooling, options.text_cache != "off", options.text_chunk)
+        self._lowest = 0
+        if options.text in (None, "lora"):
+            blocks = len(encoder.blocks[2])
+            top = options.lora_blocks or min(LORA_BLOCKS, blocks)
+            if top > blocks:
+                raise ModelError(f"--lora-blocks {top}: this text model has {blocks} blocks")
+            self._lowest = add_lora(encoder, top, options.lora_r, options.lora_alpha)
+        net.requires_grad_(False)
+        return encoder
+
+    def shape(self, facts: Any) -> Shape:
+        return model_size.shape(self.recipe, self.options, facts, self._config(facts))
+
+    def lazy(self, model: Any) -> Iterable[nn.Parameter]:
+        tables = (model.user_ids, model.item_ids, model.item_bias, model.user_bias)
+        return [t.weight for t in tables if t is not None] if self.options.sparse_tables else []
+
+    def begin(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
+        """Choose what trains, and compute once what will not change."""
+        for kind, parameters in model.parts().items():
+            for p in parameters:
+                p.requires_grad_(kind in self._trainable)
+        encoder = model.encoder
+        if encoder is None:
+            return
+        for name, p in encoder.net.named_parameters():
+            p.requires_grad_("lora_" in name if phase == "lora" else phase == "full")
+        model.table, model.cached = None, False
+        encoder.remember_prefix(self._lowest if phase == "lora" else 0, self._kept)
+        if phase == "frozen" and self.options.text_cache != "off":
+            model.table, model.cached = encoder.vectors(), True
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+        import torch
+
+        from isobatch.models.recommendation import losses
+
+        user, item = batch["user"].long(), batch["item"].long()
+        options, count = self.options, model_size.negatives(self.options)
+        net: Any = getattr(model, "module", model)
+        pairs = item[:, None]
+        if options.cohort:
+            total = losses.in_batch(model, user, item, options.cohort)
+        elif options.loss == "sampled-softmax":
+            pool = losses.pool(count, len(net.item_text), (self.recipe.seed, step.phase, step.number))
+            total = losses.sampled_softmax(model, user, item, pool.to(user.device))
+        else:
+            drawn = step.noise.integers("negatives", (count, 2), len(net.item_text))
+            negatives, taken = losses.untaken(net, user, drawn)
+            calibration = options.gbce_t if options.loss == "gbce" else 0.0
+            total = losses.binary(model, user, item, negatives, taken, calibration)
+            pairs = torch.cat([pairs, negatives], 1)
+        if not options.l2:
+            return {"loss": Loss(total, "sample")}
+        penalty = options.l2 * losses.squares(net, user, pairs)
+        return {"ranking": Loss(total, "sample"), "l2": Loss(penalty, "sample")}
+
+    def observe(self, model: Any, step: Step) -> Mapping[str, float]:
+        """LoRA must get a gradient soon: else it is an ornament."""
+        last = min(LORA_PATIENCE, step.of) - 1
+        if step.phase != "lora" or step.number > last or model.encoder is None or self._lora_learns:
+            return {}
+        gradients = [p.grad for p in model.encoder.trained() if p.grad is not None]
+        norm = float(sum(float(g.float().square().sum()) for g in gradients) ** 0.5)
+        self._lora_learns = norm > 0
+        if not self._lora_learns and step.number >= last:
+            raise ModelError("phase lora: LoRA gets no gradient, so that it would not learn")
+        return {"lora_grad_norm": norm}
+
+    def evaluate(self, model: Any, batch: Batch) -> dict[str, Sum | Rows]:
+        from isobatch.models.recommendation import ranking
+
+        return {**ranking.parts(model, batch, self.options.top_k)}
+
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super().metrics(parts, split, facts)
+        del found["loss"]
+        return {**found, "protocol": facts.extra["protocol"]}
+
+    def appraise(
+        self, model: Any, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        """EASE on the same interactions, where its matrix is small."""
+        from isobatch.models.recommendation import ranking
+
+        return ranking.ease_metrics(model, batches(), self.options.top_k)
+
+    def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:
+        from isobatch.models.recommendation.recommendations import Recommendations
+
+        return Recommendations(final).top(user, top)
+
+    def sample(self, model: Any, facts: Any, folder: Path) -> str | None:
+        """The first user's list."""
+        from isobatch.models.recommendation.recommendations import Recommendations
+
+        found = Recommendations(folder)
+        lines = [f"  {title}  {score:.2f}" for title, score in found.top(found.users[0], 5)]
+        return "\n".join([f"for user {found.users[0]}:", *lines])
+
+    def export(self, model: Any, folder: Path, facts: Any) -> None:
+        from isobatch.models.recommendation.recommendations import write
+
+        write(model, folder, facts)
+
+
+def _weights_of(start: str) -> Path:
+    """Where a run, or its final/, has the weights that training can begin with."""
+    folder = Path(start).expanduser()
+    return (folder / "final" if (folder / "final").is_dir() else folder) / "training.safetensors"

@@ -1,1 +1,0 @@
-"""Jobs on a real Slurm of two nodes; `make test-slurm` runs them."""
