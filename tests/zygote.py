@@ -1,0 +1,132 @@
+"""Commands without the five seconds of imports: a process that has imported torch and forks for each of them.
+
+A forked command is a process of its own, with its own folder, environment, output and exit code; what differs
+from a fresh one is only that libraries were imported before it began. Started as: zygote.py SOCKET
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYTHON", "CUDA", "LD_", "LANG")
+"""Variables that libraries read when they are imported: another value needs a fresh process."""
+START_SECONDS = 60.0
+
+
+class Zygote:
+    """The process that forks; one per pytest worker, started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="zygote-")
+        self._path = f"{self._folder.name}/socket"
+        self._at_start = _read_at_import(os.environ)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, self._path], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        end = time.monotonic() + START_SECONDS
+        while not os.path.exists(self._path):
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError("the process that tests fork from did not start")
+            time.sleep(0.02)
+
+    def serves(self, environment: Mapping[str, str]) -> bool:
+        return _read_at_import(environment) == self._at_start
+
+    def run(
+        self, words: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """`isobatch WORDS`, to its end. Raises subprocess.TimeoutExpired."""
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(self._path)
+                asked = json.dumps({"words": list(words), "cwd": str(cwd), "environment": dict(environment)})
+                socket.send_fds(connection, [b"+"], [out.fileno(), err.fileno()])
+                connection.sendall(asked.encode() + b"\n")
+                with connection.makefile() as answers:
+                    pid = int(answers.readline())
+                    connection.settimeout(timeout)
+                    try:
+                        code = int(answers.readline())
+                    except TimeoutError:
+                        os.kill(pid, signal.SIGKILL)
+                        raise subprocess.TimeoutExpired(list(words), timeout) from None
+            out.seek(0)
+            err.seek(0)
+            texts = (stream.read().decode(errors="replace") for stream in (out, err))
+            return subprocess.CompletedProcess(list(words), code, *texts)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT)}
+
+
+def serve(path: str) -> int:
+    """Fork for every connection; only a fork returns, with the exit code of its command."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{path}.new")
+    listener.listen()
+    os.replace(f"{path}.new", path)
+    while True:
+        connection, _ = listener.accept()
+        _, files, _, _ = socket.recv_fds(connection, 1, 2)
+        asked = json.loads(connection.makefile().readline())
+        pid = os.fork()
+        if pid == 0:
+            listener.close()
+            connection.close()
+            return _become(asked, files)
+        for file in files:
+            os.close(file)
+        connection.sendall(f"{pid}\n".encode())
+        threading.Thread(target=_report, args=(pid, connection), daemon=True).start()
+
+
+def _report(pid: int, connection: socket.socket) -> None:
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    connection.close()
+
+
+def _become(asked: dict[str, object], files: list[int]) -> int:
+    from isobatch.launch.cli import main
+
+    for target, file in zip((1, 2), files, strict=True):
+        os.dup2(file, target)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(asked["environment"])  # type: ignore[arg-type]
+    os.chdir(str(asked["cwd"]))
+    sys.argv = ["isobatch", *asked["words"]]  # type: ignore[misc]
+    return main()
+
+
+if __name__ == "__main__":
+    import runpy
+
+    runpy.run_path(str(Path(__file__).resolve().parents[1] / "launch" / "_root.py"))
+    from isobatch.launch.cli import BEFORE_TORCH
+
+    for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
+        os.environ.setdefault(name, value)
+    import transformers
+    import transformers.models.bert.modeling_bert
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+
+    sys.exit(serve(sys.argv[1]))
