@@ -23,7 +23,7 @@ from isobatch.benchmarks import alone
 from isobatch.benchmarks.report import ROOT, Row
 from isobatch.benchmarks.sessions import session
 from isobatch.core.package import own_command
-from isobatch.engine.checkpointing.checkpoint import Saved
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.models.causal_lm import chunked_cross_entropy
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -128,16 +128,16 @@ def saved(base: Path, data: str, place: Path, quick: bool) -> Iterator[Row]:
     subprocess.run(own_command(*words), cwd=ROOT, check=True, capture_output=True)
     run = place / "lora"
     newest = max((run / "checkpoints").iterdir(), key=lambda f: f.stat().st_mtime)
-    from isobatch.engine.runs.run_folder import Run
-    from isobatch.engine.verification.replay import Redo
+    from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.verification.replay import Replay
 
-    opened = Run.open(str(run))
+    opened = RunFolder.open(str(run))
     began = time.perf_counter()
-    redo = Redo(opened, opened.plan())
+    redo = Replay(opened, opened.plan())
     model_seconds = time.perf_counter() - began
     began = time.perf_counter()
     redo.session.enter(redo.session.stretches[0])
-    redo.session.put(Saved(newest))
+    redo.session.put(SavedCheckpoint(newest))
     yield {
         "checkpoint of": "lora, weights and moments",
         "MB": round(sum(f.stat().st_size for f in newest.iterdir()) / 1e6, 2),

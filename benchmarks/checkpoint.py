@@ -27,7 +27,7 @@ def _measure(width: int, repeats: int) -> dict[str, Any]:
     from torch import nn
 
     from isobatch.engine.checkpointing import portable_state
-    from isobatch.engine.checkpointing.checkpoint import Writer
+    from isobatch.engine.checkpointing.checkpoint import CheckpointWriter
 
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(12)])
@@ -40,22 +40,22 @@ def _measure(width: int, repeats: int) -> dict[str, Any]:
         optimizer.zero_grad()
 
     step()
-    tensors = portable_state.whole(model, optimizer)
+    tensors = portable_state.collect_state(model, optimizer)
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         saving, copying, stalling = [], [], []
-        writer = Writer(_Alone())  # type: ignore[arg-type]
+        writer = CheckpointWriter(_Alone())  # type: ignore[arg-type]
         for number in range(repeats + 1):  # the first one makes the memory that the others use again
             began = time.perf_counter()
             torch.save(tensors, folder / "torch.pt")
             saving.append(time.perf_counter() - began)
             alone = _seconds(step)
             began = time.perf_counter()
-            writer.begin(folder / f"train-{number}", portable_state.shared(tensors, 0, 1), {})
+            writer.start(folder / f"train-{number}", portable_state.rank_share(tensors, 0, 1), {})
             copying.append(time.perf_counter() - began)
             stalling.append(_beside(step, writer, alone) + copying[-1])
-            writer.finish()
+            writer.wait()
     first = {"first_copy_seconds": copying.pop(0)}
     del saving[0], stalling[0]
     save, stall = statistics.median(saving), statistics.median(stalling)
@@ -81,7 +81,7 @@ def _seconds(step: Callable[[], None]) -> float:
 def _beside(step: Callable[[], None], writer: Any, alone: float) -> float:
     """Seconds that steps took longer while the checkpoint was being written."""
     lost = 0.0
-    while writer.votes()[0] == 0:
+    while writer.rank_flags()[0] == 0:
         began = time.perf_counter()
         step()
         lost += time.perf_counter() - began - alone

@@ -159,11 +159,11 @@ def trainer(spec: Spec) -> Found:
 
 def isobatch(spec: Spec) -> Found:
     """A run as `auto` makes it: journal, chain of samples, checkpoint and all."""
-    from isobatch.engine.runs.run_folder import Run, RunOptions
+    from isobatch.engine.runs.run_folder import RunFolder, RunOptions
     from isobatch.engine.training.train_step import Stepper
     from isobatch.launch.local.worker import train_run
 
-    run = Run.open(spec["run"])
+    run = RunFolder.open(spec["run"])
     processor: list[float] = []
     step = Stepper.run
 

@@ -26,15 +26,15 @@ from isobatch.core.flags import Interval
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import length_quantiles
-from isobatch.engine.loading.loader import budget_of
-from isobatch.engine.loading.microbatching import cut, padding_fraction
+from isobatch.engine.loading.loader import micro_batch_budget
+from isobatch.engine.loading.microbatching import make_micro_batches, padding_fraction
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.planning.detect import detect
-from isobatch.engine.planning.hardware import parse
+from isobatch.engine.planning.hardware import parse_hardware
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.run_folder import Run, RunOptions
+from isobatch.engine.runs.run_folder import RunFolder, RunOptions
 from isobatch.engine.training.session import make_sampler
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
@@ -95,7 +95,7 @@ def measure(quick: bool) -> list[Row]:
 
 def padding(machine: str, model: str) -> list[Row]:
     """Shares of the computed tokens that are none: a batch padded to its longest, and as the plan cuts it."""
-    hardware = detect() if machine == "here" else parse(machine)
+    hardware = detect() if machine == "here" else parse_hardware(machine)
     lengths = np.minimum(lengths_of(20_000, mean=110, longest=1509), 1024)
     facts = Facts(
         fingerprint="",
@@ -109,11 +109,11 @@ def padding(machine: str, model: str) -> list[Row]:
     rows: list[Row] = []
     for batch in (8, 32, 128):
         recipe = Recipe(task="causal-lm", batch_size=batch, max_length=1024)
-        budget = budget_of(make_plan(recipe, facts, shape, hardware, PlanOptions()))
+        budget = micro_batch_budget(make_plan(recipe, facts, shape, hardware, PlanOptions()))
         order = Sampler(len(lengths), batch, 0)
         drawn = [lengths[order.batch(step)] for step in range(100)]
         whole = [1 - some.mean() / some.max() for some in drawn]
-        ours = [padding_fraction(some, cut(some, 1, budget)) for some in drawn]
+        ours = [padding_fraction(some, make_micro_batches(some, 1, budget)) for some in drawn]
         rows.append(
             {
                 "plan for": machine,
@@ -143,7 +143,7 @@ def compare(case: Case, repeats: int) -> list[Row]:
     return [_row(case, label, found) for label in contenders]
 
 
-def setup(case: Case, folder: Path) -> tuple[Run, dict[str, Any]]:
+def setup(case: Case, folder: Path) -> tuple[RunFolder, dict[str, Any]]:
     """A run of ours by the planner's own plan, and what the others need to train the same."""
     recipe = Recipe(
         task=f"{WORKLOAD}:{case.task}",
@@ -157,8 +157,10 @@ def setup(case: Case, folder: Path) -> tuple[Run, dict[str, Any]]:
     )
     task, data = workload(recipe.task).make(recipe)
     facts = prepare(data)
-    plan = make_plan(recipe, facts, task.shape(facts), detect(), PlanOptions(device="cpu", precision="fp32"))
-    run = Run.create(folder / "run", recipe, facts, opt.as_dict(RunOptions(quiet=True)))
+    plan = make_plan(
+        recipe, facts, task.model_size(facts), detect(), PlanOptions(device="cpu", precision="fp32")
+    )
+    run = RunFolder.create(folder / "run", recipe, facts, opt.options_to_dict(RunOptions(quiet=True)))
     run.write_plan(plan)
     order = make_sampler(recipe, data.open(Path(facts.folder), "train"), 1)
     np.save(folder / "order.npy", np.stack([order.batch(step) for step in range(case.steps)]))
@@ -183,7 +185,7 @@ def _even(plan: Plan, case: Case) -> int:
     return max(k for k in range(1, most + 1) if case.batch % k == 0)
 
 
-def _ours(run: Run, spec: dict[str, Any], folder: Path) -> Row:
+def _ours(run: RunFolder, spec: dict[str, Any], folder: Path) -> Row:
     for made in ("checkpoints", "final"):
         shutil.rmtree(run.folder / made, ignore_errors=True)
     for made in ("metrics.jsonl", "decisions.jsonl", "summary.json", "exit.json", "log.txt"):

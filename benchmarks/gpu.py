@@ -24,7 +24,7 @@ from isobatch.benchmarks.report import ROOT, Row
 from isobatch.core.package import own_command
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.memory_model import flops_per_token
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.models.causal_lm import model_sizes
 
 WARM = 10
@@ -104,7 +104,7 @@ def make_llama(folder: Path, quick: bool) -> Path:
     return folder
 
 
-def trained(folder: Path, task: str, name: str, words: list[str], more: Mapping[str, str]) -> Run:
+def trained(folder: Path, task: str, name: str, words: list[str], more: Mapping[str, str]) -> RunFolder:
     flags = ["--task", f"{WORKLOAD}:{task}", "--name", name, "--out", str(folder), "--quiet", *words]
     flags += ["--processes", "1", "--schedule", "constant"]
     ended = subprocess.run(
@@ -116,26 +116,26 @@ def trained(folder: Path, task: str, name: str, words: list[str], more: Mapping[
     )
     if ended.returncode:
         raise RuntimeError(f"{name} failed:\n{ended.stderr[-3000:]}")
-    return Run.open(str(folder / name))
+    return RunFolder.open(str(folder / name))
 
 
-def steps(run: Run) -> list[dict[str, Any]]:
+def steps(run: RunFolder) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return [row for row in rows if "step_seconds" in row][WARM:]
 
 
-def tokens_per_second(run: Run) -> float:
+def tokens_per_second(run: RunFolder) -> float:
     """Of the middle step."""
     counted = steps(run)
     tokens = (counted[-1]["tokens"] - counted[0]["tokens"]) / (len(counted) - 1)
     return tokens / median(row["step_seconds"] for row in counted)
 
 
-def read(run: Run, name: str) -> float:
+def read(run: RunFolder, name: str) -> float:
     return round(median(row[name] for row in steps(run)), 3)
 
 
-def memory(run: Run) -> Row:
+def memory(run: RunFolder) -> Row:
     summary = run.summary() or {}
     measured, predicted = summary["peak_memory_bytes"], summary["predicted_peak_memory_bytes"]
     return {"peak GB": round(measured / 1e9, 2), "predicted GB": round(predicted / 1e9, 2)}

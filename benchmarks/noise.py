@@ -17,7 +17,7 @@ from torch.nn import functional
 from isobatch.benchmarks.report import Row
 from isobatch.engine.noise import keyed_attention, keyed_noise
 from isobatch.engine.noise.keyed_dropout import key_dropout
-from isobatch.engine.noise.keyed_noise import KeyedNoise, drop, keep_mask
+from isobatch.engine.noise.keyed_noise import KeyedNoise, apply_mask, keep_mask
 
 PROBABILITY = 0.1
 ARMS = {"no dropout": (0.0, None), "native": (PROBABILITY, False), "keyed": (PROBABILITY, True)}
@@ -40,7 +40,9 @@ def _operation(device: torch.device, quick: bool) -> Iterator[Row]:
     count = x[0].numel()
     arms: dict[str, Callable[[], Any]] = {
         "native dropout": lambda: functional.dropout(x, PROBABILITY).sum().backward(),
-        "keyed dropout": lambda: drop(x, keep_mask(keys, count, PROBABILITY), PROBABILITY).sum().backward(),
+        "keyed dropout": lambda: (
+            apply_mask(x, keep_mask(keys, count, PROBABILITY), PROBABILITY).sum().backward()
+        ),
         "native mask alone": lambda: torch.empty_like(x).bernoulli_(1 - PROBABILITY),
         "keyed mask alone": lambda: keep_mask(keys, count, PROBABILITY),
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from isobatch.core.plan import PlanOptions
-from isobatch.engine.distributed.communicator import World
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import make_plan
@@ -29,8 +29,8 @@ def session(name: str, values: dict[str, Any]) -> Session:
     """Ready for the first step of its first phase."""
     recipe, task, facts, _ = asked(name, values)
     options = PlanOptions(device="cpu", precision="fp32", processes=1)
-    plan = make_plan(recipe, facts, task.shape(facts), detect(), options)
-    made = Session(recipe, facts, plan, World(plan))
+    plan = make_plan(recipe, facts, task.model_size(facts), detect(), options)
+    made = Session(recipe, facts, plan, Communicator(plan))
     made.enter(made.stretches[0])
     return made
 

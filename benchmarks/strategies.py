@@ -102,9 +102,9 @@ def inside(place: str, modes: str, *only: str) -> None:
     """One rank of a world, which ends here."""
     folder = Path(place)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from isobatch.engine.distributed.communicator import ranks_from
+    from isobatch.engine.distributed.communicator import rank_and_world_size
 
-    size = ranks_from(os.environ)[1]
+    size = rank_and_world_size(os.environ)[1]
     for mode, strategy in itertools.product(modes.split("+"), only or strategies(size)):
         # Small buckets and no threshold, else so small a model is never partitioned.
         _write_config(folder, strategy)
@@ -133,7 +133,7 @@ def _write_config(folder: Path, strategy: str) -> None:
 
 def _session(strategy: str, precision: str = "fp32") -> Any:
     from isobatch.core.plan import PlanOptions
-    from isobatch.engine.distributed.communicator import World, ranks_from
+    from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
     from isobatch.engine.loading.prepare import prepare
     from isobatch.engine.planning import hardware
     from isobatch.engine.planning.planner import make_plan
@@ -145,11 +145,13 @@ def _session(strategy: str, precision: str = "fp32") -> Any:
     recipe, _ = make_recipe(chosen, {"steps": [lengths()[0]]}, {})
     task, data = chosen.make(recipe)
     facts = prepare(data)
-    size = ranks_from(os.environ)[1]
+    size = rank_and_world_size(os.environ)[1]
     options = PlanOptions(device="cpu", micro_batch=3)
-    plan = make_plan(recipe, facts, task.shape(facts), hardware.parse("cpu:2x24gb"), options, world=size)
+    plan = make_plan(
+        recipe, facts, task.model_size(facts), hardware.parse_hardware("cpu:2x24gb"), options, world=size
+    )
     plan = dataclasses.replace(plan, threads=1, strategy=strategy, precision=precision)
-    session = Session(recipe, facts, plan, World(plan, hang_timeout=60))
+    session = Session(recipe, facts, plan, Communicator(plan, hang_timeout=60))
     session.enter(session.stretches[0])
     return session
 
@@ -184,10 +186,10 @@ def _train(folder: Path, strategy: str, mode: str) -> None:
 
 
 def _resume(folder: Path, strategy: str, saved: Path) -> None:
-    from isobatch.engine.checkpointing.checkpoint import Saved
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 
     session = _session(strategy)
-    session.put(Saved(saved))
+    session.put(SavedCheckpoint(saved))
     _, middle, kept_on = lengths()
     losses = _steps(session, middle, middle + kept_on)
     if session.world.is_main:

@@ -17,7 +17,7 @@ from isobatch.core.errors import UserError
 def write_text(path: Path, text: str) -> None:
     """Write, sync and rename: a reader sees the old content or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with naming_errors(path), temporary.open("w", encoding="utf-8") as stream:
+    with explain_write_errors(path), temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a .jsonl file. A line cut short by a kill, even within a character, is left out."""
     if not path.exists():
         return []
@@ -62,14 +62,14 @@ def crc32(path: Path) -> int:
     return value
 
 
-def checksums(folder: Path) -> dict[str, int]:
+def folder_checksums(folder: Path) -> dict[str, int]:
     """Relative path -> crc32 of every file under a folder."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     return {str(p.relative_to(folder)): crc32(p) for p in paths}
 
 
 @contextlib.contextmanager
-def naming_errors(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Turn a full disk or a forbidden folder into one line that names the place."""
     try:
         yield

@@ -19,19 +19,19 @@ class TrainingError(RuntimeError):
     exit_code = FAILED
 
 
-class OutOfMemory(TrainingError):
+class OutOfMemoryError(TrainingError):
     """A device or the host has no more memory: another attempt may do with smaller micro-batches."""
 
     cause = "memory"
 
 
-class Lost(TrainingError):
+class WorkerLostError(TrainingError):
     """Another process died, or none of them moves: another attempt may fare better."""
 
     cause = "lost"
 
 
-class StopRequested(Exception):
+class StopRequestedError(Exception):
     """A stop was asked for, and a checkpoint was saved: exit 75."""
 
     exit_code = STOPPED

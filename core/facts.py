@@ -33,7 +33,7 @@ class Facts:
     def mean_length(self) -> float:
         return sum(self.lengths) / len(self.lengths)
 
-    def differing(self, other: Facts) -> list[str]:
+    def differing_fields(self, other: Facts) -> list[str]:
         """Names of the fields in which these disagree; where the arrays lie does not count."""
         mine, others = self.to_dict(), other.to_dict()
         return [name for name in mine if name != "folder" and mine[name] != others[name]]

@@ -128,7 +128,7 @@ def describe_type(kind: Any) -> str:
     )
 
 
-class Bare(str):
+class BareValue(str):
     """The "True" of a flag written without a value: a switch turned on, or a value forgotten."""
 
 
@@ -141,7 +141,7 @@ def is_switch(kind: Any) -> bool:
 
 def convert(flag: Flag, value: Any) -> Any:
     """The value of a flag from the word typed, or read from JSON; UserError where it has none."""
-    if isinstance(value, Bare) and not is_switch(flag.kind):
+    if isinstance(value, BareValue) and not is_switch(flag.kind):
         raise UserError(f"{flag.spelling}: needs a value")
     try:
         return _convert(flag.kind, value)
@@ -188,7 +188,7 @@ def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:
     if switch in choices:
         return switch
     raise ValueError(
-        f"is not one of {', '.join(str(c) for c in choices)}{nearest(str(value), map(str, choices))}"
+        f"is not one of {', '.join(str(c) for c in choices)}{nearest_hint(str(value), map(str, choices))}"
     )
 
 
@@ -236,26 +236,26 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
+def nearest_hint(word: str, valid: Iterable[str]) -> str:
     """A hint naming the closest valid word, or nothing."""
     close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """A JSON-ready form of an options value."""
     if isinstance(value, Interval):
         return str(value)
     if isinstance(value, tuple):
-        return [plain(v) for v in value]
+        return [to_json_value(v) for v in value]
     return value
 
 
-def as_dict(options: Any) -> dict[str, Any]:
-    return {f.name: plain(getattr(options, f.name)) for f in dataclasses.fields(options)}
+def options_to_dict(options: Any) -> dict[str, Any]:
+    return {f.name: to_json_value(getattr(options, f.name)) for f in dataclasses.fields(options)}
 
 
-def build(options: type[T], values: Mapping[str, Any], group: str) -> T:
+def build_options(options: type[T], values: Mapping[str, Any], group: str) -> T:
     """An options dataclass from words, each checked; names that are no field are a bug by then."""
     flags = flags_of(options, group)
     return options(**{name: convert(flags[name], value) for name, value in values.items()})

@@ -23,14 +23,14 @@ def is_id(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
-def home() -> Path:
+def cache_home() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     return Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
 
 
 def snapshot(kind: str, name: str, revision: str | None = None) -> Path | None:
     """The cached folder of a `models` or `datasets` repository, or None."""
-    cache = Path(os.environ.get("HF_HUB_CACHE", home() / "hub")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", cache_home() / "hub")).expanduser()
     folder = cache / f"{kind}--{name.replace('/', '--')}"
     reference = folder / "refs" / (revision or "main")
     commit = reference.read_text().strip() if reference.is_file() else revision or "main"
@@ -38,7 +38,7 @@ def snapshot(kind: str, name: str, revision: str | None = None) -> Path | None:
     return found if found.is_dir() and any(found.iterdir()) else None
 
 
-def reachable() -> bool:
+def is_reachable() -> bool:
     """Whether the hub, or the proxy on the way to it, takes a connection within 1.5 s."""
     if any(os.environ.get(name, "").upper() in TRUE for name in OFFLINE):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def refusal(error: Exception, revision: str | None) -> str:
+def explain_hub_error(error: Exception, revision: str | None) -> str:
     """The end of a sentence that begins with the name of the repository."""
     from huggingface_hub import errors
 

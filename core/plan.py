@@ -13,8 +13,8 @@ from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Count, Positive
 
 MEMORY_LIMIT = r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)"
-Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"]
-AnyStrategy = Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"]
+StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"]
+StrategyChoice = Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Invariance = Literal["exact", "noise", "precision"]
 
@@ -35,7 +35,7 @@ class PlanOptions:
     """Page-locked host memory for copies to a GPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "16-mixed", "bf16-mixed", "32"] = "auto"
     """Number format of the arithmetic; weights, gradients and moments stay fp32."""
-    strategy: AnyStrategy = "auto"
+    strategy: StrategyChoice = "auto"
     """How processes share the model."""
     compile: Literal["auto", "on", "off", "reduce-overhead"] = "auto"
     """torch.compile the model."""
@@ -64,7 +64,7 @@ class Plan:
     processes: int
     """World size: processes over all nodes."""
     nodes: int
-    strategy: Strategy
+    strategy: StrategyName
     precision: Precision
     micro_batch_samples: int
     """Largest number of samples in a micro-batch."""

@@ -105,7 +105,7 @@ class Recipe:
             raise UserError(f"--epochs {','.join(map(str, self.epochs))}: must be above 0")
 
     def to_dict(self) -> dict[str, Any]:
-        return opt.as_dict(self)
+        return opt.options_to_dict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:

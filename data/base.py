@@ -29,7 +29,7 @@ class DataError(ValueError):
     exit_code = 2
 
 
-class DamagedData(RuntimeError):
+class DamagedDataError(RuntimeError):
     """Prepared data is not what was prepared."""
 
     exit_code = 3

@@ -16,16 +16,16 @@ def require_dataset(name: str) -> None:
     close = _nearby(Path(name).expanduser())
     if not hub_cache.is_id(name):
         raise DataError(f"--data {name}: there is no such file or folder{close}")
-    if not is_cached_dataset(name) and not hub_cache.reachable():
+    if not is_cached_dataset(name) and not hub_cache.is_reachable():
         raise DataError(
             f"--data {name}: there is no such file or folder{close}; as a hub id it is not in the cache"
-            f" {hub_cache.home()}, and the hub cannot be reached: give a folder, set HF_HOME to a cache that"
-            " holds it, or run `prepare` on a machine with internet"
+            f" {hub_cache.cache_home()}, and the hub cannot be reached: give a folder, set HF_HOME to a cache"
+            " that holds it, or run `prepare` on a machine with internet"
         )
 
 
 def is_cached_dataset(name: str) -> bool:
-    arrow = Path(os.environ.get("HF_DATASETS_CACHE", hub_cache.home() / "datasets")).expanduser()
+    arrow = Path(os.environ.get("HF_DATASETS_CACHE", hub_cache.cache_home() / "datasets")).expanduser()
     prepared = arrow / name.replace("/", "___").lower()
     return prepared.is_dir() or hub_cache.snapshot("datasets", name) is not None
 
@@ -44,7 +44,7 @@ def load_dataset(name: str, config: str | None) -> Any:
     except ImportError:
         raise DataError(f"--data {name}: hub data needs datasets: pip install datasets") from None
     folder = None
-    if not hub_cache.reachable():
+    if not hub_cache.is_reachable():
         folder = hub_cache.snapshot("datasets", name)
         # Else every file is asked for over the network, with retries, before the cache is looked at.
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core import hub_cache
-from isobatch.core.hub_refusal import refusal
+from isobatch.core.hub_refusal import explain_hub_error
 from isobatch.data.base import DataError
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ def _on_hub(flag: str, name: str, revision: str | None) -> Place:
         raise DataError(f"{flag} {name}: there is no such folder or file")
     if folder := hub_cache.snapshot("models", name, revision):
         return Place(path=folder) if _present(folder) else Place(hub_id=name, revision=revision)
-    if not hub_cache.reachable():
+    if not hub_cache.is_reachable():
         raise DataError(
-            f"{flag} {name}: no such folder, not in the cache {hub_cache.home()}, and the hub cannot be"
+            f"{flag} {name}: no such folder, not in the cache {hub_cache.cache_home()}, and the hub cannot be"
             " reached: give a folder, set HF_HOME to a cache that holds it, or run `prepare` on a machine"
             " with internet"
         )
@@ -166,7 +166,7 @@ def download(name: str, revision: str | None) -> Path:
             snapshot_download(name, revision=revision, allow_patterns=[*FILES, *SETTINGS, CHAT_TEMPLATE])
         )
     except Exception as error:  # network, missing repository, gated: all are one line to the user
-        raise DataError(f"the tokenizer of {name}: {refusal(error, revision)}") from None
+        raise DataError(f"the tokenizer of {name}: {explain_hub_error(error, revision)}") from None
 
 
 def train(texts: Iterable[str], size: int) -> Tokenizer:

@@ -18,7 +18,7 @@ from isobatch.models.base import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TaskEntry:
     """Where a workload lives, as `module:Class`, and what it is in a line."""
 
     task: str
@@ -27,27 +27,27 @@ class Entry:
 
 
 TASKS = {
-    "causal-lm": Entry(
+    "causal-lm": TaskEntry(
         "models.causal_lm.task:CausalLM",
         "data.text.dataset:Text",
         "fine-tune or train a causal language model on text",
     ),
-    "classifier": Entry(
+    "classifier": TaskEntry(
         "models.classification.task:Classifier",
         "data.labelled:Labelled",
         "fine-tune an encoder to classify texts or pairs",
     ),
-    "pruning": Entry(
+    "pruning": TaskEntry(
         "models.compression.pruning:Pruning",
         "data.labelled:Labelled",
         "take heads and neurons out of a classifier for good",
     ),
-    "qat": Entry(
+    "qat": TaskEntry(
         "models.compression.qat:QAT",
         "data.labelled:Labelled",
         "train a classifier to run in 4-bit weights and 8-bit activations",
     ),
-    "recommender": Entry(
+    "recommender": TaskEntry(
         "models.recommendation.task:Recommender",
         "data.interactions.dataset:Interactions",
         "recommend items from ids and texts, with LoRA in the text encoder",
@@ -81,12 +81,12 @@ class Workload:
 
 def _options(kind: type, values: dict[str, Any], group: str) -> Any:
     names = opt.flags_of(kind, group)
-    return opt.build(kind, {k: v for k, v in values.items() if k in names}, group)
+    return opt.build_options(kind, {k: v for k, v in values.items() if k in names}, group)
 
 
 def workload(name: str) -> Workload:
     """The workload called `name`, or the user's own from ./file.py:Class."""
-    if is_users(name):
+    if is_task_file(name):
         task = _user_class(name)
         data = task.data
         if not (isinstance(data, type) and issubclass(data, Data)):
@@ -99,7 +99,7 @@ def workload(name: str) -> Workload:
         )
     if key not in TASKS:
         valid = [*TASKS, *CHAINS]
-        hint = opt.nearest(key, valid)
+        hint = opt.nearest_hint(key, valid)
         raise UserError(
             f"--task {name}: there is no such task{hint}; valid: {', '.join(valid)}, or ./file.py:Class"
         )
@@ -112,22 +112,22 @@ def _load(place: str) -> Any:
     return getattr(importlib.import_module(f"isobatch.{module}"), name)
 
 
-def is_users(name: str) -> bool:
+def is_task_file(name: str) -> bool:
     """Whether a task's name is the place of a user's own file."""
     return ".py:" in name or name.endswith(".py")
 
 
-def code_of(name: str) -> str | None:
+def task_file_hash(name: str) -> str | None:
     """The hash of a user's task file, part of its recipe and data; None for the project's own."""
-    if not is_users(name):
+    if not is_task_file(name):
         return None
     file = Path(name.rpartition(":")[0]).expanduser()
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else None
 
 
-def code_problem(recipe: Recipe) -> str | None:
+def task_file_problem(recipe: Recipe) -> str | None:
     """What is wrong with the recipe's task file: it must be the one that was trained."""
-    found, trained = code_of(recipe.task), recipe.options.get("code")
+    found, trained = task_file_hash(recipe.task), recipe.options.get("code")
     if found == trained:
         return None
     return f"{recipe.task} is not the code that was trained: {found or 'there is no file'}, {trained}"
@@ -156,7 +156,7 @@ def _user_class(place: str) -> type[Task]:
             for k, v in vars(module).items()
             if isinstance(v, type) and issubclass(v, Task) and v is not Task
         ]
-        there = f"no Task called {name} there{opt.nearest(name, own)}"
+        there = f"no Task called {name} there{opt.nearest_hint(name, own)}"
         problem = there if name else f"which class? Write {path}:Class"
         raise UserError(f"--task {place}: {problem}; found: {', '.join(own) or 'none'}")
     return found

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from isobatch.core.errors import BUG, WRONG_INPUT
-from isobatch.engine.runs.classify_errors import named
+from isobatch.engine.runs.classify_errors import classify
 
 COMMANDS = {
     "auto": (
@@ -96,9 +96,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if name in INTERNAL:
         return guarded(lambda: _function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
     if name not in COMMANDS:
-        from isobatch.core.flags import nearest
+        from isobatch.core.flags import nearest_hint
 
-        return _complain(f"there is no command {name!r}{nearest(name, [*COMMANDS, *ALIASES])}; see --help")
+        return _complain(
+            f"there is no command {name!r}{nearest_hint(name, [*COMMANDS, *ALIASES])}; see --help"
+        )
     if any(word in ("-h", "--help") for word in arguments[1:]):
         return guarded(lambda: _help(name, arguments[1:]))
     return guarded(lambda: _command(name)(arguments[1:]), debug="--debug" in arguments)
@@ -124,7 +126,7 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as caught:
-        error = named(caught) or caught
+        error = classify(caught) or caught
         code = getattr(error, "exit_code", BUG)
         if code == BUG or debug:
             traceback.print_exc()

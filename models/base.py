@@ -74,20 +74,20 @@ def _itself(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepContext:
     """What a loss may know of the moment: never how the batch was cut."""
 
     number: int
     """Optimizer steps taken before it in this phase: the first is 0. (metrics.jsonl counts from 1.)"""
     phase: str
     noise: Noise
-    of: int = 0
+    total_steps: int = 0
     """Steps in this phase."""
-    agree: Callable[[Any], Any] = _itself
+    broadcast_object: Callable[[Any], Any] = _itself
     """One process's value on all of them: discrete decisions pass through it."""
 
 
-class Held(ABC):
+class CachedWeightTransform(ABC):
     """Mix into a module that computes with a function of its weights: computed once for a whole step.
 
     Between `hold` and `release` any number of forwards and backwards may happen; gradients are linear in the
@@ -135,16 +135,16 @@ class Phase:
     """Peak learning rate; None takes the recipe's."""
     share: float = 1.0
     """Its part of --epochs or --steps where one number is given for all phases."""
-    judged: bool = True
+    early_stopping: bool = True
     """Whether --patience may end it and its best checkpoint is looked for."""
 
 
-CHANGES = "it changes the model's shape"
+CHANGES_SHAPE = "it changes the model's shape"
 """A reason for Shape.whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class ModelSize:
     """The size of a model, from which its memory and time follow. Zero where a notion does not apply."""
 
     parameters: int
@@ -163,7 +163,7 @@ class Shape:
     """Whether attention can be told where a sample ends and the next begins (engine/training/packing.py)."""
     remark: str = ""
     """What a plan should say of this model beside."""
-    whole: str = ""
+    why_unshardable: str = ""
     """Why every process must hold all of the model, if it must: as in `it changes the model's shape`."""
 
 
@@ -223,12 +223,12 @@ class Task(ABC):
         """The model on the CPU in fp32. The engine has seeded torch: the same weights on every machine."""
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """The losses of a micro-batch, each a sum with its unit; the engine minimises their total."""
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
         """Parts of the metrics; by default the training losses."""
-        step = Step(0, "evaluate", _NoNoise())
+        step = StepContext(0, "evaluate", _NoNoise())
         losses = self.loss(model, batch, step)
         rows = len(batch["index"])
         weights: dict[str, Any] = {"sample": rows, "cohort": -(-rows // self.cohort)}
@@ -244,50 +244,50 @@ class Task(ABC):
         """A frozen model to learn from beside the data."""
         return None
 
-    def begin(self, model: nn.Module, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
+    def begin_phase(self, model: nn.Module, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Before a phase: change what trains, or the model itself. `first(n)` gives training samples.
 
         They are the same on every machine and process, so what is measured on them may decide.
         """
         return
 
-    def cheaper(self) -> Mapping[str, Mapping[str, Any]]:
+    def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
         """Flags under which training takes less memory -> the values of `Options` that they stand for."""
         return {}
 
-    def lazy(self, model: nn.Module) -> Iterable[nn.Parameter]:
+    def sparse_parameters(self, model: nn.Module) -> Iterable[nn.Parameter]:
         """Embedding tables that move by the rows a step reads: another optimizer, so the recipe's choice.
 
         Work and communication then grow with the batch and not with the table. Single process or DDP only.
         """
         return []
 
-    def observe(self, model: nn.Module, step: Step) -> Mapping[str, float]:
+    def observe(self, model: nn.Module, step: StepContext) -> Mapping[str, float]:
         """See the whole reduced gradients before the optimizer does; figures for the step's log."""
         return {}
 
-    def after_step(self, model: nn.Module, step: Step) -> Change | None:
+    def after_step(self, model: nn.Module, step: StepContext) -> Change | None:
         """After the optimizer: schedules, and changes of the model, even of its shape."""
         return None
 
-    def fit(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    def match_shapes(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Bring a model as built to the shapes that were saved, by name; whether anything changed."""
         return False
 
-    def appraise(
+    def final_metrics(
         self, model: nn.Module, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """Metrics of the exported model that need more than one pass over the held-out samples."""
         return {}
 
-    def shape(self, facts: Any) -> Shape:
+    def model_size(self, facts: Any) -> ModelSize:
         """The model's size, by default counted on a model without storage."""
         import torch
 
         with torch.device("meta"):
             model = self.build_model(facts)
         parameters = list(model.parameters())
-        return Shape(
+        return ModelSize(
             parameters=sum(p.numel() for p in parameters),
             trainable=sum(p.numel() for p in parameters if p.requires_grad),
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import hub_cache
-from isobatch.core.hub_refusal import refusal
+from isobatch.core.hub_refusal import explain_hub_error
 from isobatch.models.base import ModelError
 
 ADAPTER = "adapter_config.json"
@@ -29,11 +29,11 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
 
 def require(name: str, revision: str | None, flag: str = "--model") -> None:
     """Raise unless the model is in the cache or the hub answers."""
-    if snapshot(name, revision) is None and not hub_cache.reachable():
+    if snapshot(name, revision) is None and not hub_cache.is_reachable():
         raise ModelError(
-            f"{flag} {name}: there is no such folder; as a hub id it is not in the cache {hub_cache.home()},"
-            " and the hub cannot be reached: give a folder, set HF_HOME to a cache that holds it,"
-            " or run `prepare` on a machine with internet"
+            f"{flag} {name}: there is no such folder; as a hub id it is not in the cache"
+            f" {hub_cache.cache_home()}, and the hub cannot be reached: give a folder, set HF_HOME to a"
+            " cache that holds it, or run `prepare` on a machine with internet"
         )
 
 
@@ -114,7 +114,7 @@ def _fetch_config(name: str, revision: str | None) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except Exception as error:  # network, missing repository, gated: all are one line to the user
-        raise ModelError(f"--model {name}: {refusal(error, revision)}") from None
+        raise ModelError(f"--model {name}: {explain_hub_error(error, revision)}") from None
 
 
 def fetch(name: str, revision: str | None, flag: str = "--model") -> str:
@@ -125,9 +125,9 @@ def fetch(name: str, revision: str | None, flag: str = "--model") -> str:
     found = snapshot(name, revision)
     if found and _has_weights(found):
         return str(found)
-    if not hub_cache.reachable():
+    if not hub_cache.is_reachable():
         raise ModelError(
-            f"{flag} {name}: its weights are not in the cache {hub_cache.home()}, and the hub cannot be"
+            f"{flag} {name}: its weights are not in the cache {hub_cache.cache_home()}, and the hub cannot be"
             " reached: run `prepare` on a machine with internet that shares this cache"
         )
     from huggingface_hub import HfApi, snapshot_download
@@ -137,7 +137,7 @@ def fetch(name: str, revision: str | None, flag: str = "--model") -> str:
         wanted = _wanted([s.rfilename for s in there.siblings or []])
         return snapshot_download(name, revision=revision, allow_patterns=wanted)
     except Exception as error:
-        raise ModelError(f"{flag} {name}: {refusal(error, revision)}") from None
+        raise ModelError(f"{flag} {name}: {explain_hub_error(error, revision)}") from None
 
 
 def _has_weights(folder: Path) -> bool:

@@ -20,33 +20,33 @@ from safetensors import SafetensorError, safe_open
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError, UserError
-from isobatch.engine.checkpointing.host_buffer import Image
-from isobatch.engine.checkpointing.portable_state import Entry, State
+from isobatch.engine.checkpointing.host_buffer import HostBuffer
+from isobatch.engine.checkpointing.portable_state import PortableState, TensorEntry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from isobatch.engine.distributed.communicator import World
+    from isobatch.engine.distributed.communicator import Communicator
 
 CHECKSUMS = "checksums.json"
 TEXTS = ("index.json", "state.json")
 
 
-class Writer:
+class CheckpointWriter:
     """Writes one checkpoint at a time while training goes on. All ranks call every method alike."""
 
-    def __init__(self, world: World, sealed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, world: Communicator, sealed: Callable[[], None] = lambda: None) -> None:
         self.world = world
-        self.sealed = sealed
+        self.on_complete = sealed
         """Called on the main rank once a checkpoint is complete."""
-        self._image = Image()
+        self._image = HostBuffer()
         self._folder: Path | None = None
         self._thread = threading.Thread()
         self._problem = ""
 
-    def begin(self, folder: Path, state: State, facts: Mapping[str, Any]) -> None:
+    def start(self, folder: Path, state: PortableState, facts: Mapping[str, Any]) -> None:
         """Copy this rank's pieces to the host and write them in the background."""
-        self.finish()
+        self.wait()
         self._folder, self._problem = folder, ""
         size = self._image.fill({f"{p.name}@{p.start}": p.values.detach() for p in state.pieces})
         entries = state.entries if self.world.is_main else None
@@ -57,12 +57,12 @@ class Writer:
         self,
         folder: Path,
         size: int,
-        entries: Mapping[str, Entry] | None,
+        entries: Mapping[str, TensorEntry] | None,
         facts: Mapping[str, Any],
     ) -> None:
         temporary = _beside(folder)
         try:
-            with atomic_files.naming_errors(temporary):
+            with atomic_files.explain_write_errors(temporary):
                 temporary.mkdir(parents=True, exist_ok=True)
                 self._image.write(temporary / _file(self.world.rank), size)
                 if entries is not None:
@@ -72,45 +72,47 @@ class Writer:
         except BaseException as error:  # also a panic in Rust: unnoticed, it would count as written
             self._problem = f"cannot write {temporary}: {error!r}"
 
-    def votes(self) -> list[float]:
+    def rank_flags(self) -> list[float]:
         """This rank's say on whether the checkpoint that is being written is written, or cannot be."""
         ended = self._folder is not None and not self._thread.is_alive()
         return [float(ended), float(bool(ended and self._problem))]
 
-    def settle(self, written: float, failed: float) -> None:
+    def complete_if_written(self, written: float, failed: float) -> None:
         """Complete the checkpoint where the votes of all ranks, added up, allow it."""
         if self._folder is not None and (failed or written == self.world.size):
-            self._end()
+            self._complete()
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete and every rank can see it."""
         if self._folder is not None:
-            self._end()
+            self._complete()
             self.world.barrier()
 
-    def _end(self) -> None:
+    def _complete(self) -> None:
         """A full disk on one rank ends the save on all."""
         self._thread.join()
         folder, self._folder = self._folder, None
         assert folder is not None
-        problems = [p for p in self.world.gather(self._problem) if p]
+        problems = [p for p in self.world.all_gather_objects(self._problem) if p]
         if problems:
             if self.world.is_main:
                 shutil.rmtree(_beside(folder), ignore_errors=True)
             raise UserError(problems[0])
         if self.world.is_main:
             _replace(_beside(folder), folder)
-            self.sealed()
+            self.on_complete()
 
 
-def save(folder: Path, state: State, facts: Mapping[str, Any], world: World) -> None:
+def save(folder: Path, state: PortableState, facts: Mapping[str, Any], world: Communicator) -> None:
     """Write a checkpoint together and wait for it. All ranks call this."""
-    writer = Writer(world)
-    writer.begin(folder, state, facts)
-    writer.finish()
+    writer = CheckpointWriter(world)
+    writer.start(folder, state, facts)
+    writer.wait()
 
 
-def _write_texts(folder: Path, entries: Mapping[str, Entry], facts: Mapping[str, Any], world: int) -> None:
+def _write_texts(
+    folder: Path, entries: Mapping[str, TensorEntry], facts: Mapping[str, Any], world: int
+) -> None:
     tensors = {name: {"shape": list(e.shape), "dtype": e.dtype} for name, e in entries.items()}
     atomic_files.write_json(folder / "index.json", {"world_size": world, "tensors": tensors})
     atomic_files.write_json(folder / "state.json", facts)
@@ -121,7 +123,7 @@ def _beside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.tmp")
 
 
-class Saved:
+class SavedCheckpoint:
     """A checkpoint on disk, read one tensor, or one part of it, at a time.
 
     Raises TrainingError where anything is missing or damaged; `check` reads the weights' files for that.
@@ -134,8 +136,10 @@ class Saved:
                 if atomic_files.crc32(folder / name) != recorded:
                     raise ValueError(f"{name} is not what was written")
             index = json.loads((folder / "index.json").read_text())
-            self.facts: dict[str, Any] = json.loads((folder / "state.json").read_text())
-            self.entries = {n: Entry(tuple(e["shape"]), e["dtype"]) for n, e in index["tensors"].items()}
+            self.state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+            self.entries = {
+                n: TensorEntry(tuple(e["shape"]), e["dtype"]) for n, e in index["tensors"].items()
+            }
             self._paths = [folder / _file(rank) for rank in range(index["world_size"])]
             for path in self._paths:
                 if path.stat().st_size != json.loads(path.with_suffix(".json").read_text())["bytes"]:
@@ -171,7 +175,7 @@ class Saved:
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise TrainingError(f"checkpoint {self.folder} is damaged: {error}") from None
 
-    def check(self, rank: int = 0, world: int = 1) -> None:
+    def verify_checksums(self, rank: int = 0, world: int = 1) -> None:
         """Compare checksums of this rank's share of the files."""
         with self._naming_damage():
             for path in self._paths[rank::world]:
@@ -180,9 +184,9 @@ class Saved:
 
     def read(self, name: str) -> Tensor:
         """A whole tensor."""
-        return self.part(name, 0, self._size(name)).view(self.entries[name].shape)
+        return self.read_slice(name, 0, self._size(name)).view(self.entries[name].shape)
 
-    def part(self, name: str, start: int, stop: int) -> Tensor:
+    def read_slice(self, name: str, start: int, stop: int) -> Tensor:
         """Elements start..stop of the flattened tensor."""
         import torch
 
@@ -196,7 +200,7 @@ class Saved:
         return out
 
 
-def sweep(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what a save or a delete cut short by a kill left behind."""
     for path in folder.glob(".*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -223,11 +227,11 @@ def _file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def name(phase: str, step: int) -> str:
+def checkpoint_name(phase: str, step: int) -> str:
     return f"{phase}-{step}"
 
 
-def listed(folder: Path, phases: list[str]) -> list[Path]:
+def list_checkpoints(folder: Path, phases: list[str]) -> list[Path]:
     """Complete checkpoints in the order they were made."""
     found = [p for p in folder.glob("*-*") if (p / "index.json").exists() and not p.name.startswith(".")]
     return sorted((p for p in found if _place(p, phases)[0] >= 0), key=lambda p: _place(p, phases))
@@ -238,8 +242,8 @@ def _place(path: Path, phases: list[str]) -> tuple[int, int]:
     return (phases.index(phase), int(step)) if phase in phases and step.isdigit() else (-1, 0)
 
 
-def prune(folder: Path, phases: list[str], keep: int, spare: set[str]) -> None:
+def delete_old(folder: Path, phases: list[str], keep: int, spare: set[str]) -> None:
     """Delete all but the newest `keep` checkpoints and those named in `spare`."""
-    for path in listed(folder, phases)[:-keep]:
+    for path in list_checkpoints(folder, phases)[:-keep]:
         if path.name not in spare:
             remove(path)

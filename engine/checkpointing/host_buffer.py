@@ -31,7 +31,7 @@ SECTOR = 4096
 CHUNK = 8 << 20
 
 
-class Image:
+class HostBuffer:
     """The memory of one file, kept from save to save and as large as the largest was."""
 
     def __init__(self) -> None:

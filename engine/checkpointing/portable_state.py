@@ -19,7 +19,7 @@ MOMENT = "moment/"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A whole tensor, wherever its pieces are."""
 
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """Consecutive elements of a flattened tensor."""
 
     name: str
@@ -38,30 +38,30 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class PortableState:
     """What one rank brings to a checkpoint: all names, and its own pieces."""
 
-    entries: dict[str, Entry]
-    pieces: list[Piece]
+    entries: dict[str, TensorEntry]
+    pieces: list[TensorPiece]
 
 
-class Reads(Protocol):
+class StateReader(Protocol):
     """Where state is read from, one tensor at a time."""
 
     @property
-    def entries(self) -> Mapping[str, Entry]: ...
+    def entries(self) -> Mapping[str, TensorEntry]: ...
     def read(self, name: str) -> Tensor: ...
 
 
-def entry(tensor: Tensor) -> Entry:
-    return Entry(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+def tensor_entry(tensor: Tensor) -> TensorEntry:
+    return TensorEntry(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Name -> tensor for everything that training changes. Frozen weights come from their source again."""
     import torch
 
-    state = {WEIGHT + name: p.detach() for name, p in changing(model)}
+    state = {WEIGHT + name: p.detach() for name, p in changing_tensors(model)}
     for name, p in model.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
             if value is not None:  # some optimizers count steps in a plain number
@@ -69,22 +69,22 @@ def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return state
 
 
-def changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def changing_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Trainable parameters and persistent buffers."""
     yield from ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     saved = set(model.state_dict(keep_vars=True))
     yield from ((name, b) for name, b in model.named_buffers() if name in saved and b is not None)
 
 
-def shared(tensors: Mapping[str, Tensor], rank: int, world: int) -> State:
+def rank_share(tensors: Mapping[str, Tensor], rank: int, world: int) -> PortableState:
     """The rank's share of tensors that every rank holds: consecutive, equal to within one element."""
     pieces = []
-    for name, start, stop in share({name: t.numel() for name, t in tensors.items()}, rank, world):
-        pieces.append(Piece(name, start, tensors[name].reshape(-1)[start:stop]))
-    return State({name: entry(t) for name, t in tensors.items()}, pieces)
+    for name, start, stop in element_ranges({name: t.numel() for name, t in tensors.items()}, rank, world):
+        pieces.append(TensorPiece(name, start, tensors[name].reshape(-1)[start:stop]))
+    return PortableState({name: tensor_entry(t) for name, t in tensors.items()}, pieces)
 
 
-def share(sizes: Mapping[str, int], rank: int, world: int) -> Iterator[tuple[str, int, int]]:
+def element_ranges(sizes: Mapping[str, int], rank: int, world: int) -> Iterator[tuple[str, int, int]]:
     """(name, start, stop) of one rank's share of all elements."""
     total, position = sum(sizes.values()), 0
     low, high = total * rank // world, total * (rank + 1) // world
@@ -95,14 +95,14 @@ def share(sizes: Mapping[str, int], rank: int, world: int) -> Iterator[tuple[str
         position += size
 
 
-def weights(saved: Reads) -> set[str]:
+def saved_weight_names(saved: StateReader) -> set[str]:
     """Names of the saved weights and buffers."""
     return {k.removeprefix(WEIGHT) for k in saved.entries if k.startswith(WEIGHT)}
 
 
-def check(saved: Reads, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(saved: StateReader, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise TrainingError unless the saved weights are, by name and shape, those of `shapes`."""
-    found = weights(saved)
+    found = saved_weight_names(saved)
     if found != set(shapes):
         odd = sorted(found ^ set(shapes))
         raise TrainingError(
@@ -113,18 +113,18 @@ def check(saved: Reads, shapes: Mapping[str, tuple[int, ...]]) -> None:
             raise TrainingError(f"the checkpoint's {name} has shape {there}, and this model's {shape}")
 
 
-def put_weights(saved: Reads, model: nn.Module) -> None:
+def load_weights(saved: StateReader, model: nn.Module) -> None:
     """Set weights and buffers; names and shapes must match the model's."""
     import torch
 
-    targets = dict(changing(model))
-    check(saved, {name: tuple(t.shape) for name, t in targets.items()})
+    targets = dict(changing_tensors(model))
+    check_shapes(saved, {name: tuple(t.shape) for name, t in targets.items()})
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(saved.read(WEIGHT + name))
 
 
-def moments(saved: Reads) -> Iterator[tuple[str, str, str]]:
+def saved_moments(saved: StateReader) -> Iterator[tuple[str, str, str]]:
     """(key in the file, kind of moment, parameter name)."""
     for key in saved.entries:
         if key.startswith(MOMENT):
@@ -132,10 +132,10 @@ def moments(saved: Reads) -> Iterator[tuple[str, str, str]]:
             yield key, kind, name
 
 
-def put_moments(saved: Reads, model: nn.Module, optimizer: Optimizer) -> None:
+def load_moments(saved: StateReader, model: nn.Module, optimizer: Optimizer) -> None:
     """Set the optimizer's state, made where there is none yet."""
     parameters = dict(model.named_parameters())
-    for key, kind, name in moments(saved):
+    for key, kind, name in saved_moments(saved):
         p, value = parameters[name], saved.read(key)
         if value.ndim == 0 and not value.is_floating_point():  # a plain number it was
             optimizer.state[p][kind] = value.item()

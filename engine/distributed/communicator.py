@@ -26,7 +26,7 @@ _BUCKET_BYTES = 25 << 20
 BACKEND_LATER_SECONDS = 60
 
 
-def ranks_from(environment: Mapping[str, str]) -> tuple[int, int]:
+def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
     """(rank, world size) as torchrun, accelerate or srun formed them, before torch is imported.
 
     A scheduler that started several processes which nobody joined is refused: each would train alone.
@@ -52,7 +52,9 @@ def check_world(planned: int, actual: int) -> None:
         )
 
 
-def agree_before_planning(choose: Callable[[], str], rank: int, size: int, cpu: bool, timeout: int) -> str:
+def broadcast_choice_before_planning(
+    choose: Callable[[], str], rank: int, size: int, cpu: bool, timeout: int
+) -> str:
     """Rank 0's choice on every rank, or its error on every rank: nobody waits for one that gave up."""
     if size == 1:
         return choose()
@@ -74,13 +76,13 @@ def agree_before_planning(choose: Callable[[], str], rank: int, size: int, cpu: 
     return box[0]
 
 
-class World:
+class Communicator:
     """This process among the others."""
 
     def __init__(
         self, plan: Plan, hang_timeout: int = 1800, tracker: str = "none", folder: str = "."
     ) -> None:
-        rank, size = ranks_from(os.environ)
+        rank, size = rank_and_world_size(os.environ)
         check_world(plan.processes, size)
         self.plan, self.rank, self.size = plan, rank, size
         self.accelerator = _accelerator(plan, hang_timeout, tracker, folder)
@@ -88,20 +90,20 @@ class World:
             check_world(size, self.accelerator.num_processes)
         self.device: torch.device = self.accelerator.device
         self.place = "the start"
-        self.moved = time.monotonic()
+        self.moved_at = time.monotonic()
         self.waiting = ""
         """The collective this process stands in, or nothing."""
 
-    def at(self, place: str) -> None:
+    def mark_progress(self, place: str) -> None:
         """Say what this process is at; whoever watches sees that it moves."""
-        self.place, self.moved = place, time.monotonic()
+        self.place, self.moved_at = place, time.monotonic()
 
     @contextlib.contextmanager
-    def waits(self, what: str) -> Iterator[None]:
+    def waiting_for(self, what: str) -> Iterator[None]:
         """Around whatever waits for other processes."""
-        self.waiting, self.moved = what, time.monotonic()
+        self.waiting, self.moved_at = what, time.monotonic()
         yield
-        self.waiting, self.moved = "", time.monotonic()
+        self.waiting, self.moved_at = "", time.monotonic()
 
     def store(self) -> Any:
         """The key-value store that formed this world; None where there is one process."""
@@ -115,7 +117,7 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap_in_ddp(self, model: nn.Module) -> nn.Module:
         """The model as the strategy runs it: in DDP where there are others, itself where there are none."""
         if self.size == 1:
             return model
@@ -127,25 +129,25 @@ class World:
             model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=devices is not None
         )
 
-    def broadcast(self, model: nn.Module) -> None:
+    def broadcast_model(self, model: nn.Module) -> None:
         """Rank 0's weights and buffers on every rank: no two ranks may train two separate models."""
         if self.size > 1:
             import torch.distributed as dist
 
-            with self.waits("the first weights"):
+            with self.waiting_for("the first weights"):
                 for tensor in (*model.parameters(), *model.buffers()):
                     dist.broadcast(tensor.detach(), src=0)
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.size > 1:
             import torch.distributed as dist
 
-            with self.waits("a sum"):
+            with self.waiting_for("a sum"):
                 dist.all_reduce(values)
         return values
 
-    def sum_gradients(self, parameters: list[nn.Parameter]) -> bool:
+    def all_reduce_gradients(self, parameters: list[nn.Parameter]) -> bool:
         """Sum gradients over ranks in flat buckets. A parameter no rank used keeps no gradient.
 
         Returns whether every rank that had work used every parameter.
@@ -155,7 +157,7 @@ class World:
         import torch
 
         mine = [p.grad is not None for p in parameters]
-        *used, busy = self.sum(
+        *used, busy = self.all_reduce_sum(
             torch.tensor([*mine, any(mine)], dtype=torch.int32, device=self.device)
         ).tolist()
         kept = [p for p, n in zip(parameters, used, strict=True) if n]
@@ -163,13 +165,13 @@ class World:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         for bucket in _buckets(kept):
-            flat = self.sum(torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None]))
+            flat = self.all_reduce_sum(torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None]))
             for p, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 assert p.grad is not None
                 p.grad.copy_(piece.view_as(p))
         return all(n == busy for n in used)
 
-    def sum_rows(self, p: nn.Parameter) -> Tensor:
+    def all_reduce_sparse(self, p: nn.Parameter) -> Tensor:
         """A table's sparse gradient, summed over ranks; what is sent grows with the rows of the batch."""
         import torch
 
@@ -179,49 +181,49 @@ class World:
         if p.grad is not None:
             mine = p.grad.coalesce()
             rows, values = mine.indices()[0], mine.values()
-        counts = self.gather_tensors(torch.tensor([len(rows)], device=p.device)).tolist()
+        counts = self.all_gather(torch.tensor([len(rows)], device=p.device)).tolist()
         most = max(1, *counts)
-        every = self.gather_tensors(_padded(rows, most)).split(most)
-        of_every = self.gather_tensors(_padded(values, most)).split(most)
+        every = self.all_gather(_padded(rows, most)).split(most)
+        of_every = self.all_gather(_padded(values, most)).split(most)
         rows = torch.cat([part[:n] for part, n in zip(every, counts, strict=True)])
         values = torch.cat([part[:n] for part, n in zip(of_every, counts, strict=True)])
         return torch.sparse_coo_tensor(rows[None], values, p.shape, check_invariants=False).coalesce()
 
-    def gather_tensors(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """(ranks * n, ...) of every rank's (n, ...), in their order."""
         import torch
         import torch.distributed as dist
 
         found = [torch.empty_like(values) for _ in range(self.size)]
-        with self.waits("rows of a table"):
+        with self.waiting_for("rows of a table"):
             dist.all_gather(found, values.contiguous())
         return torch.cat(found)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's object, on every rank."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.size
-        with self.waits("a vote"):
+        with self.waiting_for("a vote"):
             dist.all_gather_object(found, value)
         return found
 
-    def agree(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's object, on every rank."""
         if self.size == 1:
             return value
         import torch.distributed as dist
 
         box = [value]
-        with self.waits("rank 0's word"):
+        with self.waiting_for("rank 0's word"):
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def barrier(self) -> None:
         if self.size > 1:
-            with self.waits("a barrier"):
+            with self.waiting_for("a barrier"):
                 self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
@@ -231,7 +233,7 @@ class World:
         if self.size > 1:
             self._wait_for_the_last()
 
-    def leave(self, code: int) -> None:
+    def exit_process(self, code: int) -> None:
         """End this process with `code` where there are others; one alone goes on.
 
         Not by way of the interpreter's end: there gloo's destructor waits, holding the interpreter, for

@@ -7,32 +7,32 @@ import threading
 from types import FrameType
 from typing import Any
 
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopFlag:
     """Set by SIGTERM, SIGINT or SIGUSR1 inside its `with` block. A second SIGINT stops at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self.reason = "asked to stop by a signal"
         self.cause = ""
         self._before: dict[int, Any] = {}
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
+        if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
 
-    def ask(self, reason: str) -> None:
+    def request(self, reason: str) -> None:
         """Ask for a stop from inside."""
-        if not self.asked:
-            self.asked, self.reason, self.cause = True, reason, "lost"
+        if not self.requested:
+            self.requested, self.reason, self.cause = True, reason, "lost"
 
     def __enter__(self) -> StopFlag:
         # Python lets only the main thread set handlers; a run inside another program's thread has none.
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._ask) for number in ASKING}
+            self._before = {number: signal.signal(number, self._ask) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,19 +18,21 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from isobatch.engine.distributed.communicator import World
+    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.distributed.stop_signals import StopFlag
 
-AFTER_A_SIGNAL_SECONDS = 30.0
+TIMEOUT_AFTER_SIGNAL_SECONDS = 30.0
 """A process that was asked to stop and does not move is waiting for one that is gone."""
-SPEAK_LATER_SECONDS = 2.0
+WAITING_RANK_DELAY_SECONDS = 2.0
 """Those who wait let the one that holds them up speak first."""
 
 
-class Watch:
+class Watchdog:
     """Runs beside the main thread, which says `world.at(...)` whenever it moves."""
 
-    def __init__(self, world: World, stop: StopFlag, timeout: float, end: Callable[[str], None]) -> None:
+    def __init__(
+        self, world: Communicator, stop: StopFlag, timeout: float, end: Callable[[str], None]
+    ) -> None:
         self.world, self.stop, self.timeout = world, stop, timeout
         self.end = end
         """Ends this process for the reason given."""
@@ -40,8 +42,8 @@ class Watch:
         self._pause = max(0.2, min(1.0, timeout / 10))
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-    def __enter__(self) -> Watch:
-        self.world.at("the start")
+    def __enter__(self) -> Watchdog:
+        self.world.mark_progress("the start")
         if self.timeout:
             self._thread.start()
         return self
@@ -52,21 +54,24 @@ class Watch:
     def _run(self) -> None:
         while not self._over.wait(self._pause):
             if os.getppid() != self._parent and self.world.size > 1:
-                self.stop.ask("the launcher that started it is gone")
-            self._tell()
-            still = time.monotonic() - self.world.moved
-            limit = min(self.timeout, AFTER_A_SIGNAL_SECONDS) if self.stop.asked else self.timeout
-            if still > limit + (SPEAK_LATER_SECONDS if self.world.waiting else 0) and not self._over.is_set():
+                self.stop.request("the launcher that started it is gone")
+            self._publish_position()
+            still = time.monotonic() - self.world.moved_at
+            limit = min(self.timeout, TIMEOUT_AFTER_SIGNAL_SECONDS) if self.stop.requested else self.timeout
+            if (
+                still > limit + (WAITING_RANK_DELAY_SECONDS if self.world.waiting else 0)
+                and not self._over.is_set()
+            ):
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
                 self.end(self._verdict(still))
 
-    def _tell(self) -> None:
+    def _publish_position(self) -> None:
         """Where this process is, for the others to read."""
         if (store := self.world.store()) is not None:
             said = {
                 "place": self.world.place,
                 "waiting": self.world.waiting,
-                "code": self._line(),
+                "code": self._innermost_line(),
                 "time": time.time(),
             }
             with contextlib.suppress(RuntimeError):
@@ -75,12 +80,12 @@ class Watch:
     def _verdict(self, still: float) -> str:
         here = f"rank {self.world.rank} has stood still for {still:.0f} s"
         if not self.world.waiting:
-            return f"{here} at {self.world.place}, in {self._line()}"
-        others = [text for rank in range(self.world.size) if (text := self._said(rank))]
+            return f"{here} at {self.world.place}, in {self._innermost_line()}"
+        others = [text for rank in range(self.world.size) if (text := self._describe_rank(rank))]
         why = "; ".join(others) or "no other says why"
         return f"{here} at {self.world.place}, waiting in {self.world.waiting} for the others: {why}"
 
-    def _said(self, rank: int) -> str:
+    def _describe_rank(self, rank: int) -> str:
         """What is odd about another rank, or nothing."""
         store = self.world.store()
         if rank == self.world.rank or store is None:
@@ -96,7 +101,7 @@ class Watch:
             return f"rank {rank} has said nothing for {silent:.0f} s; it was at {said['place']}"
         return "" if said["waiting"] else f"rank {rank} is at {said['place']}, in {said['code']}"
 
-    def _line(self) -> str:
+    def _innermost_line(self) -> str:
         """The innermost line of the main thread outside installed libraries."""
         frame: FrameType | None = sys._current_frames().get(self._main)
         while frame is not None and ("site-packages" in frame.f_code.co_filename or frame.f_back is None):

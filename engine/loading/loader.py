@@ -14,7 +14,13 @@ import numpy as np
 
 from isobatch.core.plan import Plan
 from isobatch.data.base import Source
-from isobatch.engine.loading.microbatching import Budget, Micro, cut, dummy, padding_fraction
+from isobatch.engine.loading.microbatching import (
+    MicroBatch,
+    MicroBatchBudget,
+    dummy_micro_batch,
+    make_micro_batches,
+    padding_fraction,
+)
 from isobatch.engine.runs.run_folder import now
 
 if TYPE_CHECKING:
@@ -25,44 +31,44 @@ Order = Callable[[int], np.ndarray]
 """Step -> sample numbers of its global batch."""
 
 
-def budget_of(plan: Plan) -> Budget:
-    return Budget(
+def micro_batch_budget(plan: Plan) -> MicroBatchBudget:
+    return MicroBatchBudget(
         plan.micro_batch_samples, plan.micro_batch_tokens, plan.micro_batch_cost, 0.0, plan.pad_multiple
     )
 
 
-def training_budget(plan: Plan) -> Budget:
+def training_budget(plan: Plan) -> MicroBatchBudget:
     """Packed rows are cut by their real tokens where a kernel takes them as they are."""
-    return dataclasses.replace(budget_of(plan), packed=plan.pack and plan.device == "cuda")
+    return dataclasses.replace(micro_batch_budget(plan), packed=plan.pack and plan.device == "cuda")
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """What one rank knows of one step."""
 
     step: int
     samples: np.ndarray
     """The whole global batch, in the recipe's order."""
-    totals: dict[str, float]
+    unit_weights: dict[str, float]
     """Unit -> its weight over the whole global batch."""
     tokens: int
-    mine: list[Micro]
+    micro_batches: list[MicroBatch]
     """This rank's micro-batches; at least one, perhaps a dummy."""
     padding: float
     """Share of padded tokens that are no tokens, over all ranks."""
 
 
 @dataclass(slots=True)
-class Loaded:
-    """A step with its batches on the host. `batches` and `work.mine` go together."""
+class LoadedStep:
+    """A step with its batches on the host. `batches` and `work.micro_batches` go together."""
 
-    work: Work
+    work: StepWork
     batches: list[dict[str, Tensor]] = field(default_factory=list)
-    waited: float = 0.0
+    wait_seconds: float = 0.0
     """Seconds the loop stood still for this step's data."""
 
 
-class Feed:
+class BatchLoader:
     """The stream of one rank's work from `source` in the order of `order`."""
 
     def __init__(
@@ -72,45 +78,45 @@ class Feed:
         self.equal_counts = equal_counts
         self.budget = training_budget(plan)
 
-    def work(self, step: int) -> Work:
+    def plan_step(self, step: int) -> StepWork:
         """The cut of global batch `step`: the same on every rank, but for `mine`."""
         samples = self.order(step)
         lengths = self.source.lengths[samples]
-        ranks = cut(lengths, self.plan.processes, self.budget, self.cohort)
+        ranks = make_micro_batches(lengths, self.plan.processes, self.budget, self.cohort)
         mine = ranks[self.rank]
         if self.equal_counts:
-            mine = mine + [dummy(self.budget)] * (max(map(len, ranks)) - len(mine))
+            mine = mine + [dummy_micro_batch(self.budget)] * (max(map(len, ranks)) - len(mine))
         totals = {"sample": float(len(samples)), "cohort": float(-(-len(samples) // self.cohort))}
         totals |= {unit: float(w[samples].sum(dtype=np.float64)) for unit, w in self.source.weights.items()}
         tokens = int(lengths.sum())
         padding = 0.0 if self.plan.pack else padding_fraction(lengths, ranks)
-        return Work(step, samples, totals, tokens, mine, padding)
+        return StepWork(step, samples, totals, tokens, mine, padding)
 
-    def steps(self, start: int, stop: int) -> Iterator[Loaded]:
+    def steps(self, start: int, stop: int) -> Iterator[LoadedStep]:
         """Steps start..stop-1, loaded ahead of the loop."""
         stream = self._in_workers(start, stop) if self.plan.workers else self._in_thread(start, stop)
-        loaded: Loaded | None = None
+        loaded: LoadedStep | None = None
         began = now()
         for item in stream:
-            if isinstance(item, Work):
-                loaded = Loaded(item)
+            if isinstance(item, StepWork):
+                loaded = LoadedStep(item)
             else:
                 assert loaded is not None
                 loaded.batches.append(item)
-                if len(loaded.batches) == len(loaded.work.mine):
-                    loaded.waited = now() - began
+                if len(loaded.batches) == len(loaded.work.micro_batches):
+                    loaded.wait_seconds = now() - began
                     yield loaded
                     began = now()
 
-    def _plan(self, start: int, stop: int) -> Iterator[tuple[Work, Micro]]:
+    def _planned_micro_batches(self, start: int, stop: int) -> Iterator[tuple[StepWork, MicroBatch]]:
         for step in range(start, stop):
-            work = self.work(step)
-            for micro in work.mine:
+            work = self.plan_step(step)
+            for micro in work.micro_batches:
                 yield work, micro
 
-    def _rows(self, work: Work, micro: Micro) -> np.ndarray:
+    def _rows(self, work: StepWork, micro: MicroBatch) -> np.ndarray:
         # A dummy computes some sample with weight zero.
-        return work.samples[micro.places] if len(micro.places) else np.zeros(1, np.int64)
+        return work.samples[micro.positions] if len(micro.positions) else np.zeros(1, np.int64)
 
     def _in_thread(self, start: int, stop: int) -> Iterator[Any]:
         ready: queue.Queue[Any] = queue.Queue(maxsize=max(1, self.plan.prefetch))
@@ -119,18 +125,18 @@ class Feed:
         def produce() -> None:
             try:
                 previous = None
-                for work, micro in self._plan(start, stop):
-                    if work is not previous and not _offer(ready, work, closed):
+                for work, micro in self._planned_micro_batches(start, stop):
+                    if work is not previous and not _put_unless_closed(ready, work, closed):
                         return
                     previous = work
-                    batch = tensors(
+                    batch = to_tensors(
                         self.source.fetch(self._rows(work, micro), micro.width), self.plan.pin_memory
                     )
-                    if not _offer(ready, batch, closed):
+                    if not _put_unless_closed(ready, batch, closed):
                         return
-                _offer(ready, None, closed)
+                _put_unless_closed(ready, None, closed)
             except BaseException as error:  # the loop's thread raises it
-                _offer(ready, error, closed)
+                _put_unless_closed(ready, error, closed)
 
         threading.Thread(target=produce, name="feed", daemon=True).start()
         try:
@@ -144,16 +150,16 @@ class Feed:
     def _in_workers(self, start: int, stop: int) -> Iterator[Any]:
         from torch.utils.data import DataLoader
 
-        planned: deque[tuple[Work, Micro]] = deque()
+        planned: deque[tuple[StepWork, MicroBatch]] = deque()
 
         def rows() -> Iterator[tuple[np.ndarray, int]]:
-            for work, micro in self._plan(start, stop):
+            for work, micro in self._planned_micro_batches(start, stop):
                 planned.append((work, micro))
                 yield self._rows(work, micro), micro.width
 
         loader: Iterable[Any] = DataLoader(
-            _Fetch(self.source),  # type: ignore[arg-type]
-            sampler=_Stream(rows),
+            _FetchDataset(self.source),  # type: ignore[arg-type]
+            sampler=_StreamSampler(rows),
             batch_size=None,
             num_workers=self.plan.workers,
             prefetch_factor=max(1, self.plan.prefetch),
@@ -174,7 +180,7 @@ class Feed:
             raise error.with_traceback(None) from None
 
 
-def _offer(ready: queue.Queue[Any], item: Any, closed: threading.Event) -> bool:
+def _put_unless_closed(ready: queue.Queue[Any], item: Any, closed: threading.Event) -> bool:
     while not closed.is_set():
         try:
             ready.put(item, timeout=0.1)
@@ -184,20 +190,20 @@ def _offer(ready: queue.Queue[Any], item: Any, closed: threading.Event) -> bool:
     return False
 
 
-class _Fetch:
+class _FetchDataset:
     def __init__(self, source: Source) -> None:
         self.source = source
 
     def __getitem__(self, rows: tuple[np.ndarray, int]) -> dict[str, Tensor] | Exception:
         try:
-            return tensors(self.source.fetch(*rows), pin=False)
+            return to_tensors(self.source.fetch(*rows), pin=False)
         except Exception as error:
             if not hasattr(error, "exit_code"):
                 raise
             return error  # one line for the user; raised here it would arrive wrapped in a traceback
 
 
-class _Stream:
+class _StreamSampler:
     def __init__(self, make: Callable[[], Iterator[tuple[np.ndarray, int]]]) -> None:
         self.make = make
 
@@ -205,7 +211,7 @@ class _Stream:
         return self.make()
 
 
-def tensors(arrays: dict[str, np.ndarray], pin: bool) -> dict[str, Tensor]:
+def to_tensors(arrays: dict[str, np.ndarray], pin: bool) -> dict[str, Tensor]:
     """Host tensors of the arrays, page-locked if asked."""
     import torch
 

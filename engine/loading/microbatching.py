@@ -8,7 +8,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class MicroBatchBudget:
     """What one micro-batch may hold, and what it costs."""
 
     samples: int
@@ -37,17 +37,19 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Micro:
+class MicroBatch:
     """A micro-batch of whole cohorts. An empty one is a dummy: weight zero, but its collectives happen."""
 
-    places: np.ndarray
+    positions: np.ndarray
     """Positions in the global batch."""
     width: int
     """Padded length."""
     cost: float
 
 
-def cut(lengths: np.ndarray, world: int, budget: Budget, cohort: int = 1) -> list[list[Micro]]:
+def make_micro_batches(
+    lengths: np.ndarray, world: int, budget: MicroBatchBudget, cohort: int = 1
+) -> list[list[MicroBatch]]:
     """Micro-batches per rank, with the slowest rank as fast as this can make it.
 
     Samples are sorted by length, so that a micro-batch pads little; the number of micro-batches is chosen
@@ -60,9 +62,9 @@ def cut(lengths: np.ndarray, world: int, budget: Budget, cohort: int = 1) -> lis
         else lengths
     )
     order = np.argsort(-longest, kind="stable")
-    whole = _Packer(longest[order], cohort, budget)
-    best = min((_deal(whole.pack(k), world) for k in whole.counts(world)), key=_slowest)
-    return [_realise(rank, order, len(lengths), cohort, budget) for rank in best]
+    whole = _SegmentPacker(longest[order], cohort, budget)
+    best = min((assign_to_ranks(whole.pack(k), world) for k in whole.counts(world)), key=_slowest_rank)
+    return [_to_micro_batches(rank, order, len(lengths), cohort, budget) for rank in best]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,10 @@ class _Segment:
     length: int
 
 
-class _Packer:
+class _SegmentPacker:
     """Cuts a descending list of lengths into consecutive segments."""
 
-    def __init__(self, lengths: np.ndarray, cohort: int, budget: Budget) -> None:
+    def __init__(self, lengths: np.ndarray, cohort: int, budget: MicroBatchBudget) -> None:
         self.lengths, self.cohort, self.budget = lengths, cohort, budget
         each = cohort * lengths.astype(np.float64)
         self.tokens = np.append(0.0, np.cumsum(each))
@@ -134,7 +136,7 @@ class _Packer:
         return self.budget.cost((stop - start) * self.cohort, int(self.lengths[start]))
 
 
-def _deal(segments: list[_Segment], world: int) -> list[list[_Segment]]:
+def assign_to_ranks(segments: list[_Segment], world: int) -> list[list[_Segment]]:
     """Longest work first, each to the rank that has the least (Graham 1969)."""
     ranks: list[list[_Segment]] = [[] for _ in range(world)]
     loads = [0.0] * world
@@ -145,31 +147,34 @@ def _deal(segments: list[_Segment], world: int) -> list[list[_Segment]]:
     return ranks
 
 
-def _slowest(ranks: list[list[_Segment]]) -> float:
+def _slowest_rank(ranks: list[list[_Segment]]) -> float:
     return max(sum(s.cost for s in rank) for rank in ranks)
 
 
-def dummy(budget: Budget) -> Micro:
+def dummy_micro_batch(budget: MicroBatchBudget) -> MicroBatch:
     """A micro-batch without samples: a rank's part in collectives that others need."""
-    return Micro(np.empty(0, np.int64), budget.width(1), 0.0)
+    return MicroBatch(np.empty(0, np.int64), budget.width(1), 0.0)
 
 
-def _realise(rank: list[_Segment], order: np.ndarray, count: int, cohort: int, budget: Budget) -> list[Micro]:
+def _to_micro_batches(
+    rank: list[_Segment], order: np.ndarray, count: int, cohort: int, budget: MicroBatchBudget
+) -> list[MicroBatch]:
     if not rank:
-        return [dummy(budget)]
+        return [dummy_micro_batch(budget)]
     return [
-        Micro(_members(order[s.start : s.stop], count, cohort), budget.width(s.length), s.cost) for s in rank
+        MicroBatch(_positions_of(order[s.start : s.stop], count, cohort), budget.width(s.length), s.cost)
+        for s in rank
     ]
 
 
-def _members(groups: np.ndarray, count: int, cohort: int) -> np.ndarray:
+def _positions_of(groups: np.ndarray, count: int, cohort: int) -> np.ndarray:
     if cohort == 1:
         return groups
     places = (groups[:, None] * cohort + np.arange(cohort)).reshape(-1)
     return places[places < count]
 
 
-def padding_fraction(lengths: np.ndarray, ranks: list[list[Micro]]) -> float:
+def padding_fraction(lengths: np.ndarray, ranks: list[list[MicroBatch]]) -> float:
     """Share of the padded tokens that are no tokens, were every micro-batch padded."""
-    slots = sum(m.width * len(m.places) for rank in ranks for m in rank)
+    slots = sum(m.width * len(m.positions) for rank in ranks for m in rank)
     return 1 - float(lengths.sum()) / slots if slots else 0.0

@@ -17,7 +17,7 @@ _CHUNK = 1 << 15
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def mix(x: np.ndarray) -> np.ndarray:
+def mix_bits(x: np.ndarray) -> np.ndarray:
     """The splitmix64 finaliser (Steele et al. 2014) on uint64 arrays."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -48,7 +48,7 @@ class _Rounds:
     def __call__(self, x: np.ndarray) -> np.ndarray:
         left, right = x >> self.half, x & self.low
         for key in self.keys:
-            left, right = right, left ^ (mix(right + key) & self.low)
+            left, right = right, left ^ (mix_bits(right + key) & self.low)
         return (left << self.half) | right
 
 
@@ -76,8 +76,8 @@ def _walk(x: np.ndarray, count: int, rounds: _Rounds | _TableRounds) -> np.ndarr
 def _keys(seed: int, epoch: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         name = np.array([seed], np.uint64) * np.uint64(0xD1B54A32D192ED03)
-        name = name + mix(np.array([epoch], np.uint64) + np.uint64(1))
-        return mix(np.arange(1, ROUNDS + 1, dtype=np.uint64) * _GOLDEN + mix(name))
+        name = name + mix_bits(np.array([epoch], np.uint64) + np.uint64(1))
+        return mix_bits(np.arange(1, ROUNDS + 1, dtype=np.uint64) * _GOLDEN + mix_bits(name))
 
 
 @functools.lru_cache(maxsize=16)
@@ -85,4 +85,4 @@ def _tables(half: int, seed: int, epoch: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         inputs = np.arange(1 << half, dtype=np.uint64)
         low = np.uint64((1 << half) - 1)
-        return np.stack([(mix(inputs + key) & low).astype(np.uint32) for key in _keys(seed, epoch)])
+        return np.stack([(mix_bits(inputs + key) & low).astype(np.uint32) for key in _keys(seed, epoch)])

@@ -32,7 +32,7 @@ def prepare(data: Data) -> Facts:
     identity = {"kind": data.cache_name or place, "version": data.version}
     key = _hash({**identity, **data.identity(), "code": data.recipe.options.get("code")})
     folder = cache_folder() / "prepared" / key
-    with atomic_files.naming_errors(folder.parent):
+    with atomic_files.explain_write_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not (folder / "facts.json").exists():
@@ -67,7 +67,7 @@ def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:
     )
 
 
-def assumed(length: int, vocabulary: int = 50257) -> Facts:
+def assumed_facts(length: int, vocabulary: int = 50257) -> Facts:
     """Facts for planning where the data is not at hand: every sample as long as said."""
     return Facts(
         fingerprint="assumed",

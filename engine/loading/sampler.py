@@ -103,7 +103,7 @@ class Sampler:
     @property
     def quotas(self) -> list[int]:
         """Samples of each set in an epoch."""
-        return quotas([share for _, share in self.parts], self.used)
+        return divide_by_shares([share for _, share in self.parts], self.used)
 
     def _batch_of_like_lengths(self, epoch: int, place: int) -> np.ndarray:
         """Samples are sorted by length within a window of batches, and the window's batches shuffled."""
@@ -121,7 +121,7 @@ class Sampler:
         return samples[within * self.batch_size : (within + 1) * self.batch_size]
 
 
-def quotas(shares: Sequence[float], count: int) -> list[int]:
+def divide_by_shares(shares: Sequence[float], count: int) -> list[int]:
     """`count` divided by shares: rounded down, and the rest to those that lost most (largest remainder)."""
     wanted = [count * share / math.fsum(shares) for share in shares]
     found = [math.floor(w) for w in wanted]
@@ -131,7 +131,7 @@ def quotas(shares: Sequence[float], count: int) -> list[int]:
     return found
 
 
-def chain(previous: str, samples: np.ndarray) -> str:
+def extend_chain(previous: str, samples: np.ndarray) -> str:
     """The hash over all samples seen so far: sixteen hex digits that name one order and no other."""
     data = np.ascontiguousarray(samples, dtype="<i8").tobytes()
     return hashlib.sha256(previous.encode() + data).hexdigest()[:16]

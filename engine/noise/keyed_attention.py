@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobatch.engine.noise.keyed_noise import KeyedNoise, Site, drop, hash_bits
+from isobatch.engine.noise.keyed_noise import KeyedNoise, NoiseSite, apply_mask, hash_bits
 
 NAME = "keyed"
-LONGEST = 512
+MAX_KEYED_LENGTH = 512
 """Above this a (T, T) matrix per head costs too much: the recipes' default for attention dropout is 0."""
 
 
@@ -63,13 +63,13 @@ class _KeyedAttention:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         probabilities = _probabilities(query, key, attention_mask, scaling, causal and query.shape[2] > 1)
         site = module.noise_site
-        assert isinstance(site, Site)
+        assert isinstance(site, NoiseSite)
         mask = _mask(site.draw(), probabilities.shape, dropout)
-        dropped = drop(probabilities, mask, dropout).to(value.dtype)
-        return torch.matmul(dropped, grouped(value, query)).transpose(1, 2).contiguous(), None
+        dropped = apply_mask(probabilities, mask, dropout).to(value.dtype)
+        return torch.matmul(dropped, repeat_kv_heads(value, query)).transpose(1, 2).contiguous(), None
 
 
-def grouped(x: Tensor, query: Tensor) -> Tensor:
+def repeat_kv_heads(x: Tensor, query: Tensor) -> Tensor:
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) if x.shape[1] != query.shape[1] else x
 
 
@@ -77,7 +77,7 @@ def _probabilities(
     query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, causal: bool
 ) -> Tensor:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query, grouped(key, query).transpose(2, 3)).float() * scale
+    scores = torch.matmul(query, repeat_kv_heads(key, query).transpose(2, 3)).float() * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     elif causal:
@@ -90,24 +90,24 @@ def _probabilities(
 def _mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
     """A (B, H, T, S) mask that padding T and S does not move: positions count in a LONGEST-wide square."""
     batch, heads, length, span = shape
-    if max(length, span) > LONGEST:
-        raise AttentionTooLong(max(length, span))
+    if max(length, span) > MAX_KEYED_LENGTH:
+        raise AttentionTooLongError(max(length, span))
     threshold = round(probability * 65536) - 32768
     pairs = (span + 1) // 2
     row = torch.arange(heads * length, device=keys.device)
-    start = ((row // length) * LONGEST + row % length) * (LONGEST // 2)
+    start = ((row // length) * MAX_KEYED_LENGTH + row % length) * (MAX_KEYED_LENGTH // 2)
     keyed = torch.stack([keys[:, :1] + start.to(torch.int32), keys[:, 1:].expand(-1, len(start))], -1)
     bits = hash_bits(keyed.reshape(-1, 2), pairs).view(torch.int16)
     return (bits.view(batch, heads, length, 2 * pairs)[..., :span] >= threshold).contiguous()
 
 
-class AttentionTooLong(ValueError):
+class AttentionTooLongError(ValueError):
     """Keyed attention dropout has a largest length."""
 
     exit_code = 2
 
     def __init__(self, length: int) -> None:
         super().__init__(
-            f"dropout inside attention is keyed up to {LONGEST} tokens, and this batch has {length}:"
+            f"dropout inside attention is keyed up to {MAX_KEYED_LENGTH} tokens, and this batch has {length}:"
             f" set the model's attention dropout to 0, or use --noise native"
         )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isobatch.engine.loading.permutation import mix
+from isobatch.engine.loading.permutation import mix_bits
 
 _CHUNK = 1 << 15
 """Pairs hashed at a time on a CPU: 128 KB of uint32, so that all passes stay in the L2 cache."""
@@ -27,7 +27,7 @@ _CALL_STRIDE = 0x3C6EF372
 """Added to both halves of a key for each further call of one module in one forward."""
 
 
-class Packed(Protocol):
+class PackedRows(Protocol):
     """Where the tokens of a padded (B, T) batch lie in one row of N."""
 
     tokens: int
@@ -43,24 +43,24 @@ class KeyedNoise:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.sites: dict[str, Site] = {}
+        self.sites: dict[str, NoiseSite] = {}
         self.keys: Tensor | None = None
         self.rows = 0
-        self.layout: Packed | None = None
+        self.packed_rows: PackedRows | None = None
         """How the rows lie end to end in one, while they do."""
         self._row_keys = np.empty(0, np.uint64)
         self._device = torch.device("cpu")
 
-    def register(self, site: str) -> Site:
+    def register(self, site: str) -> NoiseSite:
         """A site whose keys are made together with all others', once per micro-batch."""
-        return self.sites.setdefault(site, Site(self, site, len(self.sites)))
+        return self.sites.setdefault(site, NoiseSite(self, site, len(self.sites)))
 
     def bind(self, step: int, samples: np.ndarray, device: torch.device) -> None:
         """Draws from now on belong to these samples (one per row) at this optimizer step."""
         with np.errstate(over="ignore"):
-            moment = mix(np.array([self.seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-            moment = mix(moment ^ np.array([step], np.uint64))
-            self._row_keys = mix(moment + np.asarray(samples, np.int64).astype(np.uint64))
+            moment = mix_bits(np.array([self.seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+            moment = mix_bits(moment ^ np.array([step], np.uint64))
+            self._row_keys = mix_bits(moment + np.asarray(samples, np.int64).astype(np.uint64))
         self._device = device
         self.rows = len(samples)
         for site in self.sites.values():
@@ -70,7 +70,7 @@ class KeyedNoise:
             self.keys = torch.from_numpy(keys).to(device, non_blocking=True)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def preserve_state(self) -> Iterator[None]:
         """Bind and draw inside: afterwards all is as it was."""
         before = (self.keys, self.rows, self._row_keys, self._device)
         calls = {name: site.calls for name, site in self.sites.items()}
@@ -83,7 +83,7 @@ class KeyedNoise:
         """(B, 2) int32."""
         name = np.frombuffer(hashlib.blake2b(site.encode(), digest_size=8).digest(), np.uint64)
         with np.errstate(over="ignore"):
-            return mix(self._row_keys ^ name).view(np.int32).reshape(-1, 2)
+            return mix_bits(self._row_keys ^ name).view(np.int32).reshape(-1, 2)
 
     def bits(self, site: str, count: int, salt: int = 0) -> Tensor:
         """(B, count) int32 of random bits."""
@@ -106,7 +106,7 @@ class KeyedNoise:
         return ((bits * high) >> 32).view(self.rows, *shape)
 
 
-class Site:
+class NoiseSite:
     """One place of a model that draws noise."""
 
     def __init__(self, noise: KeyedNoise, name: str, number: int) -> None:
@@ -121,7 +121,7 @@ class Site:
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             # Inside a backward: activations are being recomputed.
             if self.calls > 1:
-                raise CalledTwice(self.name)
+                raise RepeatedDropoutError(self.name)
             return keys
         self.calls += 1
         return keys if self.calls == 1 else keys + (self.calls - 1) * _CALL_STRIDE
@@ -210,7 +210,7 @@ class _Dropped(torch.autograd.Function):
         return (gradient * mask).mul_(ctx.scale), None, None
 
 
-def drop(x: Tensor, mask: Tensor, probability: float) -> Tensor:
+def apply_mask(x: Tensor, mask: Tensor, probability: float) -> Tensor:
     """Dropout with a given (B, ...) mask; the scale makes up for the threshold's rounding to 1/65536."""
     return _Dropped.apply(x, mask.view(x.shape), 65536.0 / (65536 - round(probability * 65536)))
 
@@ -225,20 +225,20 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        keys, layout = self.site.draw(), self.site.noise.layout
+        keys, layout = self.site.draw(), self.site.noise.packed_rows
         if layout is not None and x.shape[:2] == (1, layout.tokens):
             rest = x[0, 0].numel()
             padded = keep_mask(keys, layout.width * rest, self.p)
-            return drop(x, layout.take(padded.view(len(keys), layout.width, rest)), self.p)
+            return apply_mask(x, layout.take(padded.view(len(keys), layout.width, rest)), self.p)
         if len(keys) != len(x):
-            raise NotPerSample(self.site.name, tuple(x.shape), len(keys))
-        return drop(x, keep_mask(keys, x[0].numel(), self.p), self.p)
+            raise NotPerSampleError(self.site.name, tuple(x.shape), len(keys))
+        return apply_mask(x, keep_mask(keys, x[0].numel(), self.p), self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site.name!r}"
 
 
-class CalledTwice(ValueError):
+class RepeatedDropoutError(ValueError):
     """Which of its calls recomputed noise belongs to cannot be told."""
 
     exit_code = 2
@@ -250,7 +250,7 @@ class CalledTwice(ValueError):
         )
 
 
-class NotPerSample(ValueError):
+class NotPerSampleError(ValueError):
     """A dropout whose input has no row per sample cannot be keyed."""
 
     exit_code = 2

@@ -11,7 +11,7 @@ DIGITS = 6
 
 
 @dataclass(slots=True)
-class Judge:
+class EarlyStopping:
     """Follows one metric over the evaluations."""
 
     direction: str
@@ -21,7 +21,7 @@ class Judge:
     best_step: int = 0
     waited: int = 0
 
-    def see(self, value: float, step: int) -> bool:
+    def update(self, value: float, step: int) -> bool:
         """Whether this evaluation is the best so far."""
         value = round(value, DIGITS)
         gain = (
@@ -36,7 +36,7 @@ class Judge:
         return True
 
     @property
-    def stop(self) -> bool:
+    def should_stop(self) -> bool:
         return self.patience > 0 and self.waited >= self.patience
 
     def to_dict(self) -> dict[str, Any]:

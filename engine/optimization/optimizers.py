@@ -50,7 +50,7 @@ def make_optimizer(
     if lazy:
         by_rows = torch.optim.SparseAdam(lazy, lr=recipe.lr)
         return cast(
-            "Optimizer", Together([_by_name(groups, recipe, device), by_rows] if groups else [by_rows])
+            "Optimizer", OptimizerGroup([_by_name(groups, recipe, device), by_rows] if groups else [by_rows])
         )
     return _by_name(groups, recipe, device)
 
@@ -81,13 +81,13 @@ def _eight_bit(groups: list[dict[str, Any]], recipe: Recipe) -> Optimizer:
     return optimizer
 
 
-class Together:
+class OptimizerGroup:
     """Optimizers of different parameters, stepped as one."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = parts
         self.param_groups = [group for part in parts for group in part.param_groups]
-        self.state = _States({p: part for part in parts for g in part.param_groups for p in g["params"]})
+        self.state = _GroupState({p: part for part in parts for g in part.param_groups for p in g["params"]})
 
     def step(self) -> None:
         for part in self.parts:
@@ -98,7 +98,7 @@ class Together:
             part.zero_grad(set_to_none=set_to_none)
 
 
-class _States:
+class _GroupState:
     """Parameter -> its state, wherever it is."""
 
     def __init__(self, owner: Mapping[nn.Parameter, Optimizer]) -> None:

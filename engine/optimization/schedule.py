@@ -13,7 +13,7 @@ from isobatch.models.base import Phase
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class PhaseSchedule:
     """A phase with its numbers."""
 
     name: str
@@ -25,20 +25,20 @@ class Stretch:
     """Whether --patience counts here."""
 
 
-def stretches(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int) -> list[Stretch]:
+def phase_schedules(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int) -> list[PhaseSchedule]:
     """The phases to train, in order, with lengths from the recipe or else from the task."""
     names = [p.name for p in phases]
     if recipe.phase is not None and recipe.phase not in names:
         raise UserError(f"--phase {recipe.phase}: this task's phases are {', '.join(names)}")
     every = recipe.eval_every.steps(steps_per_epoch) if recipe.eval_every else steps_per_epoch
     return [
-        Stretch(
+        PhaseSchedule(
             p.name,
             _steps(recipe, place, p, len(phases), steps_per_epoch),
             steps_per_epoch,
             p.lr or recipe.lr,
             every,
-            p.judged,
+            p.early_stopping,
         )
         for place, p in enumerate(phases)
         if recipe.phase in (None, p.name)
@@ -60,7 +60,7 @@ def _nth(values: Sequence[float], place: int, phase: Phase, count: int, flag: st
     return values[0] * phase.share if len(values) == 1 < count else values[place]
 
 
-class Alarm:
+class SaveTimer:
     """When a save falls due: every so many steps, or so many minutes of this process's clock."""
 
     def __init__(self, interval: Interval, steps_per_epoch: int, clock: float) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
-from isobatch.engine.planning.memory_model import Choices, footprint
-from isobatch.models.base import Shape, Task
+from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
+from isobatch.models.base import ModelSize, Task
 
 OPTIMIZERS = {
     "adamw8bit": "moments in 8 bits",
@@ -19,18 +19,20 @@ OPTIMIZERS = {
 }
 
 
-def savings(
-    make: Callable[[Recipe], Task], recipe: Recipe, facts: Facts, shape: Shape, plan: Plan
+def memory_alternatives(
+    make: Callable[[Recipe], Task], recipe: Recipe, facts: Facts, shape: ModelSize, plan: Plan
 ) -> list[dict[str, Any]]:
     """Peak bytes per process of the plan's own micro-batch under each measure that is not taken yet.
 
     The first row is the plan as it is. All but activation checkpointing are other recipes.
     """
-    choices = Choices(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(Choices)})
+    choices = ExecutionChoices(
+        **{f.name: getattr(plan, f.name) for f in dataclasses.fields(ExecutionChoices)}
+    )
     tokens, longest = plan.micro_batch_tokens, facts.longest
 
-    def row(flags: str, remark: str, one: Recipe, its: Shape, made: Choices) -> dict[str, Any]:
-        peak = footprint(one, its, made, tokens, longest).peak
+    def row(flags: str, remark: str, one: Recipe, its: ModelSize, made: ExecutionChoices) -> dict[str, Any]:
+        peak = memory_footprint(one, its, made, tokens, longest).peak
         return {"flags": flags, "peak_memory_bytes": peak, "remark": remark}
 
     rows = [row("", "as planned", recipe, shape, choices)]
@@ -45,7 +47,7 @@ def savings(
     for name, remark in lighter.items():
         other = dataclasses.replace(recipe, optimizer=name)  # type: ignore[arg-type]
         rows.append(row(f"--optimizer {name}", remark, other, shape, choices))
-    for flags, values in make(recipe).cheaper().items():
+    for flags, values in make(recipe).memory_saving_flags().items():
         other = dataclasses.replace(recipe, options={**recipe.options, **values})
-        rows.append(row(flags, "", other, make(other).shape(facts), choices))
+        rows.append(row(flags, "", other, make(other).model_size(facts), choices))
     return rows

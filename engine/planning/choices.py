@@ -8,19 +8,19 @@ from typing import Literal
 from isobatch.core.errors import UserError
 from isobatch.core.plan import Invariance, PlanOptions, Precision
 from isobatch.core.recipe import Recipe
-from isobatch.engine.planning.cost_model import Case, run_steps
+from isobatch.engine.planning.cost_model import PlanningCase, run_steps
 from isobatch.engine.planning.hardware import Hardware
-from isobatch.engine.planning.memory_model import Choices
+from isobatch.engine.planning.memory_model import ExecutionChoices
 
-Device = Literal["cpu", "cuda", "mps"]
-Attention = Literal["sdpa", "eager", "flash"]
-Compile = Literal["on", "off", "reduce-overhead"]
+DeviceKind = Literal["cpu", "cuda", "mps"]
+AttentionKernel = Literal["sdpa", "eager", "flash"]
+CompileMode = Literal["on", "off", "reduce-overhead"]
 COMPILE_WORTH_SECONDS = 1800.0
 """A run this long earns back some minutes of compiling several shapes (uncalibrated)."""
 SHAPES = 8
 
 
-def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[Device, str]:
+def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[DeviceKind, str]:
     if asked.device == "auto":
         return hardware.kind, _found(hardware)
     if asked.device == "cuda" and not hardware.gpus:
@@ -47,7 +47,7 @@ def _unusable(hardware: Hardware) -> str:
     return f"this torch build has no kernels for {hardware.gpu.name} (compute capability {major}.{minor})"
 
 
-def choose_precision(hardware: Hardware, device: Device, asked: PlanOptions) -> tuple[Precision, str]:
+def choose_precision(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> tuple[Precision, str]:
     word = asked.precision.removesuffix("-mixed")
     wanted = {"16": "fp16", "32": "fp32"}.get(word, word)
     if wanted == "auto":
@@ -86,7 +86,7 @@ def _mps_precision(hardware: Hardware) -> tuple[Precision, str]:
     return "fp32", "half precision on Apple GPUs saves memory but hardly time; fp32 keeps the result exact"
 
 
-def _asked_bf16(hardware: Hardware, device: Device) -> str:
+def _asked_bf16(hardware: Hardware, device: DeviceKind) -> str:
     if device == "cuda" and not hardware.gpu.native_bf16:
         major, minor = hardware.gpu.compute_capability
         raise UserError(
@@ -99,8 +99,8 @@ def _asked_bf16(hardware: Hardware, device: Device) -> str:
 
 
 def choose_attention(
-    hardware: Hardware, device: Device, precision: str, asked: PlanOptions
-) -> tuple[Attention, str]:
+    hardware: Hardware, device: DeviceKind, precision: str, asked: PlanOptions
+) -> tuple[AttentionKernel, str]:
     if asked.attention == "auto":
         return "sdpa", "torch's fused kernel: no length-squared matrix is kept"
     if asked.attention == "flash" and (
@@ -114,7 +114,7 @@ def choose_attention(
     return asked.attention, "you asked for it"
 
 
-def choose_pack(case: Case, asked: PlanOptions, padding: float) -> tuple[bool, str]:
+def choose_pack(case: PlanningCase, asked: PlanOptions, padding: float) -> tuple[bool, str]:
     """`padding`: share of a usual batch's tokens, cut by length, that are none."""
     padded = f"cut by length, {padding:.1%} of a usual batch's tokens are padding"
     if asked.pack != "on":
@@ -130,7 +130,7 @@ def choose_pack(case: Case, asked: PlanOptions, padding: float) -> tuple[bool, s
     return True, f"you asked for it; {padded}"
 
 
-def choose_compile(case: Case, asked: PlanOptions, step_seconds: float) -> tuple[Compile, str]:
+def choose_compile(case: PlanningCase, asked: PlanOptions, step_seconds: float) -> tuple[CompileMode, str]:
     if asked.pack == "on" and asked.compile == "auto":
         return "off", "packed rows have another length each time, and each would be compiled anew"
     if asked.compile != "auto":
@@ -157,7 +157,7 @@ def _duration(seconds: float) -> str:
     )
 
 
-def choose_padding(case: Case, compiled: bool) -> tuple[int, str]:
+def choose_padding(case: PlanningCase, compiled: bool) -> tuple[int, str]:
     """The multiple that lengths are padded to; compiled models get at most about eight different shapes."""
     cores = case.device == "cuda" and case.precision != "fp32"
     base = 8 if cores else 1
@@ -184,7 +184,7 @@ def choose_prefetch(asked: PlanOptions) -> tuple[int, str]:
     return asked.prefetch, "you asked for it"
 
 
-def choose_pin_memory(hardware: Hardware, device: Device, asked: PlanOptions) -> tuple[bool, str]:
+def choose_pin_memory(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> tuple[bool, str]:
     if device != "cuda":
         ignored = "; --pin-memory on has no effect" if asked.pin_memory == "on" else ""
         return False, f"only copies to an NVIDIA GPU gain from it{ignored}"
@@ -195,7 +195,7 @@ def choose_pin_memory(hardware: Hardware, device: Device, asked: PlanOptions) ->
     return True, "copies to the GPU overlap with its work"
 
 
-def choose_threads(case: Case, processes: int) -> tuple[int, str]:
+def choose_threads(case: PlanningCase, processes: int) -> tuple[int, str]:
     cpus, local = case.hardware.cpus, case.local(processes)
     threads = max(1, cpus // local)
     if local == 1:
@@ -203,7 +203,9 @@ def choose_threads(case: Case, processes: int) -> tuple[int, str]:
     return threads, f"{cpus} cores shared by {local} processes on a node"
 
 
-def choose_reduction(case: Case, choices: Choices) -> tuple[Literal["overlapped", "explicit"], str]:
+def choose_reduction(
+    case: PlanningCase, choices: ExecutionChoices
+) -> tuple[Literal["overlapped", "explicit"], str]:
     if choices.processes == 1:
         return "explicit", "one process has nothing to exchange"
     if case.device == "cuda" and choices.strategy == "ddp":

@@ -14,10 +14,10 @@ import numpy as np
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Precision
 from isobatch.core.recipe import Recipe
-from isobatch.engine.loading.microbatching import Budget, cut, padding_fraction
+from isobatch.engine.loading.microbatching import MicroBatchBudget, make_micro_batches, padding_fraction
 from isobatch.engine.planning.hardware import Hardware
-from isobatch.engine.planning.memory_model import Choices, flops_per_token, width_of
-from isobatch.models.base import Shape
+from isobatch.engine.planning.memory_model import ExecutionChoices, flops_per_token, layers_and_width
+from isobatch.models.base import ModelSize
 
 EFFICIENCY = {"fp32": 0.6, "bf16": 0.45, "fp16": 0.45}
 """Share of the dense peak that training reaches (uncalibrated)."""
@@ -36,12 +36,12 @@ MOST_SAMPLES = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class PlanningCase:
     """What is planned for, with the choices that do not depend on the number of processes."""
 
     recipe: Recipe
     facts: Facts
-    shape: Shape
+    shape: ModelSize
     hardware: Hardware
     device: Literal["cpu", "cuda", "mps"]
     precision: Precision
@@ -72,7 +72,7 @@ class Case:
         return math.ceil(processes / self.nodes(processes))
 
 
-def flop_rate(case: Case, processes: int) -> float:
+def flop_rate(case: PlanningCase, processes: int) -> float:
     """FLOP/s of one process; rates of unequal GPUs are the slowest one's."""
     if case.device == "cpu":
         native = CPU_BF16_SPEEDUP if case.hardware.cpu_bf16 else 0.2
@@ -87,11 +87,11 @@ def flop_rate(case: Case, processes: int) -> float:
     return rate * (MOBILE_SUSTAINED if gpu.mobile else 1.0) * (COMPILE_SPEEDUP if case.compile else 1.0)
 
 
-def memory_bandwidth(case: Case) -> float:
+def memory_bandwidth(case: PlanningCase) -> float:
     return CPU_MEMORY_BANDWIDTH if case.device == "cpu" else case.hardware.gpu.memory_bandwidth
 
 
-def micro_batch_seconds(case: Case) -> float:
+def micro_batch_seconds(case: PlanningCase) -> float:
     """What a micro-batch costs besides its tokens: launching kernels, and adding to every gradient once more.
 
     Eager kernels of a layer take about a millisecond to launch, forward and backward (BERT: 10 to 20 ms).
@@ -99,47 +99,52 @@ def micro_batch_seconds(case: Case) -> float:
     accumulate = 12.0 * case.shape.trainable / memory_bandwidth(case)
     if case.device == "cpu":
         return 1e-3 + accumulate
-    launch = 3e-3 + 1e-3 * width_of(case.shape)[0]
+    launch = 3e-3 + 1e-3 * layers_and_width(case.shape)[0]
     return launch * (0.4 if case.compile else 1.0) + accumulate
 
 
-def token_seconds(case: Case, choices: Choices) -> float:
+def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     """Forward and backward of one padded token."""
     flops = flops_per_token(case.shape, case.facts.mean_length, choices.activation_checkpointing)
     return max(flops, 1.0) / flop_rate(case, choices.processes)
 
 
-def fixed_tokens(case: Case, choices: Choices) -> float:
+def fixed_tokens(case: PlanningCase, choices: ExecutionChoices) -> float:
     """The cost of a micro-batch besides its tokens, in tokens."""
     return micro_batch_seconds(case) / token_seconds(case, choices)
 
 
-def batch_lengths(facts: Facts, samples: int) -> list[int]:
+def typical_batch_lengths(facts: Facts, samples: int) -> list[int]:
     """A batch like the data: lengths at evenly spaced ranks of the distribution, longest first."""
     last = len(facts.lengths) - 1
     return [facts.lengths[round((rank + 0.5) / samples * last)] for rank in reversed(range(samples))]
 
 
-def compute_seconds(case: Case, choices: Choices, samples: int, tokens: int) -> tuple[float, float]:
+def compute_seconds(
+    case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int
+) -> tuple[float, float]:
     """(all, one) micro-batches of the fullest rank, cut as training will cut them."""
     share = math.ceil(case.recipe.batch_size / choices.processes)
     drawn = min(share, MOST_SAMPLES)
     per_token, budget = token_seconds(case, choices), _budget(case, choices, samples, tokens)
-    times = [m.cost * per_token for m in cut(np.array(batch_lengths(case.facts, drawn)), 1, budget)[0]]
+    times = [
+        m.cost * per_token
+        for m in make_micro_batches(np.array(typical_batch_lengths(case.facts, drawn)), 1, budget)[0]
+    ]
     return sum(times) * share / drawn, sum(times) / len(times)
 
 
-def usual_padding(case: Case, choices: Choices, samples: int, tokens: int) -> float:
+def expected_padding(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> float:
     """Share of the padded tokens of a batch like the data that are no tokens, cut for one process."""
-    lengths = np.array(batch_lengths(case.facts, min(case.recipe.batch_size, MOST_SAMPLES)))
-    return padding_fraction(lengths, cut(lengths, 1, _budget(case, choices, samples, tokens)))
+    lengths = np.array(typical_batch_lengths(case.facts, min(case.recipe.batch_size, MOST_SAMPLES)))
+    return padding_fraction(lengths, make_micro_batches(lengths, 1, _budget(case, choices, samples, tokens)))
 
 
-def _budget(case: Case, choices: Choices, samples: int, tokens: int) -> Budget:
-    return Budget(samples, tokens, fixed_tokens(case, choices), 0.0, case.pad_multiple)
+def _budget(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> MicroBatchBudget:
+    return MicroBatchBudget(samples, tokens, fixed_tokens(case, choices), 0.0, case.pad_multiple)
 
 
-def all_reduce_seconds(size: float, processes: int, case: Case) -> float:
+def all_reduce_seconds(size: float, processes: int, case: PlanningCase) -> float:
     """A ring inside each node, then one between nodes; latencies per 25 MB bucket and tree level.
 
     Alpha-beta model: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations".
@@ -157,7 +162,7 @@ def all_reduce_seconds(size: float, processes: int, case: Case) -> float:
     return inside + between + 2 * math.log2(processes) * latency * math.ceil(size / BUCKET_BYTES)
 
 
-def exchange_seconds(case: Case, choices: Choices, one_micro_batch: float) -> float:
+def exchange_seconds(case: PlanningCase, choices: ExecutionChoices, one_micro_batch: float) -> float:
     """What the exchange adds: all of it after the last micro-batch, or what its backward pass cannot hide."""
     # ZeRO-3 gathers the weights twice, besides reducing the gradients.
     size = 4.0 * case.shape.trainable + (
@@ -169,7 +174,7 @@ def exchange_seconds(case: Case, choices: Choices, one_micro_batch: float) -> fl
     return max(0.05 * whole, whole - 0.6 * one_micro_batch)
 
 
-def update_seconds(case: Case, choices: Choices) -> float:
+def update_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     """The optimizer reads and writes weights and moments, 28 bytes a parameter; offloaded, on the host."""
     sharded = choices.processes if choices.strategy.startswith("zero") else 1
     offloaded = choices.strategy == "zero3-offload"
@@ -177,7 +182,7 @@ def update_seconds(case: Case, choices: Choices) -> float:
     return 28.0 * case.shape.trainable / sharded / rate
 
 
-def step_seconds(case: Case, choices: Choices, samples: int, tokens: int) -> float:
+def step_seconds(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> float:
     """One optimizer step of the whole global batch."""
     compute, one = compute_seconds(case, choices, samples, tokens)
     return compute + exchange_seconds(case, choices, one) + update_seconds(case, choices)

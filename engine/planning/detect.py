@@ -11,21 +11,21 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from isobatch.engine.planning.detect_nvidia import Run, detect_gpus, positive, run
-from isobatch.engine.planning.hardware import MIB, Hardware, mps
+from isobatch.engine.planning.detect_nvidia import CommandRunner, detect_gpus, positive, run_command
+from isobatch.engine.planning.hardware import MIB, Hardware, apple_machine
 
 
 def detect(
     *,
     root: Path = Path("/"),
     env: Mapping[str, str] = os.environ,
-    execute: Run = run,
+    execute: CommandRunner = run_command,
     nodes: int | None = None,
 ) -> Hardware:
     """The machine under `root`; `nodes` where the launcher knows better than the environment."""
     cpus, ram = allowed_cpus(root, env), allowed_ram(root, env)
     if platform.system() == "Darwin" and platform.machine() == "arm64":
-        return mps(ram, cpus, "detected")
+        return apple_machine(ram, cpus, "detected")
     gpus = detect_gpus(env, execute)
     features = cpu_features(root)
     return Hardware(

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from isobatch.engine.planning.hardware import MIB, PCIE, Gpu, is_mobile, model_of
+from isobatch.engine.planning.hardware import MIB, PCIE, Gpu, find_gpu_model, is_mobile
 
-Run = Callable[[list[str]], str | None]
+CommandRunner = Callable[[list[str]], str | None]
 QUERY = "index,uuid,name,memory.total,compute_cap,power.limit"
 PROBE = """
 import json, torch
@@ -23,7 +23,7 @@ print(json.dumps({"architectures": torch.cuda.get_arch_list(), "devices": d}))
 """
 
 
-def run(command: list[str]) -> str | None:
+def run_command(command: list[str]) -> str | None:
     """The standard output of a command, or None where it is missing, fails or takes over 60 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -33,7 +33,7 @@ def run(command: list[str]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class VisibleDevices:
     """What torch itself sees, asked in another process so that this one stays light."""
 
     architectures: list[str] = field(default_factory=list)
@@ -41,22 +41,22 @@ class Seen:
     """(name, memory in bytes, major, minor) of each visible device, MIG slices included."""
 
 
-def detect_gpus(env: Mapping[str, str], execute: Run) -> tuple[Gpu, ...]:
+def detect_gpus(env: Mapping[str, str], execute: CommandRunner) -> tuple[Gpu, ...]:
     """The visible NVIDIA GPUs. torch is only asked, in another process, where nvidia-smi shows one."""
     table = execute(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]) or ""
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.count(",") == 5]
-    rows = visible(rows, env.get("CUDA_VISIBLE_DEVICES"))
+    rows = visible_rows(rows, env.get("CUDA_VISIBLE_DEVICES"))
     if not rows:
         return ()
     answer = execute([sys.executable, "-c", PROBE])
-    seen = Seen(**json.loads(answer.splitlines()[-1])) if answer else None
+    seen = VisibleDevices(**json.loads(answer.splitlines()[-1])) if answer else None
     if seen and seen.devices:  # torch's order differs from nvidia-smi's where GPUs differ
         watts = {row[2]: positive(row[5]) for row in rows}
         return tuple(make_gpu(n, m, (a, b), watts.get(n), seen.architectures) for n, m, a, b in seen.devices)
     return tuple(_from_row(row, seen.architectures if seen else None) for row in rows)
 
 
-def visible(rows: list[list[str]], asked: str | None) -> list[list[str]]:
+def visible_rows(rows: list[list[str]], asked: str | None) -> list[list[str]]:
     """The rows that CUDA_VISIBLE_DEVICES leaves: indices or UUID prefixes, up to the first wrong one."""
     if asked is None:
         return rows
@@ -73,7 +73,7 @@ def visible(rows: list[list[str]], asked: str | None) -> list[list[str]]:
 
 def _from_row(row: list[str], architectures: list[str] | None) -> Gpu:
     _, _, name, memory, capability, watts = row
-    known = model_of(name)
+    known = find_gpu_model(name)
     major, _, minor = capability.partition(".")
     pair = (
         (int(major), int(minor))
@@ -89,7 +89,7 @@ def make_gpu(
     name: str, memory: int, capability: tuple[int, int], watts: float | None, architectures: list[str] | None
 ) -> Gpu:
     """A detected GPU with rates from the table, or cautious ones where the table does not know it."""
-    known = model_of(name)
+    known = find_gpu_model(name)
     return Gpu(
         name=name,
         memory_bytes=memory,

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from isobatch.core.plan import PlanOptions
-from isobatch.engine.planning.cost_model import Case
+from isobatch.engine.planning.cost_model import PlanningCase
 from isobatch.engine.planning.hardware import GIB
 from isobatch.engine.planning.parallel_layout import (
-    Layout,
+    ParallelLayout,
     device_memory,
-    fit,
-    host_bytes,
+    find_layout,
+    least_memory,
     memory_limit,
-    smallest_need,
+    offloaded_bytes,
 )
 
 
-def does_not_fit(case: Case, asked: PlanOptions, processes: int) -> str:
-    need, limit = smallest_need(case, asked, processes), memory_limit(case, asked, processes)
+def does_not_fit(case: PlanningCase, asked: PlanOptions, processes: int) -> str:
+    need, limit = least_memory(case, asked, processes), memory_limit(case, asked, processes)
     if need <= limit:
+        offloaded = offloaded_bytes(case, processes) / GIB
         return (
-            f"--strategy zero3-offload: it takes {host_bytes(case, processes) / GIB:.0f} GiB of RAM a node, "
-            f"and there are {case.hardware.ram_bytes / GIB:.0f} GiB; take a smaller model or more memory"
+            f"--strategy zero3-offload: it takes {offloaded:.0f} GiB of RAM a node,"
+            f" and there are {case.hardware.ram_bytes / GIB:.0f} GiB; take a smaller model or more memory"
         )
     return (
         f"--max-length {case.recipe.max_length}: one sample of {case.longest} tokens needs "
@@ -30,7 +31,11 @@ def does_not_fit(case: Case, asked: PlanOptions, processes: int) -> str:
 
 
 def why_processes(
-    case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout], world: int | None
+    case: PlanningCase,
+    asked: PlanOptions,
+    chosen: ParallelLayout,
+    layouts: list[ParallelLayout],
+    world: int | None,
 ) -> str:
     count, batch = chosen.choices.processes, case.recipe.batch_size
     if world or asked.processes:
@@ -57,8 +62,8 @@ def why_processes(
     return f"{used}: this batch of {batch} takes {there} on {other.choices.processes}, {here} on {count}{end}"
 
 
-def _slower_than_one(case: Case, chosen: Layout) -> str:
-    alone = fit(case, PlanOptions(), 1) if chosen.choices.processes > 1 else None
+def _slower_than_one(case: PlanningCase, chosen: ParallelLayout) -> str:
+    alone = find_layout(case, PlanOptions(), 1) if chosen.choices.processes > 1 else None
     if alone is None or alone.seconds >= chosen.seconds:
         return ""
     here = _milliseconds(chosen.seconds)
@@ -69,7 +74,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def why_strategy(case: Case, asked: PlanOptions, chosen: Layout) -> str:
+def why_strategy(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
     strategy, processes = chosen.choices.strategy, chosen.choices.processes
     if strategy == "single":
         wish = "; --strategy ddp takes effect with --processes 2 or more" if asked.strategy == "ddp" else ""
@@ -82,7 +87,7 @@ def why_strategy(case: Case, asked: PlanOptions, chosen: Layout) -> str:
     return f"weights, gradients and moments do not fit whole into {memory:.0f} GiB, so they are partitioned"
 
 
-def why_checkpointing(asked: PlanOptions, chosen: Layout) -> str:
+def why_checkpointing(asked: PlanOptions, chosen: ParallelLayout) -> str:
     if asked.activation_checkpointing != "auto":
         return "you asked for it"
     if chosen.choices.activation_checkpointing:
@@ -90,7 +95,7 @@ def why_checkpointing(asked: PlanOptions, chosen: Layout) -> str:
     return "activations fit, so nothing need be computed twice"
 
 
-def why_samples(case: Case, asked: PlanOptions) -> str:
+def why_samples(case: PlanningCase, asked: PlanOptions) -> str:
     batch = case.recipe.batch_size
     if asked.micro_batch is None:
         return f"the global batch of {batch}: the budget in tokens is what limits"
@@ -99,7 +104,7 @@ def why_samples(case: Case, asked: PlanOptions) -> str:
     return "you asked for it"
 
 
-def why_tokens(case: Case, asked: PlanOptions, chosen: Layout) -> str:
+def why_tokens(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
     limit = memory_limit(case, asked, chosen.choices.processes) / GIB
     memory = device_memory(case, chosen.choices.processes) / GIB
     return {

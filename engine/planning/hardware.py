@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest
+from isobatch.core.flags import nearest_hint
 
 Kind = Literal["cuda", "mps", "cpu"]
 MIB, GIB = 2**20, 2**30
@@ -92,7 +92,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class GpuModel:
     """A row of the machine table: a GPU and the host that usually carries it."""
 
     name: str
@@ -135,17 +135,19 @@ class Model:
 
 # name, pattern, MiB, capability, fp32, half, memory, links, W, host cores and GiB per GPU, network
 MODELS = (
-    Model("rtx3050-laptop", "3050.*Laptop", 4096, (8, 6), 5.5e12, 11e12, 192e9, PCIE, 60, 8, 16, 1.25e8),
-    Model("rtx4060", "4060", 8188, (8, 9), 15.1e12, 30.2e12, 272e9, PCIE, 115, 12, 32, 1.25e8),
-    Model("rtx4080-laptop", "4080.*Laptop", 12282, (8, 9), 24.7e12, 49e12, 432e9, PCIE, 150, 16, 32, 1.25e8),
-    Model("rtx4080", "4080", 16376, (8, 9), 48.7e12, 97.5e12, 717e9, PCIE, 320, 16, 64, 1.25e8),
-    Model("rtx4090", "4090", 24564, (8, 9), 82.6e12, 165e12, 1008e9, PCIE, 450, 16, 64, 1.25e8),
-    Model("t4", r"\bT4\b", 15360, (7, 5), 8.1e12, 65e12, 300e9, 6e9, 70, 4, 16, 3e9),
-    Model("v100", "V100", 16160, (7, 0), 15.7e12, 125e12, 900e9, 130e9, 300, 8, 61, 3e9),
-    Model("a100-40gb", "A100.*40GB", 40536, (8, 0), 19.5e12, 312e12, 1555e9, 230e9, 400, 12, 144, 25e9),
-    Model("a100-80gb", "A100", 81920, (8, 0), 19.5e12, 312e12, 2039e9, 230e9, 400, 12, 144, 25e9),
-    Model("h200", "H200", 143771, (9, 0), 67e12, 989e12, 4800e9, 370e9, 700, 24, 256, 25e9),
-    Model("h100", "H100", 81559, (9, 0), 67e12, 989e12, 3350e9, 370e9, 700, 24, 256, 25e9),
+    GpuModel("rtx3050-laptop", "3050.*Laptop", 4096, (8, 6), 5.5e12, 11e12, 192e9, PCIE, 60, 8, 16, 1.25e8),
+    GpuModel("rtx4060", "4060", 8188, (8, 9), 15.1e12, 30.2e12, 272e9, PCIE, 115, 12, 32, 1.25e8),
+    GpuModel(
+        "rtx4080-laptop", "4080.*Laptop", 12282, (8, 9), 24.7e12, 49e12, 432e9, PCIE, 150, 16, 32, 1.25e8
+    ),
+    GpuModel("rtx4080", "4080", 16376, (8, 9), 48.7e12, 97.5e12, 717e9, PCIE, 320, 16, 64, 1.25e8),
+    GpuModel("rtx4090", "4090", 24564, (8, 9), 82.6e12, 165e12, 1008e9, PCIE, 450, 16, 64, 1.25e8),
+    GpuModel("t4", r"\bT4\b", 15360, (7, 5), 8.1e12, 65e12, 300e9, 6e9, 70, 4, 16, 3e9),
+    GpuModel("v100", "V100", 16160, (7, 0), 15.7e12, 125e12, 900e9, 130e9, 300, 8, 61, 3e9),
+    GpuModel("a100-40gb", "A100.*40GB", 40536, (8, 0), 19.5e12, 312e12, 1555e9, 230e9, 400, 12, 144, 25e9),
+    GpuModel("a100-80gb", "A100", 81920, (8, 0), 19.5e12, 312e12, 2039e9, 230e9, 400, 12, 144, 25e9),
+    GpuModel("h200", "H200", 143771, (9, 0), 67e12, 989e12, 4800e9, 370e9, 700, 24, 256, 25e9),
+    GpuModel("h100", "H100", 81559, (9, 0), 67e12, 989e12, 3350e9, 370e9, 700, 24, 256, 25e9),
 )
 MACHINES = {model.name: model for model in MODELS}
 UNITS = {"gb": GIB, "tb": 1024 * GIB}
@@ -153,22 +155,22 @@ SIZE = r"(\d+(?:\.\d+)?)(gb|tb)"
 SPELLINGS = [*MACHINES, "8xh100", "4x8xa100-80gb", "cpu:2x24gb", "mps"]
 
 
-def parse(text: str) -> Hardware:
+def parse_hardware(text: str) -> Hardware:
     """The machine that `--hardware` names: [NODESx][GPUSx]NAME, cpu:CORESxRAMgb, mps or mps:RAMgb."""
     word = text.strip().lower()
     if match := re.fullmatch(r"cpu:(\d+)x" + SIZE, word):
         return Hardware(kind="cpu", cpus=_count(text, match[1]), ram_bytes=_ram(text, match[2], match[3]))
     if match := re.fullmatch(rf"mps(?::{SIZE})?", word):
-        return mps(_ram(text, match[1] or "16", match[2] or "gb"), cpus=8)
+        return apple_machine(_ram(text, match[1] or "16", match[2] or "gb"), cpus=8)
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", word)
     if match is None or match[3] not in MACHINES:
         raise UserError(_unknown(text, match[3] if match else word))
     first, second, name = match.groups()
     nodes, gpus = (first, second) if second else ("1", first or "1")
-    return machine(MACHINES[name], _count(text, nodes), _count(text, gpus))
+    return make_machine(MACHINES[name], _count(text, nodes), _count(text, gpus))
 
 
-def machine(model: Model, nodes: int, gpus: int) -> Hardware:
+def make_machine(model: GpuModel, nodes: int, gpus: int) -> Hardware:
     """Nodes of equal GPUs with the host that usually carries them."""
     return Hardware(
         kind="cuda",
@@ -181,7 +183,7 @@ def machine(model: Model, nodes: int, gpus: int) -> Hardware:
     )
 
 
-def mps(ram_bytes: int, cpus: int, source: Literal["detected", "asked"] = "asked") -> Hardware:
+def apple_machine(ram_bytes: int, cpus: int, source: Literal["detected", "asked"] = "asked") -> Hardware:
     """An Apple machine: the GPU shares the RAM and may use about three quarters of it (rates: a base M2)."""
     gpu = Gpu(
         name="Apple GPU",
@@ -198,7 +200,7 @@ def is_mobile(name: str) -> bool:
     return re.search(r"laptop|mobile|max-q", name, re.IGNORECASE) is not None
 
 
-def model_of(name: str) -> Model | None:
+def find_gpu_model(name: str) -> GpuModel | None:
     """The row of the table that an nvidia-smi name belongs to."""
     return next((m for m in MODELS if re.search(m.pattern, name, re.IGNORECASE)), None)
 
@@ -220,6 +222,6 @@ def _unknown(text: str, name: str) -> str:
     hint = (
         f" (did you mean {longer}?)"
         if longer
-        else nearest(name, MACHINES) or nearest(text.lower(), SPELLINGS)
+        else nearest_hint(name, MACHINES) or nearest_hint(text.lower(), SPELLINGS)
     )
     return f"--hardware {text}: is not one of {', '.join(SPELLINGS)}{hint}"

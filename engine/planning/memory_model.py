@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from isobatch.core.plan import Precision, Strategy
+from isobatch.core.plan import Precision, StrategyName
 from isobatch.core.recipe import Recipe
-from isobatch.models.base import Shape
+from isobatch.models.base import ModelSize
 
 MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2.0, "paged-adamw8bit": 2.0, "adafactor": 0.1, "sgd": 0.0}
 """Optimizer state per trainable parameter. Adafactor keeps one row and one column per matrix."""
@@ -24,12 +24,12 @@ ASSUMED_LAYERS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choices:
+class ExecutionChoices:
     """What of a plan decides memory and arithmetic."""
 
     device: Literal["cpu", "cuda", "mps"] = "cpu"
     processes: int = 1
-    strategy: Strategy = "single"
+    strategy: StrategyName = "single"
     precision: Precision = "fp32"
     attention: Literal["sdpa", "eager", "flash"] = "sdpa"
     activation_checkpointing: bool = False
@@ -40,7 +40,7 @@ class Choices:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Footprint:
+class MemoryFootprint:
     """Bytes per process on the device that trains."""
 
     weights: float
@@ -69,11 +69,13 @@ class Footprint:
         return math.ceil(self.resident + max(self.activations + self.logits + self.tables, self.update))
 
 
-def footprint(recipe: Recipe, shape: Shape, choices: Choices, tokens: float, length: int) -> Footprint:
+def memory_footprint(
+    recipe: Recipe, shape: ModelSize, choices: ExecutionChoices, tokens: float, length: int
+) -> MemoryFootprint:
     """Bytes of training on micro-batches of `tokens` padded tokens in samples of `length`."""
     share = _shards(choices)
     slack = FRAGMENTATION[choices.device]
-    return Footprint(
+    return MemoryFootprint(
         weights=_weight_bytes(shape, choices) / share["weights"],
         gradients=shape.trainable * _gradient_bytes(choices) / share["gradients"],
         moments=shape.trainable * _state_bytes(recipe, choices) / share["moments"],
@@ -86,7 +88,7 @@ def footprint(recipe: Recipe, shape: Shape, choices: Choices, tokens: float, len
     )
 
 
-def _weight_bytes(shape: Shape, choices: Choices) -> float:
+def _weight_bytes(shape: ModelSize, choices: ExecutionChoices) -> float:
     """What autocast keeps in 16 bits lies beside the fp32 weights; rounded ones are loaded whole on a CPU."""
     if not shape.weight_bytes:
         return shape.parameters * (6.0 if choices.half else 4.0)
@@ -94,7 +96,7 @@ def _weight_bytes(shape: Shape, choices: Choices) -> float:
     return shape.weight_bytes + (4.0 * shape.parameters if rounded and choices.device == "cpu" else 0.0)
 
 
-def _shards(choices: Choices) -> dict[str, float]:
+def _shards(choices: ExecutionChoices) -> dict[str, float]:
     """By how much each part is divided (Rajbhandari et al. 2020, "ZeRO"); what is offloaded is gone.
 
     Gradients are whole under ZeRO-2 as well: they are reduced once a step, so full local sums are kept.
@@ -105,24 +107,24 @@ def _shards(choices: Choices) -> dict[str, float]:
     return {"weights": whole, "gradients": whole, "moments": moments}
 
 
-def _gradient_bytes(choices: Choices) -> float:
+def _gradient_bytes(choices: ExecutionChoices) -> float:
     """fp32, and once more for the buckets or the flat buffer in which they cross processes."""
     return 4.0 if choices.processes == 1 else 8.0
 
 
-def _state_bytes(recipe: Recipe, choices: Choices) -> float:
+def _state_bytes(recipe: Recipe, choices: ExecutionChoices) -> float:
     """Moments, and the fp32 partition that DeepSpeed updates in place of the parameters."""
     return MOMENT_BYTES[recipe.optimizer] + (4.0 if choices.strategy.startswith("zero") else 0.0)
 
 
-def _one_layer(shape: Shape, choices: Choices) -> float:
+def _one_layer(shape: ModelSize, choices: ExecutionChoices) -> float:
     """ZeRO-3 gathers whole layers: two of them are on the device at a time."""
     if not choices.strategy.startswith("zero3"):
         return 0.0
     return 2 * 4.0 * max(shape.parameters / max(shape.layers, 1), shape.vocabulary * shape.hidden)
 
 
-def activation_bytes_per_token(shape: Shape, choices: Choices, length: int) -> float:
+def activation_bytes_per_token(shape: ModelSize, choices: ExecutionChoices, length: int) -> float:
     """Bytes kept for the backward pass per padded token.
 
     Korthikanti et al. 2022, "Reducing Activation Recomputation", counts s*b*h*(34 + 5*a*s/h) bytes a layer in
@@ -130,14 +132,14 @@ def activation_bytes_per_token(shape: Shape, choices: Choices, length: int) -> f
     bytes a layer in fp32 at i = 4h, 64 h under autocast, whose residual stream stays fp32). With
     checkpointing only each layer's fp32 input stays, and one layer at a time is computed anew.
     """
-    layers, hidden = width_of(shape)
+    layers, hidden = layers_and_width(shape)
     per_layer = _layer_bytes(shape, hidden, choices, length)
     if choices.activation_checkpointing:
         return layers * 4.0 * hidden + 2 * per_layer
     return (layers + 1) * per_layer  # one more: the gradients of the layer at work
 
 
-def _layer_bytes(shape: Shape, hidden: float, choices: Choices, length: int) -> float:
+def _layer_bytes(shape: ModelSize, hidden: float, choices: ExecutionChoices, length: int) -> float:
     intermediate = shape.intermediate or 4 * hidden
     elements = 8 * hidden + 5.5 * intermediate
     linear = 2 * elements + 4 * hidden if choices.half else 4 * elements
@@ -145,7 +147,7 @@ def _layer_bytes(shape: Shape, hidden: float, choices: Choices, length: int) -> 
     return linear + (9.0 * shape.heads * length if choices.attention == "eager" else 0.0)
 
 
-def width_of(shape: Shape) -> tuple[float, float]:
+def layers_and_width(shape: ModelSize) -> tuple[float, float]:
     """(layers, hidden width); for a model that does not say, those of a 12-layer transformer of its size.
 
     A crude stand-in: parameters = 12 * layers * hidden^2 gives hidden = sqrt(parameters / 144). Embedding
@@ -156,7 +158,7 @@ def width_of(shape: Shape) -> tuple[float, float]:
     return ASSUMED_LAYERS, shape.hidden or math.sqrt(shape.parameters / (12 * ASSUMED_LAYERS))
 
 
-def logits_bytes(shape: Shape, choices: Choices, tokens: float) -> float:
+def logits_bytes(shape: ModelSize, choices: ExecutionChoices, tokens: float) -> float:
     """Vocabulary-wide: fp32 logits, log-softmax and gradient; under autocast 16-bit copies of two of them.
 
     Where the head works in chunks, at most a chunk of them; under ZeRO-3, whose head is whole only while it
@@ -167,7 +169,7 @@ def logits_bytes(shape: Shape, choices: Choices, tokens: float) -> float:
     return min(whole, shape.head_bytes * (4.0 if choices.half else 3.0)) if chunked else whole
 
 
-def table_bytes(shape: Shape) -> float:
+def table_bytes(shape: ModelSize) -> float:
     """Each backward makes both tables' gradients whole, in fp32, before they are added (measured: GPT-2 124M
     trained on a CPU takes 3.87 to 3.93 GB; 3.50 without this, 3.81 with it).
     """
@@ -175,7 +177,7 @@ def table_bytes(shape: Shape) -> float:
     return 2 * 4.0 * shape.vocabulary * shape.hidden if trained else 0.0
 
 
-def matmul_parameters(shape: Shape) -> float:
+def matmul_parameters(shape: ModelSize) -> float:
     """Parameters that multiply every token: attention 4 h^2 and MLP 2 h i a layer, and the output projection.
 
     Embedding tables are looked up, not multiplied. Without layers: all of them, at most a 12-layer stack's.
@@ -187,13 +189,13 @@ def matmul_parameters(shape: Shape) -> float:
     return min(float(shape.parameters), 12.0 * ASSUMED_LAYERS * shape.hidden**2 or math.inf)
 
 
-def flops_per_token(shape: Shape, length: float, activation_checkpointing: bool = False) -> float:
+def flops_per_token(shape: ModelSize, length: float, activation_checkpointing: bool = False) -> float:
     """Forward and backward: 6 per matmul parameter, 12 * layers * hidden * length for attention.
 
     Chowdhery et al. 2022, "PaLM", appendix B. Frozen weights need no weight gradient (2 of the 6);
     checkpointing runs the forward pass twice (8 in place of 6).
     """
-    layers, hidden = width_of(shape)
+    layers, hidden = layers_and_width(shape)
     trained = shape.trainable / max(shape.parameters, 1)
     passes = 4 + 2 * trained + (2 if activation_checkpointing else 0)
     attention = 12.0 * layers * hidden * length if shape.layers else 0.0

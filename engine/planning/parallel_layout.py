@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from isobatch.core.errors import UserError
-from isobatch.core.plan import MEMORY_LIMIT, PlanOptions, Strategy
-from isobatch.engine.planning.cost_model import Case, step_seconds
-from isobatch.engine.planning.memory_model import MOMENT_BYTES, Choices, footprint
+from isobatch.core.plan import MEMORY_LIMIT, PlanOptions, StrategyName
+from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
+from isobatch.engine.planning.memory_model import MOMENT_BYTES, ExecutionChoices, memory_footprint
 
 CPU_TENSOR_BYTES = 24 * 2**20
 """Blocks of 32 MiB are mapped and page-faulted anew each time (glibc's DEFAULT_MMAP_THRESHOLD_MAX).
@@ -26,10 +26,10 @@ UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class ParallelLayout:
     """A number of processes with the mildest measures that make it fit."""
 
-    choices: Choices
+    choices: ExecutionChoices
     tokens: int
     """Padded tokens of the largest micro-batch."""
     samples: int
@@ -40,14 +40,14 @@ class Layout:
     """What set the token budget."""
 
 
-def device_memory(case: Case, processes: int) -> int:
+def device_memory(case: PlanningCase, processes: int) -> int:
     """Bytes that one process has; processes on CPUs share the RAM."""
     if case.device == "cpu":
         return case.hardware.ram_bytes // case.local(processes)
     return case.hardware.gpu.memory_bytes
 
 
-def memory_limit(case: Case, asked: PlanOptions, processes: int) -> float:
+def memory_limit(case: PlanningCase, asked: PlanOptions, processes: int) -> float:
     """Bytes a process may use: 80 % of its memory, or what --memory-limit says."""
     memory, text = device_memory(case, processes), asked.memory_limit
     if text is None:
@@ -61,22 +61,24 @@ def memory_limit(case: Case, asked: PlanOptions, processes: int) -> float:
     return min(float(memory), float(match[1]) * UNITS[match[2]] / sharing)
 
 
-def measures(case: Case, asked: PlanOptions, processes: int) -> list[tuple[Strategy, bool]]:
+def strategies_to_try(
+    case: PlanningCase, asked: PlanOptions, processes: int
+) -> list[tuple[StrategyName, bool]]:
     """(strategy, activation checkpointing) to try, the cheapest first."""
-    plain: Strategy = "single" if processes == 1 else "ddp"
-    strategies: list[Strategy] = [plain]
+    plain: StrategyName = "single" if processes == 1 else "ddp"
+    strategies: list[StrategyName] = [plain]
     if asked.strategy not in ("auto", "single", "ddp"):
-        strategies = [cast(Strategy, asked.strategy)]
-    elif asked.strategy == "auto" and case.device == "cuda" and not unshardable(case):
+        strategies = [cast(StrategyName, asked.strategy)]
+    elif asked.strategy == "auto" and case.device == "cuda" and not why_not_shardable(case):
         strategies += ["zero2", "zero3", "zero3-offload"] if processes > 1 else ["zero3-offload"]
     checkpointing = {"auto": [False, True], "on": [True], "off": [False]}[asked.activation_checkpointing]
     return [(strategy, recompute) for strategy in strategies for recompute in checkpointing]
 
 
-def unshardable(case: Case) -> str:
+def why_not_shardable(case: PlanningCase) -> str:
     """Why this recipe cannot be trained in shards, or nothing."""
-    if case.shape.whole:
-        return f"{case.recipe.task}: {case.shape.whole}, so each process holds all of it: use ddp"
+    if case.shape.why_unshardable:
+        return f"{case.recipe.task}: {case.shape.why_unshardable}, so each process holds all of it: use ddp"
     if case.precision == "fp16":
         return "fp16's loss scale is not kept under ZeRO: use --precision fp32 or bf16"
     if case.recipe.optimizer not in ("adamw", "sgd"):
@@ -87,31 +89,33 @@ def unshardable(case: Case) -> str:
     return ""
 
 
-def zero_saves(case: Case, choices: Choices) -> tuple[float, float]:
+def zero_savings(case: PlanningCase, choices: ExecutionChoices) -> tuple[float, float]:
     """Bytes of weights, gradients and moments per process in DDP, and those that this strategy saves."""
-    whole = footprint(
+    whole = memory_footprint(
         case.recipe, case.shape, dataclasses.replace(choices, strategy="ddp"), 0, case.longest
     ).state
-    return whole, whole - footprint(case.recipe, case.shape, choices, 0, case.longest).state
+    return whole, whole - memory_footprint(case.recipe, case.shape, choices, 0, case.longest).state
 
 
-def fit(case: Case, asked: PlanOptions, processes: int) -> Layout | None:
+def find_layout(case: PlanningCase, asked: PlanOptions, processes: int) -> ParallelLayout | None:
     """The first measures under which the longest sample fits, or None."""
-    for strategy, recompute in measures(case, asked, processes):
+    for strategy, recompute in strategies_to_try(case, asked, processes):
         choices = make_choices(case, processes, strategy, recompute)
         tokens, bound = token_budget(case, asked, choices)
-        if tokens >= case.longest and host_holds(case, choices):
+        if tokens >= case.longest and host_memory_suffices(case, choices):
             samples = min(case.recipe.batch_size, asked.micro_batch or case.recipe.batch_size)
             seconds = step_seconds(case, choices, samples, tokens)
-            peak = footprint(case.recipe, case.shape, choices, tokens, case.longest).peak
-            return Layout(
+            peak = memory_footprint(case.recipe, case.shape, choices, tokens, case.longest).peak
+            return ParallelLayout(
                 choices=choices, tokens=tokens, samples=samples, seconds=seconds, peak=peak, bound=bound
             )
     return None
 
 
-def make_choices(case: Case, processes: int, strategy: Strategy, recompute: bool) -> Choices:
-    return Choices(
+def make_choices(
+    case: PlanningCase, processes: int, strategy: StrategyName, recompute: bool
+) -> ExecutionChoices:
+    return ExecutionChoices(
         device=case.device,
         processes=processes,
         strategy=strategy,
@@ -121,12 +125,12 @@ def make_choices(case: Case, processes: int, strategy: Strategy, recompute: bool
     )
 
 
-def token_budget(case: Case, asked: PlanOptions, choices: Choices) -> tuple[int, str]:
+def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoices) -> tuple[int, str]:
     """(padded tokens of a micro-batch, what bounds them); below the longest sample's length nothing fits."""
     limit = memory_limit(case, asked, choices.processes)
-    empty = footprint(case.recipe, case.shape, choices, 0, case.longest)
-    per_token = footprint(case.recipe, case.shape, choices, 1, case.longest)
-    full = footprint(case.recipe, case.shape, choices, MANY, case.longest)
+    empty = memory_footprint(case.recipe, case.shape, choices, 0, case.longest)
+    per_token = memory_footprint(case.recipe, case.shape, choices, 1, case.longest)
+    full = memory_footprint(case.recipe, case.shape, choices, MANY, case.longest)
     room = limit - empty.resident - empty.activations - empty.tables
     each = per_token.activations - empty.activations
     # Logits grow with the tokens until a chunk of them is full, if the head works in chunks.
@@ -136,7 +140,7 @@ def token_budget(case: Case, asked: PlanOptions, choices: Choices) -> tuple[int,
     return min(bounds)
 
 
-def _other_bounds(case: Case, asked: PlanOptions) -> list[tuple[int, str]]:
+def _other_bounds(case: PlanningCase, asked: PlanOptions) -> list[tuple[int, str]]:
     widest = max(case.shape.vocabulary, case.shape.intermediate, 4 * case.shape.hidden, 1)
     bounds = [(max(case.longest, INDEX_LIMIT // widest), "index")]
     bounds.append((case.longest * case.recipe.batch_size, "batch"))
@@ -149,19 +153,19 @@ def _other_bounds(case: Case, asked: PlanOptions) -> list[tuple[int, str]]:
     return bounds
 
 
-def host_holds(case: Case, choices: Choices) -> bool:
+def host_memory_suffices(case: PlanningCase, choices: ExecutionChoices) -> bool:
     """Whether the RAM of a node takes what is offloaded to it."""
     offloaded = choices.strategy == "zero3-offload"
-    return not offloaded or host_bytes(case, choices.processes) <= 0.8 * case.hardware.ram_bytes
+    return not offloaded or offloaded_bytes(case, choices.processes) <= 0.8 * case.hardware.ram_bytes
 
 
-def host_bytes(case: Case, processes: int) -> float:
+def offloaded_bytes(case: PlanningCase, processes: int) -> float:
     """Offloaded fp32 weights, gradients and moments on one node."""
     per_trained = 4.0 + MOMENT_BYTES[case.recipe.optimizer]
     return (4.0 * case.shape.parameters + per_trained * case.shape.trainable) / case.nodes(processes)
 
 
-def candidates(case: Case, asked: PlanOptions, world: int | None) -> list[int]:
+def candidate_process_counts(case: PlanningCase, asked: PlanOptions, world: int | None) -> list[int]:
     """Numbers of processes worth comparing."""
     fixed = world or asked.processes
     if fixed:
@@ -182,18 +186,18 @@ def candidates(case: Case, asked: PlanOptions, world: int | None) -> list[int]:
     return [count for count in shared if count <= case.recipe.batch_size] or shared[:1] or [1]
 
 
-def best(layouts: list[Layout]) -> Layout:
+def fastest_layout(layouts: list[ParallelLayout]) -> ParallelLayout:
     """The fastest; fewer processes win where more would save less than 3 %."""
     fastest = min(layout.seconds for layout in layouts)
     return next(layout for layout in layouts if layout.seconds <= 1.03 * fastest)
 
 
-def smallest_need(case: Case, asked: PlanOptions, processes: int) -> int:
+def least_memory(case: PlanningCase, asked: PlanOptions, processes: int) -> int:
     """Bytes per process that the longest sample takes with every measure there is."""
     needs = [
-        footprint(
+        memory_footprint(
             case.recipe, case.shape, make_choices(case, processes, *measure), case.longest, case.longest
         ).peak
-        for measure in measures(case, asked, processes)
+        for measure in strategies_to_try(case, asked, processes)
     ]
     return min(needs)

@@ -11,11 +11,11 @@ from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.planning import choices as choose
 from isobatch.engine.planning.cost_model import (
-    Case,
+    PlanningCase,
+    expected_padding,
     fixed_tokens,
     micro_batch_seconds,
     steps_per_epoch,
-    usual_padding,
 )
 from isobatch.engine.planning.explanations import (
     does_not_fit,
@@ -26,9 +26,16 @@ from isobatch.engine.planning.explanations import (
     why_tokens,
 )
 from isobatch.engine.planning.hardware import Hardware
-from isobatch.engine.planning.memory_model import Choices
-from isobatch.engine.planning.parallel_layout import Layout, best, candidates, fit, unshardable, zero_saves
-from isobatch.models.base import Shape
+from isobatch.engine.planning.memory_model import ExecutionChoices
+from isobatch.engine.planning.parallel_layout import (
+    ParallelLayout,
+    candidate_process_counts,
+    fastest_layout,
+    find_layout,
+    why_not_shardable,
+    zero_savings,
+)
+from isobatch.models.base import ModelSize
 
 SCALES = (1, 2, 4, 8)
 LEAST_SAVING = 0.02
@@ -38,7 +45,7 @@ LEAST_SAVING = 0.02
 def make_plan(
     recipe: Recipe,
     facts: Facts,
-    shape: Shape,
+    shape: ModelSize,
     hardware: Hardware,
     asked: PlanOptions,
     *,
@@ -53,12 +60,12 @@ def make_plan(
     case, made = _case(recipe, facts, shape, hardware, asked, world)
     _check_processes(case, asked, world)
     layouts = _layouts(case, asked, world)
-    compiled = choose.choose_compile(case, asked, best(layouts).seconds)
-    if best(layouts).choices.strategy.startswith("zero3"):
+    compiled = choose.choose_compile(case, asked, fastest_layout(layouts).seconds)
+    if fastest_layout(layouts).choices.strategy.startswith("zero3"):
         compiled = ("off", "ZeRO-3 gathers weights in hooks, which the compiler cannot follow")
     case, padding = _with_compile(case, compiled[0] != "off")
     layouts = _layouts(case, asked, world)
-    chosen = best(layouts)
+    chosen = fastest_layout(layouts)
     made |= {"compile": compiled, "pad_multiple": padding, **_sizes(case, asked, chosen, layouts, world)}
     made |= _running(case, asked, chosen)
     made["invariance"] = choose.choose_invariance(recipe, case.precision, compiled[0] != "off", foreign_noise)
@@ -67,20 +74,20 @@ def make_plan(
     return Plan(**values, reasons={name: reason for name, (_, reason) in made.items()})
 
 
-Made = dict[str, tuple[Any, str]]
+PlanFields = dict[str, tuple[Any, str]]
 """Field of the plan -> (value, reason)."""
 
 
 def _case(
-    recipe: Recipe, facts: Facts, shape: Shape, hardware: Hardware, asked: PlanOptions, world: int | None
-) -> tuple[Case, Made]:
+    recipe: Recipe, facts: Facts, shape: ModelSize, hardware: Hardware, asked: PlanOptions, world: int | None
+) -> tuple[PlanningCase, PlanFields]:
     device = choose.choose_device(hardware, asked)
     if device[0] == "cuda" and world and world > hardware.devices:
         # A world formed by a launcher on machines that this one cannot see.
         hardware = dataclasses.replace(hardware, nodes=-(-world // len(hardware.gpus)))
     precision = choose.choose_precision(hardware, device[0], asked)
     attention = choose.choose_attention(hardware, device[0], precision[0], asked)
-    case = Case(
+    case = PlanningCase(
         recipe=recipe,
         facts=facts,
         shape=shape,
@@ -93,12 +100,12 @@ def _case(
     return _with_compile(case, False)[0], {"device": device, "precision": precision, "attention": attention}
 
 
-def _with_compile(case: Case, compiled: bool) -> tuple[Case, tuple[int, str]]:
+def _with_compile(case: PlanningCase, compiled: bool) -> tuple[PlanningCase, tuple[int, str]]:
     padding = choose.choose_padding(case, compiled)
     return dataclasses.replace(case, compile=compiled, pad_multiple=padding[0]), padding
 
 
-def _check_processes(case: Case, asked: PlanOptions, world: int | None) -> None:
+def _check_processes(case: PlanningCase, asked: PlanOptions, world: int | None) -> None:
     processes = world or asked.processes
     if world and asked.processes not in (None, world):
         raise UserError(
@@ -117,15 +124,15 @@ def _check_processes(case: Case, asked: PlanOptions, world: int | None) -> None:
         raise UserError(
             f"--strategy {asked.strategy}: one process has nobody to share with; use single, zero3-offload"
         )
-    if asked.strategy.startswith("zero") and (why := unshardable(case)):
+    if asked.strategy.startswith("zero") and (why := why_not_shardable(case)):
         raise UserError(f"--strategy {asked.strategy}: {why}")
     if case.device == "mps" and asked.strategy.startswith("zero"):
         raise UserError(f"--strategy {asked.strategy}: DeepSpeed does not run on Apple GPUs; use single")
 
 
-def _layouts(case: Case, asked: PlanOptions, world: int | None) -> list[Layout]:
-    counts = candidates(case, asked, world)
-    layouts = [layout for count in counts if (layout := fit(case, asked, count))]
+def _layouts(case: PlanningCase, asked: PlanOptions, world: int | None) -> list[ParallelLayout]:
+    counts = candidate_process_counts(case, asked, world)
+    layouts = [layout for count in counts if (layout := find_layout(case, asked, count))]
     if not layouts:
         raise UserError(does_not_fit(case, asked, counts[-1]))
     useful = [layout for layout in layouts if _saves(case, layout.choices)]
@@ -134,14 +141,14 @@ def _layouts(case: Case, asked: PlanOptions, world: int | None) -> list[Layout]:
     return useful
 
 
-def _saves(case: Case, choices: Choices) -> bool:
+def _saves(case: PlanningCase, choices: ExecutionChoices) -> bool:
     """ZeRO 1 and 2 share the trained parameters' moments, for an fp32 copy of those parameters."""
-    whole, saved = zero_saves(case, choices)
+    whole, saved = zero_savings(case, choices)
     return choices.strategy not in ("zero1", "zero2") or saved >= LEAST_SAVING * whole
 
 
-def _useless(case: Case, choices: Choices) -> str:
-    whole, saved = zero_saves(case, choices)
+def _useless(case: PlanningCase, choices: ExecutionChoices) -> str:
+    whole, saved = zero_savings(case, choices)
     return (
         f"--strategy {choices.strategy}: saves {max(0.0, saved) / 1e6:.1f} MB of the {whole / 1e6:.1f} MB of"
         f" weights, gradients and moments on each of {choices.processes} processes, as"
@@ -150,7 +157,13 @@ def _useless(case: Case, choices: Choices) -> str:
     )
 
 
-def _sizes(case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout], world: int | None) -> Made:
+def _sizes(
+    case: PlanningCase,
+    asked: PlanOptions,
+    chosen: ParallelLayout,
+    layouts: list[ParallelLayout],
+    world: int | None,
+) -> PlanFields:
     processes = chosen.choices.processes
     nodes = case.nodes(processes)
     return {
@@ -176,8 +189,8 @@ def _sizes(case: Case, asked: PlanOptions, chosen: Layout, layouts: list[Layout]
     }
 
 
-def _running(case: Case, asked: PlanOptions, chosen: Layout) -> Made:
-    padding = usual_padding(case, chosen.choices, chosen.samples, chosen.tokens)
+def _running(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> PlanFields:
+    padding = expected_padding(case, chosen.choices, chosen.samples, chosen.tokens)
     return {
         "workers": choose.choose_workers(asked),
         "prefetch": choose.choose_prefetch(asked),
@@ -188,7 +201,7 @@ def _running(case: Case, asked: PlanOptions, chosen: Layout) -> Made:
     }
 
 
-def _predictions(case: Case, chosen: Layout) -> Made:
+def _predictions(case: PlanningCase, chosen: ParallelLayout) -> PlanFields:
     measured = case.device == "cpu"
     basis = (
         "constants were measured on a CPU"
@@ -202,7 +215,7 @@ def _predictions(case: Case, chosen: Layout) -> Made:
     }
 
 
-def smaller(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
+def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
     """After an out-of-memory: half the budget, then activation checkpointing; TrainingError after both."""
     longest = -(-facts.longest // plan.pad_multiple) * plan.pad_multiple
     samples = max(1, min(plan.micro_batch_samples, recipe.batch_size) // 2)
@@ -225,8 +238,8 @@ def smaller(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
     )
 
 
-def frontier(
-    recipe: Recipe, facts: Facts, shape: Shape, hardware: Hardware, asked: PlanOptions
+def batch_size_frontier(
+    recipe: Recipe, facts: Facts, shape: ModelSize, hardware: Hardware, asked: PlanOptions
 ) -> list[dict[str, Any]]:
     """What other global batches would cost: processes, step seconds, hours and updates per epoch.
 
@@ -236,7 +249,7 @@ def frontier(
 
 
 def _point(
-    recipe: Recipe, facts: Facts, shape: Shape, hardware: Hardware, asked: PlanOptions
+    recipe: Recipe, facts: Facts, shape: ModelSize, hardware: Hardware, asked: PlanOptions
 ) -> dict[str, Any]:
     plan = make_plan(recipe, facts, shape, hardware, asked)
     updates = steps_per_epoch(recipe, facts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from isobatch.core.errors import Lost, OutOfMemory, TrainingError, UserError
+from isobatch.core.errors import OutOfMemoryError, TrainingError, UserError, WorkerLostError
 
 _MEMORY = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
@@ -16,7 +16,7 @@ _PEERS = (
 )
 
 
-def named(error: BaseException) -> TrainingError | UserError | None:
+def classify(error: BaseException) -> TrainingError | UserError | None:
     """The error under its name, or None where it has none: then it is a bug."""
     if isinstance(error, TrainingError | UserError):
         return error
@@ -25,9 +25,9 @@ def named(error: BaseException) -> TrainingError | UserError | None:
         return UserError(f"no space left on device{where}: make some, then go on with `resume`")
     text = str(error).lower()
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _any(_MEMORY, text)):
-        return OutOfMemory(f"out of memory: {_first_line(error)}")
+        return OutOfMemoryError(f"out of memory: {_first_line(error)}")
     if isinstance(error, RuntimeError) and _any(_PEERS, text):
-        return Lost(f"the connection to another process broke: {_first_line(error)}")
+        return WorkerLostError(f"the connection to another process broke: {_first_line(error)}")
     return None
 
 

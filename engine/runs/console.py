@@ -10,7 +10,7 @@ from typing import Any
 
 from isobatch.engine.runs.run_folder import now
 
-SPOKEN = "\x1eisobatch\x1e"
+LINE_MARK = "\x1eisobatch\x1e"
 """Begins each line that a child under `auto` means for the person; all else there is noise."""
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -38,7 +38,7 @@ class Console:
         else:
             print(self.mark + text.replace("\n", f"\n{self.mark}"), file=sys.stderr, flush=True)
 
-    def begin(self, phase: str, start: int, total: int) -> None:
+    def start_phase(self, phase: str, start: int, total: int) -> None:
         """A new phase; only a terminal gets a bar."""
         if sys.stderr.isatty() and not self.quiet:
             from tqdm import tqdm
@@ -47,7 +47,7 @@ class Console:
                 total=total, initial=start, desc=phase, unit="step", dynamic_ncols=True, file=sys.stderr
             )
 
-    def step(self, row: dict[str, Any], total: int, seconds_left: float) -> None:
+    def show_step(self, row: dict[str, Any], total: int, seconds_left: float) -> None:
         """Show a logged step: at every step on a bar, every few seconds as a line."""
         figures = _figures(row)
         if self.bar is not None:
@@ -56,13 +56,13 @@ class Console:
                 self.bar.update(row["step"] - self.bar.n)
         if now() - self._last >= _SECONDS_BETWEEN_LINES or row["step"] == total:
             self._last = now()
-            line = f"{row['phase']} {row['step']}/{total}  {figures}  ETA {clock(seconds_left)}"
+            line = f"{row['phase']} {row['step']}/{total}  {figures}  ETA {format_duration(seconds_left)}"
             if self.bar is None:
                 self.say(line)
             elif self.stream:
                 self.stream.write(line + "\n")
 
-    def end(self) -> None:
+    def end_phase(self) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -74,11 +74,11 @@ def _figures(row: dict[str, Any]) -> str:
     unit = "samples" if rate == row.get("samples_per_second") else "tokens"  # pairs of ids are of length 1
     return (
         f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {rate:,.0f} {unit}/s"
-        f"  {size(row['memory_bytes'])}  data wait {wait:.0%}"
+        f"  {format_bytes(row['memory_bytes'])}  data wait {wait:.0%}"
     )
 
 
-def shown(metrics: Mapping[str, Any], form: str) -> str:
+def format_metrics(metrics: Mapping[str, Any], form: str) -> str:
     """Metrics as people read them: whole numbers stay whole, and what they are of stands beside them."""
     words = [
         f"{name} {value:{form}}" if isinstance(value, float) else f"{name} {value}"
@@ -88,13 +88,13 @@ def shown(metrics: Mapping[str, Any], form: str) -> str:
     return "  ".join(words)
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes as people say them, in powers of 1000."""
     for unit in ("B", "KB", "MB"):
         if count < 1000:

@@ -76,7 +76,7 @@ class Verdict:
     """memory, lost or hang where another attempt may fare better."""
 
 
-class Run:
+class RunFolder:
     """A run folder and the files in it."""
 
     def __init__(self, folder: Path) -> None:
@@ -103,7 +103,7 @@ class Run:
         return self.folder / "decisions.jsonl"
 
     @classmethod
-    def open(cls, folder: str | Path) -> Run:
+    def open(cls, folder: str | Path) -> RunFolder:
         """An existing run."""
         path = Path(folder).expanduser()
         if not (path / "recipe.json").is_file():
@@ -111,12 +111,12 @@ class Run:
         return cls(path)
 
     @classmethod
-    def create(cls, folder: Path, recipe: Recipe, facts: Facts, options: Mapping[str, Any]) -> Run:
+    def create(cls, folder: Path, recipe: Recipe, facts: Facts, options: Mapping[str, Any]) -> RunFolder:
         """A new folder, whole from the moment it is there. One that is in use by anything is left alone."""
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} exists and is another run's or not a run: choose --name or --out")
         fresh = cls(folder.with_name(f".{folder.name}.{os.getpid()}.new"))
-        with atomic_files.naming_errors(folder):
+        with atomic_files.explain_write_errors(folder):
             fresh.folder.mkdir(parents=True)
             atomic_files.write_json(fresh.folder / "facts.json", facts.to_dict())
             atomic_files.write_json(fresh.folder / "run.json", options)
@@ -125,7 +125,7 @@ class Run:
         return cls(folder)
 
     @contextlib.contextmanager
-    def held(self, role: str) -> Iterator[None]:
+    def lock(self, role: str) -> Iterator[None]:
         """Be the only one to launch, or to train, this run; the operating system lets go when we die."""
         from filelock import FileLock, Timeout
 
@@ -140,7 +140,7 @@ class Run:
 
     def refuse_if_training(self) -> None:
         """Workers may have outlived the command that started them."""
-        with self.held("train"):
+        with self.lock("train"):
             pass
 
     def write_plan(self, plan: Plan) -> None:
@@ -216,12 +216,15 @@ class Run:
             (self.decisions, filter),
         ):
             if path.exists():
-                kept = keep(before, atomic_files.read_lines(path))
+                kept = keep(before, atomic_files.read_jsonl(path))
                 atomic_files.write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
 
-    def decide(self, decision: str, **facts: Any) -> None:
+    def log_decision(self, decision: str, **facts: Any) -> None:
         """Note what a launch decided; a resumed run keeps it."""
-        with atomic_files.naming_errors(self.decisions), self.decisions.open("a", encoding="utf-8") as stream:
+        with (
+            atomic_files.explain_write_errors(self.decisions),
+            self.decisions.open("a", encoding="utf-8") as stream,
+        ):
             stream.write(json.dumps({"decision": decision, **facts}, ensure_ascii=False) + "\n")
 
 
@@ -235,12 +238,12 @@ def _is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int)
     return place < here or (place == here and int(row.get("step", 0)) <= step)
 
 
-def runs_in(folder: Path) -> Iterator[Run]:
+def list_runs(folder: Path) -> Iterator[RunFolder]:
     """Every run in a folder, oldest first."""
     found = [p.parent for p in folder.glob("[!.]*/recipe.json")] if folder.is_dir() else []
     found = [p for p in found if (p / "facts.json").is_file()]
     for path in sorted(found, key=lambda p: (p / "recipe.json").stat().st_mtime):
-        yield Run(path)
+        yield RunFolder(path)
 
 
 def run_name(recipe: Recipe) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 
-HELD_OUT = ("test", "valid")
+HELD_OUT_SPLITS = ("test", "valid")
 """Splits that can be held out; the first there is gives the summary's metrics."""
 
 
@@ -58,7 +58,7 @@ def summarize(
 ) -> dict[str, Any]:
     """The fields that follow from where training ended."""
     seconds = max(1e-9, progress.train_seconds)
-    split = next((s for s in HELD_OUT if s in held_out), None)
+    split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
     parameters = list(model.parameters())
     return {
         "task": recipe.task,

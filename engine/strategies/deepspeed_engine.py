@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from isobatch.core.plan import Plan, Strategy
-    from isobatch.engine.distributed.communicator import World
+    from isobatch.core.plan import Plan, StrategyName
+    from isobatch.engine.distributed.communicator import Communicator
 
 CONFIGS = ROOT / "configs" / "deepspeed"
 OWN_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -35,14 +35,14 @@ def given_config() -> dict[str, Any] | None:
     return atomic_files.read_json(path if path.exists() else ROOT / given)
 
 
-def strategy_of(config: dict[str, Any]) -> Strategy:
+def strategy_of(config: dict[str, Any]) -> StrategyName:
     """The strategy that a DeepSpeed config stands for."""
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
         raise UserError(f"the DeepSpeed config asks for stage {stage}: use 1, 2 or 3, or a DDP config")
     offloads = stage == 3 and "offload_optimizer" in zero
-    return "zero3-offload" if offloads else cast("Strategy", f"zero{stage}")
+    return "zero3-offload" if offloads else cast("StrategyName", f"zero{stage}")
 
 
 def config_for(plan: Plan, clip: float) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def config_for(plan: Plan, clip: float) -> dict[str, Any]:
     return {**config, "gradient_clipping": clip or NO_CLIP, "torch_autocast": half}
 
 
-def make_engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], world: World) -> Any:
+def make_engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], world: Communicator) -> Any:
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     with contextlib.redirect_stdout(sys.stderr):  # it logs there from its import on
@@ -71,7 +71,7 @@ def make_engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], 
     return engine
 
 
-def _form_group(world: World) -> None:
+def _form_group(world: Communicator) -> None:
     """DeepSpeed wants a process group even of one process."""
     import torch.distributed as dist
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from isobatch.core.plan import Plan
-    from isobatch.engine.checkpointing.checkpoint import Saved
-    from isobatch.engine.distributed.communicator import World
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+    from isobatch.engine.distributed.communicator import Communicator
 
 SCALE_START = 2.0**16
 SCALE_LEAST = 2.0**-10
@@ -27,7 +27,7 @@ SCALE_PATIENCE = 2000
 """Good steps after which an fp16 loss scale doubles."""
 
 
-class Replicas:
+class ReplicatedStrategy:
     """Gradients, update and state of a model that each process holds whole."""
 
     equal_counts = False
@@ -38,7 +38,7 @@ class Replicas:
         model: nn.Module,
         optimizer: Optimizer,
         plan: Plan,
-        world: World,
+        world: Communicator,
         clip: float,
         lazy: Sequence[nn.Parameter] = (),
     ) -> None:
@@ -92,7 +92,7 @@ class Replicas:
 
     def backward(self, loss: Tensor) -> None:
         scaled = loss * (self.scale * (self.world.size if self.overlapped else 1))
-        with self.world.waits("DDP's reduction") if self._reduces else contextlib.nullcontext():
+        with self.world.waiting_for("DDP's reduction") if self._reduces else contextlib.nullcontext():
             scaled.backward()
 
     def update(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor | None:
@@ -115,15 +115,15 @@ class Replicas:
         """The whole gradient, summed over ranks and unscaled, and its norm."""
         if not self.overlapped:
             self._place_rows()
-            everything_used = self.world.sum_gradients(self.trained)
+            everything_used = self.world.all_reduce_gradients(self.trained)
             for p in self.lazy:
                 if p.grad is not None or self.world.size > 1:
-                    p.grad = self.world.sum_rows(p)
+                    p.grad = self.world.all_reduce_sparse(p)
             if self.undecided:
                 self.undecided, self.overlapped = False, everything_used
                 if everything_used:
                     self._gather_rows(False)
-                    self.model = self.world.wrap(self.raw)
+                    self.model = self.world.wrap_in_ddp(self.raw)
         gradients = [p.grad for p in self.trained if p.grad is not None] + self._rows()
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
@@ -160,25 +160,25 @@ class Replicas:
     def scaling(self) -> dict[str, Any]:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def state(self) -> portable_state.State:
+    def state(self) -> portable_state.PortableState:
         """This rank's share of all that training changes: weights, buffers, moments."""
-        return portable_state.shared(
-            portable_state.whole(self.raw, self.optimizer), self.world.rank, self.world.size
+        return portable_state.rank_share(
+            portable_state.collect_state(self.raw, self.optimizer), self.world.rank, self.world.size
         )
 
-    def put(self, saved: Saved, scaling: dict[str, Any] | None = None) -> None:
+    def put(self, saved: SavedCheckpoint, scaling: dict[str, Any] | None = None) -> None:
         """Go to where a checkpoint was. A saved loss scale means something only under fp16."""
-        portable_state.put_weights(saved, self.raw)
-        portable_state.put_moments(saved, self.raw, self.optimizer)
+        portable_state.load_weights(saved, self.raw)
+        portable_state.load_moments(saved, self.raw, self.optimizer)
         self._put_scaling(scaling)
 
     def _put_scaling(self, scaling: dict[str, Any] | None) -> None:
         if self.plan.precision == "fp16" and scaling:
             self.scale, self.good_steps = float(scaling["scale"]), int(scaling["good_steps"])
 
-    def put_weights(self, saved: Saved, first: bool = False) -> None:
+    def put_weights(self, saved: SavedCheckpoint, first: bool = False) -> None:
         """The weights alone, as for a last evaluation."""
-        portable_state.put_weights(saved, self.raw)
+        portable_state.load_weights(saved, self.raw)
 
     def moments(self) -> portable_state.Moments:
         """The optimizer's state by the names that parameters had when it began."""

@@ -18,24 +18,26 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Entry, Piece
+from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from isobatch.core.plan import Plan
-    from isobatch.engine.checkpointing.checkpoint import Saved
-    from isobatch.engine.distributed.communicator import World
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+    from isobatch.engine.distributed.communicator import Communicator
 
 
-class Shards:
+class ZeroStrategy:
     """A model under ZeRO: the same contract as Replicas."""
 
     computes_dummies = True
     holds = False
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, world: World, clip: float) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, plan: Plan, world: Communicator, clip: float
+    ) -> None:
         self.raw, self.world = model, world
         self.config = config_for(plan, clip)
         self.stage = int(self.config["zero_optimization"]["stage"])
@@ -65,7 +67,7 @@ class Shards:
             self._abandoned = reduction
             raise
         self._refuse_unused()
-        with self.world.waits("ZeRO's reduction"):
+        with self.world.waiting_for("ZeRO's reduction"):
             reduction.__exit__(None, None, None)
 
     @contextlib.contextmanager
@@ -74,7 +76,7 @@ class Shards:
             yield
             return
         self.engine.set_gradient_accumulation_boundary(last)
-        with self.world.waits("ZeRO-3's forward or backward"):
+        with self.world.waiting_for("ZeRO-3's forward or backward"):
             yield
 
     def backward(self, loss: Tensor) -> None:
@@ -86,7 +88,7 @@ class Shards:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.set_gradient_accumulation_boundary(True)
-        with self.world.waits("ZeRO's update"):
+        with self.world.waiting_for("ZeRO's update"):
             self.engine.step()
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.world.device).float()
 
@@ -106,7 +108,7 @@ class Shards:
         for hook in self._hooks.values():
             hook.remove()
         idle, self._hooks = set(self._hooks) - self._touched, {}
-        if unused := set.intersection(*self.world.gather(idle)):
+        if unused := set.intersection(*self.world.all_gather_objects(idle)):
             raise UserError(
                 f"no loss touches {sorted(unused)[0]} ({len(unused)} such): ZeRO would decay it; freeze it"
                 " (requires_grad_(False)), or use --strategy ddp"
@@ -125,49 +127,53 @@ class Shards:
         return ((name, p) for name, p in self.raw.named_parameters() if p.requires_grad)
 
     def _buffers(self) -> dict[str, Tensor]:
-        return {name: t for name, t in portable_state.changing(self.raw) if not isinstance(t, nn.Parameter)}
+        return {
+            name: t
+            for name, t in portable_state.changing_tensors(self.raw)
+            if not isinstance(t, nn.Parameter)
+        }
 
-    def state(self) -> portable_state.State:
+    def state(self) -> portable_state.PortableState:
         """Every rank's own shards of weights and moments; buffers come from rank 0."""
         buffers = {WEIGHT + name: b for name, b in self._buffers().items()}
-        entries = {name: portable_state.entry(b) for name, b in buffers.items()}
-        pieces = [Piece(n, 0, b.reshape(-1)) for n, b in buffers.items() if self.world.is_main]
+        entries = {name: portable_state.tensor_entry(b) for name, b in buffers.items()}
+        pieces = [TensorPiece(n, 0, b.reshape(-1)) for n, b in buffers.items() if self.world.is_main]
         for name, p in self._trained():
             shape = tuple(getattr(p, "ds_shape", p.shape))
-            entries[WEIGHT + name] = Entry(shape, "float32")
+            entries[WEIGHT + name] = TensorEntry(shape, "float32")
             for key, dtype in self._moments().items():
-                entries[f"{MOMENT}{key}/{name}"] = Entry(() if key == "step" else shape, dtype)
+                entries[f"{MOMENT}{key}/{name}"] = TensorEntry(() if key == "step" else shape, dtype)
             shard = self._shard(p)
             if shard is not None:
-                pieces.append(Piece(WEIGHT + name, shard.start, shard.weight))
+                pieces.append(TensorPiece(WEIGHT + name, shard.start, shard.weight))
                 moments = shard.moments.items()
-                pieces += [Piece(f"{MOMENT}{key}/{name}", shard.start, value) for key, value in moments]
+                pieces += [TensorPiece(f"{MOMENT}{key}/{name}", shard.start, value) for key, value in moments]
                 if shard.start == 0 and shard.steps is not None:
-                    pieces.append(Piece(f"{MOMENT}step/{name}", 0, shard.steps.reshape(1)))
-        return portable_state.State(entries, pieces)
+                    pieces.append(TensorPiece(f"{MOMENT}step/{name}", 0, shard.steps.reshape(1)))
+        return portable_state.PortableState(entries, pieces)
 
-    def put(self, saved: Saved, scaling: dict[str, Any] | None = None) -> None:
+    def put(self, saved: SavedCheckpoint, scaling: dict[str, Any] | None = None) -> None:
         """Go to where a checkpoint was, whoever wrote it."""
-        kinds = {kind for _, kind, _ in portable_state.moments(saved)}
+        kinds = {kind for _, kind, _ in portable_state.saved_moments(saved)}
         if kinds:
             self._make_moments(kinds)
         self.put_weights(saved)
         parameters = dict(self._trained())
-        for key, kind, name in portable_state.moments(saved):
+        for key, kind, name in portable_state.saved_moments(saved):
             shard = self._shard(parameters[name])
             if shard is not None and kind != "step":
-                shard.moments[kind].copy_(saved.part(key, shard.start, shard.start + len(shard.weight)))
+                shard.moments[kind].copy_(saved.read_slice(key, shard.start, shard.start + len(shard.weight)))
             elif shard is not None and shard.steps is not None:
                 # One count per flat group: all its parameters have taken the same steps of this phase.
                 shard.steps.fill_(float(saved.read(key)))
 
-    def put_weights(self, saved: Saved, first: bool = False) -> None:
+    def put_weights(self, saved: SavedCheckpoint, first: bool = False) -> None:
         """Shards and, where this rank holds a whole parameter, that. `first`: what only now trains, and so
         was not saved by the phase before, stays as it was made."""
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._trained()}
         shapes |= {name: tuple(b.shape) for name, b in self._buffers().items()}
-        known = portable_state.weights(saved) if first else set(shapes)
-        portable_state.check(saved, {name: shape for name, shape in shapes.items() if name in known})
+        known = portable_state.saved_weight_names(saved) if first else set(shapes)
+        portable_state.check_shapes(saved, {name: shape for name, shape in shapes.items() if name in known})
         with torch.no_grad():
             for name, buffer in self._buffers().items():
                 buffer.copy_(saved.read(WEIGHT + name))
@@ -176,7 +182,7 @@ class Shards:
                     p.copy_(saved.read(WEIGHT + name))
                 shard = self._shard(p)
                 if shard is not None:
-                    part = saved.part(WEIGHT + name, shard.start, shard.start + len(shard.weight))
+                    part = saved.read_slice(WEIGHT + name, shard.start, shard.start + len(shard.weight))
                     shard.weight.copy_(part)
                     if self.stage == 3:
                         p.ds_tensor.data.view(-1)[: len(part)].copy_(part)
@@ -194,7 +200,7 @@ class Shards:
         inner = self.engine.optimizer.optimizer
         states = [inner.state[f] for f in self._flats if inner.state.get(f)]
         return {
-            key: portable_state.entry(value).dtype
+            key: portable_state.tensor_entry(value).dtype
             for key, value in (states[0] if states else {}).items()
             if value is not None
         }
@@ -206,21 +212,21 @@ class Shards:
                 kind: torch.tensor(0.0) if kind == "step" else torch.zeros_like(flat) for kind in kinds
             }
 
-    def _shard(self, p: Any) -> _Shard | None:
+    def _shard(self, p: Any) -> _ParameterShard | None:
         """This rank's part of a parameter, as views of the flat partitions; None where it has none."""
         return self._third(p) if self.stage == 3 else self._first(p)
 
-    def _first(self, p: Any) -> _Shard | None:
+    def _first(self, p: Any) -> _ParameterShard | None:
         mapping = p._hp_mapping
         if mapping is None:
             return None
         part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
         flat = self._flats[mapping.param_group_index]
-        return _Shard(
+        return _ParameterShard(
             self.engine.optimizer.optimizer.state.get(flat, {}), flat, part.start, place.start, part.numel
         )
 
-    def _third(self, p: Any) -> _Shard | None:
+    def _third(self, p: Any) -> _ParameterShard | None:
         zero = self.engine.optimizer
         width = p.ds_tensor.ds_numel
         start = width * self.world.rank
@@ -229,7 +235,7 @@ class Shards:
             return None
         group, place, _ = zero.grad_position[zero.get_param_id(p)]
         flat = zero.fp32_partitioned_groups_flat[group]
-        return _Shard(zero.optimizer.state.get(flat, {}), flat, start, place, count)
+        return _ParameterShard(zero.optimizer.state.get(flat, {}), flat, start, place, count)
 
     def close(self) -> bool:
         """Let go of the model, which must be made anew. The engine holds on to all unless taken apart."""
@@ -245,7 +251,7 @@ class Shards:
         return True
 
 
-class _Shard:
+class _ParameterShard:
     """Views of one parameter's part of a flat partition and of the optimizer's state there."""
 
     def __init__(self, state: dict[str, Any], flat: Tensor, start: int, place: int, count: int) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from isobatch.core.plan import Plan
 from isobatch.data.base import Source
-from isobatch.engine.loading.loader import budget_of, tensors, to_device
-from isobatch.engine.loading.microbatching import cut, dummy
+from isobatch.engine.loading.loader import micro_batch_budget, to_device, to_tensors
+from isobatch.engine.loading.microbatching import dummy_micro_batch, make_micro_batches
 from isobatch.models.base import Rows, Sum, Task
 
 if TYPE_CHECKING:
-    from isobatch.engine.distributed.communicator import World
+    from isobatch.engine.distributed.communicator import Communicator
 
 HOST_BATCH = 32
 _BATCHES_AHEAD = 16
@@ -30,7 +30,7 @@ def evaluate(
     split: str,
     facts: Any,
     plan: Plan,
-    world: World,
+    world: Communicator,
     fraction: float = 1.0,
     equal_counts: bool = False,
 ) -> dict[str, float]:
@@ -45,7 +45,7 @@ def evaluate(
     model.eval()
     with torch.no_grad():
         for batch, counts in _batches(source, chosen, plan, world, task.cohort, equal_counts):
-            world.at(f"evaluation of {split}")
+            world.mark_progress(f"evaluation of {split}")
             with world.accelerator.autocast():
                 parts = task.evaluate(model, batch)
             if counts:
@@ -63,28 +63,28 @@ def _first(source: Source, fraction: float, cohort: int) -> np.ndarray:
 
 
 def _batches(
-    source: Source, chosen: np.ndarray, plan: Plan, world: World, cohort: int, equal_counts: bool
+    source: Source, chosen: np.ndarray, plan: Plan, world: Communicator, cohort: int, equal_counts: bool
 ) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """This rank's micro-batches of whole cohorts, dealt by cost, and whether each counts."""
-    budget = budget_of(plan)
+    budget = micro_batch_budget(plan)
     span = _round_up(max(1, budget.samples * world.size * _BATCHES_AHEAD), cohort)
     for start in range(0, len(chosen), span):
         samples = chosen[start : start + span]
-        ranks = cut(source.lengths[samples], world.size, budget, cohort)
+        ranks = make_micro_batches(source.lengths[samples], world.size, budget, cohort)
         most = max(map(len, ranks)) if equal_counts else 0
-        for micro in ranks[world.rank] + [dummy(budget)] * (most - len(ranks[world.rank])):
-            counts = len(micro.places) > 0
+        for micro in ranks[world.rank] + [dummy_micro_batch(budget)] * (most - len(ranks[world.rank])):
+            counts = len(micro.positions) > 0
             if counts or equal_counts:
-                wanted = samples[micro.places] if counts else samples[:1]
-                host = tensors(source.fetch(wanted, micro.width), pin=False)
+                wanted = samples[micro.positions] if counts else samples[:1]
+                host = to_tensors(source.fetch(wanted, micro.width), pin=False)
                 yield to_device(host, world.device), counts
 
 
-def batches_of(source: Source) -> Iterator[dict[str, Tensor]]:
+def host_batches(source: Source) -> Iterator[dict[str, Tensor]]:
     """Every sample once, in order, in small batches on the host."""
     for start in range(0, len(source), HOST_BATCH):
         rows = np.arange(start, min(start + HOST_BATCH, len(source)))
-        yield to_device(tensors(source.fetch(rows), pin=False), torch.device("cpu"))
+        yield to_device(to_tensors(source.fetch(rows), pin=False), torch.device("cpu"))
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -101,14 +101,14 @@ def _add(parts: Mapping[str, Sum | Rows], index: np.ndarray, sums: dict[str, lis
             total[1] += float(part.weight)
 
 
-def _reduce(sums: dict[str, list[float]], rows: Any, world: World) -> dict[str, Any]:
+def _reduce(sums: dict[str, list[float]], rows: Any, world: Communicator) -> dict[str, Any]:
     reduced: dict[str, Any] = {}
-    for share in world.gather(sums):
+    for share in world.all_gather_objects(sums):
         for name, (value, weight) in share.items():
             before = reduced.get(name, Sum(0.0, 0.0))
             reduced[name] = Sum(before.value + value, before.weight + weight)
     gathered: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for share in world.gather(rows):
+    for share in world.all_gather_objects(rows):
         for name, pieces in share.items():
             gathered.setdefault(name, []).extend(pieces)
     for name, pieces in gathered.items():

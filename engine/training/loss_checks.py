@@ -24,7 +24,7 @@ HALF_PRECISION_TOLERANCE = 1e-1
 """A mean differs by a half."""
 NEGLIGIBLE = 1e-6
 
-Parts = dict[str, float]
+LossValues = dict[str, float]
 
 
 def refuse_other_forms(losses: Any) -> None:
@@ -49,18 +49,18 @@ def refuse_names(names: list[str]) -> None:
         raise TrainingError(f"loss() has a part called {odd[0]}, the name of {what}: call it something else")
 
 
-def middle(places: np.ndarray, cohort: int) -> int:
+def middle_row(places: np.ndarray, cohort: int) -> int:
     """The row at which a micro-batch falls into two halves of whole cohorts; 0 where it is one cohort."""
     borders = np.flatnonzero(np.diff(places // cohort)) + 1
     return int(borders[(len(borders) - 1) // 2]) if len(borders) else 0
 
 
-def values(losses: Mapping[str, Loss]) -> Parts:
+def loss_values(losses: Mapping[str, Loss]) -> LossValues:
     return {name: float(part.sum.detach()) for name, part in losses.items()}
 
 
 def refuse_means(
-    whole: Parts, compute: Callable[[slice], Parts], middle: int, count: int, halved: bool
+    whole: LossValues, compute: Callable[[slice], LossValues], middle: int, count: int, halved: bool
 ) -> None:
     """`compute` gives the parts of some rows; those of two halves must add up to the `whole` of `count`.
 
@@ -78,7 +78,7 @@ def refuse_means(
     )
 
 
-def _not_a_sum(whole: Parts, pieces: list[Parts], tolerance: float) -> str | None:
+def _not_a_sum(whole: LossValues, pieces: list[LossValues], tolerance: float) -> str | None:
     """The name of a part that is not what the pieces come to together; None where all are."""
     for name, value in whole.items():
         found = [piece.get(name, 0.0) for piece in pieces]

@@ -14,33 +14,35 @@ import numpy as np
 import torch
 from torch import nn
 
-from isobatch.core.errors import OutOfMemory
-from isobatch.engine.loading.loader import budget_of, tensors, to_device
+from isobatch.core.errors import OutOfMemoryError
+from isobatch.engine.loading.loader import micro_batch_budget, to_device, to_tensors
 from isobatch.engine.planning.memory_model import MOMENT_BYTES
-from isobatch.engine.planning.planner import smaller
-from isobatch.engine.runs.classify_errors import named
+from isobatch.engine.planning.planner import with_smaller_budget
+from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.training.loss_checks import refuse_other_forms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from isobatch.core.plan import Plan
-    from isobatch.engine.runs.run_folder import Run
+    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.session import Session
 
 
-def rehearse(session: Session, phase: str, run: Run, say: Callable[[str], None]) -> Plan:
+def probe_memory(session: Session, phase: str, run: RunFolder, say: Callable[[str], None]) -> Plan:
     """Smaller micro-batches until the largest there can be fits on every rank; the plan that does."""
     world = session.world
-    world.at("the rehearsal of the largest micro-batch")
+    world.mark_progress("the rehearsal of the largest micro-batch")
     # One rank alone may have a limit: all of them rehearse, or none.
-    while any(world.gather(_is_telling(session.plan))) and not all(world.gather(fits(session, phase))):
-        session.replan(smaller(session.plan, session.recipe, session.facts))
+    while any(world.all_gather_objects(_is_telling(session.plan))) and not all(
+        world.all_gather_objects(largest_micro_batch_fits(session, phase))
+    ):
+        session.replan(with_smaller_budget(session.plan, session.recipe, session.facts))
         budget = f"{session.plan.micro_batch_samples} samples, {session.plan.micro_batch_tokens} tokens"
         say(f"memory ran out in the rehearsal: micro-batches of at most {budget}")
         if world.is_main:
             run.write_plan(session.plan)
-            run.decide("smaller micro-batches", reason="rehearsal", what=f"at most {budget}")
+            run.log_decision("smaller micro-batches", reason="rehearsal", what=f"at most {budget}")
     return session.plan
 
 
@@ -51,14 +53,14 @@ def _is_telling(plan: Plan) -> bool:
     return plan.device != "cpu" or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
-def fits(session: Session, phase: str) -> bool:
+def largest_micro_batch_fits(session: Session, phase: str) -> bool:
     """Whether this rank can compute the largest micro-batch of the plan; leaves no trace."""
     device = session.world.device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             _largest(session, phase)
     except Exception as error:
-        if not isinstance(named(error), OutOfMemory):
+        if not isinstance(classify(error), OutOfMemoryError):
             raise
         return False
     finally:
@@ -74,10 +76,10 @@ def _largest(session: Session, phase: str) -> None:
     """Longest samples, as many as fit the budget, beside memory set aside for the optimizer's state."""
     source, model, device = session.splits["train"], session.model, session.world.device
     lengths = np.asarray(source.lengths)
-    budget = budget_of(session.plan)
+    budget = micro_batch_budget(session.plan)
     rows = min(budget.rows(int(lengths.max())), session.recipe.batch_size, len(lengths))
     samples = np.argpartition(-lengths, rows - 1)[:rows]
-    batch = to_device(tensors(source.fetch(samples, budget.width(int(lengths.max()))), pin=False), device)
+    batch = to_device(to_tensors(source.fetch(samples, budget.width(int(lengths.max()))), pin=False), device)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     held = int(MOMENT_BYTES[session.recipe.optimizer] * trained)
     moments = torch.empty(held, dtype=torch.uint8, device=device)

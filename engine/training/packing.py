@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
-from isobatch.engine.noise.keyed_attention import grouped
+from isobatch.engine.noise.keyed_attention import repeat_kv_heads
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 
 NAME = "packed"
 
 
-class Layout:
+class PackedLayout:
     """Where the N tokens of B samples lie in a (B, T) batch padded on the right."""
 
     def __init__(self, lengths: np.ndarray, width: int, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class Layout:
         return empty.index_copy(0, self.places, x[0]).view(self.rows, self.width, *x.shape[2:])
 
 
-class Packing:
+class SamplePacking:
     """Packs what goes through a transformers decoder; `bind` says how long the samples are."""
 
     forwarding = 0
@@ -58,7 +58,7 @@ class Packing:
     def __init__(self, model: nn.Module, noise: KeyedNoise | None) -> None:
         self.noise = noise
         self.lengths: np.ndarray | None = None
-        self.layout: Layout | None = None
+        self.layout: PackedLayout | None = None
         """Of the last forward, kept for its backward."""
         _route(model, self)
         model.register_forward_pre_hook(self._pack, with_kwargs=True)
@@ -70,17 +70,17 @@ class Packing:
         self._lay_out(None)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def preserve_state(self) -> Iterator[None]:
         """Bind and compute inside: afterwards all is as it was."""
         lengths, layout = self.lengths, self.layout
         yield
         self.lengths = lengths
         self._lay_out(layout)
 
-    def _lay_out(self, layout: Layout | None) -> None:
+    def _lay_out(self, layout: PackedLayout | None) -> None:
         self.layout = layout
         if self.noise is not None:
-            self.noise.layout = layout
+            self.noise.packed_rows = layout
 
     def _pack(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         self._lay_out(None)
@@ -89,21 +89,21 @@ class Packing:
         if args or given.get("attention_mask") is not None or "input_ids" not in given:
             raise UserError("--pack on: this task gives its model more than tokens: leave the flag out")
         tokens = given["input_ids"]
-        layout = Layout(self.lengths, tokens.shape[1], tokens.device)
+        layout = PackedLayout(self.lengths, tokens.shape[1], tokens.device)
         self._lay_out(layout)
-        Packing.forwarding += 1
+        SamplePacking.forwarding += 1
         return (), {**given, "input_ids": layout.take(tokens), "position_ids": layout.positions}
 
     def _unpack(self, model: nn.Module, args: Any, output: Any) -> Any:
         if self.lengths is None or self.layout is None:
             return None
-        Packing.forwarding -= 1
+        SamplePacking.forwarding -= 1
         if output is not None:  # else the forward has failed
             output.logits = self.layout.pad(output.logits)
         return output
 
 
-def _route(model: Any, packing: Packing) -> None:
+def _route(model: Any, packing: SamplePacking) -> None:
     """Let a model's attention pass through `_attention`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -114,9 +114,9 @@ def _route(model: Any, packing: Packing) -> None:
     plain, mask = functions.get(kernel) or functions["sdpa"], masks.get(kernel, sdpa_mask)
 
     def no_mask(*args: Any, **named: Any) -> Any:
-        return None if Packing.forwarding else mask(*args, **named)
+        return None if SamplePacking.forwarding else mask(*args, **named)
 
-    AttentionInterface.register(NAME, _Attention(plain))
+    AttentionInterface.register(NAME, _PackedAttention(plain))
     AttentionMaskInterface.register(NAME, no_mask)
     for module in model.modules():
         if hasattr(module, "is_causal"):
@@ -124,7 +124,7 @@ def _route(model: Any, packing: Packing) -> None:
     model.set_attn_implementation(NAME)
 
 
-class _Attention:
+class _PackedAttention:
     def __init__(self, plain: Any) -> None:
         self.plain = plain
 
@@ -152,7 +152,7 @@ class _Attention:
         return layout.take(found), None
 
 
-def _varlen(layout: Layout, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def _varlen(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """torch's kernel, by the names that its versions have given to `causal`."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -160,7 +160,10 @@ def _varlen(layout: Layout, query: Tensor, key: Tensor, value: Tensor, scaling: 
         query = query * (scaling * query.shape[-1] ** 0.5)
     known = inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, grouped(key, query), grouped(value, query)))
+    q, k, v = (
+        x[0].transpose(0, 1).contiguous()
+        for x in (query, repeat_kv_heads(key, query), repeat_kv_heads(value, query))
+    )
     borders, longest = layout.borders, layout.longest
     found: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **causal)
     return found[None]

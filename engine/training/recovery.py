@@ -11,34 +11,34 @@ from typing import TYPE_CHECKING
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint
-from isobatch.engine.checkpointing.checkpoint import Saved
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 
 if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.core.facts import Facts
-    from isobatch.engine.distributed.communicator import World
-    from isobatch.engine.runs.run_folder import Run
+    from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.session import Session
     from isobatch.models.base import Task
 
 
-def newest(run: Run, session: Session, say: Callable[[str], None]) -> Saved | None:
+def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], None]) -> SavedCheckpoint | None:
     """The newest checkpoint that is whole, the same on every rank. The ranks share the reading.
 
     Damaged ones are removed: they would count among the newest when old ones are deleted.
     """
     world = session.world
-    names = [p.name for p in checkpoint.listed(run.checkpoints, session.phases)]
-    for folder in (run.checkpoints / name for name in reversed(world.agree(names))):
+    names = [p.name for p in checkpoint.list_checkpoints(run.checkpoints, session.phases)]
+    for folder in (run.checkpoints / name for name in reversed(world.broadcast_object(names))):
         saved, problem = _open(folder, world)
-        if problems := [p for p in world.gather(problem) if p]:
+        if problems := [p for p in world.all_gather_objects(problem) if p]:
             say(f"{problems[0]}; trying the one before")
             if world.is_main:
                 checkpoint.remove(folder)
             continue
         assert saved is not None
-        origin = (saved.facts["recipe_hash"], saved.facts["fingerprint"])
+        origin = (saved.state["recipe_hash"], saved.state["fingerprint"])
         if origin != (session.recipe.hash(), session.facts.fingerprint):
             raise TrainingError(
                 f"checkpoint {folder} belongs to another recipe or other data than the run's files say"
@@ -47,22 +47,22 @@ def newest(run: Run, session: Session, say: Callable[[str], None]) -> Saved | No
     return None
 
 
-def _open(folder: Path, world: World) -> tuple[Saved | None, str]:
+def _open(folder: Path, world: Communicator) -> tuple[SavedCheckpoint | None, str]:
     try:
-        saved = Saved(folder)
-        saved.check(world.rank, world.size)
+        saved = SavedCheckpoint(folder)
+        saved.verify_checksums(world.rank, world.size)
     except TrainingError as error:
         return None, str(error)
     return saved, ""
 
 
-def write_final(run: Run, task: Task, model: nn.Module, facts: Facts) -> dict[str, int]:
+def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> dict[str, int]:
     """Write final/ beside its place and rename it, so that it is whole or absent; its checksums."""
     temporary = run.folder / ".final.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    with atomic_files.naming_errors(temporary):
+    with atomic_files.explain_write_errors(temporary):
         temporary.mkdir(parents=True)
         task.export(model, temporary, facts)
     shutil.rmtree(run.final, ignore_errors=True)
     os.replace(temporary, run.final)
-    return atomic_files.checksums(run.final)
+    return atomic_files.folder_checksums(run.final)

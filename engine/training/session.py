@@ -18,27 +18,27 @@ from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import Source
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.checkpointing.checkpoint import Saved
-from isobatch.engine.distributed.communicator import World
-from isobatch.engine.loading.loader import Feed, Loaded, tensors, to_device
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.loading.loader import BatchLoader, LoadedStep, to_device, to_tensors
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.optimization.optimizers import learning_rate, make_optimizer
-from isobatch.engine.optimization.schedule import Stretch, stretches
+from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import workload
-from isobatch.engine.strategies.replicated import Replicas
+from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.engine.training.evaluate import evaluate
-from isobatch.engine.training.packing import Packing
-from isobatch.engine.training.teacher_cache import samples_used, taught
+from isobatch.engine.training.packing import SamplePacking
+from isobatch.engine.training.teacher_cache import samples_used, with_teacher_outputs
 from isobatch.engine.training.train_step import (
-    Result,
+    NativeNoise,
     Stepper,
+    StepResult,
     Strategy,
-    TorchNoise,
     checkpoint_activations,
 )
-from isobatch.models.base import Change, Step, Task
+from isobatch.models.base import Change, StepContext, Task
 
 CALIBRATION_BATCH = 32
 
@@ -51,17 +51,19 @@ class Session:
         recipe: Recipe,
         facts: Facts,
         plan: Plan,
-        world: World,
+        world: Communicator,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.recipe, self.facts, self.plan, self.world = recipe, facts, plan, world
         self.task, data = workload(recipe.task).make(recipe)
         self.splits = {split: data.open(Path(facts.folder), split) for split in facts.samples}
         self.sampler = make_sampler(recipe, self.splits["train"], self.task.cohort)
-        self.stretches = stretches(recipe, self.task.phases(), self.sampler.steps_per_epoch)
+        self.stretches = phase_schedules(recipe, self.task.phases(), self.sampler.steps_per_epoch)
         if (teacher := self.task.teacher()) is not None:
             used = samples_used(self.sampler, self.stretches)
-            self.splits["train"] = taught(self.splits["train"], teacher, facts, used, world, say)
+            self.splits["train"] = with_teacher_outputs(
+                self.splits["train"], teacher, facts, used, world, say
+            )
         self._prepare_model()
         self._strategy: Strategy | None = None
 
@@ -72,7 +74,7 @@ class Session:
 
     def _prepare_model(self) -> None:
         self.model, self.noise = prepare_model(self.task, self.recipe, self.facts, self.plan, self.world)
-        self.packing = Packing(self.model, self.noise) if self.plan.pack else None
+        self.packing = SamplePacking(self.model, self.noise) if self.plan.pack else None
         self._begun = ""
 
     def renew(self) -> None:
@@ -82,18 +84,18 @@ class Session:
             strategy.close()
         self._prepare_model()
 
-    def begin(self, stretch: Stretch, saved: Saved | None = None) -> None:
+    def begin(self, stretch: PhaseSchedule, saved: SavedCheckpoint | None = None) -> None:
         """Let the task make its model ready for a phase, once; in the shape of a checkpoint where given."""
         self.stretch = stretch
         if self._begun != stretch.name:
             self.model.eval()
             with torch.no_grad():
-                self.task.begin(self.model, stretch.name, self._first_samples)
-            self.world.broadcast(self.model)
+                self.task.begin_phase(self.model, stretch.name, self._first_samples)
+            self.world.broadcast_model(self.model)
             self._begun = stretch.name
         if saved is not None:
             weights = {k: e for k, e in saved.entries.items() if k.startswith(portable_state.WEIGHT)}
-            self.task.fit(
+            self.task.match_shapes(
                 self.model, {k.removeprefix(portable_state.WEIGHT): e.shape for k, e in weights.items()}
             )
 
@@ -106,13 +108,15 @@ class Session:
         samples = samples[np.argsort(self.splits["train"].lengths[samples], kind="stable")]
         for start in range(0, len(samples), CALIBRATION_BATCH):
             rows = samples[start : start + CALIBRATION_BATCH]
-            yield to_device(tensors(self.splits["train"].fetch(rows), pin=False), device or self.world.device)
+            yield to_device(
+                to_tensors(self.splits["train"].fetch(rows), pin=False), device or self.world.device
+            )
 
     @property
     def phases(self) -> list[str]:
         return [s.name for s in self.stretches]
 
-    def enter(self, stretch: Stretch) -> None:
+    def enter(self, stretch: PhaseSchedule) -> None:
         """Begin a phase: its own optimizer, from rest. A model that was in shards begins anew."""
         self.leave()
         self.begin(stretch)
@@ -132,11 +136,11 @@ class Session:
             checkpoint_activations(self.model, keyed=self.noise is not None)
         self.plan = plan
 
-    def rehearsing(self, phase: str, samples: np.ndarray) -> Step:
+    def rehearsing(self, phase: str, samples: np.ndarray) -> StepContext:
         """A step's moment for samples that teach nothing."""
         if self.noise is not None:
             self.noise.bind(0, samples, self.world.device)
-        return Step(0, phase, self.noise or TorchNoise(self.world.device))
+        return StepContext(0, phase, self.noise or NativeNoise(self.world.device))
 
     def whole_model(self, saved: Path) -> nn.Module:
         """The model with all its weights, on one process: from a checkpoint where it is in shards."""
@@ -145,18 +149,18 @@ class Session:
         model = self.task.build_model(self.facts).eval()
         with torch.no_grad():  # what trains, and so was saved, may be the phase's
             first = partial(self._first_samples, device=torch.device("cpu"))
-            self.task.begin(model, self.stretch.name, first)
-        portable_state.put_weights(Saved(saved), model)
+            self.task.begin_phase(model, self.stretch.name, first)
+        portable_state.load_weights(SavedCheckpoint(saved), model)
         return model
 
     def _make_strategy(self) -> Strategy:
-        lazy = list(self.task.lazy(self.model))
+        lazy = list(self.task.sparse_parameters(self.model))
         optimizer = make_optimizer(self.model, self.recipe, self.plan.device, lazy)
         if self.plan.strategy.startswith("zero"):
-            from isobatch.engine.strategies.zero import Shards
+            from isobatch.engine.strategies.zero import ZeroStrategy
 
-            return Shards(self.model, optimizer, self.plan, self.world, self.recipe.clip)
-        return Replicas(self.model, optimizer, self.plan, self.world, self.recipe.clip, lazy)
+            return ZeroStrategy(self.model, optimizer, self.plan, self.world, self.recipe.clip)
+        return ReplicatedStrategy(self.model, optimizer, self.plan, self.world, self.recipe.clip, lazy)
 
     def _make_stepper(self) -> Stepper:
         stretch = self.stretch
@@ -171,15 +175,15 @@ class Session:
             self.packing,
         )
 
-    def put(self, saved: Saved) -> None:
+    def put(self, saved: SavedCheckpoint) -> None:
         """Go to where a checkpoint was."""
-        self.strategy.put(saved, saved.facts["scaling"])
+        self.strategy.put(saved, saved.state["scaling"])
 
-    def step(self, loaded: Loaded, votes: Sequence[float] = ()) -> Result:
+    def step(self, loaded: LoadedStep, votes: Sequence[float] = ()) -> StepResult:
         """A whole step, and what the task makes of it."""
         number = loaded.work.step
         result = self.stepper.run(loaded, self.rate(number), list(votes))
-        result.change = self.task.after_step(self.model, self.stepper.moment(number))
+        result.change = self.task.after_step(self.model, self.stepper.step_context(number))
         if result.change is not None and result.change.keep:
             self._wrap_again(result.change)
         return result
@@ -195,9 +199,9 @@ class Session:
         self.stepper = self._make_stepper()
         self.stepper.names, self.stepper.foreign_noise = names, False
 
-    def feed(self) -> Feed:
+    def feed(self) -> BatchLoader:
         source, equal = self.splits["train"], self.strategy.equal_counts
-        return Feed(source, self.sampler.batch, self.plan, self.world.rank, self.task.cohort, equal)
+        return BatchLoader(source, self.sampler.batch, self.plan, self.world.rank, self.task.cohort, equal)
 
     def rate(self, step: int) -> float:
         stretch = self.stretch
@@ -246,7 +250,7 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
 
 
 def prepare_model(
-    task: Task, recipe: Recipe, facts: Facts, plan: Plan, world: World
+    task: Task, recipe: Recipe, facts: Facts, plan: Plan, world: Communicator
 ) -> tuple[nn.Module, KeyedNoise | None]:
     """The model with the recipe's initial weights, on its device, set up as planned."""
     if plan.threads:

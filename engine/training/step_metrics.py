@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from isobatch.engine.optimization.schedule import Stretch
+from isobatch.engine.optimization.schedule import PhaseSchedule
 from isobatch.engine.runs.summary import Progress
-from isobatch.engine.training.train_step import Result
+from isobatch.engine.training.train_step import StepResult
 
 
 def step_row(
-    result: Result, losses: dict[str, float], norm: float, progress: Progress, stretch: Stretch
+    result: StepResult, losses: dict[str, float], norm: float, progress: Progress, stretch: PhaseSchedule
 ) -> dict[str, Any]:
     """A step as it is logged; the parts of a loss that has several stand beside their sum."""
     seconds, work = max(1e-9, result.seconds), result.loaded.work
@@ -28,7 +28,7 @@ def step_row(
         "samples": progress.samples,
         "tokens": progress.tokens,
         "step_seconds": round(seconds, 6),
-        "data_seconds": round(result.loaded.waited, 6),
+        "data_seconds": round(result.loaded.wait_seconds, 6),
         "samples_per_second": round(len(work.samples) / seconds, 3),
         "tokens_per_second": round(work.tokens / seconds, 3),
         "padding": round(work.padding, 4),

@@ -19,16 +19,16 @@ import torch
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.data.base import Source
-from isobatch.engine.loading.loader import tensors, to_device
+from isobatch.engine.loading.loader import to_device, to_tensors
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.optimization.schedule import Stretch
+from isobatch.engine.optimization.schedule import PhaseSchedule
 from isobatch.models.base import Teacher
 
 if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.core.facts import Facts
-    from isobatch.engine.distributed.communicator import World
+    from isobatch.engine.distributed.communicator import Communicator
 
 BATCH = 64
 PREFIX = "teacher."
@@ -36,7 +36,7 @@ FILLED = "filled.npy"
 INDEX = "index.json"
 
 
-class Taught(Source):
+class TeacherSource(Source):
     """Samples, each with its teacher's answers as further columns."""
 
     def __init__(self, source: Source, answers: dict[str, np.ndarray]) -> None:
@@ -51,7 +51,7 @@ class Taught(Source):
         return {**self.source.fetch(indices, pad_to), **taught}
 
 
-def samples_used(sampler: Sampler, stretches: Sequence[Stretch]) -> np.ndarray:
+def samples_used(sampler: Sampler, stretches: Sequence[PhaseSchedule]) -> np.ndarray:
     """The samples that a run sees, in ascending order."""
     steps = max(s.steps for s in stretches)
     if not sampler.parts:  # of sets by shares, another epoch has other samples
@@ -59,14 +59,14 @@ def samples_used(sampler: Sampler, stretches: Sequence[Stretch]) -> np.ndarray:
     return np.unique(np.concatenate([sampler.batch(step) for step in range(steps)]))
 
 
-def taught(
+def with_teacher_outputs(
     source: Source,
     teacher: Teacher,
     facts: Facts,
     used: np.ndarray,
-    world: World,
+    world: Communicator,
     say: Callable[[str], None],
-) -> Taught:
+) -> TeacherSource:
     """The source with the teacher's answers to the samples in `used`; what is not on disk is computed.
 
     All ranks call this and share the work. Two runs may ask at once: they write the same.
@@ -74,11 +74,11 @@ def taught(
     folder = _folder(facts, teacher)
     batches = _batches(source, used)
     missing = [batch for batch in batches if not _is_filled(folder, batch)]
-    if missing := world.agree(missing):
+    if missing := world.broadcast_object(missing):
         say(f"the teacher answers {sum(map(len, missing)):,} samples, once, in {folder}")
-        with atomic_files.naming_errors(folder):
+        with atomic_files.explain_write_errors(folder):
             _fill(folder, source, teacher, facts, missing, world)
-    return Taught(source, _open(folder, "r"))
+    return TeacherSource(source, _open(folder, "r"))
 
 
 def _folder(facts: Facts, teacher: Teacher) -> Path:
@@ -99,7 +99,12 @@ def _is_filled(folder: Path, batch: np.ndarray) -> bool:
 
 
 def _fill(
-    folder: Path, source: Source, teacher: Teacher, facts: Facts, missing: list[np.ndarray], world: World
+    folder: Path,
+    source: Source,
+    teacher: Teacher,
+    facts: Facts,
+    missing: list[np.ndarray],
+    world: Communicator,
 ) -> None:
     model = teacher.build(facts).to(world.device).eval()
     if world.is_main and not (folder / INDEX).exists():
@@ -107,7 +112,7 @@ def _fill(
     world.barrier()
     answers, filled = _open(folder, "r+"), np.load(folder / FILLED, mmap_mode="r+")
     for batch in missing[world.rank :: world.size]:
-        world.at("the teacher's answers")
+        world.mark_progress("the teacher's answers")
         for name, values in _answer(source, batch, teacher, model, world).items():
             answers[name][batch] = values
         filled[batch] = True
@@ -117,9 +122,9 @@ def _fill(
 
 
 def _answer(
-    source: Source, batch: np.ndarray, teacher: Teacher, model: nn.Module, world: World
+    source: Source, batch: np.ndarray, teacher: Teacher, model: nn.Module, world: Communicator
 ) -> dict[str, np.ndarray]:
-    host = tensors(source.fetch(batch), pin=False)
+    host = to_tensors(source.fetch(batch), pin=False)
     with torch.no_grad():
         found = teacher.answers(model, to_device(host, world.device))
     return {name: values.cpu().numpy() for name, values in found.items()}

@@ -12,25 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError
-from isobatch.engine.loading.loader import Loaded, Work, to_device
-from isobatch.engine.loading.microbatching import Micro
+from isobatch.engine.loading.loader import LoadedStep, StepWork, to_device
+from isobatch.engine.loading.microbatching import MicroBatch
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.training import loss_checks
-from isobatch.models.base import Batch, Change, Held, Loss, Step, Task
+from isobatch.models.base import Batch, CachedWeightTransform, Change, Loss, StepContext, Task
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.checkpointing import portable_state
-    from isobatch.engine.checkpointing.checkpoint import Saved
-    from isobatch.engine.distributed.communicator import World
-    from isobatch.engine.training.packing import Packing
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+    from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.training.packing import SamplePacking
 
 
 @dataclass(slots=True)
-class Result:
+class StepResult:
     """What a step leaves behind, still on the device: read it one step later and nothing waits."""
 
-    loaded: Loaded
+    loaded: LoadedStep
     rate: float
     names: list[str]
     sums: Tensor
@@ -68,9 +68,9 @@ class Strategy(Protocol):
     def moments(self) -> portable_state.Moments: ...
     def put_moments(self, moments: portable_state.Moments, scaling: dict[str, Any]) -> None: ...
     def scaling(self) -> dict[str, Any]: ...
-    def state(self) -> portable_state.State: ...
-    def put(self, saved: Saved, scaling: dict[str, Any] | None = None) -> None: ...
-    def put_weights(self, saved: Saved, first: bool = False) -> None: ...
+    def state(self) -> portable_state.PortableState: ...
+    def put(self, saved: SavedCheckpoint, scaling: dict[str, Any] | None = None) -> None: ...
+    def put_weights(self, saved: SavedCheckpoint, first: bool = False) -> None: ...
     def close(self) -> bool: ...
 
 
@@ -81,12 +81,12 @@ class Stepper:
         self,
         task: Task,
         recipe: Recipe,
-        world: World,
+        world: Communicator,
         strategy: Strategy,
         noise: KeyedNoise | None,
         phase: str,
         of: int = 0,
-        packing: Packing | None = None,
+        packing: SamplePacking | None = None,
     ) -> None:
         self.task, self.recipe, self.world, self.strategy = task, recipe, world, strategy
         self.noise, self.phase, self.of, self.packing = noise, phase, of, packing
@@ -95,33 +95,35 @@ class Stepper:
         self.foreign_noise: bool | None = None
         """Whether the model was seen to draw from torch's own generators, once it has been looked at."""
 
-    def run(self, loaded: Loaded, rate: float, votes: list[float]) -> Result:
+    def run(self, loaded: LoadedStep, rate: float, votes: list[float]) -> StepResult:
         """A whole step. `votes` are added up over the ranks beside the losses."""
         figures: dict[str, float] = {}
 
         def observe() -> None:
-            figures.update(self.task.observe(self.strategy.raw, self.moment(loaded.work.step)))
+            figures.update(self.task.observe(self.strategy.raw, self.step_context(loaded.work.step)))
 
         norm = None
         while norm is None:
             names, sums = self.backward(loaded)
             norm = self.strategy.update(rate, observe)
         pulse = torch.cat([sums, torch.tensor(votes, dtype=sums.dtype, device=sums.device)])
-        return Result(loaded, rate, names, self.world.sum(pulse), norm, figures)
+        return StepResult(loaded, rate, names, self.world.all_reduce_sum(pulse), norm, figures)
 
-    def backward(self, loaded: Loaded) -> tuple[list[str], Tensor]:
+    def backward(self, loaded: LoadedStep) -> tuple[list[str], Tensor]:
         """Gradients of this rank's share, and its share of each loss over the global weight."""
         work = loaded.work
         parts: dict[str, Tensor] = {}
         with self.strategy.accumulating(), self._holding():
-            for place, (micro, host) in enumerate(zip(work.mine, loaded.batches, strict=True)):
-                dummy = len(micro.places) == 0
+            for place, (micro, host) in enumerate(zip(work.micro_batches, loaded.batches, strict=True)):
+                dummy = len(micro.positions) == 0
                 if dummy and not self.strategy.computes_dummies:
                     continue
                 batch = to_device(host, self.world.device)
-                self.world.at(f"step {work.step + 1}, micro-batch {place + 1} of {len(work.mine)}")
+                self.world.mark_progress(
+                    f"step {work.step + 1}, micro-batch {place + 1} of {len(work.micro_batches)}"
+                )
                 self._bind(work.step, host, place)
-                with self.strategy.micro_batch(place == len(work.mine) - 1):
+                with self.strategy.micro_batch(place == len(work.micro_batches) - 1):
                     losses = self._losses(batch, work.step)
                     self.strategy.backward(self._total(losses, work, parts, 0.0 if dummy else 1.0))
                 if place == 0 and self.names is None:
@@ -133,7 +135,11 @@ class Stepper:
     @contextlib.contextmanager
     def _holding(self) -> Iterator[None]:
         """What modules make of their weights is made once for all micro-batches."""
-        held = [m for m in self.strategy.raw.modules() if isinstance(m, Held)] if self.strategy.holds else []
+        held = (
+            [m for m in self.strategy.raw.modules() if isinstance(m, CachedWeightTransform)]
+            if self.strategy.holds
+            else []
+        )
         for module in held:
             module.hold()
         whole = False
@@ -146,44 +152,50 @@ class Stepper:
 
     def _losses(self, batch: Batch, step: int) -> dict[str, Loss]:
         with self.world.accelerator.autocast(), self._watching_generators():
-            losses = self.task.loss(self.strategy.model, batch, self.moment(step))
+            losses = self.task.loss(self.strategy.model, batch, self.step_context(step))
         loss_checks.refuse_other_forms(losses)
         return losses
 
-    def _total(self, losses: dict[str, Loss], work: Work, parts: dict[str, Tensor], weight: float) -> Tensor:
+    def _total(
+        self, losses: dict[str, Loss], work: StepWork, parts: dict[str, Tensor], weight: float
+    ) -> Tensor:
         """The micro-batch's share of the step's loss, added by name to `parts`."""
         total = torch.zeros((), device=self.world.device)
         for name, loss in losses.items():
-            share = self._share(loss, work.totals) * weight
+            share = self._share(loss, work.unit_weights) * weight
             parts[name] = parts.get(name, torch.zeros_like(share.detach())) + share.detach()
             total = total + share
         return total
 
     def _refuse_means(
-        self, losses: dict[str, Loss], micro: Micro, host: dict[str, Tensor], step: int
+        self, losses: dict[str, Loss], micro: MicroBatch, host: dict[str, Tensor], step: int
     ) -> None:
         """In the first step: a micro-batch's losses must be those of its two halves together."""
-        middle = loss_checks.middle(micro.places, self.task.cohort)
+        middle = loss_checks.middle_row(micro.positions, self.task.cohort)
         # Ranks of equal counts must not compute more than the others; noise unkeyed differs by itself.
         if not middle or self.strategy.equal_counts or self.foreign_noise:
             return
 
-        def compute(rows: slice) -> loss_checks.Parts:
+        def compute(rows: slice) -> loss_checks.LossValues:
             part = {name: column[rows] for name, column in host.items()}
             self._bind_to(step, part)
-            return loss_checks.values(self._losses(to_device(part, self.world.device), step))
+            return loss_checks.loss_values(self._losses(to_device(part, self.world.device), step))
 
         with self.world.accelerator.autocast():
             halved = torch.is_autocast_enabled(self.world.device.type)
-        aside = self.noise.aside() if self.noise else contextlib.nullcontext()
-        packing = self.packing.aside() if self.packing else contextlib.nullcontext()
+        aside = self.noise.preserve_state() if self.noise else contextlib.nullcontext()
+        packing = self.packing.preserve_state() if self.packing else contextlib.nullcontext()
         with aside, packing, loss_checks.leaving_no_trace(self.strategy.model, self.world.device):
-            loss_checks.refuse_means(loss_checks.values(losses), compute, middle, len(micro.places), halved)
+            loss_checks.refuse_means(
+                loss_checks.loss_values(losses), compute, middle, len(micro.positions), halved
+            )
 
     def _pack(self, parts: dict[str, Tensor]) -> tuple[list[str], Tensor]:
         """The parts in one order on every rank; a rank with nothing to do has seen none of them."""
         if self.names is None:
-            self.names = sorted({name for names in self.world.gather(sorted(parts)) for name in names})
+            self.names = sorted(
+                {name for names in self.world.all_gather_objects(sorted(parts)) for name in names}
+            )
             loss_checks.refuse_names(self.names)
         if odd := set(parts) - set(self.names):
             raise TrainingError(
@@ -200,10 +212,10 @@ class Stepper:
         weight = totals[loss.unit]
         return loss.sum * (1 / weight if weight else 0.0)
 
-    def moment(self, number: int) -> Step:
+    def step_context(self, number: int) -> StepContext:
         """What the task may know of a step."""
-        noise = self.noise or TorchNoise(self.world.device)
-        return Step(number, self.phase, noise, self.of, self.world.agree)
+        noise = self.noise or NativeNoise(self.world.device)
+        return StepContext(number, self.phase, noise, self.of, self.world.broadcast_object)
 
     def _bind(self, step: int, host: Mapping[str, Tensor], place: int) -> None:
         self._bind_to(step, host)
@@ -235,7 +247,7 @@ def _generator_states(device: torch.device) -> list[Tensor]:
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
-class TorchNoise:
+class NativeNoise:
     """Draws for tasks when the recipe chose native noise."""
 
     def __init__(self, device: torch.device) -> None:

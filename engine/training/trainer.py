@@ -11,25 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import StopRequested, TrainingError
+from isobatch.core.errors import StopRequestedError, TrainingError
 from isobatch.engine.checkpointing import checkpoint
-from isobatch.engine.checkpointing.checkpoint import Saved
-from isobatch.engine.distributed.communicator import World
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.distributed.stop_signals import StopFlag
-from isobatch.engine.distributed.watchdog import Watch
-from isobatch.engine.loading.sampler import chain
-from isobatch.engine.optimization.early_stopping import Judge
-from isobatch.engine.optimization.schedule import Alarm, Stretch
-from isobatch.engine.runs.console import Console, clock, shown
-from isobatch.engine.runs.metrics_log import Journal
-from isobatch.engine.runs.run_folder import Run, RunOptions, now
-from isobatch.engine.runs.summary import HELD_OUT, Progress, startup_seconds, summarize
+from isobatch.engine.distributed.watchdog import Watchdog
+from isobatch.engine.loading.sampler import extend_chain
+from isobatch.engine.optimization.early_stopping import EarlyStopping
+from isobatch.engine.optimization.schedule import PhaseSchedule, SaveTimer
+from isobatch.engine.runs.console import Console, format_duration, format_metrics
+from isobatch.engine.runs.metrics_log import MetricsLog
+from isobatch.engine.runs.run_folder import RunFolder, RunOptions, now
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS, Progress, startup_seconds, summarize
 from isobatch.engine.training import memory_probe
-from isobatch.engine.training.evaluate import batches_of
-from isobatch.engine.training.recovery import newest, write_final
+from isobatch.engine.training.evaluate import host_batches
+from isobatch.engine.training.recovery import newest_checkpoint, write_final
 from isobatch.engine.training.session import Session
 from isobatch.engine.training.step_metrics import gpu_reading, memory_bytes, step_row
-from isobatch.engine.training.train_step import Result
+from isobatch.engine.training.train_step import StepResult
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,15 +39,20 @@ class Trainer:
     """Trains a run's recipe by its plan, from wherever its last checkpoint is."""
 
     def __init__(
-        self, run: Run, world: World, options: RunOptions, console: Console, end: Callable[[str], None]
+        self,
+        run: RunFolder,
+        world: Communicator,
+        options: RunOptions,
+        console: Console,
+        end: Callable[[str], None],
     ) -> None:
         self.run, self.world, self.options, self.console = run, world, options, console
         self.session = Session(run.recipe(), run.facts(), run.plan(), world, console.say)
         self.recipe, self.plan, self.task = self.session.recipe, self.session.plan, self.session.task
-        self.journal = Journal(run, world.is_main, options.log_every, options.ledger)
+        self.journal = MetricsLog(run, world.is_main, options.log_every, options.ledger)
         self.stop = StopFlag()
-        self.watch = Watch(world, self.stop, options.hang_timeout, end)
-        self.writer = checkpoint.Writer(world, self._prune)
+        self.watch = Watchdog(world, self.stop, options.hang_timeout, end)
+        self.writer = checkpoint.CheckpointWriter(world, self._prune)
         self.progress = Progress(self.session.phases[0])
         self.first_step: float | None = None
         self.peak_memory = 0
@@ -63,11 +68,11 @@ class Trainer:
                 self.console.say(line)
         with self.stop, self.watch:
             if self.world.is_main:
-                checkpoint.sweep(self.run.checkpoints)
-            found = newest(self.run, self.session, self.console.say)
+                checkpoint.remove_leftovers(self.run.checkpoints)
+            found = newest_checkpoint(self.run, self.session, self.console.say)
             if found is None:
-                self.journal.go_back(self.session.phases, self.session.phases[0], 0)
-            first = self.session.phases.index(found.facts["progress"]["phase"]) if found else 0
+                self.journal.truncate_after(self.session.phases, self.session.phases[0], 0)
+            first = self.session.phases.index(found.state["progress"]["phase"]) if found else 0
             for stretch in self.session.stretches[first:]:
                 before = self._here()
                 self._begin(stretch, found)
@@ -75,38 +80,38 @@ class Trainer:
                     self._go_to(found)
                     found = None
                 elif self.plan.strategy.startswith("zero") and before.exists():
-                    self.session.strategy.put_weights(Saved(before), first=True)
+                    self.session.strategy.put_weights(SavedCheckpoint(before), first=True)
                 self._train(stretch)
             self._finish()
 
-    def _begin(self, stretch: Stretch, found: Saved | None) -> None:
+    def _begin(self, stretch: PhaseSchedule, found: SavedCheckpoint | None) -> None:
         self.session.leave()
         self.session.begin(stretch, found)
-        self.plan = memory_probe.rehearse(self.session, stretch.name, self.run, self.console.say)
+        self.plan = memory_probe.probe_memory(self.session, stretch.name, self.run, self.console.say)
         self.session.enter(stretch)
-        self.judge = Judge(
+        self.judge = EarlyStopping(
             self.task.monitor[1], self.recipe.patience if stretch.judged else 0, self.recipe.min_delta
         )
         self.progress = self.progress.next(stretch.name)
-        self.alarm = Alarm(self.options.save_every, stretch.steps_per_epoch, now())
+        self.alarm = SaveTimer(self.options.save_every, stretch.steps_per_epoch, now())
         self.saved_step = -1
 
-    def _go_to(self, saved: Saved) -> None:
+    def _go_to(self, saved: SavedCheckpoint) -> None:
         self.session.put(saved)
-        self.progress = Progress(**saved.facts["progress"])
-        self.judge = Judge(**saved.facts["judge"])
+        self.progress = Progress(**saved.state["progress"])
+        self.judge = EarlyStopping(**saved.state["judge"])
         self.saved_step = self.progress.step
         self.resumed_from = saved.folder.name
-        self.journal.go_back(self.session.phases, self.progress.phase, self.progress.step)
+        self.journal.truncate_after(self.session.phases, self.progress.phase, self.progress.step)
         self.console.say(f"resumed from {self.resumed_from}: {self.progress.samples:,} samples seen")
 
-    def _train(self, stretch: Stretch) -> None:
+    def _train(self, stretch: PhaseSchedule) -> None:
         """Steps until the phase ends. A step's figures are read while the next one runs, so nothing waits."""
         session, progress = self.session, self.progress
-        self.console.begin(stretch.name, progress.step, stretch.steps)
+        self.console.start_phase(stretch.name, progress.step, stretch.steps)
         self.mark = now()
-        pending: Result | None = None
-        last = progress.step if self.judge.stop else stretch.steps
+        pending: StepResult | None = None
+        last = progress.step if self.judge.should_stop else stretch.steps
         for loaded in session.feed().steps(progress.step, last):
             result = session.step(loaded, self._votes())
             result.seconds, self.mark = now() - self.mark, now()
@@ -119,8 +124,8 @@ class Trainer:
         self._settle(pending)
         if self.saved_step != progress.step:
             self._save()
-        self.writer.finish()
-        self.console.end()
+        self.writer.wait()
+        self.console.end_phase()
 
     def _due(self, step: int) -> bool:
         return self._evaluation_is_due(step) or self.alarm.due_at(step)
@@ -135,7 +140,7 @@ class Trainer:
     def _votes(self) -> list[float]:
         """What this rank asks of all: to stop, to save (rank 0's clock). Counted with the step's losses."""
         save = self.world.is_main and self.alarm.due_by(now())
-        return [float(self.stop.asked), float(save), *self.writer.votes()]
+        return [float(self.stop.requested), float(save), *self.writer.rank_flags()]
 
     def _stand(self, asked: set[str]) -> bool:
         """At a step border with everything settled: evaluate, save, stop; True ends the phase early."""
@@ -151,23 +156,23 @@ class Trainer:
 
     def _stop_if_asked(self) -> None:
         """Between the parts of the end, where no step carries the vote."""
-        if any(self.world.gather(self.stop.asked)):
+        if any(self.world.all_gather_objects(self.stop.requested)):
             self._stop()
 
     def _stop(self) -> None:
-        self.writer.finish()
-        self.console.end()
+        self.writer.wait()
+        self.console.end_phase()
         self._summary("stopped", self.stop.reason, {})
         step, folder = self.progress.step, self.run.folder
-        raise StopRequested(
+        raise StopRequestedError(
             f"stopped at step {step}, saved; go on with: isobatch resume {folder}", self.stop.cause
         )
 
-    def _settle(self, result: Result | None) -> set[str]:
+    def _settle(self, result: StepResult | None) -> set[str]:
         """Read a step's figures, count and log them; what the ranks asked for."""
         if result is None:
             return set()
-        with self.world.waits("the step's figures"):
+        with self.world.waiting_for("the step's figures"):
             values, norm = result.sums.tolist(), float(result.norm)
         losses = dict(zip(result.names, values, strict=False))
         self._refuse_nonfinite(sum(losses.values()), norm, result.loaded.work.step)
@@ -179,12 +184,12 @@ class Trainer:
         if result.change is not None:
             self._decide("change of the model", **result.change.facts)
         stop, save, written, failed = values[len(result.names) :]
-        self.writer.settle(written, failed)
+        self.writer.complete_if_written(written, failed)
         return {name for name, votes_for in (("stop", stop), ("save", save)) if votes_for}
 
     def _own_up_to_foreign_noise(self) -> None:
         """A model with noise of its own (a GRU's dropout, say) learns the same only in distribution."""
-        seen = any(self.world.gather(self.session.stepper.foreign_noise))
+        seen = any(self.world.all_gather_objects(self.session.stepper.foreign_noise))
         if seen and self.plan.invariance == "exact":
             reason = "this model draws noise of its own, from torch's generators, which the cut changes"
             reasons = {**self.plan.reasons, "invariance": reason}
@@ -193,14 +198,14 @@ class Trainer:
             if self.world.is_main:
                 self.run.write_plan(self.plan)
 
-    def _count(self, result: Result) -> None:
+    def _count(self, result: StepResult) -> None:
         work, progress = result.loaded.work, self.progress
         progress.step = work.step + 1
-        progress.chain = chain(progress.chain, work.samples)
+        progress.chain = extend_chain(progress.chain, work.samples)
         progress.samples += len(work.samples)
         progress.tokens += work.tokens
         progress.train_seconds += result.seconds
-        progress.waited_seconds += result.loaded.waited
+        progress.waited_seconds += result.loaded.wait_seconds
         progress.padding += work.padding
 
     def _refuse_nonfinite(self, loss: float, norm: float, step: int) -> None:
@@ -211,18 +216,18 @@ class Trainer:
                     " lengthen --warmup, or find the operation with --anomaly; checkpoints are from before"
                 )
 
-    def _log(self, result: Result, losses: dict[str, float], norm: float) -> None:
+    def _log(self, result: StepResult, losses: dict[str, float], norm: float) -> None:
         progress, stretch = self.progress, self.session.stretch
         self.peak_memory = max(self.peak_memory, memory_bytes(self.world.device))
         row = {**step_row(result, losses, norm, progress, stretch), **result.figures}
         row |= {"memory_bytes": self.peak_memory, **gpu_reading(self.world.device)}
-        self.journal.step(row, result.loaded.work.samples)
+        self.journal.log_step(row, result.loaded.work.samples)
         if self.options.tracker != "none":
             self.world.accelerator.log(
                 {k: v for k, v in row.items() if isinstance(v, float)}, step=row["step"]
             )
         average = (progress.train_seconds - progress.seconds_before) / progress.step
-        self.console.step(row, stretch.steps, (stretch.steps - progress.step) * average)
+        self.console.show_step(row, stretch.steps, (stretch.steps - progress.step) * average)
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation split; whether to stop early."""
@@ -230,30 +235,30 @@ class Trainer:
             return False
         name, _ = self.task.monitor
         metrics = self._measure("valid", self.recipe.eval_fraction, self.progress.step)
-        if self.judge.see(metrics[name], self.progress.step) and self.judge.patience:
+        if self.judge.update(metrics[name], self.progress.step) and self.judge.patience:
             self._decide("best checkpoint", metric=name, value=self.judge.best)
             self._save()
-        if self.judge.stop:
+        if self.judge.should_stop:
             why = f"{name} has not improved for {self.judge.waited} evaluations"
             self._decide("early stop", reason=why, best_step=self.judge.best_step)
             self.console.say(f"stopped early at step {self.progress.step}: {why}")
-        return self.judge.stop
+        return self.judge.should_stop
 
     def _measure(self, split: str, fraction: float, step: int) -> dict[str, float]:
         """Metrics of a split; `step` is the one the weights are from."""
         metrics = self.session.evaluate(split, fraction)
-        self.journal.metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
-        self.console.say(f"{split} after step {step}: {shown(metrics, '.4f')}")
+        self.journal.log_metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
+        self.console.say(f"{split} after step {step}: {format_metrics(metrics, '.4f')}")
         return metrics
 
     def _decide(self, decision: str, **facts: Any) -> None:
         row = {"phase": self.progress.phase, "step": self.progress.step, "decision": decision}
-        self.journal.decision({**row, **facts})
+        self.journal.log_decision({**row, **facts})
 
     def _save(self) -> None:
-        if self.saved_step == self.progress.step and not self.judge.stop:
+        if self.saved_step == self.progress.step and not self.judge.should_stop:
             return
-        self.journal.settle()
+        self.journal.flush_skipped()
         session = self.session
         state = {
             "progress": self.progress.to_dict(),
@@ -265,22 +270,26 @@ class Trainer:
             "strategy": self.plan.strategy,
             "versions": {n: importlib.metadata.version(n) for n in ("torch", "accelerate", "transformers")},
         }
-        self.writer.begin(self._here(), session.strategy.state(), state)
+        self.writer.start(self._here(), session.strategy.state(), state)
         self.spared = self._best()
         self.saved_step = self.progress.step
         self.alarm.reset(now())
 
     def _here(self) -> Path:
         """The checkpoint of the step where training stands."""
-        return self.run.checkpoints / checkpoint.name(self.progress.phase, self.progress.step)
+        return self.run.checkpoints / checkpoint.checkpoint_name(self.progress.phase, self.progress.step)
 
     def _prune(self) -> None:
         # The newest best may not be written yet: until then the one before is the best there is.
         spare = self.spared | self._best()
-        checkpoint.prune(self.run.checkpoints, self.session.phases, self.options.keep, spare)
+        checkpoint.delete_old(self.run.checkpoints, self.session.phases, self.options.keep, spare)
 
     def _best(self) -> set[str]:
-        return {checkpoint.name(self.progress.phase, self.judge.best_step)} if self.judge.patience else set()
+        return (
+            {checkpoint.checkpoint_name(self.progress.phase, self.judge.best_step)}
+            if self.judge.patience
+            else set()
+        )
 
     def _finish(self) -> None:
         """Held-out metrics, final/, a sample, summary.json."""
@@ -288,15 +297,15 @@ class Trainer:
         if self.judge.patience and self.judge.best_step not in (0, self.progress.step):
             (best,) = self._best()
             exported, folder = self.judge.best_step, self.run.checkpoints / best
-            self.session.strategy.put_weights(Saved(folder))
+            self.session.strategy.put_weights(SavedCheckpoint(folder))
             self.console.say(f"final/ is the best checkpoint, {best}")
         held_out: dict[str, dict[str, float]] = {}
-        for split in (s for s in reversed(HELD_OUT) if s in self.session.splits):
+        for split in (s for s in reversed(HELD_OUT_SPLITS) if s in self.session.splits):
             self._stop_if_asked()
             held_out[split] = self._measure(split, 1.0, exported)
         self._stop_if_asked()
         if self.world.is_main:
-            self.world.at("the export")
+            self.world.mark_progress("the export")
             model = self.session.whole_model(folder)
             sums = write_final(self.run, self.task, model, self.session.facts)
             self.sample = self.task.sample(model, self.session.facts, self.run.final)
@@ -309,21 +318,21 @@ class Trainer:
 
     def _appraise(self, model: nn.Module, step: int, held_out: dict[str, dict[str, Any]]) -> None:
         """The task's own measurements of what it exported, beside the metrics of the first held-out split."""
-        split = next((s for s in HELD_OUT if s in held_out), None)
+        split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
         if split is None:
             return
-        more = self.task.appraise(
-            model, self.run.final, self.session.facts, lambda: batches_of(self.session.splits[split])
+        more = self.task.final_metrics(
+            model, self.run.final, self.session.facts, lambda: host_batches(self.session.splits[split])
         )
         if more:
             held_out[split] |= more
             where = {"phase": self.progress.phase, "step": step, "split": split}
-            self.journal.metrics({**where, **held_out[split]})
+            self.journal.log_metrics({**where, **held_out[split]})
 
     def _seal(self, sums: dict[str, int]) -> None:
         """The last row: what final/ holds, and how exact the run was."""
         where = {"phase": self.progress.phase, "step": self.progress.step}
-        self.journal.metrics({**where, "final": sums, "invariance": self.plan.invariance})
+        self.journal.log_metrics({**where, "final": sums, "invariance": self.plan.invariance})
 
     def _summary(self, status: str, reason: str, held_out: dict[str, dict[str, float]]) -> None:
         summary = {
@@ -331,7 +340,7 @@ class Trainer:
             "reason": reason,
             **summarize(self.recipe, self.plan, self.progress, self.session.model, held_out),
             "startup_seconds": startup_seconds(self.first_step),
-            "peak_memory_bytes": max(self.world.gather(self.peak_memory)),
+            "peak_memory_bytes": max(self.world.all_gather_objects(self.peak_memory)),
             "resumed_from": self.resumed_from,
             **({"sample": self.sample} if self.sample else {}),
         }
@@ -340,10 +349,11 @@ class Trainer:
 
     def _headline(self) -> str:
         steps, plan = sum(s.steps for s in self.session.stretches), self.plan
-        remark = self.task.shape(self.session.facts).remark
+        remark = self.task.model_size(self.session.facts).remark
         return (
             f"{self.recipe.task}: {self.session.facts.samples['train']:,} samples, global batch"
             f" {self.recipe.batch_size}, {steps:,} steps on {self.world.size} x {self.world.device.type} in"
-            f" {plan.precision} ({plan.invariance}); about {clock(steps * plan.predicted_step_seconds)}"
+            f" {plan.precision} ({plan.invariance});"
+            f" about {format_duration(steps * plan.predicted_step_seconds)}"
             + (f"\n{remark}" if remark else "")
         )

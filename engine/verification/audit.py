@@ -8,27 +8,27 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
-from isobatch.engine.loading.sampler import Sampler, chain
-from isobatch.engine.registry import code_problem, workload
-from isobatch.engine.runs.metrics_log import SEAL, seal
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.loading.sampler import Sampler, extend_chain
+from isobatch.engine.registry import task_file_problem, workload
+from isobatch.engine.runs.metrics_log import SEAL, seal_row
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.training.session import make_sampler
 
 
-def recipe_problems(run: Run) -> list[str]:
+def recipe_problems(run: RunFolder) -> list[str]:
     """What is wrong with recipe.json; a sentence each."""
     recipe, recorded = run.recipe(), run.recorded_hash()
     if recipe.hash() != recorded:
         return [f"recipe.json was changed: its fields hash to {recipe.hash()}, not {recorded}"]
-    changed = code_problem(recipe)
+    changed = task_file_problem(recipe)
     return [changed] if changed else []
 
 
-def problems(run: Run) -> list[str]:
+def record_problems(run: RunFolder) -> list[str]:
     """What is wrong with the records, a sentence each; nothing if all agree."""
     if found := _data_problems(run):
         return found
-    recipe, rows = run.recipe(), atomic_files.read_lines(run.metrics)
+    recipe, rows = run.recipe(), atomic_files.read_jsonl(run.metrics)
     if not all(isinstance(row, dict) and "phase" in row for row in rows):
         return ["metrics.jsonl holds lines that no run wrote"]
     task, data = workload(recipe.task).make(recipe)
@@ -43,17 +43,17 @@ def problems(run: Run) -> list[str]:
     ]
 
 
-def _data_problems(run: Run) -> list[str]:
+def _data_problems(run: RunFolder) -> list[str]:
     """The prepared arrays against facts.json, and that against the facts kept beside the arrays."""
     facts = run.facts()
     actual, kept = fingerprint(Path(facts.folder)), Path(facts.folder) / "facts.json"
     if actual != facts.fingerprint:
         return [f"the data is not what was trained on: {actual}, {facts.fingerprint}"]
-    odd = facts.differing(Facts.from_dict(atomic_files.read_json(kept))) if kept.exists() else []
+    odd = facts.differing_fields(Facts.from_dict(atomic_files.read_json(kept))) if kept.exists() else []
     return [f"facts.json was changed: {', '.join(odd)} differs from {kept}"] if odd else []
 
 
-def _checkpoint_problems(run: Run) -> list[str]:
+def _checkpoint_problems(run: RunFolder) -> list[str]:
     wanted, found = (run.recorded_hash(), run.facts().fingerprint), []
     for path in sorted(run.checkpoints.glob("*/state.json")):
         state = atomic_files.read_json(path)
@@ -65,7 +65,7 @@ def _checkpoint_problems(run: Run) -> list[str]:
 def _seal_problems(rows: list[dict[str, Any]]) -> list[str]:
     before = ""
     for row in rows:
-        before = seal(before, row)
+        before = seal_row(before, row)
         if row.get(SEAL) != before:
             return [
                 f"metrics.jsonl was changed at or before phase {row.get('phase')}, step {row.get('step')}"
@@ -73,7 +73,7 @@ def _seal_problems(rows: list[dict[str, Any]]) -> list[str]:
     return []
 
 
-def _missing_rows(run: Run, rows: list[dict[str, Any]]) -> list[str]:
+def _missing_rows(run: RunFolder, rows: list[dict[str, Any]]) -> list[str]:
     """Where training stood, at the end and at each checkpoint, is always logged."""
     logged = {(r["phase"], r["step"]) for r in rows if "chain" in r}
     last = sum(max(s for p, s in logged if p == phase) for phase in {p for p, _ in logged})
@@ -87,7 +87,7 @@ def _missing_rows(run: Run, rows: list[dict[str, Any]]) -> list[str]:
     return [f"metrics.jsonl ends at step {last}, and summary.json says {summary['steps']} steps"]
 
 
-def _outcome_problems(run: Run, rows: list[dict[str, Any]]) -> list[str]:
+def _outcome_problems(run: RunFolder, rows: list[dict[str, Any]]) -> list[str]:
     """summary.json, plan.json and final/ against the last rows, which are sealed."""
     summary, end = run.summary(), _end(rows)
     if end is not None and run.status() != "done":
@@ -100,7 +100,7 @@ def _outcome_problems(run: Run, rows: list[dict[str, Any]]) -> list[str]:
             return [f"summary.json: the metrics of {split} are not the logged ones"]
     if summary["split"] and summary["metrics"] != summary["metrics_by_split"][summary["split"]]:
         return ["summary.json: the metrics are not the logged ones"]
-    found = atomic_files.checksums(run.final)
+    found = atomic_files.folder_checksums(run.final)
     if end is None or any(found.get(name) != crc for name, crc in end["final"].items()):
         return ["final/ is not what the run wrote"]
     sealed, planned = end.get("invariance"), run.plan().invariance
@@ -123,7 +123,7 @@ def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
         if row["phase"] != phase:
             link, step, phase = "", 0, row["phase"]
         while step < row["step"]:
-            link, step = chain(link, sampler.batch(step)), step + 1
+            link, step = extend_chain(link, sampler.batch(step)), step + 1
         if row["chain"] != link:
             return [
                 f"phase {phase}, step {step}: the samples seen are not the recipe's ({row['chain']}, {link})"
@@ -131,8 +131,8 @@ def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
     return []
 
 
-def _ledger(run: Run, rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
-    ledger = atomic_files.read_lines(run.samples)
+def _ledger(run: RunFolder, rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
+    ledger = atomic_files.read_jsonl(run.samples)
     return _ledger_rows(ledger, sampler) or (_ledger_end(ledger, rows) if run.options().get("ledger") else [])
 
 

@@ -9,15 +9,15 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.plan import Plan
 from isobatch.engine.checkpointing import checkpoint, portable_state
-from isobatch.engine.checkpointing.checkpoint import Saved
-from isobatch.engine.distributed.communicator import World
-from isobatch.engine.optimization.schedule import Stretch
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.optimization.schedule import PhaseSchedule
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.training.session import Session
 
 
 @dataclass(frozen=True, slots=True)
-class Redone:
+class ReplayedStep:
     """One step, as logged and as redone."""
 
     phase: str
@@ -39,58 +39,58 @@ class Redone:
         return abs(self.norm - self.logged_norm) / max(1e-12, abs(self.logged_norm))
 
 
-def whole(folder: Path) -> Saved:
+def open_checked(folder: Path) -> SavedCheckpoint:
     """A checkpoint whose every byte was checked."""
-    saved = Saved(folder)
-    saved.check()
+    saved = SavedCheckpoint(folder)
+    saved.verify_checksums()
     return saved
 
 
-class Redo:
+class Replay:
     """A run's recipe under a plan of the caller's."""
 
-    def __init__(self, run: Run, plan: Plan) -> None:
+    def __init__(self, run: RunFolder, plan: Plan) -> None:
         self.run = run
-        self.world = World(plan)
+        self.world = Communicator(plan)
         self.session = Session(run.recipe(), run.facts(), plan, self.world)
 
     def load_trained(self) -> bool:
         """Weights of the newest checkpoint, or of the best where the run kept one."""
-        found = checkpoint.listed(self.run.checkpoints, self.session.phases)
+        found = checkpoint.list_checkpoints(self.run.checkpoints, self.session.phases)
         if not found:
             return False
-        saved = whole(found[-1])
-        best = saved.facts["judge"]["best_step"]
-        if saved.facts["judge"]["patience"] and best:
-            phase = saved.facts["progress"]["phase"]
-            saved = whole(self.run.checkpoints / checkpoint.name(phase, best))
+        saved = open_checked(found[-1])
+        best = saved.state["judge"]["best_step"]
+        if saved.state["judge"]["patience"] and best:
+            phase = saved.state["progress"]["phase"]
+            saved = open_checked(self.run.checkpoints / checkpoint.checkpoint_name(phase, best))
         self.session.begin(self._stretch(saved), saved)
-        portable_state.put_weights(saved, self.session.model)
+        portable_state.load_weights(saved, self.session.model)
         return True
 
-    def _stretch(self, saved: Saved) -> Stretch:
-        phase = saved.facts["progress"]["phase"]
+    def _stretch(self, saved: SavedCheckpoint) -> PhaseSchedule:
+        phase = saved.state["progress"]["phase"]
         return next(s for s in self.session.stretches if s.name == phase)
 
     def evaluate(self, split: str) -> dict[str, float]:
         return self.session.evaluate(split)
 
-    def steps(self, count: int) -> list[Redone]:
+    def steps(self, count: int) -> list[ReplayedStep]:
         """`count` steps from the initial weights, and from the last checkpoint with logged steps after it.
 
         The later ones come second: loading a checkpoint overwrites the weights.
         """
         rows = {
             (r["phase"], r["step"]): r
-            for r in atomic_files.read_lines(self.run.metrics)
+            for r in atomic_files.read_jsonl(self.run.metrics)
             if "loss" in r and "lr" in r
         }
         first = self.session.stretches[0]
         self.session.enter(first)
         redone = self._from(first.name, 0, count, rows, "the initial weights")
-        for folder in reversed(checkpoint.listed(self.run.checkpoints, self.session.phases)):
-            saved = whole(folder)
-            phase, step = saved.facts["progress"]["phase"], int(saved.facts["progress"]["step"])
+        for folder in reversed(checkpoint.list_checkpoints(self.run.checkpoints, self.session.phases)):
+            saved = open_checked(folder)
+            phase, step = saved.state["progress"]["phase"], int(saved.state["progress"]["step"])
             if any((phase, later) in rows for later in range(step + 1, step + count + 1)):
                 self.session.renew()
                 self.session.begin(self._stretch(saved), saved)
@@ -99,7 +99,9 @@ class Redo:
                 return redone + self._from(phase, step, count, rows, folder.name)
         return redone
 
-    def _from(self, phase: str, start: int, count: int, rows: dict[Any, Any], place: str) -> list[Redone]:
+    def _from(
+        self, phase: str, start: int, count: int, rows: dict[Any, Any], place: str
+    ) -> list[ReplayedStep]:
         session, redone = self.session, []
         stop = min(start + count, session.stretch.steps)
         for loaded in session.feed().steps(start, stop):
@@ -109,6 +111,8 @@ class Redo:
             if row is not None:
                 loss = sum(result.sums.tolist())
                 redone.append(
-                    Redone(phase, step + 1, place, row["loss"], loss, row["grad_norm"], float(result.norm))
+                    ReplayedStep(
+                        phase, step + 1, place, row["loss"], loss, row["grad_norm"], float(result.norm)
+                    )
                 )
         return redone

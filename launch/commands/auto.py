@@ -9,8 +9,8 @@ from isobatch.core import flags as opt
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.registry import CHAINS
-from isobatch.engine.runs.console import shown
-from isobatch.engine.runs.run_folder import Run, RunOptions
+from isobatch.engine.runs.console import format_metrics
+from isobatch.engine.runs.run_folder import RunFolder, RunOptions
 from isobatch.launch.local.arguments import own_flags, request, split, task_name
 from isobatch.launch.local.launch_run import AnswerOptions, launch, run_of, say
 from isobatch.launch.local.run_setup import make_plan_here, relocate, stored_options, write_plan
@@ -40,7 +40,7 @@ def resume(words: Sequence[str]) -> int:
     positional, flags = split(words)
     if len(positional) != 1:
         raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
-    run = Run.open(positional[0])
+    run = RunFolder.open(positional[0])
     data, known = flags.pop("data", None), opt.flags_of(RunOptions, "run")
     answer = own_flags({k: flags.pop(k) for k in ("json",) if k in flags}, AnswerOptions, "resume")
     plan = own_flags({k: v for k, v in flags.items() if k not in known}, PlanOptions, "resume")
@@ -48,7 +48,7 @@ def resume(words: Sequence[str]) -> int:
     if run.status() == "done":
         say(f"{run.folder} is done", options.quiet)
         return _answered(run, DONE, answer)
-    with run.held("launch"):
+    with run.lock("launch"):
         run.refuse_if_training()
         recipe = run.recipe()
         relocate(run, recipe, data)
@@ -56,7 +56,7 @@ def resume(words: Sequence[str]) -> int:
         return _answered(run, launch(run, options), answer)
 
 
-def _answered(run: Run, code: int, answer: AnswerOptions) -> int:
+def _answered(run: RunFolder, code: int, answer: AnswerOptions) -> int:
     if answer.json:
         print(json.dumps(run.summary() or {"status": run.status()}, ensure_ascii=False))
     elif code == DONE:
@@ -64,8 +64,8 @@ def _answered(run: Run, code: int, answer: AnswerOptions) -> int:
     return code
 
 
-def _print_outcome(run: Run) -> None:
+def _print_outcome(run: RunFolder) -> None:
     summary = run.summary() or {}
-    figures = shown(summary.get("metrics", {}), ".4g")
+    figures = format_metrics(summary.get("metrics", {}), ".4g")
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
     print(f"{run.folder}: {status}, {steps} steps" + (f", {split}: {figures}" if split else ""))

@@ -11,8 +11,8 @@ from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.console import shown
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.console import format_metrics
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import own_flags, split
 from isobatch.models.base import Task
 
@@ -41,10 +41,10 @@ class RecommendOptions:
     """One JSON object on standard output."""
 
 
-def one_run(positional: list[str], command: str) -> Run:
+def one_run(positional: list[str], command: str) -> RunFolder:
     if len(positional) != 1:
         raise UserError(f"{command}: give the folder of one run (`runs` lists them)")
-    return Run.open(positional[0])
+    return RunFolder.open(positional[0])
 
 
 def evaluate(words: Sequence[str]) -> int:
@@ -55,17 +55,17 @@ def evaluate(words: Sequence[str]) -> int:
     if own.json:
         print(json.dumps(metrics))
     for name, found in {} if own.json else metrics.items():
-        print(f"{name}: " + shown(found, ".6g"))
+        print(f"{name}: " + format_metrics(found, ".6g"))
     return 0
 
 
-def _evaluate(run: Run, own: EvaluateOptions) -> dict[str, Any]:
-    from isobatch.engine.verification.replay import Redo
+def _evaluate(run: RunFolder, own: EvaluateOptions) -> dict[str, Any]:
+    from isobatch.engine.verification.replay import Replay
     from isobatch.launch.local.run_setup import make_plan_here, relocate
 
     relocate(run, run.recipe(), own.data)
     here = make_plan_here(run.recipe(), run.facts(), PlanOptions(processes=1, compile="off"))
-    redo = Redo(run, here)
+    redo = Replay(run, here)
     if not redo.load_trained():
         raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
     splits = [own.split] if own.split else [s for s in run.facts().samples if s != "train"]
@@ -89,7 +89,7 @@ def recommend(words: Sequence[str]) -> int:
     return 0
 
 
-def able(run: Run, what: str, otherwise: str) -> Task:
+def able(run: RunFolder, what: str, otherwise: str) -> Task:
     """The task of a finished run, if it does this."""
     task, _ = workload(run.recipe().task).make(run.recipe())
     if getattr(type(task), what) is getattr(Task, what):

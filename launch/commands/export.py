@@ -11,9 +11,9 @@ from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.run_folder import Run
-from isobatch.engine.runs.summary import HELD_OUT
-from isobatch.engine.training.evaluate import batches_of
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS
+from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.commands.evaluate import one_run
 from isobatch.launch.local.arguments import own_flags, split
 
@@ -57,7 +57,7 @@ def _ties(figures: dict[str, Any]) -> str:
     return f" with ties rounded alike, {most:.1e} as they come ({changed} predictions changed)"
 
 
-def _kinds(run: Run, own: ExportOptions) -> tuple[str, ...]:
+def _kinds(run: RunFolder, own: ExportOptions) -> tuple[str, ...]:
     known = workload(run.recipe().task).task.exports
     if not known:
         raise UserError(f"export: {run.recipe().task} has no other form than {run.final}")
@@ -67,7 +67,7 @@ def _kinds(run: Run, own: ExportOptions) -> tuple[str, ...]:
     return own.to or known
 
 
-def exported(run: Run, kind: str, data: str | None = None) -> dict[str, Any]:
+def exported(run: RunFolder, kind: str, data: str | None = None) -> dict[str, Any]:
     """One form of a finished run's model, written beside its place and moved there once it is checked."""
     from isobatch.launch.local.run_setup import relocate
 
@@ -75,14 +75,14 @@ def exported(run: Run, kind: str, data: str | None = None) -> dict[str, Any]:
         raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
     relocate(run, run.recipe(), data)
     facts, (task, source) = run.facts(), workload(run.recipe().task).make(run.recipe())
-    held_out = next((s for s in HELD_OUT if s in facts.samples), "train")
+    held_out = next((s for s in HELD_OUT_SPLITS if s in facts.samples), "train")
     samples = source.open(Path(facts.folder), held_out)
     place = run.folder / "exports" / kind
     fresh = place.with_name(f".{kind}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     try:
-        figures = dict(task.export_as(kind, run.final, fresh, facts, lambda: batches_of(samples)))
+        figures = dict(task.export_as(kind, run.final, fresh, facts, lambda: host_batches(samples)))
         figures |= {"split": held_out, "folder": str(place)}
         (fresh / PARITY).write_text(json.dumps(figures, indent=2) + "\n")
         shutil.rmtree(place, ignore_errors=True)

@@ -11,7 +11,7 @@ from typing import Any
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.data.text.chat_templates import Piece, Template
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.evaluate import able, one_run
 from isobatch.launch.local.arguments import own_flags, split
 from isobatch.models.causal_lm.generation import Sampling
@@ -134,7 +134,7 @@ def _show(pieces: Iterable[str], before: str = "") -> str:
     return text
 
 
-def _template(run: Run) -> Template | None:
+def _template(run: RunFolder) -> Template | None:
     found = run.facts().extra.get("template")
     return Template.from_dict(found) if found else None
 

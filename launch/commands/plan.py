@@ -10,13 +10,13 @@ from typing import Any
 from isobatch.core.facts import Facts
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import Plan
-from isobatch.engine.loading.prepare import assumed
+from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.planning import hardware
-from isobatch.engine.planning.alternatives import savings
+from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.detect import detect
-from isobatch.engine.planning.planner import frontier, make_plan
-from isobatch.engine.runs.console import clock, size
+from isobatch.engine.planning.planner import batch_size_frontier, make_plan
+from isobatch.engine.runs.console import format_bytes, format_duration
 from isobatch.launch.local.arguments import Request, request
 
 
@@ -45,13 +45,15 @@ def plan(words: Sequence[str]) -> int:
     asked = request(words, "plan", PlanningOptions)
     length = asked.extra.get("assume_length")
     task, data = asked.workload.make(asked.recipe)
-    facts = assumed(length) if length else prepare_data(data)
+    facts = assumed_facts(length) if length else prepare_data(data)
     wanted = asked.extra.get("hardware")
-    machine = hardware.parse(wanted) if wanted else detect()
-    shape = task.shape(facts)
+    machine = hardware.parse_hardware(wanted) if wanted else detect()
+    shape = task.model_size(facts)
     made = make_plan(asked.recipe, facts, shape, machine, asked.plan)
-    others = frontier(asked.recipe, facts, shape, machine, asked.plan)
-    cheaper = savings(lambda recipe: asked.workload.make(recipe)[0], asked.recipe, facts, shape, made)
+    others = batch_size_frontier(asked.recipe, facts, shape, machine, asked.plan)
+    cheaper = memory_alternatives(
+        lambda recipe: asked.workload.make(recipe)[0], asked.recipe, facts, shape, made
+    )
     answer = {
         "recipe": {**asked.recipe.to_dict(), "hash": asked.recipe.hash()},
         "global_batch": asked.recipe.batch_size,
@@ -85,7 +87,7 @@ def _sheet(
     lines += [
         "",
         f"predicted: {made.predicted_step_seconds:.3g} s a step,"
-        f" {size(made.predicted_peak_memory_bytes)} per process"
+        f" {format_bytes(made.predicted_peak_memory_bytes)} per process"
         + (
             ""
             if made.calibrated
@@ -100,7 +102,8 @@ def _sheet(
     for row in others:
         lines.append(
             f"  {row['batch_size']:>7}  {row['processes']} processes  {row['step_seconds']:.3g} s a step"
-            f"  {clock(row['epoch_hours'] * 3600)} an epoch  {row['updates_per_epoch']:,} updates an epoch"
+            f"  {format_duration(row['epoch_hours'] * 3600)} an epoch"
+            f"  {row['updates_per_epoch']:,} updates an epoch"
         )
     return "\n".join(lines)
 
@@ -108,7 +111,7 @@ def _sheet(
 def _ways(rows: list[dict[str, Any]]) -> list[str]:
     width = max(len(row["flags"]) for row in rows)
     return [
-        f"  {row['flags']:<{width}}  {size(row['peak_memory_bytes']):>8}  {row['remark']}".rstrip()
+        f"  {row['flags']:<{width}}  {format_bytes(row['peak_memory_bytes']):>8}  {row['remark']}".rstrip()
         for row in rows
     ]
 

@@ -14,7 +14,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import CHAINS, TASKS, workload
-from isobatch.engine.runs.run_folder import Run, RunOptions, runs_in
+from isobatch.engine.runs.run_folder import RunFolder, RunOptions, list_runs
 from isobatch.launch.local.arguments import Scaling, own_flags, split
 from isobatch.launch.slurm import client
 from isobatch.launch.slurm.client import job_of
@@ -49,7 +49,7 @@ def runs(words: Sequence[str]) -> int:
     folder = Path(positional[0] if positional else own.out).expanduser()
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    found = list(runs_in(folder))
+    found = list(list_runs(folder))
     rows = [_readable(run) | job for run, job in zip(found, _jobs(found), strict=True)]
     if own.json:
         print(json.dumps({"runs": rows}, ensure_ascii=False))
@@ -64,7 +64,7 @@ def runs(words: Sequence[str]) -> int:
     return 0
 
 
-def _readable(run: Run) -> dict[str, Any]:
+def _readable(run: RunFolder) -> dict[str, Any]:
     """One damaged run must not hide the others."""
     try:
         return _row(run)
@@ -84,7 +84,7 @@ def _row(run: Any) -> dict[str, Any]:
     }
 
 
-def _jobs(found: list[Run]) -> list[dict[str, str]]:
+def _jobs(found: list[RunFolder]) -> list[dict[str, str]]:
     """Each run's Slurm job and its state there; empty where there was none, or Slurm has forgotten it."""
     numbers = [job_of(run) for run in found]
     states = client.states([n for n in numbers if n])
@@ -120,6 +120,6 @@ def _flag(flag: opt.Flag, defaults: dict[str, Any]) -> dict[str, Any]:
     import dataclasses
 
     value = defaults.get(flag.name, flag.default)
-    value = "required" if value is dataclasses.MISSING else opt.plain(value)
+    value = "required" if value is dataclasses.MISSING else opt.to_json_value(value)
     value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
     return {"flag": flag.spelling, "type": flag.type_name, "default": value, "help": flag.help}

@@ -10,10 +10,10 @@ from typing import Any
 
 from isobatch.core.errors import DONE, FAILED, TrainingError, UserError
 from isobatch.core.number_ranges import Positive
-from isobatch.core.plan import AnyStrategy, Plan, PlanOptions
+from isobatch.core.plan import Plan, PlanOptions, StrategyChoice
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.redo_steps import redo_steps
 
 TOLERANCE = {"exact": (1e-4, 1e-2), "rounding": (2e-3, 5e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
@@ -32,7 +32,7 @@ class VerifyOptions:
     """Steps to redo from each starting point."""
     processes: Positive = 1
     """World size to redo them in."""
-    strategy: AnyStrategy = "auto"
+    strategy: StrategyChoice = "auto"
     """Strategy to redo them under, with --processes 2 or more."""
     micro_batch: Positive | None = None
     """Samples per micro-batch; by default half of what the run used."""
@@ -47,18 +47,18 @@ def verify(words: Sequence[str]) -> int:
 
     Exit 3 on a difference.
     """
-    from isobatch.engine.verification.audit import problems, recipe_problems
+    from isobatch.engine.verification.audit import recipe_problems, record_problems
     from isobatch.launch.local.arguments import own_flags, split
     from isobatch.launch.local.run_setup import relocate
 
     positional, flags = split(words)
     if len(positional) != 1:
         raise UserError("verify: give the folder of one run (`runs` lists them)")
-    run, own = Run.open(positional[0]), own_flags(flags, VerifyOptions, "verify")
+    run, own = RunFolder.open(positional[0]), own_flags(flags, VerifyOptions, "verify")
     report: dict[str, Any] = {"run": str(run.folder), "problems": recipe_problems(run), "steps": []}
     if not report["problems"]:
         relocate(run, run.recipe(), own.data)
-        report["problems"] = problems(run)
+        report["problems"] = record_problems(run)
     plan = run.plan()
     if not report["problems"]:
         other = _other_plan(run, own)
@@ -76,7 +76,7 @@ def verify(words: Sequence[str]) -> int:
     return DONE if report["verified"] else FAILED
 
 
-def _other_plan(run: Run, own: VerifyOptions) -> Plan:
+def _other_plan(run: RunFolder, own: VerifyOptions) -> Plan:
     """A plan for this machine in another cut than the run's, and in as many processes as asked."""
     from isobatch.launch.local.run_setup import make_plan_here
 

@@ -16,7 +16,7 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.package import ROOT
 from isobatch.core.plan import Plan
-from isobatch.engine.runs.console import SPOKEN
+from isobatch.engine.runs.console import LINE_MARK
 
 PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 120
@@ -54,7 +54,7 @@ class Ended:
 def _wait(command: list[str], environment: dict[str, str], folder: Path) -> Ended:
     """Run the launcher in a session of its own; pass every first signal on; keep its noise in a log."""
     log = folder / "launcher.log"
-    with atomic_files.naming_errors(log), log.open("ab", buffering=0) as noise:
+    with atomic_files.explain_write_errors(log), log.open("ab", buffering=0) as noise:
         child = subprocess.Popen(
             command,
             env=environment,
@@ -102,8 +102,8 @@ def copy_progress(child: subprocess.Popen[bytes], noise: Any) -> None:
     """Show what the run says; keep the launcher's own chatter, and any traceback, in launcher.log."""
     assert child.stderr is not None
     for line in child.stderr:
-        if line.startswith(SPOKEN.encode()):
-            sys.stderr.write(line[len(SPOKEN.encode()) :].decode(errors="replace"))
+        if line.startswith(LINE_MARK.encode()):
+            sys.stderr.write(line[len(LINE_MARK.encode()) :].decode(errors="replace"))
             sys.stderr.flush()
         else:
             with contextlib.suppress(OSError):  # a full disk must not end what it only describes

@@ -19,8 +19,8 @@ from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, Recipe
-from isobatch.engine.optimization.schedule import stretches
-from isobatch.engine.registry import Workload, code_of, is_users, workload
+from isobatch.engine.optimization.schedule import phase_schedules
+from isobatch.engine.registry import Workload, is_task_file, task_file_hash, workload
 from isobatch.engine.runs.run_folder import RunOptions
 
 SYNONYMS = {
@@ -123,7 +123,7 @@ def split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         elif key.startswith("no_") and value in ("True", "False"):
             flags[key[3:]] = "False" if value == "True" else "True"
         else:
-            flags[key] = value if dict(written).get(key, True) else opt.Bare(value)
+            flags[key] = value if dict(written).get(key, True) else opt.BareValue(value)
     return list(found["positional"]), flags
 
 
@@ -143,7 +143,7 @@ def own_flags(flags: Mapping[str, str], kind: type, command: str) -> Any:
     """A command's options where it takes no recipe: unknown names are refused."""
     renamed, typed, _ = _translate(flags)
     _refuse_unknown(typed, opt.flags_of(kind, command), command)
-    return opt.build(kind, renamed, command)
+    return opt.build_options(kind, renamed, command)
 
 
 def task_name(words: Sequence[str]) -> str:
@@ -163,7 +163,7 @@ def request(words: Sequence[str], command: str, own: type | None = None) -> Requ
         raise UserError(
             f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes"
         )
-    if isinstance(flags.get("task", opt.Bare()), opt.Bare):
+    if isinstance(flags.get("task", opt.BareValue()), opt.BareValue):
         raise UserError(f"{command}: needs --task NAME (`tasks` lists them)")
     chosen = workload(flags["task"])
     flags, typed, notes = _translate(flags)
@@ -190,7 +190,7 @@ def request(words: Sequence[str], command: str, own: type | None = None) -> Requ
     task.check()
     data.check()
     _check_tracker(values["run"].get("tracker", "none"))
-    stretches(recipe, task.phases(), steps_per_epoch=1)  # --phase, and as many --epochs as phases
+    phase_schedules(recipe, task.phases(), steps_per_epoch=1)  # --phase, and as many --epochs as phases
     return Request(chosen, recipe, plan, RunOptions(**values["run"]), values["own"], notes + more)
 
 
@@ -242,7 +242,7 @@ def _refuse_unknown(typed: Mapping[str, str], known: Mapping[str, Any], where: s
                 raise UserError(f"{_spell('no' + name)}: needs a value")
             synonyms = [k for k, v in SYNONYMS.items() if v in known]
             synonyms += [k for k, v in MEANINGS.items() if all(n in known for n in v)]
-            hint = opt.nearest(_spell(word), [_spell(k) for k in (*known, *synonyms)])
+            hint = opt.nearest_hint(_spell(word), [_spell(k) for k in (*known, *synonyms)])
             raise UserError(f"{_spell(word)}: {where} has no such flag{hint}")
 
 
@@ -258,11 +258,11 @@ def make_recipe(
     layers = [dict(task.defaults)]
     if asked.get("data", task.defaults.get("data", DEMO)) == DEMO:
         layers.append(dict(task.demo))
-        if not is_users(chosen.name):  # whose data may well be all there is
+        if not is_task_file(chosen.name):  # whose data may well be all there is
             notes.append(f"no --data given: {chosen.name} runs its embedded demo")
     if asked.get("preset"):
         if asked["preset"] not in task.presets:
-            hint = opt.nearest(str(asked["preset"]), task.presets)
+            hint = opt.nearest_hint(str(asked["preset"]), task.presets)
             raise UserError(
                 f"--preset {asked['preset']}: valid for {chosen.name}: {', '.join(task.presets)}{hint}"
             )
@@ -288,10 +288,10 @@ def _recipe_from(chosen: Workload, merged: Mapping[str, Any]) -> Recipe:
     for field in ("model", "tokenizer"):
         values[field] = SHORT_MODEL_NAMES.get(str(values.get(field)), values.get(field))
     options = {
-        name: opt.plain(opt.convert(flag, merged[name]) if name in merged else flag.default)
+        name: opt.to_json_value(opt.convert(flag, merged[name]) if name in merged else flag.default)
         for name, flag in own.items()
     }
-    code = code_of(chosen.name)
+    code = task_file_hash(chosen.name)
     options |= {"code": code} if code else {}
     return Recipe(**{**values, "task": chosen.name, "options": options})
 

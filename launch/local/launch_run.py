@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core import flags as opt
 from isobatch.core.errors import DONE
-from isobatch.engine.runs.run_folder import Run, RunOptions
+from isobatch.engine.runs.run_folder import RunFolder, RunOptions
 from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.restarts import in_children, in_place, train
 from isobatch.launch.local.run_setup import facts_of, find_run, set_up
@@ -24,7 +24,7 @@ class AnswerOptions:
     """Train so often, with --seed and the numbers after it, and give mean and deviation of the metrics."""
 
 
-def run_of(asked: Request) -> tuple[Run, int]:
+def run_of(asked: Request) -> tuple[RunFolder, int]:
     """The run that a request comes to, found or made, trained to its end; and its exit code."""
     for note in asked.notes:
         say(note, asked.run.quiet)
@@ -35,17 +35,17 @@ def run_of(asked: Request) -> tuple[Run, int]:
         return run, DONE
     if run is None:
         run = set_up(asked, facts, None)
-        with run.held("launch"):
+        with run.lock("launch"):
             return run, launch(run, asked.run)
     say(f"going on with {run.folder} ({run.status()})", asked.run.quiet)
-    with run.held("launch"):
+    with run.lock("launch"):
         run.refuse_if_training()
         return run, launch(set_up(asked, facts, run), asked.run)
 
 
-def launch(run: Run, options: RunOptions) -> int:
+def launch(run: RunFolder, options: RunOptions) -> int:
     """Train by the run's plan and answer with the run's own exit code."""
-    atomic_files.write_json(run.folder / "run.json", opt.as_dict(options))
+    atomic_files.write_json(run.folder / "run.json", opt.options_to_dict(options))
     return train(run, in_place if run.plan().processes == 1 else in_children)
 
 

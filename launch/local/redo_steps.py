@@ -13,11 +13,11 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.plan import Plan
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.accelerate_launcher import start_children
 
 
-def redo_steps(run: Run, plan: Plan, steps: int) -> list[dict[str, Any]]:
+def redo_steps(run: RunFolder, plan: Plan, steps: int) -> list[dict[str, Any]]:
     """The steps done again under a plan, in this process or in as many as it says; a JSON object each."""
     if plan.processes == 1:
         return _redone(run, plan, steps)
@@ -33,13 +33,13 @@ def redo_steps(run: Run, plan: Plan, steps: int) -> list[dict[str, Any]]:
         return steps_redone
 
 
-def _redone(run: Run, plan: Plan, steps: int, place: Path | None = None) -> list[dict[str, Any]]:
+def _redone(run: RunFolder, plan: Plan, steps: int, place: Path | None = None) -> list[dict[str, Any]]:
     """The steps done again in this world, as JSON, in `place` where the processes end with it."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from isobatch.engine.verification.replay import Redo
+    from isobatch.engine.verification.replay import Replay
 
-    redo = Redo(run, plan)
+    redo = Replay(run, plan)
     found = [
         {**dataclasses.asdict(r), "loss_difference": r.loss_difference, "norm_difference": r.norm_difference}
         for r in redo.steps(steps)
@@ -47,12 +47,12 @@ def _redone(run: Run, plan: Plan, steps: int, place: Path | None = None) -> list
     if place is not None and redo.world.is_main:
         atomic_files.write_json(place / "report.json", {"steps": found})
     redo.world.close()
-    redo.world.leave(DONE)
+    redo.world.exit_process(DONE)
     return found
 
 
 def redo_as_told(folder: Path) -> int:
     """In a child: the steps that task.json in `folder` names; the answer is report.json beside it."""
     task = atomic_files.read_json(folder / "task.json")
-    _redone(Run.open(task["run"]), Plan.from_dict(task["plan"]), task["steps"], folder)
+    _redone(RunFolder.open(task["run"]), Plan.from_dict(task["plan"]), task["steps"], folder)
     return DONE

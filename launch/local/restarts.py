@@ -16,34 +16,34 @@ from isobatch.core.errors import (
     FAILED,
     STOPPED,
     WRONG_INPUT,
-    Lost,
-    OutOfMemory,
+    OutOfMemoryError,
     TrainingError,
     UserError,
+    WorkerLostError,
 )
 from isobatch.core.package import TRAIN_SCRIPT
-from isobatch.engine.planning.planner import smaller
-from isobatch.engine.runs.run_folder import NONCE, Run, RunOptions, Verdict
+from isobatch.engine.planning.planner import with_smaller_budget
+from isobatch.engine.runs.run_folder import NONCE, RunFolder, RunOptions, Verdict
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS, start_children
 
-Start = Callable[[Run], Verdict | None]
+Start = Callable[[RunFolder], Verdict | None]
 """Trains a run by its plan once, to the end of that attempt; None where no process left a verdict."""
 LOG_TAIL = 6000
 FULL_BYTES = 1 << 16
 
 
-def train(run: Run, start: Start) -> int:
+def train(run: RunFolder, start: Start) -> int:
     """Attempts until one ends for good; the run's exit code. Recipe, order and global batches stay."""
-    options = opt.build(RunOptions, run.options(), "run")
+    options = opt.build_options(RunOptions, run.options(), "run")
     restarts = 0
     while True:
         verdict = _after(run, start(run), run.folder / "launcher.log")
-        if verdict.cause == OutOfMemory.cause:
+        if verdict.cause == OutOfMemoryError.cause:
             try:
                 _shrink(run, verdict)
             except TrainingError as error:
                 return _fail(run, str(error))
-        elif verdict.cause == Lost.cause:
+        elif verdict.cause == WorkerLostError.cause:
             restarts += 1
             if restarts > options.max_restarts:
                 return _fail(run, f"{verdict.reason}; ended after --max-restarts {options.max_restarts}")
@@ -52,18 +52,18 @@ def train(run: Run, start: Start) -> int:
             return verdict.code
 
 
-def in_place(run: Run) -> Verdict | None:
+def in_place(run: RunFolder) -> Verdict | None:
     """One attempt in this process."""
     import gc
 
     from isobatch.launch.local.worker import train_run
 
-    train_run(run, opt.build(RunOptions, run.options(), "run"))
+    train_run(run, opt.build_options(RunOptions, run.options(), "run"))
     gc.collect()
     return run.read_exit("")
 
 
-def in_children(run: Run) -> Verdict | None:
+def in_children(run: RunFolder) -> Verdict | None:
     """One attempt in worker processes of this machine."""
     nonce = secrets.token_hex(8)
     arguments = ["--run", str(run.folder.resolve())]
@@ -81,7 +81,7 @@ def in_children(run: Run) -> Verdict | None:
     return verdict
 
 
-def _wait_for_orphans(run: Run) -> None:
+def _wait_for_orphans(run: RunFolder) -> None:
     """Workers whose launcher was killed save and stop; a new attempt begins when they are gone."""
     end = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < end:
@@ -92,7 +92,7 @@ def _wait_for_orphans(run: Run) -> None:
             time.sleep(0.2)
 
 
-def _after(run: Run, verdict: Verdict | None, log: Path) -> Verdict:
+def _after(run: RunFolder, verdict: Verdict | None, log: Path) -> Verdict:
     """The verdict, or what can be known of an attempt that left none."""
     if verdict is None:
         verdict = _full_disk(run) or _dead_process(log)
@@ -102,7 +102,7 @@ def _after(run: Run, verdict: Verdict | None, log: Path) -> Verdict:
     return verdict
 
 
-def _full_disk(run: Run) -> Verdict | None:
+def _full_disk(run: RunFolder) -> Verdict | None:
     """A verdict cannot be written where nothing can."""
     if shutil.disk_usage(run.folder).free > FULL_BYTES:
         return None
@@ -119,23 +119,23 @@ def _dead_process(log: Path) -> Verdict | None:
         return None
     reason = "rank {} was ended by signal {}".format(*found[-1])
     print(f"isobatch: {reason}", file=sys.stderr)
-    return Verdict(FAILED, reason, Lost.cause)
+    return Verdict(FAILED, reason, WorkerLostError.cause)
 
 
-def _shrink(run: Run, verdict: Verdict) -> None:
-    plan = smaller(run.plan(), run.recipe(), run.facts())
+def _shrink(run: RunFolder, verdict: Verdict) -> None:
+    plan = with_smaller_budget(run.plan(), run.recipe(), run.facts())
     run.write_plan(plan)
     budget = f"{plan.micro_batch_samples} samples, {plan.micro_batch_tokens} tokens"
     recompute = ", activation checkpointing" if plan.activation_checkpointing else ""
     _note(run, "smaller micro-batches", verdict.reason, f"at most {budget}{recompute}")
 
 
-def _note(run: Run, decision: str, reason: str, what: str) -> None:
-    run.decide(decision, reason=reason, what=what)
+def _note(run: RunFolder, decision: str, reason: str, what: str) -> None:
+    run.log_decision(decision, reason=reason, what=what)
     print(f"isobatch: going on from the last checkpoint: {what}", file=sys.stderr)
 
 
-def _fail(run: Run, reason: str) -> int:
+def _fail(run: RunFolder, reason: str) -> int:
     run.mark_failed(reason)
     print(f"isobatch: {reason}", file=sys.stderr)
     return FAILED

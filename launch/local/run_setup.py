@@ -16,8 +16,8 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import make_plan
-from isobatch.engine.registry import code_problem, workload
-from isobatch.engine.runs.run_folder import Run, RunOptions, free_folder, run_name, runs_in
+from isobatch.engine.registry import task_file_problem, workload
+from isobatch.engine.runs.run_folder import RunFolder, RunOptions, free_folder, list_runs, run_name
 from isobatch.launch.local.arguments import Request
 
 LOOSENESS = ("exact", "precision", "noise")
@@ -36,7 +36,7 @@ def facts_of(asked: Request) -> Facts:
     return facts
 
 
-def set_up(asked: Request, facts: Facts, run: Run | None, world: int | None = None) -> Run:
+def set_up(asked: Request, facts: Facts, run: RunFolder | None, world: int | None = None) -> RunFolder:
     """The run's folder with a plan for this machine; a new folder where `run` is None."""
     plan = make_plan_here(asked.recipe, facts, asked.plan, world)
     run = run or create_run(asked, facts)
@@ -44,7 +44,7 @@ def set_up(asked: Request, facts: Facts, run: Run | None, world: int | None = No
     return run
 
 
-def write_plan(run: Run, plan: Plan) -> None:
+def write_plan(run: RunFolder, plan: Plan) -> None:
     """plan.json; what a run was once trained with in another precision is never called exact again."""
     if (run.folder / "plan.json").exists() and any(run.checkpoints.glob("*-*")):
         before = run.plan().invariance
@@ -54,11 +54,11 @@ def write_plan(run: Run, plan: Plan) -> None:
     run.write_plan(plan)
 
 
-def find_run(asked: Request, facts: Facts) -> Run | None:
+def find_run(asked: Request, facts: Facts) -> RunFolder | None:
     """The run to go on with: the one named by --resume, else the newest here with this recipe and data."""
     choice, wanted = asked.run.resume, (asked.recipe.hash(), facts.fingerprint)
     if choice not in ("auto", "never"):
-        run = Run.open(choice)
+        run = RunFolder.open(choice)
         if _identity(run) != wanted:
             raise UserError(
                 f"--resume {choice}: that run has another recipe or other data;"
@@ -67,39 +67,41 @@ def find_run(asked: Request, facts: Facts) -> Run | None:
         return run
     if choice == "never" or asked.run.again:
         return None
-    same = [r for r in runs_in(Path(asked.run.out).expanduser()) if _identity(r) == wanted]
+    same = [r for r in list_runs(Path(asked.run.out).expanduser()) if _identity(r) == wanted]
     if asked.run.name:
         same = [r for r in same if r.folder.name == asked.run.name]
     return same[-1] if same else None
 
 
-def _identity(run: Run) -> tuple[str, str]:
+def _identity(run: RunFolder) -> tuple[str, str]:
     return run.recorded_hash(), run.facts().fingerprint
 
 
-def create_run(asked: Request, facts: Facts) -> Run:
+def create_run(asked: Request, facts: Facts) -> RunFolder:
     """A new run folder with recipe and facts, named after the recipe unless the user named it."""
     out = Path(asked.run.out).expanduser()
     name = asked.run.name or run_name(asked.recipe)
     folder = out / name if asked.run.name else free_folder(out, name)
-    return Run.create(folder, asked.recipe, facts, opt.as_dict(asked.run))
+    return RunFolder.create(folder, asked.recipe, facts, opt.options_to_dict(asked.run))
 
 
 def make_plan_here(recipe: Recipe, facts: Facts, asked: PlanOptions, world: int | None = None) -> Plan:
     """The plan for this machine."""
     task, _ = workload(recipe.task).make(recipe)
-    return make_plan(recipe, facts, task.shape(facts), detect(), asked, world=world)
+    return make_plan(recipe, facts, task.model_size(facts), detect(), asked, world=world)
 
 
-def stored_options(run: Run, changes: Mapping[str, Any]) -> RunOptions:
+def stored_options(run: RunFolder, changes: Mapping[str, Any]) -> RunOptions:
     """The run's own options, with what was asked anew."""
     names = opt.flags_of(RunOptions, "run")
-    return opt.build(RunOptions, {k: v for k, v in {**run.options(), **changes}.items() if k in names}, "run")
+    return opt.build_options(
+        RunOptions, {k: v for k, v in {**run.options(), **changes}.items() if k in names}, "run"
+    )
 
 
-def relocate(run: Run, recipe: Recipe, data: str | None) -> None:
+def relocate(run: RunFolder, recipe: Recipe, data: str | None) -> None:
     """Find the prepared data again, from another place if told; code and samples must be the trained ones."""
-    if changed := code_problem(recipe):
+    if changed := task_file_problem(recipe):
         raise UserError(changed)
     place = dataclasses.replace(recipe, data=data) if data else recipe
     task, source = workload(recipe.task).make(place)
@@ -112,13 +114,13 @@ def relocate(run: Run, recipe: Recipe, data: str | None) -> None:
     atomic_files.write_json(run.folder / "facts.json", fresh.to_dict())
 
 
-def check_data(run: Run, fresh: Facts) -> None:
+def check_data(run: RunFolder, fresh: Facts) -> None:
     if fresh.fingerprint != run.facts().fingerprint:
         raise UserError(
             f"the data is not what {run.folder} was trained on (fingerprint {fresh.fingerprint} against"
             f" {run.facts().fingerprint}): --again starts a new run"
         )
-    if odd := run.facts().differing(fresh):
+    if odd := run.facts().differing_fields(fresh):
         raise UserError(
             f"{run.folder}/facts.json was changed: {', '.join(odd)} differs from the data's; put it right"
             " or start a new run with --again"

@@ -18,25 +18,25 @@ from typing import TYPE_CHECKING
 from isobatch.core import atomic_files
 from isobatch.core import flags as opt
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, UserError
-from isobatch.engine.runs.classify_errors import named
-from isobatch.engine.runs.run_folder import NONCE, Run, RunOptions, Verdict
+from isobatch.engine.runs.classify_errors import classify
+from isobatch.engine.runs.run_folder import NONCE, RunFolder, RunOptions, Verdict
 
 if TYPE_CHECKING:
-    from isobatch.engine.distributed.communicator import World
+    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.launch.local.arguments import Request
 
 RANK_0_SPEAKS_FIRST_SECONDS = 3
 
 
-def train_run(run: Run, options: RunOptions) -> int:
+def train_run(run: RunFolder, options: RunOptions) -> int:
     """Train a run's plan in this world; returns the exit code and leaves it in exit.json."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _quiet_libraries(options)
-    from isobatch.engine.distributed.communicator import World, ranks_from
+    from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
 
-    main = ranks_from(os.environ)[0] == 0
-    with run.held("train") if main else contextlib.nullcontext():
-        world = World(run.plan(), options.hang_timeout, options.tracker, str(run.folder))
+    main = rank_and_world_size(os.environ)[0] == 0
+    with run.lock("train") if main else contextlib.nullcontext():
+        world = Communicator(run.plan(), options.hang_timeout, options.tracker, str(run.folder))
         verdict = Verdict(BUG, "a bug: see the traceback")
         try:
             verdict = _train(run, options, world)
@@ -46,29 +46,29 @@ def train_run(run: Run, options: RunOptions) -> int:
                 run.write_exit(verdict)
         if code not in (DONE, STOPPED):
             # The others may stand in a collective that will never end: leave, and the launcher ends them.
-            world.leave(code)
+            world.exit_process(code)
         world.close()
     # torchrun takes any other code for a crash and would kill ranks that are still writing.
-    world.leave(DONE if code == STOPPED else code)
+    world.exit_process(DONE if code == STOPPED else code)
     return code
 
 
-def _train(run: Run, options: RunOptions, world: World) -> Verdict:
+def _train(run: RunFolder, options: RunOptions, world: Communicator) -> Verdict:
     import torch
 
-    from isobatch.core.errors import Lost
-    from isobatch.engine.runs.console import SPOKEN, Console
+    from isobatch.core.errors import WorkerLostError
+    from isobatch.engine.runs.console import LINE_MARK, Console
     from isobatch.engine.training.trainer import Trainer
 
     # Under `auto` the run's own lines are told from the launcher's by a mark.
-    mark = SPOKEN if NONCE in os.environ else ""
+    mark = LINE_MARK if NONCE in os.environ else ""
     log = run.folder / "log.txt" if world.is_main else None
     console = Console(log, options.quiet or not world.is_main, mark)
 
     def end(reason: str) -> None:
         """From the watch: the main thread stands in something that will not return."""
         if not run.has_verdict():
-            run.write_exit(Verdict(FAILED, reason, Lost.cause))
+            run.write_exit(Verdict(FAILED, reason, WorkerLostError.cause))
             console.say(f"isobatch: {reason}", always=True)
         os._exit(FAILED)
 
@@ -79,22 +79,22 @@ def _train(run: Run, options: RunOptions, world: World) -> Verdict:
             Trainer(run, world, options, console, end).fit()
         return Verdict(DONE, "")
     except Exception as caught:
-        error = named(caught) or caught
+        error = classify(caught) or caught
         code = getattr(error, "exit_code", None)
         if code is None:
             raise
-        if isinstance(error, Lost):
+        if isinstance(error, WorkerLostError):
             traceback.print_exc()
         if code == FAILED and world.is_main:
             run.mark_failed(str(error))
-        console.end()
+        console.end_phase()
         line = " ".join(str(error).split())
-        if (world.is_main and not isinstance(error, Lost)) or _is_ours_alone(run):
+        if (world.is_main and not isinstance(error, WorkerLostError)) or _is_ours_alone(run):
             console.say(line if code == STOPPED else f"isobatch: {line}", always=True)
         return Verdict(code, str(error), getattr(error, "cause", ""))
 
 
-def _is_ours_alone(run: Run) -> bool:
+def _is_ours_alone(run: RunFolder) -> bool:
     """An error of all ranks is rank 0's to tell, and a lost rank's its own, where it still can."""
     time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
     return not run.has_verdict()
@@ -113,18 +113,22 @@ def main(words: Sequence[str]) -> int:
 
         return redo_as_told(Path(words[1]))
     if list(words[:1]) == ["--run"] and len(words) == 2:
-        run = Run.open(words[1])
-        return train_run(run, opt.build(RunOptions, run.options(), "run"))
+        run = RunFolder.open(words[1])
+        return train_run(run, opt.build_options(RunOptions, run.options(), "run"))
     return _with_flags(words)
 
 
 def _with_flags(words: Sequence[str]) -> int:
-    from isobatch.engine.distributed.communicator import agree_before_planning, check_world, ranks_from
+    from isobatch.engine.distributed.communicator import (
+        broadcast_choice_before_planning,
+        check_world,
+        rank_and_world_size,
+    )
     from isobatch.engine.planning.detect import detect
     from isobatch.launch.local.arguments import request
     from isobatch.launch.local.run_setup import facts_of, find_run, set_up
 
-    rank, size = ranks_from(os.environ)
+    rank, size = rank_and_world_size(os.environ)
     asked = _under_deepspeed(request(words, "train.py"))
     if asked.plan.processes:
         check_world(asked.plan.processes, size)
@@ -137,11 +141,11 @@ def _with_flags(words: Sequence[str]) -> int:
             if run is not None:
                 run.refuse_if_training()
             run = set_up(asked, facts, run, size)
-            atomic_files.write_json(run.folder / "run.json", opt.as_dict(asked.run))
+            atomic_files.write_json(run.folder / "run.json", opt.options_to_dict(asked.run))
         return str(run.folder.resolve())
 
     cpu = asked.plan.device == "cpu" or (asked.plan.device == "auto" and detect().kind == "cpu")
-    run = Run.open(agree_before_planning(choose, rank, size, cpu, asked.run.hang_timeout))
+    run = RunFolder.open(broadcast_choice_before_planning(choose, rank, size, cpu, asked.run.hang_timeout))
     if run.status() == "done":
         print(f"{run.folder} is done (--again for a new run)", file=sys.stderr)
         return DONE

@@ -12,9 +12,9 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.run_folder import Run
-from isobatch.engine.runs.summary import HELD_OUT
-from isobatch.engine.training.evaluate import batches_of
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS
+from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.local.arguments import own_flags, split
 from isobatch.launch.report.html import page
 from isobatch.launch.report.tables import COLUMNS, SIGNIFICANT, caption, plain, runs_table, table
@@ -42,7 +42,7 @@ def report(words: Sequence[str]) -> int:
     own = own_flags(flags, ReportOptions, "report")
     if not positional:
         raise UserError("report: give the folders of one or more runs, the baseline first")
-    runs = [Run.open(place) for place in positional]
+    runs = [RunFolder.open(place) for place in positional]
     folder = Path(own.to).expanduser() if own.to else runs[-1].folder / "report"
     made = write(runs, folder)
     text = f"{markdown(made)}\n\n{folder}/report.html"
@@ -50,7 +50,7 @@ def report(words: Sequence[str]) -> int:
     return 0
 
 
-def write(runs: Sequence[Run], folder: Path) -> dict[str, Any]:
+def write(runs: Sequence[RunFolder], folder: Path) -> dict[str, Any]:
     """Measure, compare and write the three files; what report.json holds."""
     if unfinished := [r for r in runs if r.status() != "done"]:
         raise UserError(
@@ -61,7 +61,7 @@ def write(runs: Sequence[Run], folder: Path) -> dict[str, Any]:
         "runs": [_run(run) for run in runs],
         "models": compared([row for run in runs for row in _models(run)]),
     }
-    with atomic_files.naming_errors(folder):
+    with atomic_files.explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     atomic_files.write_json(folder / "report.json", made)
     atomic_files.write_text(folder / "report.md", markdown(made) + "\n")
@@ -69,10 +69,10 @@ def write(runs: Sequence[Run], folder: Path) -> dict[str, Any]:
     return made
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: RunFolder) -> dict[str, Any]:
     """A run's own records: its metrics, and the curves of its training."""
     summary = run.summary() or {}
-    rows = atomic_files.read_lines(run.metrics)
+    rows = atomic_files.read_jsonl(run.metrics)
     kept = (
         "train_seconds", "steps", "samples_seen", "parameters", "trainable_parameters", "metrics", "split",
         "world_size", "precision", "peak_memory_bytes", "sample",
@@ -104,7 +104,7 @@ def _curve(
     return {k: v for k, v in found.items() if any(x is not None for x in v)}
 
 
-def _models(run: Run) -> list[dict[str, Any]]:
+def _models(run: RunFolder) -> list[dict[str, Any]]:
     """A row for each form in which the run's model runs."""
     from isobatch.launch.local.run_setup import relocate
     from isobatch.launch.report.latency_worker import measured
@@ -113,11 +113,11 @@ def _models(run: Run) -> list[dict[str, Any]]:
     recipe = run.recipe()
     relocate(run, recipe, None)
     facts, (task, data) = run.facts(), workload(recipe.task).make(recipe)
-    held_out = next((s for s in HELD_OUT if s in facts.samples), None)
+    held_out = next((s for s in HELD_OUT_SPLITS if s in facts.samples), None)
     rows = []
     for form in task.forms(run.final, run.folder / "exports") if held_out else []:
         samples = data.open(Path(facts.folder), str(held_out))
-        found = evaluation.answers(form.open(), batches_of(samples))
+        found = evaluation.answers(form.open(), host_batches(samples))
         right = int(found.right.sum())
         rows.append(
             {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from isobatch.engine.runs.console import size
+from isobatch.engine.runs.console import format_bytes
 
 SIGNIFICANT = 0.05
 """McNemar's p from which a difference is within the noise."""
@@ -29,13 +29,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["accuracy_verdict"] + ("" if row["accuracy_verdict"] == "baseline" else p),
         f"{row['parameters']:,}",
         f"{row['macs'] / 1e6:,.0f} M",
-        size(row["file_bytes"]),
+        format_bytes(row["file_bytes"]),
         f"{one['p50']:.2f} / {one['p95']:.2f}",
         f"{many['p50']:.1f} / {many['p95']:.1f}",
         f"{row['samples_per_second']:,.0f}",
         f"{row['speedup']:.2f}x"
         + ("" if row["speed_verdict"] != "within the noise" else ", within the noise"),
-        size(row["peak_memory_bytes"]),
+        format_bytes(row["peak_memory_bytes"]),
         f"{row['train_seconds']:,.0f} s",
     ]
 
@@ -60,7 +60,7 @@ def _figures(run: dict[str, Any], names: list[str]) -> list[str]:
         f"{run['parameters']:,}",
         f"{run['trainable_parameters']:,}",
         *(plain(metrics[name]) if _is_plain(metrics.get(name)) else "" for name in names),
-        size(run["peak_memory_bytes"]),
+        format_bytes(run["peak_memory_bytes"]),
         f"{run['train_seconds']:,.0f} s",
     ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.run_folder import RunFolder
 
 SECONDS = 30
 GONE = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
@@ -120,7 +120,7 @@ def states(jobs: Sequence[str]) -> dict[str, str]:
     return dict(line.split() for line in listed.out.splitlines() if len(line.split()) == 2)
 
 
-def job_of(run: Run) -> str:
+def job_of(run: RunFolder) -> str:
     """The number of the run's last job; empty where there was none."""
     path = run.folder / "slurm" / "job.json"
     return str(atomic_files.read_json(path).get("job", "")) if path.exists() else ""

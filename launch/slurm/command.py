@@ -18,7 +18,7 @@ from isobatch.core import flags as opt
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.plan import PlanOptions
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import Request, request
 from isobatch.launch.local.run_setup import create_run, facts_of, find_run
 from isobatch.launch.slurm import client, sbatch_script, time_limit
@@ -82,7 +82,7 @@ def slurm(words: Sequence[str]) -> int:
     seeds = sbatch_script.tasks_of(own.array) if own.array else [0]
     place = Path(asked.run.out).expanduser().resolve() / (asked.run.name or "run")
     # A draft first: what is wrong with the script is said before anything is made.
-    sbatch_script.render(_script({seed: Run(place) for seed in seeds}, asked, own))
+    sbatch_script.render(_script({seed: RunFolder(place) for seed in seeds}, asked, own))
     for note in asked.notes:
         print(note, file=sys.stderr)
     runs = {seed: run for seed, run in _runs(asked, own, seeds).items() if _is_open(run)}
@@ -140,7 +140,7 @@ def _checked(asked: Request, own: SlurmOptions) -> Request:
     return dataclasses.replace(asked, plan=dataclasses.replace(asked.plan, device="cpu")) if cpu else asked
 
 
-def _runs(asked: Request, own: SlurmOptions, seeds: list[int]) -> dict[int, Run]:
+def _runs(asked: Request, own: SlurmOptions, seeds: list[int]) -> dict[int, RunFolder]:
     """The run of each seed of the array; without one, the run."""
     if not own.array:
         return {0: _run(asked)}
@@ -156,24 +156,24 @@ def _with_seed(asked: Request, seed: int) -> Request:
     )
 
 
-def _run(asked: Request) -> Run:
+def _run(asked: Request) -> RunFolder:
     facts = facts_of(asked)
     run = find_run(asked, facts) or create_run(asked, facts)
     if run.status() != "done":
         refuse_if_in_a_job(run)
         run.refuse_if_training()
-        atomic_files.write_json(run.folder / "run.json", opt.as_dict(asked.run))
-    return Run(run.folder.resolve())
+        atomic_files.write_json(run.folder / "run.json", opt.options_to_dict(asked.run))
+    return RunFolder(run.folder.resolve())
 
 
-def refuse_if_in_a_job(run: Run, own: str = "") -> None:
+def refuse_if_in_a_job(run: RunFolder, own: str = "") -> None:
     """Two jobs of one run would take turns at it; `own` is the one that asks."""
     job = client.job_of(run)
     if job and job != own and (state := client.states([job]).get(job)) and state not in OVER:
         raise UserError(f"{run.folder} is in job {job} already ({state}): scancel {job} first")
 
 
-def _is_open(run: Run) -> bool:
+def _is_open(run: RunFolder) -> bool:
     """Whether there is something left to train."""
     if run.status() == "done":
         print(f"{run.folder} has this recipe and is done (--again for a new run)", file=sys.stderr)
@@ -181,7 +181,7 @@ def _is_open(run: Run) -> bool:
     return True
 
 
-def _script(runs: dict[int, Run], asked: Request, own: SlurmOptions) -> sbatch_script.Script:
+def _script(runs: dict[int, RunFolder], asked: Request, own: SlurmOptions) -> sbatch_script.Script:
     first = next(iter(runs.values()))
     name = sbatch_script.plain(own.job_name or asked.run.name or first.folder.name, "--job-name")
     seconds = sbatch_script.seconds_of(own.time or "")
@@ -203,13 +203,13 @@ def _script(runs: dict[int, Run], asked: Request, own: SlurmOptions) -> sbatch_s
     )
 
 
-def _lead(seconds: int, runs: dict[int, Run]) -> int:
+def _lead(seconds: int, runs: dict[int, RunFolder]) -> int:
     """What the slowest of these runs was measured to need, where that is more than usual."""
     need = max(round(time_limit.seconds_to_stop(run) or 0) for run in runs.values())
     return max(sbatch_script.default_lead(seconds), min(need, seconds // 2))
 
 
-def _array(asked: str, runs: dict[int, Run]) -> str:
+def _array(asked: str, runs: dict[int, RunFolder]) -> str:
     """The seeds that are not done yet, with the limit asked for."""
     limit = asked.partition("%")[2]
     return ",".join(map(str, runs)) + (f"%{limit}" if limit else "")
@@ -241,11 +241,11 @@ def _fair_cpus(own: SlurmOptions) -> int:
     return max(1, cpus * own.gpus_per_node // gpus) if gpus and own.gpus_per_node else cpus
 
 
-def _leave_request(run: Run, asked: Request, own: SlurmOptions, lead: int) -> None:
+def _leave_request(run: RunFolder, asked: Request, own: SlurmOptions, lead: int) -> None:
     """What the job plans from. Its world is the nodes it has, so a number of processes is one per node."""
     local = _local(asked, own)
     (run.folder / "slurm").mkdir(exist_ok=True)
-    plan = {**opt.as_dict(asked.plan), "processes": None}
+    plan = {**opt.options_to_dict(asked.plan), "processes": None}
     atomic_files.write_json(
         run.folder / "slurm" / "request.json", {"local": local, "lead": lead, "plan": plan}
     )
@@ -256,7 +256,7 @@ def _local(asked: Request, own: SlurmOptions) -> int:
     return asked.plan.processes // own.nodes if asked.plan.processes else max(1, own.gpus_per_node)
 
 
-def _submit(path: Path, runs: dict[int, Run], own: SlurmOptions) -> str:
+def _submit(path: Path, runs: dict[int, RunFolder], own: SlurmOptions) -> str:
     job = client.submit(path)
     for seed, run in runs.items():
         atomic_files.write_json(
@@ -265,7 +265,7 @@ def _submit(path: Path, runs: dict[int, Run], own: SlurmOptions) -> str:
     return job
 
 
-def _answer(text: str, path: Path, job: str | None, runs: dict[int, Run], own: SlurmOptions) -> None:
+def _answer(text: str, path: Path, job: str | None, runs: dict[int, RunFolder], own: SlurmOptions) -> None:
     folders = [str(run.folder) for run in runs.values()]
     if own.json:
         print(json.dumps({"job": job, "script": text, "path": str(path), "runs": folders}))
@@ -278,4 +278,4 @@ def _answer(text: str, path: Path, job: str | None, runs: dict[int, Run], own: S
 
 
 def stored_plan(values: dict[str, Any]) -> PlanOptions:
-    return opt.build(PlanOptions, {k: v for k, v in values.items() if v is not None}, "plan")
+    return opt.build_options(PlanOptions, {k: v for k, v in values.items() if v is not None}, "plan")

@@ -19,14 +19,14 @@ from types import FrameType
 from typing import Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, FAILED, STOPPED, Lost, UserError
+from isobatch.core.errors import DONE, FAILED, STOPPED, UserError, WorkerLostError
 from isobatch.core.package import own_command
 from isobatch.core.plan import Plan
-from isobatch.engine.distributed.stop_signals import ASKING
+from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.run_folder import Run, Verdict
+from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.local import restarts
 from isobatch.launch.local.run_setup import relocate, write_plan
 from isobatch.launch.slurm import client, time_limit
@@ -49,13 +49,13 @@ def job(words: Sequence[str]) -> int:
     """Usage: job RUN, inside a Slurm job; `slurm` writes the script that runs it."""
     if len(words) != 1:
         raise UserError("job: give the folder of one run, inside a Slurm job")
-    run = Run.open(words[0])
+    run = RunFolder.open(words[0])
     allocation = client.Allocation.of(os.environ)
     with Stop() as stop:
         if run.status() == "done":
             return DONE
         refuse_if_in_a_job(run, allocation.job)
-        with run.held("launch"):
+        with run.lock("launch"):
             run.refuse_if_training()
             _note(run, job=allocation.job)
             steps = Steps(run, allocation, stop)
@@ -82,7 +82,7 @@ class Stop:
             else:
                 self.ask("term" if number == signal.SIGTERM else "interrupt")
 
-        self._before = {number: signal.signal(number, hear) for number in ASKING}
+        self._before = {number: signal.signal(number, hear) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +93,7 @@ class Stop:
 class Steps:
     """Starts the run's attempts, each as a step on the nodes that are left."""
 
-    def __init__(self, run: Run, allocation: client.Allocation, stop: Stop) -> None:
+    def __init__(self, run: RunFolder, allocation: client.Allocation, stop: Stop) -> None:
         self.allocation, self.stop = allocation, stop
         self.request = atomic_files.read_json(run.folder / "slurm" / "request.json")
         relocate(run, run.recipe(), None)
@@ -105,13 +105,13 @@ class Steps:
     def _left(self) -> tuple[str, ...]:
         return client.nodes_left(self.allocation.job, self.allocation.nodes)
 
-    def _plan(self, run: Run) -> None:
+    def _plan(self, run: RunFolder) -> None:
         """The run's plan for the nodes there are. The global batch stays."""
         if not self.nodes:
             raise UserError("none of this job's nodes is left")
         write_plan(run, plan_for(run, len(self.nodes), self.request))
 
-    def __call__(self, run: Run) -> Verdict | None:
+    def __call__(self, run: RunFolder) -> Verdict | None:
         """One attempt, to its end."""
         if self.stop.why:
             return Verdict(STOPPED, "asked to stop before it began")
@@ -129,7 +129,7 @@ class Steps:
         finally:
             shutil.rmtree(meeting, ignore_errors=True)
 
-    def _watch(self, run: Run, step: subprocess.Popen[bytes]) -> None:
+    def _watch(self, run: RunFolder, step: subprocess.Popen[bytes]) -> None:
         """Until the step ends. A stop is told again: srun may not have been listening yet."""
         told = -AGAIN_SECONDS
         while step.poll() is None:
@@ -143,7 +143,7 @@ class Steps:
                 told = now
             time.sleep(0.5)
 
-    def _verdict(self, run: Run, nonce: str) -> Verdict | None:
+    def _verdict(self, run: RunFolder, nonce: str) -> Verdict | None:
         if self.stop.why:
             wait_for(lambda: run.read_exit(nonce) is not None, LATE_SECONDS)
         verdict = run.read_exit(nonce)
@@ -153,20 +153,20 @@ class Steps:
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
         left = self._left()
         if lost := [node for node in self.nodes if node not in left]:
-            return Verdict(FAILED, f"Slurm lost {', '.join(lost)}", Lost.cause)
+            return Verdict(FAILED, f"Slurm lost {', '.join(lost)}", WorkerLostError.cause)
         atomic_files.write_text(run.folder / "launcher.log", node_logs(run, self.nodes))
         return verdict
 
 
-def plan_for(run: Run, nodes: int, request: dict[str, Any]) -> Plan:
+def plan_for(run: RunFolder, nodes: int, request: dict[str, Any]) -> Plan:
     """For `nodes` nodes like this one, as many processes on each as were asked for."""
     recipe, facts = run.recipe(), run.facts()
     task, _ = workload(recipe.task).make(recipe)
     asked, world = stored_plan(request["plan"]), request["local"] * nodes
-    return make_plan(recipe, facts, task.shape(facts), detect(nodes=nodes), asked, world=world)
+    return make_plan(recipe, facts, task.model_size(facts), detect(nodes=nodes), asked, world=world)
 
 
-def srun(run: Run, nodes: Sequence[str], allocation: client.Allocation, nonce: str) -> list[str]:
+def srun(run: RunFolder, nodes: Sequence[str], allocation: client.Allocation, nonce: str) -> list[str]:
     """The step: one launcher on each node, none of which outlives another that failed."""
     return [
         "srun",
@@ -195,13 +195,13 @@ def is_time(left: float | None, warned: bool, lead: float, measured: float) -> b
     return warned and (left is None or left > lead + EARLY_SECONDS)
 
 
-def node_logs(run: Run, nodes: Sequence[str]) -> str:
+def node_logs(run: RunFolder, nodes: Sequence[str]) -> str:
     paths = [run.folder / "slurm" / f"node-{name}.log" for name in nodes]
     ends = [(p.name, p.read_text(errors="replace")[-LOG_CHARACTERS:]) for p in paths if p.is_file()]
     return "".join(f"--- {name}\n{text}\n" for name, text in ends)
 
 
-def _go_on(run: Run, allocation: client.Allocation, stop: Stop) -> int:
+def _go_on(run: RunFolder, allocation: client.Allocation, stop: Stop) -> int:
     """After a stop: back into the queue where there was progress, else the end."""
     before = _noted(run).get("requeued_at")
     now = progress(run)
@@ -227,7 +227,7 @@ def refusal(why: str, state: str, before: list[int] | None, now: list[int] | Non
     return ""
 
 
-def progress(run: Run) -> list[int] | None:
+def progress(run: RunFolder) -> list[int] | None:
     """[phase, step] of the furthest checkpoint."""
     task, _ = workload(run.recipe().task).make(run.recipe())
     phases = [phase.name for phase in task.phases()]
@@ -235,12 +235,12 @@ def progress(run: Run) -> list[int] | None:
     return max(([phases.index(p), int(s)] for p, _, s in names if p in phases and s.isdigit()), default=None)
 
 
-def _noted(run: Run) -> dict[str, Any]:
+def _noted(run: RunFolder) -> dict[str, Any]:
     path = run.folder / "slurm" / "job.json"
     return atomic_files.read_json(path) if path.exists() else {}
 
 
-def _note(run: Run, **facts: Any) -> None:
+def _note(run: RunFolder, **facts: Any) -> None:
     """job.json; what was noted of another job says nothing of this one."""
     before = _noted(run)
     if "job" in facts and before.get("job") != facts["job"]:

@@ -16,8 +16,8 @@ from pathlib import Path
 from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.plan import Plan
-from isobatch.engine.distributed.stop_signals import ASKING, StopFlag
-from isobatch.engine.runs.run_folder import NONCE, Run, Verdict
+from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
+from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import copy_progress
 from isobatch.launch.slurm.rendezvous import Place, is_loopback, met, own_address
 
@@ -32,7 +32,7 @@ def node(words: Sequence[str]) -> int:
     """Usage: node RUN NONCE, in a step that `job` started."""
     if len(words) != 2:
         raise UserError("node: is started by `job`, inside Slurm")
-    run, nonce = Run(Path(words[0])), words[1]
+    run, nonce = RunFolder(Path(words[0])), words[1]
     os.environ[NONCE] = nonce
     place = Place.of(os.environ)
     with StopFlag() as stop:
@@ -97,7 +97,7 @@ def _train(command: list[str], environment: dict[str, str], stop: StopFlag) -> i
     copying = threading.Thread(target=copy_progress, args=(child, log), daemon=True)
     copying.start()
     while child.poll() is None:
-        if stop.asked:
+        if stop.requested:
             _tell(child.pid)
             time.sleep(AGAIN_SECONDS)
         time.sleep(0.1)
@@ -107,7 +107,7 @@ def _train(command: list[str], environment: dict[str, str], stop: StopFlag) -> i
 
 def _ignore() -> None:
     """In torchrun, and in its workers until they listen: a signal then is not the end of them."""
-    for number in ASKING:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

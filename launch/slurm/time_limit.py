@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.run_folder import RunFolder
 
 TAIL_BYTES = 200_000
 SLOW_STORE = 100e6
@@ -13,7 +13,7 @@ LEAVING_SECONDS = 15.0
 """From the last rank's end to the job's: processes end, the job is put back into the queue."""
 
 
-def seconds_to_stop(run: Run) -> float | None:
+def seconds_to_stop(run: RunFolder) -> float | None:
     """From the signal to the job's end; None before the first step.
 
     A step may have begun when the signal comes, and ends; the vote travels with the next one's losses.
@@ -25,7 +25,7 @@ def seconds_to_stop(run: Run) -> float | None:
     return LEAVING_SECONDS + 3 * max(steps) + 2 * _checkpoint_bytes(run) / SLOW_STORE
 
 
-def _step_seconds(run: Run) -> list[float]:
+def _step_seconds(run: RunFolder) -> list[float]:
     if not run.metrics.exists():
         return []
     with run.metrics.open("rb") as stream:
@@ -41,7 +41,7 @@ def _seconds_in(line: bytes) -> float:
         return 0.0
 
 
-def _checkpoint_bytes(run: Run) -> int:
+def _checkpoint_bytes(run: RunFolder) -> int:
     """Of the largest there is."""
     folders = [p for p in run.checkpoints.glob("[!.]*-*") if p.is_dir()]
     return max((sum(f.stat().st_size for f in p.rglob("*") if f.is_file()) for p in folders), default=0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub
-from isobatch.models.base import Batch, ExportError, ModelError, Shape
+from isobatch.models.base import Batch, ExportError, ModelError, ModelSize
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,6 +53,10 @@ class AdapterOptions:
     """Which biases train too."""
     load_bits: Literal[16, 8, 4] = 16
     """Bits of frozen matrices. 8 and 4 are for adapters, and save the memory of weights."""
+
+
+UNSHARDABLE = "bitsandbytes' weights cannot be cut"
+"""Why a model with weights of 8 or 4 bits is whole on every process."""
 
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +258,7 @@ def counted(config: Any, options: Any) -> Counted:
     return Counted(trained, targets, matrices, added)
 
 
-def shape(whole: Shape, config: Any, options: Any, optimizer: str) -> Shape:
+def shape(whole: ModelSize, config: Any, options: Any, optimizer: str) -> ModelSize:
     """The size of a model with an adapter, and what a user should know of the choice."""
     found = counted(config, options)
     weights = 4.0 * whole.parameters - (4.0 - BYTES[options.load_bits]) * found.frozen_matrices
@@ -263,12 +267,12 @@ def shape(whole: Shape, config: Any, options: Any, optimizer: str) -> Shape:
         parameters=whole.parameters + found.added,
         trainable=found.trained,
         weight_bytes=weights + 4.0 * found.added,
-        whole="bitsandbytes' weights cannot be cut" if options.load_bits != 16 else whole.whole,
+        why_unshardable=whole.why_unshardable if options.load_bits == 16 else UNSHARDABLE,
         remark="; ".join(_remarks(whole, found, options, optimizer, weights)),
     )
 
 
-def _remarks(whole: Shape, found: Counted, options: Any, optimizer: str, weights: float) -> list[str]:
+def _remarks(whole: ModelSize, found: Counted, options: Any, optimizer: str, weights: float) -> list[str]:
     where = ", ".join(f"{count} {name}" for name, count in found.targets.items())
     share = found.trained / whole.parameters
     said = [
@@ -287,7 +291,7 @@ def _remarks(whole: Shape, found: Counted, options: Any, optimizer: str, weights
     return said
 
 
-def advice(whole: Shape, optimizer: str) -> str:
+def advice(whole: ModelSize, optimizer: str) -> str:
     """What cheaper ways to train all of this model would leave of its weights, gradients and moments."""
     if optimizer != "adamw":
         return ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isobatch.models.base import Shape
+from isobatch.models.base import ModelSize
 
 SMALLEST_CONTEXT = 64
 
@@ -53,7 +53,7 @@ def context(config: Mapping[str, Any]) -> int | None:
     return next((int(config[name]) for name in CONTEXT_NAMES if config.get(name)), None)
 
 
-def shape_of(config: Mapping[str, Any]) -> Shape | None:
+def shape_of(config: Mapping[str, Any]) -> ModelSize | None:
     """The size of a GPT-2 or Llama-like model, every parameter counted; None for another architecture."""
     kind = config.get("model_type")
     if kind == "gpt2":
@@ -61,7 +61,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape | None:
     return _llama(config) if kind in LLAMA_LIKE else None
 
 
-def _gpt2(config: Mapping[str, Any]) -> Shape:
+def _gpt2(config: Mapping[str, Any]) -> ModelSize:
     """Per layer: attention 4h^2 + 4h, MLP 2hi + i + h, two norms 4h; then tables, last norm, head."""
     hidden, layers = config.get("n_embd", 768), config.get("n_layer", 12)
     vocabulary, positions = config.get("vocab_size", 50257), config.get("n_positions", 1024)
@@ -73,7 +73,7 @@ def _gpt2(config: Mapping[str, Any]) -> Shape:
     return shape(count, layers, hidden, config.get("n_head", 12), inner, vocabulary)
 
 
-def _llama(config: Mapping[str, Any]) -> Shape:
+def _llama(config: Mapping[str, Any]) -> ModelSize:
     """Per layer: q, k, v, o, a gated MLP of three matrices and two norms; a head unless it is tied."""
     hidden, layers, inner = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
     heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
@@ -106,8 +106,8 @@ def shape(
     vocabulary: int,
     plain_head: bool = True,
     packs: bool = True,
-) -> Shape:
-    return Shape(
+) -> ModelSize:
+    return ModelSize(
         head_bytes=CHUNK_BYTES if plain_head else 0,
         packs=packs,
         parameters=count,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.models import hub, saving
-from isobatch.models.base import Batch, Loss, ModelError, Rows, Shape, Step, Sum, Task
+from isobatch.models.base import Batch, Loss, ModelError, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import adapters, model_sizes, perplexity
 from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.causal_lm.model_sizes import PRESETS
@@ -194,7 +194,7 @@ class CausalLM(Task):
             values |= {name: 0.0 for name in names if "att" in name}
         return values
 
-    def shape(self, facts: Any) -> Shape:
+    def model_size(self, facts: Any) -> ModelSize:
         """Counted from the config's numbers; other architectures are built without storage."""
         whole = model_sizes.shape_of(self._config(facts)) or self._counted(facts)
         if self._name in PRESETS:
@@ -222,10 +222,10 @@ class CausalLM(Task):
             f"{len(rows):,} of {all_of_them:,} tokens keep the model's embeddings; others begin at the mean"
         )
 
-    def cheaper(self) -> Mapping[str, Mapping[str, Any]]:
+    def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self._name in PRESETS else adapters.cheaper(self.options)
 
-    def _counted(self, facts: Any) -> Shape:
+    def _counted(self, facts: Any) -> ModelSize:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -240,7 +240,7 @@ class CausalLM(Task):
         plain, packs = kind in model_sizes.PLAIN_HEADS, kind in model_sizes.PACKED
         return model_sizes.shape(count, layers, hidden, heads, inner, config.vocab_size, plain, packs)
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
         return {"loss": Loss(self._nll(model, batch), "token")}
 

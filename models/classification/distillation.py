@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.number_ranges import Share, Temperature
 from isobatch.models import hub
-from isobatch.models.base import Batch, Loss, ModelError, Step, Teacher
+from isobatch.models.base import Batch, Loss, ModelError, StepContext, Teacher
 from isobatch.models.classification.task import Classifier
 from isobatch.models.encoder import encoders
 
@@ -133,7 +133,7 @@ class Distilled(Classifier):
             return found.logits.float(), None
         return found.logits.float(), torch.stack([h[:, 0] for h in found.hidden_states[1:]], dim=1)
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: as a classifier's, and teacher.logits (B, C), teacher.states (B, L, H)."""
         from torch.nn import functional as F
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.models import hub, saving
-from isobatch.models.base import Batch, Loss, ModelError, Rows, Shape, Step, Sum, Task
+from isobatch.models.base import Batch, Loss, ModelError, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import encoders, evaluation
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import Form
@@ -134,7 +134,7 @@ class Classifier(Task):
             ignore_mismatched_sizes=_other_classes(where, config),
         )
 
-    def shape(self, facts: Any) -> Shape:
+    def model_size(self, facts: Any) -> ModelSize:
         """Counted on a model without storage."""
         import torch
 
@@ -142,7 +142,7 @@ class Classifier(Task):
         with torch.device("meta"):
             count = sum(p.numel() for p in encoders.unloaded(config).parameters())
         hidden = config.hidden_size
-        return Shape(
+        return ModelSize(
             parameters=count,
             trainable=count,
             layers=config.num_hidden_layers,
@@ -151,7 +151,7 @@ class Classifier(Task):
             intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
         )
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,), label (B,), for pairs types (B, T)."""
         from torch.nn import functional as F
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.number_ranges import Fraction, Positive, Share
-from isobatch.models.base import CHANGES, Batch, Change, ModelError, Phase, Shape, Step
+from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelError, ModelSize, Phase, StepContext
 from isobatch.models.classification.distillation import DistillationOptions, Distilled
 from isobatch.models.encoder import encoders, evaluation, importance, weight_surgery
 from isobatch.models.encoder.importance import Budget, Granularity, Kept, Scores
@@ -89,11 +89,11 @@ class Pruning(Distilled):
     def phases(self) -> list[Phase]:
         recover = self.options.recover
         own = [
-            Phase(name="prune", share=1 - recover, judged=False),
+            Phase(name="prune", share=1 - recover, early_stopping=False),
             Phase(name="recover", share=recover),
         ]
         own = own[: 1 + (recover > 0)]
-        return own if self.teacher_word else [Phase(name="train", judged=False), *own]
+        return own if self.teacher_word else [Phase(name="train", early_stopping=False), *own]
 
     def check(self) -> None:
         super().check()
@@ -114,10 +114,10 @@ class Pruning(Distilled):
     def _sizes(self, config: Mapping[str, Any]) -> encoders.Sizes:
         return encoders.sizes(config, self._name)
 
-    def shape(self, facts: Any) -> Shape:
-        return dataclasses.replace(super().shape(facts), whole=CHANGES)
+    def model_size(self, facts: Any) -> ModelSize:
+        return dataclasses.replace(super().model_size(facts), why_unshardable=CHANGES_SHAPE)
 
-    def begin(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
+    def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Place for the running mean of what gates are worth, where gradients count."""
         import torch
 
@@ -128,7 +128,7 @@ class Pruning(Distilled):
                 if getattr(linear, weight_surgery.IMPORTANCE, None) is None:
                     linear.register_buffer(weight_surgery.IMPORTANCE, torch.zeros_like(linear.weight[0]))
 
-    def observe(self, model: Any, step: Step) -> Mapping[str, float]:
+    def observe(self, model: Any, step: StepContext) -> Mapping[str, float]:
         if step.phase == "prune" and step.number < self._ramp(step) and self.options.importance != "l2":
             self._remember_gates(model)
         return {"sparsity": self._sparsity(model)}
@@ -143,9 +143,11 @@ class Pruning(Distilled):
                 worth = gates.view(-1, group).sum(1).abs_().repeat_interleave(group)
                 linear.importance.lerp_(worth, fresh)
 
-    def _ramp(self, step: Step) -> int:
+    def _ramp(self, step: StepContext) -> int:
         """Steps over which sparsity rises."""
-        return max(1, round(step.of * min(1.0, self.options.ramp / (1 - self.options.recover + 1e-9))))
+        return max(
+            1, round(step.total_steps * min(1.0, self.options.ramp / (1 - self.options.recover + 1e-9)))
+        )
 
     def _budget(self, model: Any) -> Budget:
         sizes = self._sizes(model.config.to_dict())
@@ -162,7 +164,7 @@ class Pruning(Distilled):
             self._counted = (state, sparsity_of(model, self._budget(model)))
         return self._counted[1]
 
-    def after_step(self, model: Any, step: Step) -> Change | None:
+    def after_step(self, model: Any, step: StepContext) -> Change | None:
         if step.phase != "prune":
             return None
         done, ramp, every = step.number + 1, self._ramp(step), self.options.prune_every
@@ -182,7 +184,7 @@ class Pruning(Distilled):
         self._counted = None
         return Change(self._decided(model, target, bool(cuts)), cuts)
 
-    def _chosen(self, model: Any, target: float, step: Step) -> Kept:
+    def _chosen(self, model: Any, target: float, step: StepContext) -> Kept:
         import torch
 
         layers, head = encoders.layers(model), encoders.head_size(model.config)
@@ -196,7 +198,7 @@ class Pruning(Distilled):
         gone = sparsity_of(model, self._budget(model), masks=False)
         kept = weight_surgery.kept(layers, head)
         found = importance.choose(importance.added(*parts), kept, self._budget(model), target - gone)
-        chosen = step.agree([[k.tolist() for k in part] for part in found])
+        chosen = step.broadcast_object([[k.tolist() for k in part] for part in found])
         return Kept(*([torch.tensor(k, dtype=torch.bool) for k in part] for part in chosen))
 
     def _decided(self, model: Any, target: float, was_cut: bool) -> dict[str, Any]:
@@ -210,11 +212,11 @@ class Pruning(Distilled):
             "cut": was_cut,
         }
 
-    def fit(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    def match_shapes(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Cut a dense model to saved sizes, with masks and running means where some were saved."""
         return fit(model, shapes)
 
-    def appraise(
+    def final_metrics(
         self, model: nn.Module, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """What is left, how fast it is, and how it compares with its teacher."""

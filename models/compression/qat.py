@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.models import saving
-from isobatch.models.base import CHANGES, Batch, Phase, Shape
+from isobatch.models.base import CHANGES_SHAPE, Batch, ModelSize, Phase
 from isobatch.models.classification.distillation import DistillationOptions, Distilled
 from isobatch.models.classification.task import onnx_forms
 from isobatch.models.encoder import encoders, evaluation, onnx_graph
@@ -63,7 +63,7 @@ class QAT(Distilled):
     def phases(self) -> list[Phase]:
         if self.teacher_word:
             return [Phase(name="qat")]
-        return [Phase(name="train", judged=False), Phase(name="qat", share=0.5)]
+        return [Phase(name="train", early_stopping=False), Phase(name="qat", share=0.5)]
 
     def check(self) -> None:
         super().check()
@@ -71,11 +71,13 @@ class QAT(Distilled):
             encoders.sizes(config, self._name)
             onnx_graph.refuse(config)
 
-    def shape(self, facts: Any) -> Shape:
+    def model_size(self, facts: Any) -> ModelSize:
         """Two phases have two shapes, which shards could not follow."""
-        return dataclasses.replace(super().shape(facts), whole="" if self.teacher_word else CHANGES)
+        return dataclasses.replace(
+            super().model_size(facts), why_unshardable="" if self.teacher_word else CHANGES_SHAPE
+        )
 
-    def begin(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
+    def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Round from now on, in ranges chosen on the first training samples."""
         from isobatch.models.encoder import quantization
 
@@ -120,7 +122,7 @@ class QAT(Distilled):
             shutil.copy(final / name, folder)
         return exporting.check_int4(model, file, pairs, batches)
 
-    def appraise(
+    def final_metrics(
         self, model: nn.Module, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """The exported file against the trained model, and against the model that it came from."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isobatch.models.base import Held
+from isobatch.models.base import CachedWeightTransform
 
 ACTIVATION_LEVELS = 255
 CLIPS = 24
@@ -90,7 +90,7 @@ def _some(x: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // MOST_VALUES)].clone()
 
 
-class QuantLinear(nn.Linear, Held):
+class QuantLinear(nn.Linear, CachedWeightTransform):
     """A linear layer with few-bit weights, whose input goes through `reads`."""
 
     rounded: Tensor

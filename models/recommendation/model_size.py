@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from isobatch.models.base import ModelError, Shape
+from isobatch.models.base import ModelError, ModelSize
 from isobatch.models.causal_lm import model_sizes
 
 LEAST_HIDDEN = 8
@@ -27,7 +27,7 @@ def negatives(options: Any) -> int:
     return int(options.negatives or (1024 if options.loss == "sampled-softmax" else 4))
 
 
-def shape(recipe: Any, options: Any, facts: Any, config: Mapping[str, Any] | None) -> Shape:
+def shape(recipe: Any, options: Any, facts: Any, config: Mapping[str, Any] | None) -> ModelSize:
     """Tables of ids, and an encoder whose rows are texts, not samples."""
     users, items, dim = facts.extra.get("users", ASSUMED), facts.extra.get("items", ASSUMED), options.dim
     shared = options.loss == "sampled-softmax"
@@ -43,7 +43,7 @@ def shape(recipe: Any, options: Any, facts: Any, config: Mapping[str, Any] | Non
         count += 2 * (hidden * dim + dim) + 2 * (2 * dim * dim + dim)
     scored = (options.cohort or negatives(options)) + 1
     pairs = 1 if shared and options.head == "dot" else scored
-    return Shape(
+    return ModelSize(
         parameters=count + encoder,
         trainable=count + (encoder if options.text == "full" else 0),
         layers=1,
@@ -54,7 +54,7 @@ def shape(recipe: Any, options: Any, facts: Any, config: Mapping[str, Any] | Non
         remark="; ".join(
             filter(None, [_cost_of_tables(recipe, options, tables), _few_items(options, items)])
         ),
-        whole=_whole(options, config is not None),
+        why_unshardable=_whole(options, config is not None),
     )
 
 

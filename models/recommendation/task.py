@@ -17,10 +17,10 @@ from isobatch.models.base import (
     Batch,
     Loss,
     ModelError,
+    ModelSize,
     Phase,
     Rows,
-    Shape,
-    Step,
+    StepContext,
     Sum,
     Task,
 )
@@ -294,14 +294,14 @@ class Recommender(Task):
         net.requires_grad_(False)
         return encoder
 
-    def shape(self, facts: Any) -> Shape:
+    def model_size(self, facts: Any) -> ModelSize:
         return model_size.shape(self.recipe, self.options, facts, self._config(facts))
 
-    def lazy(self, model: Any) -> Iterable[nn.Parameter]:
+    def sparse_parameters(self, model: Any) -> Iterable[nn.Parameter]:
         tables = (model.user_ids, model.item_ids, model.item_bias, model.user_bias)
         return [t.weight for t in tables if t is not None] if self.options.sparse_tables else []
 
-    def begin(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
+    def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Choose what trains, and compute once what will not change."""
         for kind, parameters in model.parts().items():
             for p in parameters:
@@ -316,7 +316,7 @@ class Recommender(Task):
         if phase == "frozen" and self.options.text_cache != "off":
             model.table, model.cached = encoder.vectors(), True
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         import torch
 
         from isobatch.models.recommendation import losses
@@ -341,9 +341,9 @@ class Recommender(Task):
         penalty = options.l2 * losses.squares(net, user, pairs)
         return {"ranking": Loss(total, "sample"), "l2": Loss(penalty, "sample")}
 
-    def observe(self, model: Any, step: Step) -> Mapping[str, float]:
+    def observe(self, model: Any, step: StepContext) -> Mapping[str, float]:
         """LoRA must get a gradient soon: else it is an ornament."""
-        last = min(LORA_PATIENCE, step.of) - 1
+        last = min(LORA_PATIENCE, step.total_steps) - 1
         if step.phase != "lora" or step.number > last or model.encoder is None or self._lora_learns:
             return {}
         gradients = [p.grad for p in model.encoder.trained() if p.grad is not None]
@@ -363,7 +363,7 @@ class Recommender(Task):
         del found["loss"]
         return {**found, "protocol": facts.extra["protocol"]}
 
-    def appraise(
+    def final_metrics(
         self, model: Any, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """EASE on the same interactions, where its matrix is small."""

@@ -14,7 +14,7 @@ from safetensors.torch import save_model
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from isobatch.data import corpora, tokenizers
-from isobatch.engine.checkpointing.checkpoint import Saved
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.tests.integration.helpers import furthest, launch, losses, summary
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER
@@ -70,7 +70,11 @@ def test_every_way_trains_resumes_merges_and_writes(way: str, home: Path) -> Non
     assert first[-1] < first[0]
     found = summary(run)
     assert found["parameters"] - found["trainable_parameters"] == parameters(home / "base")
-    weights = [name for name in Saved(run / "checkpoints" / "train-12").entries if name.startswith("weight")]
+    weights = [
+        name
+        for name in SavedCheckpoint(run / "checkpoints" / "train-12").entries
+        if name.startswith("weight")
+    ]
     assert weights
     assert all("lora_" in name for name in weights)
     again = home / "runs" / f"{way}-again"

@@ -15,7 +15,7 @@ from safetensors.torch import save_model
 from transformers import AutoTokenizer, BertTokenizerFast, GPT2Config, GPT2LMHeadModel
 
 from isobatch.core.package import own_command
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.report import command
 from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
 
@@ -67,7 +67,7 @@ def test_an_answer_is_learnt_and_given(home: Path) -> None:
     prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert prompt.endswith("### Instruction:\nWhat does a duck say?\n\n### Response:\n")
     assert summary(run)["metrics"]["unit"] == "response token"
-    made = command.write([Run.open(str(run))], home / "report")
+    made = command.write([RunFolder.open(str(run))], home / "report")
     assert made["runs"][0]["metrics"]["perplexity"] == summary(run)["metrics"]["perplexity"]
     for page in ("report.md", "report.html"):
         assert "[reference: It says" in (home / "report" / page).read_text()

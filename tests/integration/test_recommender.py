@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from isobatch.data.interactions import demo
-from isobatch.engine.checkpointing.checkpoint import Saved
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.models.recommendation.recommendations import Recommendations
 from isobatch.tests.integration.helpers import furthest, launch, rows, summary
 from isobatch.tests.integration.test_bad_input import complaint
@@ -47,7 +47,7 @@ def test_lora_gets_gradients_and_moves(home: Path) -> None:
     (norm,) = [r["lora_grad_norm"] for r in rows(run) if "lora_grad_norm" in r]
     assert norm > 0
     newest = max((run / "checkpoints").glob("lora-*"), key=lambda p: p.name)
-    saved = Saved(newest)
+    saved = SavedCheckpoint(newest)
     moved = {n: float(saved.read(n).abs().max()) for n in saved.entries if "lora_B" in n and "weight" in n}
     assert moved
     assert all(value > 0 for name, value in moved.items() if name.startswith("weight")), moved

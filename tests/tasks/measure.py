@@ -38,7 +38,7 @@ def measure(settings: dict[str, Any]) -> None:
     import torch
 
     from isobatch.core.plan import PlanOptions
-    from isobatch.engine.distributed.communicator import World, ranks_from
+    from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
     from isobatch.engine.loading.prepare import prepare
     from isobatch.engine.planning import hardware
     from isobatch.engine.planning.planner import make_plan
@@ -46,14 +46,16 @@ def measure(settings: dict[str, Any]) -> None:
     from isobatch.engine.training.session import Session
     from isobatch.launch.local.arguments import make_recipe
 
-    world_size = ranks_from(os.environ)[1]
+    world_size = rank_and_world_size(os.environ)[1]
     chosen = workload(settings["task"])
     recipe, _ = make_recipe(chosen, settings.get("flags", {}), {})
     task, data = chosen.make(recipe)
     facts = prepare(data)
-    machine = hardware.parse("cpu:2x24gb")
-    plan = make_plan(recipe, facts, task.shape(facts), machine, PlanOptions(device="cpu"), world=world_size)
-    world = World(dataclasses.replace(plan, threads=1, **settings.get("plan", {})), hang_timeout=120)
+    machine = hardware.parse_hardware("cpu:2x24gb")
+    plan = make_plan(
+        recipe, facts, task.model_size(facts), machine, PlanOptions(device="cpu"), world=world_size
+    )
+    world = Communicator(dataclasses.replace(plan, threads=1, **settings.get("plan", {})), hang_timeout=120)
     session = Session(recipe, facts, world.plan, world)
     session.enter(session.stretches[0])
     losses, samples, micros, gradient = [], [], [], None
@@ -65,8 +67,8 @@ def measure(settings: dict[str, Any]) -> None:
         result = session.step(loaded)
         losses.append(sum(result.sums.tolist()))
         samples.append(loaded.work.samples.tolist())
-        micros.append([len(m.places) for m in loaded.work.mine])
-    everyone = world.gather(micros)
+        micros.append([len(m.positions) for m in loaded.work.micro_batches])
+    everyone = world.all_gather_objects(micros)
     if world.is_main:
         assert gradient is not None
         torch.save(gradient, settings["out"] + ".pt")
@@ -74,7 +76,7 @@ def measure(settings: dict[str, Any]) -> None:
         Path(settings["out"]).write_text(json.dumps(report))
     world.barrier()
     world.close()
-    world.leave(0)
+    world.exit_process(0)
 
 
 if __name__ == "__main__":

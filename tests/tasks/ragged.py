@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from isobatch.data.base import Columns, Data, Ragged
-from isobatch.models.base import Batch, Loss, Step, Task
+from isobatch.models.base import Batch, Loss, StepContext, Task
 
 VOCABULARY = 61
 
@@ -43,7 +43,7 @@ class RaggedLM(Task):
         config = GPT2Config(**sizes, resid_pdrop=p, embd_pdrop=p, attn_pdrop=p, use_cache=False)
         return GPT2LMHeadModel(config)
 
-    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
         from torch.nn import functional
 
         logits = model(input_ids=batch["tokens"]).logits[:, :-1]

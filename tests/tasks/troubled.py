@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from isobatch.data.base import Columns, Data
-from isobatch.models.base import Batch, Loss, ModelError, Phase, Step, Task
+from isobatch.models.base import Batch, Loss, ModelError, Phase, StepContext, Task
 
 
 class Points(Data):
@@ -32,14 +32,14 @@ class Line(Task):
 
         return nn.Linear(4, 1)
 
-    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
         return {"loss": Loss((model(batch["x"]) - batch["y"]).square().sum(), "sample")}
 
 
 class Slow(Line):
     """A step takes a twentieth of a second."""
 
-    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
         time.sleep(0.05)
         return super().loss(model, batch, step)
 
@@ -47,7 +47,7 @@ class Slow(Line):
 class SlowUntilRequeuedTwice(Slow):
     """However fast the machine, two time limits pass before the end."""
 
-    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
         if int(os.environ.get("SLURM_RESTART_COUNT", "0")) < 2:
             time.sleep(0.2)
         return super().loss(model, batch, step)
@@ -56,7 +56,7 @@ class SlowUntilRequeuedTwice(Slow):
 class OneRankFails(Line):
     """Rank 1 alone meets an error with a name."""
 
-    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
         if step.number == 3 and os.environ.get("RANK") == "1":
             raise ModelError("rank 1 has had enough")
         return super().loss(model, batch, step)
@@ -95,7 +95,7 @@ class Hungry(Line):
             starve(10**9)
         return super().build_model(facts)
 
-    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
         take(len(batch["x"]))
         return super().loss(model, batch, step)
 
@@ -106,7 +106,7 @@ class HungryLater(Line):
     defaults = Hungry.defaults
     starved = False
 
-    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
         if step.number >= 5:
             if not self.starved:
                 starve(5 * 10**8)
@@ -118,7 +118,7 @@ class HungryLater(Line):
 class SlowHungry(Slow):
     """A step takes a twentieth of a second, and 20 MB for every sample."""
 
-    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
         import torch
 
         torch.empty(len(batch["x"]), 20_000_000, dtype=torch.uint8)
@@ -130,7 +130,7 @@ class HangsOnce(Slow):
 
     defaults = {**Line.defaults, "steps": [30]}
 
-    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
         if step.number == 4 and os.environ.get("RANK") == "1" and not Path("hung").exists():
             Path("hung").touch()
             while True:
@@ -166,7 +166,7 @@ class Normed(Line):
 
 
 class WrongUnit(Line):
-    def loss(self, model: Any, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
         return {"loss": Loss((model(batch["x"]) - batch["y"]).square().sum(), "tokens")}
 
 
@@ -183,5 +183,5 @@ class Thaws(Line):
 
         return nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 1))
 
-    def begin(self, model: Any, phase: str, first: Any) -> None:
+    def begin_phase(self, model: Any, phase: str, first: Any) -> None:
         model[0].requires_grad_(phase == "warm")

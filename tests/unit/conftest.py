@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.engine.distributed.communicator import World
+from isobatch.engine.distributed.communicator import Communicator
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,7 +49,7 @@ class Meeting:
         return found
 
 
-class ThreadWorld(World):
+class ThreadWorld(Communicator):
     """A rank that really exchanges with the others, and records every collective."""
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
@@ -64,27 +64,27 @@ class ThreadWorld(World):
         self.calls.append(call)
         return self.meeting.exchange(self.rank, value)
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         import torch
 
         parts = self._meet(values.clone(), "sum", tuple(values.shape), values.dtype)
         return values.copy_(torch.stack(parts).sum(0))
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         return self._meet(value, "gather")
 
-    def gather_tensors(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         import torch
 
         return torch.cat(self._meet(values, "gather tensors", tuple(values.shape), values.dtype))
 
-    def agree(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return self._meet(value, "agree")[0]
 
     def barrier(self) -> None:
         self._meet(None, "barrier")
 
-    def broadcast(self, model: nn.Module) -> None:
+    def broadcast_model(self, model: nn.Module) -> None:
         raise NotImplementedError
 
 

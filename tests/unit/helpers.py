@@ -51,8 +51,8 @@ class Held:
     tensors: dict[str, Tensor]
 
     @property
-    def entries(self) -> Mapping[str, portable_state.Entry]:
-        return {name: portable_state.entry(t) for name, t in self.tensors.items()}
+    def entries(self) -> Mapping[str, portable_state.TensorEntry]:
+        return {name: portable_state.tensor_entry(t) for name, t in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         return self.tensors[name].clone()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isobatch.engine.noise.keyed_attention import (
-    LONGEST,
-    AttentionTooLong,
+    MAX_KEYED_LENGTH,
+    AttentionTooLongError,
     _KeyedAttention,
     _mask,
     key_attention,
@@ -94,7 +94,7 @@ def masks(samples: Sequence[int], length: int, probability: float = 0.3) -> Tens
 
 
 def test_the_mask_is_a_corner_of_the_largest_one() -> None:
-    whole = masks([1], LONGEST)
+    whole = masks([1], MAX_KEYED_LENGTH)
     for length in (1, 2, 7, 100):
         assert torch.equal(masks([1], length), whole[:, :, :length, :length])
 
@@ -128,9 +128,10 @@ def test_without_dropout_the_plain_kernel_is_asked() -> None:
 
 def test_lengths_beyond_the_square_are_refused() -> None:
     with pytest.raises(
-        AttentionTooLong, match=f"keyed up to {LONGEST} tokens, and this batch has {LONGEST + 1}"
+        AttentionTooLongError,
+        match=f"keyed up to {MAX_KEYED_LENGTH} tokens, and this batch has {MAX_KEYED_LENGTH + 1}",
     ):
-        masks([1], LONGEST + 1)
+        masks([1], MAX_KEYED_LENGTH + 1)
 
 
 def gpt2(layers: int = 2) -> Any:

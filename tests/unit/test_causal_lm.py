@@ -79,13 +79,13 @@ def test_the_parameter_formula_counts_what_is_built(name: str) -> None:
     task = make(name, max_length=100)
     with torch.device("meta"):
         built = sum(p.numel() for p in task.build_model(facts()).parameters())
-    shape = task.shape(facts())
+    shape = task.model_size(facts())
     assert shape.parameters == shape.trainable == built
     assert shape.intermediate == 4 * shape.hidden
 
 
 def test_gpt2_has_its_published_size() -> None:
-    assert make("gpt2-124m").shape(facts(vocabulary=50257)).parameters == 124_439_808
+    assert make("gpt2-124m").model_size(facts(vocabulary=50257)).parameters == 124_439_808
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_another_architecture_is_counted_by_building_it(tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path)
     built = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    shape = make(str(tmp_path)).shape(facts())
+    shape = make(str(tmp_path)).model_size(facts())
     assert (shape.parameters, shape.layers, shape.intermediate) == (built, 2, 64)
 
 
@@ -336,7 +336,7 @@ def test_adapters_that_cannot_be(saved: Path, options: dict[str, Any], said: str
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(saved: Path) -> None:
-    for step in (make(str(saved)).shape, make(str(saved)).build_model):
+    for step in (make(str(saved)).model_size, make(str(saved)).build_model):
         with pytest.raises(ModelError, match=r"knows 257 tokens, and the tokenizer has 300"):
             step(facts(vocabulary=300))
 
@@ -346,7 +346,7 @@ def test_a_cached_hub_model_opens_without_network(
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setattr(hub_cache, "reachable", lambda: pytest.fail("asked the network"))
+    monkeypatch.setattr(hub_cache, "is_reachable", lambda: pytest.fail("asked the network"))
     cached = tmp_path / "hub" / "models--a-team--a-model"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("abc")
@@ -354,6 +354,6 @@ def test_a_cached_hub_model_opens_without_network(
     (cached / "snapshots" / "abc").symlink_to(saved)
     task = make("a-team/a-model")
     task.check()
-    assert task.shape(facts()).layers == 2
+    assert task.model_size(facts()).layers == 2
     loaded: Any = task.build_model(facts())
     torch.testing.assert_close(loaded.lm_head.weight, model.lm_head.weight)

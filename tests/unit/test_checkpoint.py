@@ -18,9 +18,9 @@ from torch import Tensor
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import checkpoint, portable_state
-from isobatch.engine.checkpointing.checkpoint import Saved, Writer
-from isobatch.engine.checkpointing.host_buffer import Image
-from isobatch.engine.checkpointing.portable_state import Piece, State
+from isobatch.engine.checkpointing.checkpoint import CheckpointWriter, SavedCheckpoint
+from isobatch.engine.checkpointing.host_buffer import HostBuffer
+from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
 from isobatch.engine.optimization.optimizers import make_optimizer
 from isobatch.tests.unit.helpers import network, same, train
 
@@ -42,8 +42,8 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def share(world: Any) -> State:
-    return portable_state.shared(tensors(), world.rank, world.size)
+def share(world: Any) -> PortableState:
+    return portable_state.rank_share(tensors(), world.rank, world.size)
 
 
 def save(together: Any, folder: Path, size: int = 2, facts: dict[str, Any] | None = None) -> Path:
@@ -53,20 +53,20 @@ def save(together: Any, folder: Path, size: int = 2, facts: dict[str, Any] | Non
 
 def load(folder: Path) -> dict[str, Tensor]:
     """Every tensor, every byte checked."""
-    saved = Saved(folder)
-    saved.check()
+    saved = SavedCheckpoint(folder)
+    saved.verify_checksums()
     return {name: saved.read(name) for name in saved.entries}
 
 
 def steps(folder: Path) -> int:
-    return int(Saved(folder).facts["progress"]["step"])
+    return int(SavedCheckpoint(folder).state["progress"]["step"])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
 def test_what_any_world_saved_is_loaded(size: int, together: Any, tmp_path: Path) -> None:
     folder = save(together, tmp_path / "it's 日本" / "train-3", size)
     assert same(load(folder), tensors())
-    assert Saved(folder).facts == FACTS
+    assert SavedCheckpoint(folder).state == FACTS
     assert len(list(folder.glob("*.safetensors"))) == size
     assert not list(folder.parent.glob(".*"))  # nothing half-written is left
 
@@ -81,7 +81,7 @@ def test_saving_again_replaces_the_whole_folder(together: Any, tmp_path: Path) -
     folder = save(together, tmp_path / "train-3", 1, {"progress": {"step": 4}})
     assert len(list(folder.glob("*.safetensors"))) == 1
     assert same(load(folder), tensors())
-    assert Saved(folder).facts == {"progress": {"step": 4}}
+    assert SavedCheckpoint(folder).state == {"progress": {"step": 4}}
 
 
 Gate = dict[int, threading.Event]
@@ -91,13 +91,13 @@ Gate = dict[int, threading.Event]
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Rank -> what holds its writes back until it is set."""
     gates = {rank: threading.Event() for rank in range(3)}
-    write = Image.write
+    write = HostBuffer.write
 
-    def held(image: Image, path: Path, size: int) -> None:
+    def held(image: HostBuffer, path: Path, size: int) -> None:
         assert gates[rank_of(path)].wait(PATIENCE)
         write(image, path, size)
 
-    monkeypatch.setattr(Image, "write", held)
+    monkeypatch.setattr(HostBuffer, "write", held)
     yield gates
     for event in gates.values():
         event.set()
@@ -109,47 +109,47 @@ def rank_of(path: Path) -> int:
 
 def failing(monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException) -> None:
     """From here on this rank cannot write."""
-    write = Image.write
+    write = HostBuffer.write
 
-    def fail(image: Image, path: Path, size: int) -> None:
+    def fail(image: HostBuffer, path: Path, size: int) -> None:
         if rank_of(path) == rank:
             raise error
         write(image, path, size)
 
-    monkeypatch.setattr(Image, "write", fail)
+    monkeypatch.setattr(HostBuffer, "write", fail)
 
 
-def votes(world: Any, writer: Writer) -> list[float]:
+def votes(world: Any, writer: CheckpointWriter) -> list[float]:
     """All ranks', added up."""
-    return world.sum(torch.tensor(writer.votes())).tolist()
+    return world.all_reduce_sum(torch.tensor(writer.rank_flags())).tolist()
 
 
-def await_vote(writer: Writer) -> list[float]:
+def await_vote(writer: CheckpointWriter) -> list[float]:
     """This rank's, once its writing has ended."""
     until = time.monotonic() + PATIENCE
-    while not writer.votes()[0]:
+    while not writer.rank_flags()[0]:
         assert time.monotonic() < until
         time.sleep(0.001)
-    return writer.votes()
+    return writer.rank_flags()
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(together: Any, tmp_path: Path, gate: Gate) -> None:
     folder = tmp_path / "train-3"
 
     def part(world: Any) -> None:
-        writer = Writer(world)
-        assert writer.votes() == [0.0, 0.0]
-        writer.begin(folder, share(world), FACTS)
-        assert writer.votes() == [0.0, 0.0]  # it has returned, and no rank may write yet
+        writer = CheckpointWriter(world)
+        assert writer.rank_flags() == [0.0, 0.0]
+        writer.start(folder, share(world), FACTS)
+        assert writer.rank_flags() == [0.0, 0.0]  # it has returned, and no rank may write yet
         world.barrier()
         gate[world.rank].set()
         assert await_vote(writer) == [1.0, 0.0]
         world.barrier()
         assert not folder.exists()  # all have written, and it is not settled
-        writer.settle(*votes(world, writer))
+        writer.complete_if_written(*votes(world, writer))
         world.barrier()
         assert folder.exists()
-        assert writer.votes() == [0.0, 0.0]
+        assert writer.rank_flags() == [0.0, 0.0]
 
     together(3, part)
     assert same(load(folder), tensors())
@@ -162,19 +162,19 @@ def test_a_checkpoint_is_complete_only_when_every_rank_has_voted(
     folder = tmp_path / "train-3"
 
     def part(world: Any) -> list[list[float]]:
-        writer, counted = Writer(world), []
-        writer.begin(folder, share(world), FACTS)
+        writer, counted = CheckpointWriter(world), []
+        writer.start(folder, share(world), FACTS)
         for slow in (0, 2, 1):
             counted.append(votes(world, writer))
-            writer.settle(*counted[-1])
+            writer.complete_if_written(*counted[-1])
             world.barrier()
             assert not folder.exists()
             gate[slow].set()
             if world.rank == slow:
                 await_vote(writer)
         counted.append(votes(world, writer))
-        writer.settle(*counted[-1])
-        writer.settle(*counted[-1])  # as the next step does, whose votes were cast before
+        writer.complete_if_written(*counted[-1])
+        writer.complete_if_written(*counted[-1])  # as the next step does, whose votes were cast before
         return counted
 
     assert together(3, part).values == [[[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]] * 3
@@ -187,12 +187,12 @@ def test_finish_waits_for_every_rank_and_shows_the_checkpoint_to_all(
     folder = tmp_path / "train-3"
 
     def part(world: Any) -> None:
-        writer = Writer(world)
-        writer.begin(folder, share(world), FACTS)
+        writer = CheckpointWriter(world)
+        writer.start(folder, share(world), FACTS)
         threading.Timer(0.05 * world.rank, gate[world.rank].set).start()
-        writer.finish()
+        writer.wait()
         assert folder.exists()
-        assert writer.votes() == [0.0, 0.0]
+        assert writer.rank_flags() == [0.0, 0.0]
 
     together(3, part)
     assert same(load(folder), tensors())
@@ -201,12 +201,12 @@ def test_finish_waits_for_every_rank_and_shows_the_checkpoint_to_all(
 def test_what_changes_after_begin_is_not_written(together: Any, tmp_path: Path, gate: Gate) -> None:
     def part(world: Any) -> None:
         held = tensors()
-        writer = Writer(world)
-        writer.begin(tmp_path / "train-3", portable_state.shared(held, world.rank, world.size), FACTS)
+        writer = CheckpointWriter(world)
+        writer.start(tmp_path / "train-3", portable_state.rank_share(held, world.rank, world.size), FACTS)
         for tensor in held.values():
             tensor.zero_()
         gate[world.rank].set()
-        writer.finish()
+        writer.wait()
 
     together(3, part)
     assert same(load(tmp_path / "train-3"), tensors())
@@ -216,12 +216,12 @@ def test_a_second_begin_waits_for_the_first(together: Any, tmp_path: Path, gate:
     first, second = tmp_path / "train-3", tmp_path / "train-6"
 
     def part(world: Any) -> None:
-        writer = Writer(world)
-        writer.begin(first, share(world), FACTS)
+        writer = CheckpointWriter(world)
+        writer.start(first, share(world), FACTS)
         threading.Timer(0.1, gate[world.rank].set).start()
-        writer.begin(second, share(world), {"progress": {"step": 6}})
+        writer.start(second, share(world), {"progress": {"step": 6}})
         assert (steps(first), gate[world.rank].is_set()) == (3, True)
-        writer.finish()
+        writer.wait()
         assert (steps(first), steps(second)) == (3, 6)
 
     together(3, part)
@@ -233,13 +233,13 @@ def test_the_main_rank_alone_is_told_that_a_checkpoint_is_complete(together: Any
     told: list[tuple[int, list[str]]] = []
 
     def part(world: Any) -> None:
-        writer = Writer(world, lambda: told.append((world.rank, listed(tmp_path))))
-        writer.begin(tmp_path / "train-3", share(world), FACTS)
+        writer = CheckpointWriter(world, lambda: told.append((world.rank, listed(tmp_path))))
+        writer.start(tmp_path / "train-3", share(world), FACTS)
         await_vote(writer)
-        writer.settle(*votes(world, writer))
-        writer.begin(tmp_path / "train-6", share(world), FACTS)
-        writer.finish()
-        writer.finish()  # nothing is left to do
+        writer.complete_if_written(*votes(world, writer))
+        writer.start(tmp_path / "train-6", share(world), FACTS)
+        writer.wait()
+        writer.wait()  # nothing is left to do
 
     together(3, part)
     assert told == [(0, ["train-3"]), (0, ["train-3", "train-6"])]
@@ -249,25 +249,25 @@ def test_a_writer_issues_the_same_collectives_on_every_rank(
     together: Any, tmp_path: Path, gate: Gate
 ) -> None:
     def part(world: Any) -> list[list[Any]]:
-        writer, calls = Writer(world), []
+        writer, calls = CheckpointWriter(world), []
 
         def record(call: Callable[..., None], *words: Any) -> None:
             before = len(world.calls)
             call(*words)
             calls.append([name for (name,) in world.calls[before:]])
 
-        record(writer.finish)
-        record(writer.settle, 3.0, 0.0)
-        record(writer.begin, tmp_path / "train-3", share(world), FACTS)
+        record(writer.wait)
+        record(writer.complete_if_written, 3.0, 0.0)
+        record(writer.start, tmp_path / "train-3", share(world), FACTS)
         gate[world.rank].set()
         if world.rank:  # the main rank may still be writing: what it is doing must not matter
             await_vote(writer)
-        record(writer.settle, 2.0, 0.0)
-        record(writer.settle, 3.0, 0.0)
-        record(writer.begin, tmp_path / "train-6", share(world), FACTS)
-        record(writer.begin, tmp_path / "train-9", share(world), FACTS)
-        record(writer.finish)
-        record(writer.finish)
+        record(writer.complete_if_written, 2.0, 0.0)
+        record(writer.complete_if_written, 3.0, 0.0)
+        record(writer.start, tmp_path / "train-6", share(world), FACTS)
+        record(writer.start, tmp_path / "train-9", share(world), FACTS)
+        record(writer.wait)
+        record(writer.wait)
         return calls
 
     ended = ["gather", "barrier"]
@@ -302,15 +302,15 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(
     told: list[int] = []
 
     def part(world: Any) -> list[Any]:
-        writer = Writer(world, lambda: told.append(world.rank))
-        writer.begin(tmp_path / "train-3", share(world), {"progress": {"step": 9}})
+        writer = CheckpointWriter(world, lambda: told.append(world.rank))
+        writer.start(tmp_path / "train-3", share(world), {"progress": {"step": 9}})
         with pytest.raises(UserError, match=rf"cannot write .*: {reason}"):
-            writer.finish()
-        writer.finish()  # and that was that
+            writer.wait()
+        writer.wait()  # and that was that
         return world.calls
 
     assert together(3, part).values == [[("gather",)]] * 3
-    assert Saved(tmp_path / "train-3").facts == FACTS  # the one before is untouched
+    assert SavedCheckpoint(tmp_path / "train-3").state == FACTS  # the one before is untouched
     assert same(load(tmp_path / "train-3"), tensors())
     assert not list(tmp_path.glob(".*"))
     assert told == []
@@ -322,14 +322,14 @@ def test_one_vote_of_failure_ends_the_save_while_others_still_write(
     failing(monkeypatch, 1, OSError(28, "No space left on device"))
 
     def part(world: Any) -> list[float]:
-        writer = Writer(world)
-        writer.begin(tmp_path / "train-3", share(world), FACTS)
+        writer = CheckpointWriter(world)
+        writer.start(tmp_path / "train-3", share(world), FACTS)
         if world.rank == 1:
             assert await_vote(writer) == [1.0, 1.0]
         found = votes(world, writer)
         threading.Timer(0.05, gate[world.rank].set).start()
         with pytest.raises(UserError, match="No space left on device"):
-            writer.settle(*found)
+            writer.complete_if_written(*found)
         return found
 
     assert together(3, part).values == [[1.0, 1.0]] * 3
@@ -383,7 +383,7 @@ def test_a_file_that_is_missing_or_cut_is_noticed_without_reading_all(
     if damage == "cut":
         path.write_bytes(content[:-2])
     with pytest.raises(TrainingError, match=DAMAGED):
-        Saved(path.parent)
+        SavedCheckpoint(path.parent)
 
 
 @pytest.mark.parametrize("name", files_of(2))
@@ -423,10 +423,10 @@ def test_the_ranks_check_all_files_between_them(world: int, together: Any, tmp_p
         path = folder / f"rank-{number:05d}.safetensors"
         whole = path.read_bytes()
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        saved, noticed = Saved(folder), []
+        saved, noticed = SavedCheckpoint(folder), []
         for rank in range(world):
             try:
-                saved.check(rank, world)
+                saved.verify_checksums(rank, world)
             except TrainingError:
                 noticed.append(rank)
         assert noticed == [number % world]
@@ -436,15 +436,15 @@ def test_the_ranks_check_all_files_between_them(world: int, together: Any, tmp_p
 Borders = st.tuples(st.integers(0, 99), st.integers(0, 99))
 
 
-def assert_same_part(saved: Saved, wanted: Tensor, name: str, borders: tuple[int, int]) -> None:
+def assert_same_part(saved: SavedCheckpoint, wanted: Tensor, name: str, borders: tuple[int, int]) -> None:
     flat = wanted.reshape(-1)
     start, stop = sorted(b % (len(flat) + 1) for b in borders)
-    assert same({name: saved.part(name, start, stop)}, {name: flat[start:stop]})
+    assert same({name: saved.read_slice(name, start, stop)}, {name: flat[start:stop]})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
 def test_any_part_is_a_slice_of_the_whole(size: int, together: Any, tmp_path: Path) -> None:
-    saved, wanted = Saved(save(together, tmp_path / "train-3", size)), tensors()
+    saved, wanted = SavedCheckpoint(save(together, tmp_path / "train-3", size)), tensors()
 
     @given(st.sampled_from(sorted(wanted)), Borders)
     def look(name: str, borders: tuple[int, int]) -> None:
@@ -456,21 +456,23 @@ def test_any_part_is_a_slice_of_the_whole(size: int, together: Any, tmp_path: Pa
 def test_pieces_cut_and_dealt_anyhow_are_one_tensor_again(together: Any, tmp_path: Path) -> None:
     """As each strategy deals them: no rank holds what `shared` would give it, and one may hold nothing."""
     flat = torch.arange(60.0)
-    entries = {"weight/a": portable_state.entry(flat.view(5, 12))}
+    entries = {"weight/a": portable_state.tensor_entry(flat.view(5, 12))}
 
     @settings(max_examples=30)
     @given(st.sets(st.integers(1, 59), max_size=6), st.permutations(range(7)), Borders)
     def look(cuts: set[int], dealt: list[int], borders: tuple[int, int]) -> None:
         starts = [0, *sorted(cuts)]
-        pieces = [Piece("weight/a", a, flat[a:b]) for a, b in zip(starts, [*starts[1:], 60], strict=True)]
+        pieces = [
+            TensorPiece("weight/a", a, flat[a:b]) for a, b in zip(starts, [*starts[1:], 60], strict=True)
+        ]
 
         def part(world: Any) -> None:
             mine = [p for p, place in zip(pieces, dealt, strict=False) if place % 3 == world.rank]
-            checkpoint.save(tmp_path / "train-3", State(entries, mine), FACTS, world)
+            checkpoint.save(tmp_path / "train-3", PortableState(entries, mine), FACTS, world)
 
         together(3, part)
         assert same(load(tmp_path / "train-3"), {"weight/a": flat.view(5, 12)})
-        assert_same_part(Saved(tmp_path / "train-3"), flat, "weight/a", borders)
+        assert_same_part(SavedCheckpoint(tmp_path / "train-3"), flat, "weight/a", borders)
 
     look()
 
@@ -480,12 +482,13 @@ def test_a_tensor_with_a_gap_or_an_overlap_is_damage(
     pieces: list[tuple[int, int]], together: Any, tmp_path: Path
 ) -> None:
     flat = torch.arange(10.0)
-    state = State(
-        {"weight/a": portable_state.entry(flat)}, [Piece("weight/a", a, flat[a:b]) for a, b in pieces]
+    state = PortableState(
+        {"weight/a": portable_state.tensor_entry(flat)},
+        [TensorPiece("weight/a", a, flat[a:b]) for a, b in pieces],
     )
     together(1, lambda world: checkpoint.save(tmp_path / "train-3", state, FACTS, world))
     with pytest.raises(TrainingError, match=DAMAGED + "parts of weight/a are missing"):
-        Saved(tmp_path / "train-3")
+        SavedCheckpoint(tmp_path / "train-3")
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adafactor"])
@@ -494,11 +497,11 @@ def test_training_goes_on_as_if_nothing_had_happened(kind: Any, together: Any, t
     net = network()
     optimizer = make_optimizer(net, recipe, "cpu")
     train(net, optimizer, 0, 3)
-    state = portable_state.whole(net, optimizer)
+    state = portable_state.collect_state(net, optimizer)
     together(
         3,
         lambda w: checkpoint.save(
-            tmp_path / "train-3", portable_state.shared(state, w.rank, w.size), FACTS, w
+            tmp_path / "train-3", portable_state.rank_share(state, w.rank, w.size), FACTS, w
         ),
     )
     train(net, optimizer, 3, 3)
@@ -506,9 +509,9 @@ def test_training_goes_on_as_if_nothing_had_happened(kind: Any, together: Any, t
     other = network(seed=1)  # frozen weights come from their source, everything else from the checkpoint
     other[0].bias.data.copy_(net[0].bias)
     resumed = make_optimizer(other, recipe, "cpu")
-    saved = Saved(tmp_path / "train-3")
-    portable_state.put_weights(saved, other)
-    portable_state.put_moments(saved, other, resumed)
+    saved = SavedCheckpoint(tmp_path / "train-3")
+    portable_state.load_weights(saved, other)
+    portable_state.load_moments(saved, other, resumed)
     train(other, resumed, 3, 3)
     assert same(dict(other.state_dict()), dict(net.state_dict()))
 
@@ -520,7 +523,7 @@ def make(folder: Path, *names: str) -> None:
 
 
 def listed(folder: Path) -> list[str]:
-    return [p.name for p in checkpoint.listed(folder, ["warm-up", "train"])]
+    return [p.name for p in checkpoint.list_checkpoints(folder, ["warm-up", "train"])]
 
 
 def test_checkpoints_are_listed_in_the_order_they_were_made(tmp_path: Path) -> None:
@@ -547,7 +550,7 @@ def test_pruning_keeps_the_newest_and_the_spared(
 ) -> None:
     make(tmp_path, "train-10", "train-9", "train-8", "warm-up-100")
     make(tmp_path, ".train-8.old")  # a delete that was cut short
-    checkpoint.prune(tmp_path, ["warm-up", "train"], keep, spare)
+    checkpoint.delete_old(tmp_path, ["warm-up", "train"], keep, spare)
     assert listed(tmp_path) == left
     assert json.loads((tmp_path / "train-10" / "index.json").read_text()) == {}
 
@@ -580,7 +583,7 @@ def test_what_a_larger_world_left_half_written_is_not_read(together: Any, tmp_pa
 def test_a_sweep_leaves_only_what_is_complete(together: Any, tmp_path: Path) -> None:
     save(together, tmp_path / "train-3")
     make(tmp_path, ".train-6.tmp", ".train-2.old")
-    checkpoint.sweep(tmp_path)
+    checkpoint.remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["train-3"]
     assert same(load(tmp_path / "train-3"), tensors())
-    checkpoint.sweep(tmp_path / "nowhere")
+    checkpoint.remove_leftovers(tmp_path / "nowhere")

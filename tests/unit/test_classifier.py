@@ -84,7 +84,7 @@ def test_the_interval_is_wilsons(right: int, count: int, low: float, high: float
 
 
 def test_the_shape_is_the_models(model: Any) -> None:
-    shape = make().shape(facts())
+    shape = make().model_size(facts())
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert (shape.layers, shape.hidden, shape.heads, shape.intermediate) == (2, 128, 4, 512)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.engine.training.evaluate import evaluate
-from isobatch.models.base import Batch, Loss, Rows, Step, Sum, Task
+from isobatch.models.base import Batch, Loss, Rows, StepContext, Sum, Task
 from isobatch.tests.unit.helpers import plan
 
 COUNT = 37
@@ -32,7 +32,7 @@ class Counting(Task):
     def build_model(self, facts: Any) -> nn.Module:
         return nn.Linear(1, 1)
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         return {"tokens": Loss(batch["tokens"].sum(), "token"), "rows": Loss(batch["length"].sum(), "sample")}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
@@ -89,7 +89,7 @@ class Paired(Plain):
 
     cohort = 3
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         index = batch["index"]
         assert all(len(set((part // 3).tolist())) == 1 for part in index.split(3)), "a cohort was cut"
         return {"loss": Loss(index.sum().float(), "cohort")}
@@ -107,7 +107,7 @@ class Noisy(Counting):
 
     evaluate = Task.evaluate
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         return {"x": Loss(step.noise.uniform("mask", (1,)).sum(), "sample")}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from isobatch.data.base import ArraySource, DataError, Ragged, save
-from isobatch.engine.loading.loader import Feed, Loaded, tensors, to_device
+from isobatch.engine.loading.loader import BatchLoader, LoadedStep, to_device, to_tensors
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.tests.unit.helpers import plan
 
@@ -40,11 +40,11 @@ class Slow(ArraySource):
         return super().fetch(indices, pad_to)
 
 
-def feed(source: ArraySource, rank: int = 0, **changes: Any) -> Feed:
-    return Feed(source, Sampler(COUNT, 12, seed=0).batch, plan(**changes), rank)
+def feed(source: ArraySource, rank: int = 0, **changes: Any) -> BatchLoader:
+    return BatchLoader(source, Sampler(COUNT, 12, seed=0).batch, plan(**changes), rank)
 
 
-def told(steps: Iterator[Loaded]) -> list[Any]:
+def told(steps: Iterator[LoadedStep]) -> list[Any]:
     return [
         (s.work.step, s.work.samples.tolist(), [{k: t.tolist() for k, t in b.items()} for b in s.batches])
         for s in steps
@@ -80,26 +80,28 @@ def test_every_sample_of_a_batch_is_fetched_by_some_rank_and_padded_as_cut() -> 
         fetched = np.concatenate([b["index"].numpy() for s in same for b in s.batches])
         assert sorted(fetched) == sorted(same[0].work.samples)
         for loaded in same:
-            assert [b["tokens"].shape[1] for b in loaded.batches] == [m.width for m in loaded.work.mine]
-            assert loaded.work.totals == same[0].work.totals
+            assert [b["tokens"].shape[1] for b in loaded.batches] == [
+                m.width for m in loaded.work.micro_batches
+            ]
+            assert loaded.work.unit_weights == same[0].work.unit_weights
 
 
 def test_the_totals_are_of_the_whole_batch() -> None:
     source = Slow()
-    work = feed(source, processes=3).work(0)
+    work = feed(source, processes=3).plan_step(0)
     tokens = int((source.lengths[work.samples] - 1).sum())
-    assert work.totals == {"sample": 12.0, "cohort": 12.0, "token": float(tokens)}
+    assert work.unit_weights == {"sample": 12.0, "cohort": 12.0, "token": float(tokens)}
     assert work.tokens == tokens + 12  # each row has one token more than it predicts
-    cohorts = Feed(source, lambda step: np.arange(11), plan(), 0, cohort=4).work(0)
-    assert cohorts.totals["cohort"] == 3.0  # 4 + 4 + 3 samples
+    cohorts = BatchLoader(source, lambda step: np.arange(11), plan(), 0, cohort=4).plan_step(0)
+    assert cohorts.unit_weights["cohort"] == 3.0  # 4 + 4 + 3 samples
 
 
 def test_a_rank_without_samples_computes_one_with_weight_zero() -> None:
-    empty = Feed(Slow(), lambda step: np.array([7]), plan(processes=2), rank=1)
+    empty = BatchLoader(Slow(), lambda step: np.array([7]), plan(processes=2), rank=1)
     (loaded,) = empty.steps(0, 1)
-    assert [len(m.places) for m in loaded.work.mine] == [0]
+    assert [len(m.positions) for m in loaded.work.micro_batches] == [0]
     assert len(loaded.batches[0]["index"]) == 1
-    assert loaded.work.totals["sample"] == 1.0
+    assert loaded.work.unit_weights["sample"] == 1.0
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -133,16 +135,16 @@ def test_an_error_of_the_order_is_raised_in_the_loop() -> None:
         raise DataError("no order")
 
     with pytest.raises(DataError, match="no order"):
-        list(Feed(Slow(), order, plan(), 0).steps(0, 1))
+        list(BatchLoader(Slow(), order, plan(), 0).steps(0, 1))
 
 
 def test_waiting_for_data_is_counted_and_the_loops_own_time_is_not() -> None:
-    slow = [s.waited for s in feed(Slow(seconds=0.02), prefetch=1).steps(0, 2)]
-    micros = len(feed(Slow()).work(1).mine)
+    slow = [s.wait_seconds for s in feed(Slow(seconds=0.02), prefetch=1).steps(0, 2)]
+    micros = len(feed(Slow()).plan_step(1).micro_batches)
     assert slow[1] >= 0.02 * (micros - 1) * 0.5  # at most a micro or two were ready
     busy = []
     for loaded in feed(Slow(), prefetch=8).steps(0, 4):
-        busy.append(loaded.waited)
+        busy.append(loaded.wait_seconds)
         time.sleep(0.05)
     assert max(busy[1:]) < 0.04  # loaded while the loop slept
 
@@ -161,7 +163,7 @@ def test_a_finished_stream_leaves_no_thread() -> None:
 
 
 def test_narrow_numbers_travel_narrow_and_arrive_as_int64() -> None:
-    host = tensors({"a": np.arange(3, dtype=np.uint16), "b": np.ones(2, np.float32)}, pin=False)
+    host = to_tensors({"a": np.arange(3, dtype=np.uint16), "b": np.ones(2, np.float32)}, pin=False)
     assert host["a"].dtype == torch.uint16
     moved = to_device(host, torch.device("cpu"))
     assert (moved["a"].dtype, moved["b"].dtype) == (torch.int64, torch.float32)

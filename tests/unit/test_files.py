@@ -16,7 +16,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
-from isobatch.engine.runs.run_folder import Run, RunOptions, Verdict, free_folder, run_name, runs_in
+from isobatch.engine.runs.run_folder import RunFolder, RunOptions, Verdict, free_folder, list_runs, run_name
 
 RECIPE = Recipe(task="t", epochs=(2.0,))
 FACTS = Facts(fingerprint="0", folder="", samples={"train": 9}, lengths=(1, 2, 3), extra={"vocabulary": 5})
@@ -90,23 +90,23 @@ def test_a_log_cut_short_anywhere_loses_its_last_line_only(
     path = tmp_path_factory.mktemp("log") / "a.jsonl"
     lines = ["".join([json.dumps(row, ensure_ascii=False), "\n"]).encode() for row in rows]
     path.write_bytes(b"".join(lines))
-    assert atomic_files.read_lines(path) == rows
+    assert atomic_files.read_jsonl(path) == rows
     if rows:
         last = lines[-1][: -min(cut, len(lines[-1]))]  # perhaps within a character of several bytes
         path.write_bytes(b"".join(lines[:-1]) + last)
         whole = rows if last == lines[-1][:-1] else rows[:-1]
-        assert atomic_files.read_lines(path) == whole
+        assert atomic_files.read_jsonl(path) == whole
 
 
 def test_ends_of_lines_within_text_are_text(tmp_path: Path) -> None:
     rows = [{"text": "a\u2028b\u2029c\x85d\x0be"}, {"step": 2}]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
-    assert atomic_files.read_lines(path) == rows
+    assert atomic_files.read_jsonl(path) == rows
 
 
 def test_no_log_has_no_lines(tmp_path: Path) -> None:
-    assert atomic_files.read_lines(tmp_path / "none.jsonl") == []
+    assert atomic_files.read_jsonl(tmp_path / "none.jsonl") == []
 
 
 def log(path: Path, *steps: tuple[str, int], **more: Any) -> None:
@@ -115,34 +115,34 @@ def log(path: Path, *steps: tuple[str, int], **more: Any) -> None:
 
 
 def test_going_back_drops_what_will_be_written_again(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     log(run.metrics, ("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 2), ("b", 3), ("c", 1))
     log(run.samples, ("b", 3))
     atomic_files.write_text(
         run.decisions, json.dumps({"decision": "without a place"}) + '\n{"phase": "b", "st'
     )
     run.truncate_logs(["a", "b", "c"], "b", 2)
-    kept = [(r["phase"], r["step"]) for r in atomic_files.read_lines(run.metrics)]
+    kept = [(r["phase"], r["step"]) for r in atomic_files.read_jsonl(run.metrics)]
     assert kept == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 2)]
     assert run.samples.read_text() == ""
     assert run.decisions.read_text() == '{"decision": "without a place"}\n'  # the cut line is gone too
 
 
 def test_going_back_to_the_start_drops_all(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     log(run.metrics, ("a", 1), ("b", 1))
     run.truncate_logs(["a", "b"], "a", 0)
-    assert atomic_files.read_lines(run.metrics) == []
+    assert atomic_files.read_jsonl(run.metrics) == []
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
     with pytest.raises(UserError, match="exists and is another run's or not a run"):
-        Run.create(tmp_path / "mine", RECIPE, FACTS, {})
+        RunFolder.create(tmp_path / "mine", RECIPE, FACTS, {})
     assert names(tmp_path) == ["mine"]
     (tmp_path / "empty").mkdir()
-    made = Run.create(tmp_path / "empty", RECIPE, FACTS, {"keep": 3})
+    made = RunFolder.create(tmp_path / "empty", RECIPE, FACTS, {"keep": 3})
     assert (made.recipe(), made.facts(), made.options()) == (RECIPE, FACTS, {"keep": 3})
     assert made.recorded_hash() == RECIPE.hash()
     assert names(tmp_path) == ["empty", "mine"]
@@ -152,13 +152,13 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_run_is_known_by_its_recipe_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a run: it has no recipe.json"):
-        Run.open(tmp_path)
+        RunFolder.open(tmp_path)
     for name in ("b", "a"):
-        Run.create(tmp_path / name, RECIPE, FACTS, {})
+        RunFolder.create(tmp_path / name, RECIPE, FACTS, {})
         os.utime(tmp_path / name / "recipe.json", (len(name), ord(name)))
-    assert [r.folder.name for r in runs_in(tmp_path)] == ["a", "b"]  # by age
-    assert Run.open(tmp_path / "a").status() == "unfinished"
-    assert list(runs_in(tmp_path / "nowhere")) == []
+    assert [r.folder.name for r in list_runs(tmp_path)] == ["a", "b"]  # by age
+    assert RunFolder.open(tmp_path / "a").status() == "unfinished"
+    assert list(list_runs(tmp_path / "nowhere")) == []
 
 
 def test_a_run_has_a_name_that_any_file_system_takes() -> None:
@@ -167,7 +167,7 @@ def test_a_run_has_a_name_that_any_file_system_takes() -> None:
 
 
 def test_an_exit_is_answered_to_its_own_launch_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     assert run.read_exit("mine") is None
     monkeypatch.setenv("ISOBATCH_NONCE", "mine")
     run.write_exit(Verdict(3, "a reason"))

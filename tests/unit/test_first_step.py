@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from isobatch.core.errors import TrainingError
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import ArraySource
-from isobatch.engine.loading.loader import Feed, Loaded, Work
+from isobatch.engine.loading.loader import BatchLoader, LoadedStep, StepWork
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.optimization.optimizers import make_optimizer
-from isobatch.engine.optimization.schedule import Stretch
+from isobatch.engine.optimization.schedule import PhaseSchedule
 from isobatch.engine.runs.summary import Progress
-from isobatch.engine.strategies.replicated import Replicas
+from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.engine.training import loss_checks
 from isobatch.engine.training.step_metrics import step_row
-from isobatch.engine.training.train_step import Result, Stepper, checkpoint_activations
-from isobatch.models.base import Batch, Loss, Step, Task
+from isobatch.engine.training.train_step import Stepper, StepResult, checkpoint_activations
+from isobatch.models.base import Batch, Loss, StepContext, Task
 from isobatch.tests.unit.helpers import plan
 
 COUNT, WIDTH = 24, 5
@@ -64,16 +64,16 @@ class Sums(Task):
     def build_model(self, facts: Any) -> nn.Module:
         return Net()
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         return {"loss": Loss(self.errors(model, batch, step).sum(), "sample")}
 
-    def errors(self, model: nn.Module, batch: Batch, step: Step) -> Tensor:
+    def errors(self, model: nn.Module, batch: Batch, step: StepContext) -> Tensor:
         shake = step.noise.normal("shake", (WIDTH, 1)) if self.recipe.noise == "keyed" else 0.0
         return (model(batch["x"][..., None] + shake)[..., 0] - 3).square().mean(1)
 
 
 class Means(Sums):
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         errors = self.errors(model, batch, step)
         return {"fine": Loss(errors.sum(), "sample"), "odd": Loss(errors.mean(), "sample")}
 
@@ -83,7 +83,7 @@ class Contrast(Sums):
 
     cohort = 4
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         scores = self.errors(model, batch, step)
         groups = scores.view(-1, self.group) if self.group else scores[None]
         return {"loss": Loss((groups.logsumexp(1, keepdim=True) - groups).sum(), "cohort")}
@@ -98,7 +98,7 @@ class Loose(Contrast):
 class Derived(Sums):
     """A loss with a derivative inside, which no forward without gradients can compute."""
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         errors = self.errors(model, batch, step)
         (slope,) = torch.autograd.grad(errors.sum(), model.out.weight, create_graph=True)
         return {"loss": Loss(errors.sum() + 0 * slope.sum(), "sample")}
@@ -109,7 +109,7 @@ class Unseen(Sums):
 
     generator = np.random.default_rng(0)
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         errors = self.errors(model, batch, step)
         return {"loss": Loss((errors * torch.from_numpy(self.generator.random(len(errors)))).sum(), "sample")}
 
@@ -117,7 +117,7 @@ class Unseen(Sums):
 class Nothing(Sums):
     """Parts that come to nothing, or whose samples cancel."""
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         errors = self.errors(model, batch, step)
         sign = 1.0 - 2.0 * (batch["index"] % 2)
         return {
@@ -127,7 +127,7 @@ class Nothing(Sums):
         }
 
 
-class Equal(Replicas):
+class Equal(ReplicatedStrategy):
     """As ZeRO 3, whose ranks must compute as often as each other."""
 
     equal_counts = True
@@ -150,7 +150,7 @@ def trained(
     world: Any,
     task: type[Task] = Sums,
     net: type[nn.Module] = Net,
-    strategy: type[Replicas] = Replicas,
+    strategy: type[ReplicatedStrategy] = ReplicatedStrategy,
     stepper: type[Stepper] = Stepper,
     noise: str = "keyed",
     micro: int = 5,
@@ -168,7 +168,7 @@ def trained(
     made = strategy(model.train(), make_optimizer(model, recipe, "cpu"), chosen, world, recipe.clip)
     runner = stepper(task(recipe, None), recipe, world, made, keyed, "train")
     order = Sampler(COUNT, recipe.batch_size, 0, cohort=task.cohort).batch
-    feed = Feed(source(), order, chosen, world.rank, task.cohort, made.equal_counts)
+    feed = BatchLoader(source(), order, chosen, world.rank, task.cohort, made.equal_counts)
     sums = [runner.run(loaded, recipe.lr, []).sums.tolist() for loaded in feed.steps(0, 3)]
     calls = [site.calls for site in keyed.sites.values()] if keyed else []
     state = {name: t.tolist() for name, t in model.state_dict().items()}
@@ -249,14 +249,14 @@ def test_noise_that_nobody_saw_is_no_mean(together: Any, looked: list[Any]) -> N
     ],
 )
 def test_halves_are_cut_between_cohorts(places: list[int], cohort: int, row: int) -> None:
-    assert loss_checks.middle(np.array(places, np.int64), cohort) == row
+    assert loss_checks.middle_row(np.array(places, np.int64), cohort) == row
 
 
 def returns(losses: Any) -> type[Sums]:
     """A task whose loss() is this of the batch's squared errors."""
 
     class Returning(Sums):
-        def loss(self, model: nn.Module, batch: Batch, step: Step) -> Any:
+        def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> Any:
             return losses(self.errors(model, batch, step))
 
     return Returning
@@ -293,9 +293,9 @@ def test_a_part_has_a_name_of_its_own(names: list[str], problem: str, together: 
 
 
 def test_every_field_of_a_row_is_reserved() -> None:
-    loaded = Loaded(Work(0, np.arange(3), {}, 3, [], 0.0))
-    result = Result(loaded, 0.1, ["loss"], torch.ones(1), torch.ones(()))
-    row = step_row(result, {"loss": 1.0}, 1.0, Progress("train"), Stretch("train", 3, 3, 0.1, 1))
+    loaded = LoadedStep(StepWork(0, np.arange(3), {}, 3, [], 0.0))
+    result = StepResult(loaded, 0.1, ["loss"], torch.ones(1), torch.ones(()))
+    row = step_row(result, {"loss": 1.0}, 1.0, Progress("train"), PhaseSchedule("train", 3, 3, 0.1, 1))
     assert row.keys() - {"loss"} <= loss_checks.RESERVED
     loss_checks.refuse_names(["loss"])  # the only part may be called what it is
 
@@ -305,7 +305,7 @@ def test_noise_aside_is_forgotten() -> None:
     site = noise.register("a")
     noise.bind(3, np.arange(4), device)
     before = site.draw()
-    with noise.aside():
+    with noise.preserve_state():
         noise.bind(4, np.arange(2), device)
         assert len(site.draw()) == noise.rows == 2
     assert (site.calls, noise.rows) == (1, 4)

@@ -10,7 +10,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.engine.planning import detect, detect_nvidia
-from isobatch.engine.planning.hardware import GIB, MACHINES, MIB, parse
+from isobatch.engine.planning.hardware import GIB, MACHINES, MIB, parse_hardware
 
 GROUP = "proc/self/cgroup"
 
@@ -40,7 +40,7 @@ def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_counts_are_nodes_times_gpus(text: str, nodes: int, gpus: int, name: str) -> None:
-    machine = parse(text)
+    machine = parse_hardware(text)
     assert (machine.nodes, len(machine.gpus), machine.gpu.name) == (nodes, gpus, name)
     assert machine.devices == nodes * gpus
 
@@ -49,15 +49,15 @@ def test_the_table_holds_what_the_contract_names() -> None:
     named = {"rtx4080-laptop", "rtx4080", "t4", "v100", "a100-40gb", "a100-80gb", "h100", "h200"}
     named |= {"rtx3050-laptop", "rtx4060", "rtx4090"}
     assert set(MACHINES) == named
-    assert {name for name in named if parse(name).gpu.native_bf16} == named - {"t4", "v100"}
-    assert {name for name in named if parse(name).gpu.mobile} == {"rtx4080-laptop", "rtx3050-laptop"}
+    assert {name for name in named if parse_hardware(name).gpu.native_bf16} == named - {"t4", "v100"}
+    assert {name for name in named if parse_hardware(name).gpu.mobile} == {"rtx4080-laptop", "rtx3050-laptop"}
 
 
 def test_cpu_and_apple_machines() -> None:
-    cpu = parse("cpu:2x24gb")
+    cpu = parse_hardware("cpu:2x24gb")
     assert (cpu.kind, cpu.cpus, cpu.ram_bytes, cpu.gpus) == ("cpu", 2, 24 * GIB, ())
-    assert parse("cpu:128x1.5TB").ram_bytes == parse("cpu:128x1536gb").ram_bytes
-    apple = parse("mps:32gb")
+    assert parse_hardware("cpu:128x1.5TB").ram_bytes == parse_hardware("cpu:128x1536gb").ram_bytes
+    apple = parse_hardware("mps:32gb")
     assert (apple.kind, apple.gpu.memory_bytes) == ("mps", 24 * GIB)  # three quarters of the RAM
 
 
@@ -73,7 +73,7 @@ def test_cpu_and_apple_machines() -> None:
 )
 def test_a_wrong_name_is_answered_with_the_nearest(text: str, hint: str) -> None:
     with pytest.raises(UserError, match=hint) as caught:
-        parse(text)
+        parse_hardware(text)
     assert str(caught.value).startswith(f"--hardware {text}")
 
 

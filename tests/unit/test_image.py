@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isobatch.engine.checkpointing.host_buffer import SECTOR, Image
+from isobatch.engine.checkpointing.host_buffer import SECTOR, HostBuffer
 
 KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 KINDS += [torch.int8, torch.uint8, torch.bool]
@@ -35,7 +35,7 @@ def check(path: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 def test_memory_is_used_again_for_larger_and_smaller_files(tmp_path: Path) -> None:
-    image = Image()
+    image = HostBuffer()
     for number, count in enumerate((3, 5000, 7)):
         path = tmp_path / f"{number}.safetensors"
         image.write(path, image.fill(tensors(count)))
@@ -44,7 +44,7 @@ def test_memory_is_used_again_for_larger_and_smaller_files(tmp_path: Path) -> No
 
 
 def test_the_layout_is_safetensors_own(tmp_path: Path) -> None:
-    image, state = Image(), {"b": torch.ones(3), "a": torch.zeros(2, dtype=torch.int64)}
+    image, state = HostBuffer(), {"b": torch.ones(3), "a": torch.zeros(2, dtype=torch.int64)}
     image.write(tmp_path / "ours.safetensors", image.fill(state))
     save_file(state, tmp_path / "theirs.safetensors")
     assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
@@ -61,12 +61,12 @@ def test_a_file_system_that_wants_the_page_cache_gets_it(
         return plain(path, flags, *rest)
 
     monkeypatch.setattr(os, "open", refuse)
-    image = Image()
+    image = HostBuffer()
     image.write(tmp_path / "x.safetensors", image.fill(tensors(100)))
     check(tmp_path / "x.safetensors", tensors(100))
 
 
 def test_other_errors_are_not_hidden(tmp_path: Path) -> None:
-    image = Image()
+    image = HostBuffer()
     with pytest.raises(FileNotFoundError):
         image.write(tmp_path / "nowhere" / "x.safetensors", image.fill(tensors(1)))

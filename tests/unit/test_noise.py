@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import (
-    CalledTwice,
     KeyedDropout,
     KeyedNoise,
-    NotPerSample,
+    NotPerSampleError,
+    RepeatedDropoutError,
     _hash_formula,
-    drop,
+    apply_mask,
     hash_bits,
     keep_mask,
 )
@@ -214,7 +214,7 @@ def test_dropout_keeps_the_mean() -> None:
 
 
 def test_the_scale_makes_up_for_the_rounding_of_the_probability() -> None:
-    y = drop(torch.ones(1, 2), torch.tensor([[True, False]]), 0.1)
+    y = apply_mask(torch.ones(1, 2), torch.tensor([[True, False]]), 0.1)
     assert y.tolist() == [[pytest.approx(65536 / (65536 - 6554)), 0.0]]  # round(6553.6) = 6554
 
 
@@ -230,7 +230,9 @@ def test_dropout_rests_in_evaluation_and_at_zero() -> None:
 
 
 def test_an_input_without_a_row_per_sample_is_refused() -> None:
-    with pytest.raises(NotPerSample, match=r"dropout layer sees a tensor of shape \(6, 4\).* of 3 samples"):
+    with pytest.raises(
+        NotPerSampleError, match=r"dropout layer sees a tensor of shape \(6, 4\).* of 3 samples"
+    ):
         dropped(torch.ones(6, 4), [1, 2, 3])
 
 
@@ -324,5 +326,5 @@ def test_recomputing_a_module_called_twice_is_refused() -> None:
     out = checkpoint(
         model, torch.ones(4, 5, requires_grad=True), use_reentrant=False, preserve_rng_state=False
     )
-    with pytest.raises(CalledTwice, match="called several times"):
+    with pytest.raises(RepeatedDropoutError, match="called several times"):
         out.sum().backward()

@@ -190,4 +190,6 @@ def test_any_word_is_a_value_or_one_refusal(word: str, name: str) -> None:
         value = opt.convert(FLAGS[name], word)
     except UserError:
         return
-    assert opt.convert(FLAGS[name], opt.plain(value)) == value  # what recipe.json holds gives the value again
+    assert (
+        opt.convert(FLAGS[name], opt.to_json_value(value)) == value
+    )  # what recipe.json holds gives the value again

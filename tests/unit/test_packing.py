@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.core.errors import UserError
-from isobatch.engine.loading.microbatching import Budget, cut
+from isobatch.engine.loading.microbatching import MicroBatchBudget, make_micro_batches
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.engine.training.packing import Layout, Packing
+from isobatch.engine.training.packing import PackedLayout, SamplePacking
 from isobatch.engine.training.train_step import checkpoint_activations
 from isobatch.models.causal_lm import chunked_cross_entropy
 from isobatch.tests.unit.test_planner import GPT2, TEXTS, planned
@@ -57,7 +57,7 @@ def learnt(family: str, packed: bool, checkpointed: bool = False) -> tuple[float
     key_dropout(model, noise)
     if checkpointed:
         checkpoint_activations(model, keyed=True)
-    packing = Packing(model, noise) if packed else None
+    packing = SamplePacking(model, noise) if packed else None
     model.train()
     noise.bind(5, np.array([8, 2, 31, 4]), CPU)
     if packing:
@@ -85,7 +85,7 @@ def test_only_real_tokens_are_computed() -> None:
     model = made("gpt2").eval()
     seen: list[torch.Size] = []
     model.transformer.h[0].mlp.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape))
-    packing = Packing(model, None)
+    packing = SamplePacking(model, None)
     packing.bind(LENGTHS)
     out = model(input_ids=batch()[0]).logits
     packing.bind(None)
@@ -98,18 +98,18 @@ def test_only_real_tokens_are_computed() -> None:
 
 def test_a_forward_that_fails_leaves_no_trace() -> None:
     model = made("gpt2").eval()
-    packing = Packing(model, None)
+    packing = SamplePacking(model, None)
     packing.bind(LENGTHS)
     with pytest.raises(IndexError):
         model(input_ids=batch()[0] + 1000)
-    assert Packing.forwarding == 0
+    assert SamplePacking.forwarding == 0
     with pytest.raises(UserError, match="more than tokens"):
         model(input_ids=batch()[0], attention_mask=torch.ones(4, 12))
-    assert Packing.forwarding == 0
+    assert SamplePacking.forwarding == 0
 
 
 def test_there_and_back() -> None:
-    layout = Layout(LENGTHS, 12, CPU)
+    layout = PackedLayout(LENGTHS, 12, CPU)
     x = torch.randn(4, 12, 5)
     packed = layout.take(x)
     assert packed.shape == (1, LENGTHS.sum(), 5)
@@ -120,16 +120,16 @@ def test_there_and_back() -> None:
 
 def test_packed_rows_are_cut_by_their_tokens() -> None:
     lengths = np.array([100, 10, 10, 10, 50, 40, 30, 30, 20])
-    budget = Budget(samples=100, tokens=150, packed=True)
+    budget = MicroBatchBudget(samples=100, tokens=150, packed=True)
     for world in (1, 2):
-        ranks = cut(lengths, world, budget)
+        ranks = make_micro_batches(lengths, world, budget)
         micros = [m for rank in ranks for m in rank]
-        assert sorted(np.concatenate([m.places for m in micros])) == list(range(9))
-        assert all(lengths[m.places].sum() <= 150 for m in micros)
-    assert len(cut(lengths, 1, budget)[0]) == 2  # 300 tokens; padded rows of 150 take more
-    assert len(cut(lengths, 1, Budget(samples=100, tokens=150))[0]) > 2
-    few = cut(lengths, 1, Budget(samples=2, tokens=1000, packed=True))[0]
-    assert max(len(m.places) for m in few) == 2
+        assert sorted(np.concatenate([m.positions for m in micros])) == list(range(9))
+        assert all(lengths[m.positions].sum() <= 150 for m in micros)
+    assert len(make_micro_batches(lengths, 1, budget)[0]) == 2  # 300 tokens; padded rows of 150 take more
+    assert len(make_micro_batches(lengths, 1, MicroBatchBudget(samples=100, tokens=150))[0]) > 2
+    few = make_micro_batches(lengths, 1, MicroBatchBudget(samples=2, tokens=1000, packed=True))[0]
+    assert max(len(m.positions) for m in few) == 2
 
 
 def test_the_plan_says_what_padding_is_left() -> None:

@@ -11,13 +11,13 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.engine.planning.hardware import GIB, MACHINES, Hardware, parse
-from isobatch.engine.planning.planner import frontier, make_plan, smaller
-from isobatch.models.base import Shape
+from isobatch.engine.planning.hardware import GIB, MACHINES, Hardware, parse_hardware
+from isobatch.engine.planning.planner import batch_size_frontier, make_plan, with_smaller_budget
+from isobatch.models.base import ModelSize
 from isobatch.models.causal_lm.adapters import BYTES
 from isobatch.models.causal_lm.model_sizes import CHUNK_BYTES
 
-GPT2 = Shape(
+GPT2 = ModelSize(
     parameters=124_439_808,
     trainable=124_439_808,
     layers=12,
@@ -26,7 +26,7 @@ GPT2 = Shape(
     intermediate=3072,
     vocabulary=50257,
 )
-TINY = Shape(
+TINY = ModelSize(
     parameters=1_000_000,
     trainable=1_000_000,
     layers=4,
@@ -35,8 +35,10 @@ TINY = Shape(
     intermediate=512,
     vocabulary=1000,
 )
-BERT6 = Shape(parameters=66_400_000, trainable=66_400_000, layers=6, hidden=768, heads=12, intermediate=3072)
-SEVEN_B = Shape(
+BERT6 = ModelSize(
+    parameters=66_400_000, trainable=66_400_000, layers=6, hidden=768, heads=12, intermediate=3072
+)
+SEVEN_B = ModelSize(
     parameters=6_738_000_000,
     trainable=6_738_000_000,
     layers=32,
@@ -47,13 +49,13 @@ SEVEN_B = Shape(
 )
 TEXTS = Facts(fingerprint="0", folder="", samples={"train": 10_000}, lengths=tuple(range(64, 129)))
 BLOCKS = Facts(fingerprint="0", folder="", samples={"train": 10_000}, lengths=(1024,) * 65)
-LAPTOP = parse("rtx4080-laptop")
+LAPTOP = parse_hardware("rtx4080-laptop")
 
 
-def planned(machine: str | Hardware, shape: Shape = GPT2, facts: Facts = TEXTS, **asked: Any) -> Plan:
+def planned(machine: str | Hardware, shape: ModelSize = GPT2, facts: Facts = TEXTS, **asked: Any) -> Plan:
     recipe = Recipe(task="causal-lm", **asked.pop("recipe", {}))
     extra = {name: asked.pop(name) for name in ("world", "foreign_noise") if name in asked}
-    hardware = parse(machine) if isinstance(machine, str) else machine
+    hardware = parse_hardware(machine) if isinstance(machine, str) else machine
     return make_plan(recipe, facts, shape, hardware, PlanOptions(**asked), **extra)
 
 
@@ -72,7 +74,7 @@ WITH_QLORA = dataclasses.replace(
     trainable=19_988_480,
     head_bytes=CHUNK_BYTES,
     weight_bytes=4.0 * SEVEN_B.parameters - (4 - BYTES[4]) * ROUNDED + 4 * 19_988_480,
-    whole="bitsandbytes' weights cannot be cut",
+    why_unshardable="bitsandbytes' weights cannot be cut",
 )
 """Llama's 7B in 4 bits with LoRA of rank 8 on all its matrices."""
 CARDS = [
@@ -135,9 +137,9 @@ def test_a_tiny_model_with_a_small_batch_takes_one_gpu_or_a_few_of_one_node(mach
     assert plan.micro_batch_tokens == 32 * 128  # the whole batch at once
 
 
-@pytest.mark.parametrize("shape", [GPT2, TINY, Shape(parameters=5_000_000, trainable=5_000_000)])
+@pytest.mark.parametrize("shape", [GPT2, TINY, ModelSize(parameters=5_000_000, trainable=5_000_000)])
 @pytest.mark.parametrize("machine", [row[0] for row in DECISIONS])
-def test_every_field_has_its_reason_in_one_sentence(machine: str, shape: Shape) -> None:
+def test_every_field_has_its_reason_in_one_sentence(machine: str, shape: ModelSize) -> None:
     plan = planned(machine, shape)
     fields = {field.name for field in dataclasses.fields(Plan)} - {"reasons"}
     assert set(plan.reasons) == fields
@@ -173,7 +175,7 @@ def test_several_nodes_are_used_where_the_batch_feeds_them() -> None:
 @pytest.mark.parametrize("machine", ["rtx4080-laptop", "t4", "v100", "a100-40gb"])
 def test_the_prediction_stays_under_four_fifths_of_the_memory(machine: str) -> None:
     plan = planned(machine, facts=BLOCKS, recipe={"batch_size": 512})
-    assert plan.predicted_peak_memory_bytes <= 0.8 * parse(machine).gpu.memory_bytes
+    assert plan.predicted_peak_memory_bytes <= 0.8 * parse_hardware(machine).gpu.memory_bytes
     assert 1024 <= plan.micro_batch_tokens < 512 * 1024
     assert "GiB" in plan.reasons["micro_batch_tokens"]
 
@@ -227,10 +229,10 @@ def test_after_an_out_of_memory_the_budget_halves_down_to_one_sample() -> None:
     seen = []
     while not plan.activation_checkpointing:
         seen.append((plan.micro_batch_samples, plan.micro_batch_tokens))
-        plan = smaller(plan, recipe, TEXTS)
+        plan = with_smaller_budget(plan, recipe, TEXTS)
     assert seen == [(8, 1024), (4, 512), (2, 256), (1, 128)]
     with pytest.raises(TrainingError, match="one sample of 128 tokens"):
-        smaller(plan, recipe, TEXTS)
+        with_smaller_budget(plan, recipe, TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_after_an_out_of_memory_the_budget_halves_down_to_one_sample() -> None:
     ],
 )
 def test_what_cannot_be_had_is_refused_in_one_line(
-    machine: str, shape: Shape, asked: dict[str, Any], message: str
+    machine: str, shape: ModelSize, asked: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
         planned(machine, shape, **asked)
@@ -280,7 +282,7 @@ def test_noise_outranks_precision_and_compiling_ends_exactness() -> None:
 
 
 def test_a_matrix_unit_makes_bf16_the_choice_on_a_cpu() -> None:
-    cpu = parse("cpu:8x64gb")
+    cpu = parse_hardware("cpu:8x64gb")
     assert planned(dataclasses.replace(cpu, cpu_bf16=True)).precision == "fp32"
     assert planned(dataclasses.replace(cpu, cpu_bf16=True, cpu_amx=True)).precision == "bf16"
     assert "5 times slower" in planned(cpu, precision="bf16").reasons["precision"]
@@ -314,7 +316,7 @@ def test_a_formed_world_is_taken_even_where_one_process_would_be_faster() -> Non
     assert plan.processes == 8
     assert "one process would be faster" in plan.reasons["processes"]
     assert planned("8xh100", world=16).nodes == 2
-    seen = dataclasses.replace(parse("8xh100"), nodes=2, source="detected")
+    seen = dataclasses.replace(parse_hardware("8xh100"), nodes=2, source="detected")
     assert planned(seen, world=8).nodes == 2  # four processes on each of two nodes
 
 
@@ -364,7 +366,7 @@ def test_planning_is_pure() -> None:
 
 def test_the_frontier_counts_fewer_updates_and_hours_as_the_batch_grows() -> None:
     recipe = Recipe(task="causal-lm", batch_size=32)
-    points = frontier(recipe, TEXTS, BERT6, parse("8xh100"), PlanOptions())
+    points = batch_size_frontier(recipe, TEXTS, BERT6, parse_hardware("8xh100"), PlanOptions())
     assert [point["batch_size"] for point in points] == [32, 64, 128, 256]
     assert [point["updates_per_epoch"] for point in points] == [
         313,

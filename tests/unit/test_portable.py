@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isobatch.core.errors import TrainingError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.checkpointing.portable_state import Entry
+from isobatch.engine.checkpointing.portable_state import TensorEntry
 from isobatch.engine.optimization.optimizers import make_optimizer
 from isobatch.tests.unit.helpers import Held, network, same, train
 
@@ -22,7 +22,7 @@ SIZES = st.dictionaries(st.text("abc/.", min_size=1, max_size=6), st.integers(0,
 
 @given(SIZES, st.integers(1, 5))
 def test_shares_hold_every_element_once_and_are_even(sizes: dict[str, int], world: int) -> None:
-    shares = [list(portable_state.share(sizes, rank, world)) for rank in range(world)]
+    shares = [list(portable_state.element_ranges(sizes, rank, world)) for rank in range(world)]
     for name, size in sizes.items():
         covered = [i for share in shares for n, start, stop in share if n == name for i in range(start, stop)]
         assert covered == list(range(size))
@@ -32,7 +32,7 @@ def test_shares_hold_every_element_once_and_are_even(sizes: dict[str, int], worl
 
 def test_shares_by_hand() -> None:
     # 7 + 4 = 11 elements on 3 ranks: borders at 0, 3, 7, 11.
-    found = [list(portable_state.share({"a": 7, "b": 4}, rank, 3)) for rank in range(3)]
+    found = [list(portable_state.element_ranges({"a": 7, "b": 4}, rank, 3)) for rank in range(3)]
     assert found == [[("a", 0, 3)], [("a", 3, 7)], [("b", 0, 4)]]
 
 
@@ -40,9 +40,9 @@ def test_shares_by_hand() -> None:
 def test_pieces_are_the_elements_that_the_share_names(sizes: dict[str, int], world: int) -> None:
     tensors = {name: torch.arange(float(size)).reshape(-1, 1) for name, size in sizes.items()}
     for rank in range(world):
-        state = portable_state.shared(tensors, rank, world)
-        assert state.entries == {name: Entry((size, 1), "float32") for name, size in sizes.items()}
-        share = portable_state.share(sizes, rank, world)
+        state = portable_state.rank_share(tensors, rank, world)
+        assert state.entries == {name: TensorEntry((size, 1), "float32") for name, size in sizes.items()}
+        share = portable_state.element_ranges(sizes, rank, world)
         for piece, (name, start, stop) in zip(state.pieces, share, strict=True):
             assert (piece.name, piece.start) == (name, start)
             assert piece.values.tolist() == list(range(start, stop))
@@ -67,7 +67,7 @@ def test_up_to_512_ranks_share_the_bytes_evenly() -> None:
     tensors = large()
     total = sum(t.nbytes for t in tensors.values())
     for world in (1, 2, 8, 64, 512):
-        shares = [portable_state.shared(tensors, rank, world).pieces for rank in range(world)]
+        shares = [portable_state.rank_share(tensors, rank, world).pieces for rank in range(world)]
         written = [sum(piece.values.nbytes for piece in pieces) for pieces in shares]
         assert sum(written) == total
         assert all(abs(count - total / world) <= 4 for count in written)  # one fp32 number
@@ -77,7 +77,7 @@ def test_state_is_what_training_changes() -> None:
     net = network()
     optimizer = make_optimizer(net, Recipe(task="t"), "cpu")
     train(net, optimizer, 0, 1)
-    found = portable_state.whole(net, optimizer)
+    found = portable_state.collect_state(net, optimizer)
     trained = ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
     buffers = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     moments = [f"moment/{kind}/{name}" for name in trained for kind in ("step", "exp_avg", "exp_avg_sq")]
@@ -89,14 +89,14 @@ def test_state_put_into_another_model_is_its_state(kind: Any) -> None:
     nets = network(), network(seed=1)
     optimizers = [make_optimizer(net, Recipe(task="t", optimizer=kind), "cpu") for net in nets]
     train(nets[0], optimizers[0], 0, 2)
-    wanted = portable_state.whole(nets[0], optimizers[0])
-    portable_state.put_weights(Held(wanted), nets[1])
-    portable_state.put_moments(Held(wanted), nets[1], optimizers[1])
-    assert same(portable_state.whole(nets[1], optimizers[1]), wanted)
+    wanted = portable_state.collect_state(nets[0], optimizers[0])
+    portable_state.load_weights(Held(wanted), nets[1])
+    portable_state.load_moments(Held(wanted), nets[1], optimizers[1])
+    assert same(portable_state.collect_state(nets[1], optimizers[1]), wanted)
 
 
 def bare(net: nn.Module) -> dict[str, Tensor]:
-    return portable_state.whole(net, torch.optim.SGD(net.parameters()))
+    return portable_state.collect_state(net, torch.optim.SGD(net.parameters()))
 
 
 def test_another_models_names_are_refused() -> None:
@@ -105,7 +105,7 @@ def test_another_models_names_are_refused() -> None:
     del state["weight/2.bias"]
     state["weight/3.bias"] = torch.zeros(2)
     with pytest.raises(TrainingError, match=r"not this model's: 2.bias, 3.bias \(2 names\)"):
-        portable_state.put_weights(Held(state), net)
+        portable_state.load_weights(Held(state), net)
 
 
 def test_another_models_shapes_are_refused_before_anything_is_changed() -> None:
@@ -114,5 +114,5 @@ def test_another_models_shapes_are_refused_before_anything_is_changed() -> None:
     state = {name: t + 1 for name, t in bare(net).items()}
     state["weight/2.bias"] = torch.zeros(1)  # would be broadcast
     with pytest.raises(TrainingError, match=r"2.bias has shape \(1,\), and this model's \(2,\)"):
-        portable_state.put_weights(Held(state), net)
+        portable_state.load_weights(Held(state), net)
     assert same(dict(net.state_dict()), before)

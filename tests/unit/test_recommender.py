@@ -244,15 +244,15 @@ def test_the_shape_counts_every_parameter(tmp_path: Path) -> None:
         facts = SimpleNamespace(extra={"users": USERS, "items": ITEMS}, folder=str(tmp_path))
         made = RecommenderNet(catalogue(), DIM, (12, 6), head, None, user_bias=loss == "bce")
         count = sum(p.numel() for p in made.parameters())
-        assert task.shape(facts).parameters == pytest.approx(count, abs=DIM // 2)
+        assert task.model_size(facts).parameters == pytest.approx(count, abs=DIM // 2)
 
 
 def test_no_gradient_for_lora_is_an_error() -> None:
-    from isobatch.models.base import Step
+    from isobatch.models.base import StepContext
 
     task, model = recommender(), net()
-    assert task.observe(model, Step(0, "lora", None, of=5)) == {"lora_grad_norm": 0.0}  # type: ignore[arg-type]
-    step = Step(4, "lora", None, of=5)  # type: ignore[arg-type]
+    assert task.observe(model, StepContext(0, "lora", None, total_steps=5)) == {"lora_grad_norm": 0.0}  # type: ignore[arg-type]
+    step = StepContext(4, "lora", None, total_steps=5)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="LoRA gets no gradient"):
         task.observe(model, step)
     model.train()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobatch.engine.loading.permutation import permute
-from isobatch.engine.loading.sampler import LENGTH_WINDOW, Sampler, chain, quotas
+from isobatch.engine.loading.sampler import LENGTH_WINDOW, Sampler, divide_by_shares, extend_chain
 
 
 def epoch(sampler: Sampler, number: int) -> list[np.ndarray]:
@@ -108,7 +108,7 @@ def of_set(sampler: Sampler, number: int, samples: np.ndarray) -> np.ndarray:
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.integers(1, 10**6))
 def test_quotas_are_the_shares_to_within_one(shares: list[float], count: int) -> None:
-    found = quotas(shares, count)
+    found = divide_by_shares(shares, count)
     assert sum(found) == count
     assert all(
         abs(q - count * share / sum(shares)) < 1 + 1e-6 for q, share in zip(found, shares, strict=True)
@@ -116,11 +116,11 @@ def test_quotas_are_the_shares_to_within_one(shares: list[float], count: int) ->
 
 
 def test_what_rounding_leaves_goes_to_those_that_lost_most() -> None:
-    assert quotas([0.7, 0.3], 10) == [7, 3]
-    assert quotas([1, 1, 1], 10) == [4, 3, 3]  # 3.33 each, and the first of equals
-    assert quotas([5, 3, 2], 11) == [6, 3, 2]  # 5.5, 3.3, 2.2
-    assert quotas([7, 3], 1) == [1, 0]
-    assert quotas([3.0, 10.0, 20.0], 33) == [3, 10, 20]  # by size: all of each
+    assert divide_by_shares([0.7, 0.3], 10) == [7, 3]
+    assert divide_by_shares([1, 1, 1], 10) == [4, 3, 3]  # 3.33 each, and the first of equals
+    assert divide_by_shares([5, 3, 2], 11) == [6, 3, 2]  # 5.5, 3.3, 2.2
+    assert divide_by_shares([7, 3], 1) == [1, 0]
+    assert divide_by_shares([3.0, 10.0, 20.0], 33) == [3, 10, 20]  # by size: all of each
 
 
 @given(SETS, st.integers(1, 20), st.integers(0, 2**63 - 1), st.sampled_from([1.0, 0.6, 0.1]))
@@ -190,13 +190,13 @@ def test_a_mixture_of_a_fraction_keeps_its_subset() -> None:
 
 
 def test_the_chain_names_one_order() -> None:
-    one = chain(chain("", np.array([1, 2])), np.array([3]))
-    assert one == chain(chain("", np.array([1, 2], np.int32)), np.array([3], np.uint16))
+    one = extend_chain(extend_chain("", np.array([1, 2])), np.array([3]))
+    assert one == extend_chain(extend_chain("", np.array([1, 2], np.int32)), np.array([3], np.uint16))
     others = [
-        chain(chain("", np.array([2, 1])), np.array([3])),
-        chain(chain("", np.array([3])), np.array([1, 2])),
-        chain("", np.array([1, 2, 3])),
-        chain(chain("", np.array([1, 2])), np.array([4])),
+        extend_chain(extend_chain("", np.array([2, 1])), np.array([3])),
+        extend_chain(extend_chain("", np.array([3])), np.array([1, 2])),
+        extend_chain("", np.array([1, 2, 3])),
+        extend_chain(extend_chain("", np.array([1, 2])), np.array([4])),
     ]
     assert one not in others
     assert len({*others, one}) == 5
@@ -210,4 +210,4 @@ def test_the_order_is_frozen() -> None:
     assert Sampler(93, 6, seed=0, lengths=np.arange(93) % 7).batch(20).tolist() == [19, 61, 68, 12, 75, 82]
     parts = ((33, 0.7), (60, 0.3))
     assert Sampler(93, 6, seed=0, parts=parts).batch(20).tolist() == [20, 0, 42, 6, 21, 45]
-    assert chain("", np.arange(3)) == "ab25350e3e65efeb"
+    assert extend_chain("", np.arange(3)) == "ab25350e3e65efeb"

@@ -8,8 +8,8 @@ from transformers import GPT2Config
 from isobatch.core.facts import Facts
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.engine.planning.alternatives import savings
-from isobatch.engine.planning.hardware import parse
+from isobatch.engine.planning.alternatives import memory_alternatives
+from isobatch.engine.planning.hardware import parse_hardware
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
 
@@ -36,9 +36,9 @@ def peaks(tmp_path):  # type: ignore[no-untyped-def]
     def of(**options):  # type: ignore[no-untyped-def]
         recipe = Recipe(task="causal-lm", model=str(tmp_path), batch_size=8, max_length=256, options=options)
         make = lambda one: workload("causal-lm").make(one)[0]  # noqa: E731
-        shape = make(recipe).shape(facts)
-        plan = make_plan(recipe, facts, shape, parse("rtx4060"), PlanOptions())
-        rows = savings(make, recipe, facts, shape, plan)
+        shape = make(recipe).model_size(facts)
+        plan = make_plan(recipe, facts, shape, parse_hardware("rtx4060"), PlanOptions())
+        rows = memory_alternatives(make, recipe, facts, shape, plan)
         assert rows[0] == {**rows[0], "flags": "", "peak_memory_bytes": plan.predicted_peak_memory_bytes}
         assert all(row.keys() == {"flags", "peak_memory_bytes", "remark"} for row in rows)
         return {row["flags"]: row["peak_memory_bytes"] for row in rows}

@@ -13,7 +13,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.optimizers import learning_rate
-from isobatch.engine.optimization.schedule import Alarm, stretches
+from isobatch.engine.optimization.schedule import SaveTimer, phase_schedules
 from isobatch.models.base import Phase
 
 TWO = [Phase(name="freeze", epochs=1.0), Phase(name="tune", epochs=0.5, lr=1e-5)]
@@ -69,7 +69,7 @@ def test_a_rate_is_never_negative_nor_above_the_peak(
 
 
 def lengths(made: Recipe, per_epoch: int = 10) -> dict[str, int]:
-    return {s.name: s.steps for s in stretches(made, TWO, per_epoch)}
+    return {s.name: s.steps for s in phase_schedules(made, TWO, per_epoch)}
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_a_whole_number_of_epochs_is_not_rounded_up_by_float_noise() -> None:
 
 
 def test_a_phase_has_its_own_rate_and_shares_the_intervals() -> None:
-    freeze, tune = stretches(recipe(lr=0.5), TWO, 10)
+    freeze, tune = phase_schedules(recipe(lr=0.5), TWO, 10)
     assert (freeze.lr, tune.lr) == (0.5, 1e-5)
     assert (freeze.eval_every, tune.eval_every) == (10, 10)  # once an epoch
-    (one, _) = stretches(recipe(eval_every=Interval(0.25, "epochs")), TWO, 10)
+    (one, _) = phase_schedules(recipe(eval_every=Interval(0.25, "epochs")), TWO, 10)
     assert one.eval_every == 2  # round(2.5) is 2
 
 
@@ -113,19 +113,19 @@ def test_a_phase_has_its_own_rate_and_shares_the_intervals() -> None:
 )
 def test_what_a_task_has_no_phases_for(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
-        stretches(recipe(**values), TWO, 10)
+        phase_schedules(recipe(**values), TWO, 10)
 
 
 def test_an_alarm_by_steps_is_the_same_on_every_rank() -> None:
     for clock in (0.0, 1e6):
-        alarm = Alarm(Interval(3, "steps"), 10, clock)
+        alarm = SaveTimer(Interval(3, "steps"), 10, clock)
         assert [step for step in range(1, 10) if alarm.due_at(step)] == [3, 6, 9]
         assert not alarm.due_by(clock + 1e9)
-    assert Alarm(Interval(0.5, "epochs"), 10, 0.0).due_at(5)
+    assert SaveTimer(Interval(0.5, "epochs"), 10, 0.0).due_at(5)
 
 
 def test_an_alarm_by_the_clock() -> None:
-    alarm = Alarm(Interval(10, "minutes"), 10, clock=1000.0)
+    alarm = SaveTimer(Interval(10, "minutes"), 10, clock=1000.0)
     assert not alarm.due_at(10)
     assert not alarm.due_by(1000 + 599)
     assert alarm.due_by(1000 + 600)  # 10 minutes are 600 s

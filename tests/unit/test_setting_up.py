@@ -10,7 +10,7 @@ import pytest
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.data.base import DataError, Ragged, save
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.auto import _print_outcome
 from isobatch.launch.commands.evaluate import evaluate
 from isobatch.launch.local.arguments import request
@@ -37,7 +37,7 @@ def ask(folder: Path, *words: str):  # type: ignore[no-untyped-def]
     return request(["--task", f"{folder / 'own.py'}:Line", "--out", str(folder / "runs"), *words], "auto")
 
 
-def made(folder: Path) -> Run:
+def made(folder: Path) -> RunFolder:
     asked = ask(folder)
     return create_run(
         asked,
@@ -62,7 +62,7 @@ def test_the_last_line(
     metrics = {"loss": 0.5} if split else {}
     summary = {"status": "done", "steps": 3, "split": split, "metrics": metrics}
     atomic_files.write_json(tmp_path / "summary.json", summary)
-    _print_outcome(Run(tmp_path))
+    _print_outcome(RunFolder(tmp_path))
     assert capsys.readouterr().out.endswith(line.removeprefix("x"))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.engine.runs.run_folder import Run
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import split
 from isobatch.launch.slurm import client, sbatch_script, time_limit
 from isobatch.launch.slurm.command import SlurmOptions, _joined, refuse_if_in_a_job
@@ -183,7 +183,7 @@ def test_the_job_starts_where_it_was_asked_for() -> None:
 
 
 def test_a_run_that_is_in_a_job_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     (tmp_path / "slurm").mkdir()
     atomic_files.write_json(tmp_path / "slurm" / "job.json", {"job": "7"})
     monkeypatch.setattr(client, "states", lambda jobs: {"7": "RUNNING"})
@@ -225,7 +225,7 @@ def test_arrays_are_seeds() -> None:
 
 
 def test_the_lead_is_measured_where_it_can_be(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     assert time_limit.seconds_to_stop(run) is None
     run.metrics.write_text('{"step_seconds": 2}\n{"step_seconds": 4}\n{"split": "valid"}\n{"step_sec')
     assert time_limit.seconds_to_stop(run) == time_limit.LEAVING_SECONDS + 12
@@ -372,7 +372,7 @@ def test_the_script_is_printed_and_its_run_is_ready(cli: Cli, tmp_path: Path) ->
     words = ["slurm", "--task", LINE, "--cpu", "--nodes", "2", "--time", "00:03:00", "--name", "r"]
     done = cli(*words, env={"PATH": "/usr/bin/nowhere"})
     assert done.code == 0, done.err
-    run = Run.open(tmp_path / "runs" / "r")
+    run = RunFolder.open(tmp_path / "runs" / "r")
     assert done.out == (run.folder / "slurm" / "job.sh").read_text()
     assert plan_for(run, 2, atomic_files.read_json(run.folder / "slurm" / "request.json")).processes == 2
     assert plan_for(run, 1, atomic_files.read_json(run.folder / "slurm" / "request.json")).processes == 1

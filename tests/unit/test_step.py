@@ -16,16 +16,16 @@ from isobatch.core.errors import TrainingError
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.loading.loader import Feed
+from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.optimization.optimizers import make_optimizer
 from isobatch.engine.strategies import replicated as replicas_module
-from isobatch.engine.strategies.replicated import SCALE_START, Replicas
+from isobatch.engine.strategies.replicated import SCALE_START, ReplicatedStrategy
 from isobatch.engine.training.train_step import Stepper
 from isobatch.models import base
-from isobatch.models.base import Batch, Loss, Step, Task
+from isobatch.models.base import Batch, Loss, StepContext, Task
 from isobatch.tests.unit.helpers import Held, plan
 
 VOCABULARY, COUNT = 11, 40
@@ -66,7 +66,7 @@ class Tiny(Task):
     def build_model(self, facts: Any) -> nn.Module:
         return Model()
 
-    def loss(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         logits = model(batch["tokens"], batch["length"])[:, :-1]
         targets = batch["tokens"][:, 1:].clone()
         targets[torch.arange(targets.shape[1]) >= batch["length"][:, None] - 1] = -100
@@ -84,14 +84,14 @@ def replicas(
     world: Any,
     made: nn.Module,
     recipe: Recipe = RECIPE,
-    kind: type[Replicas] = Replicas,
+    kind: type[ReplicatedStrategy] = ReplicatedStrategy,
     **changes: Any,
-) -> Replicas:
+) -> ReplicatedStrategy:
     chosen = plan(**{"processes": world.size, "micro_batch_tokens": 40, **changes})
     return kind(made, make_optimizer(made, recipe, "cpu"), chosen, world, recipe.clip)
 
 
-def stepper(strategy: Replicas, recipe: Recipe = RECIPE) -> Stepper:
+def stepper(strategy: ReplicatedStrategy, recipe: Recipe = RECIPE) -> Stepper:
     noise = KeyedNoise(recipe.seed)
     key_dropout(strategy.raw, noise)
     strategy.raw.train()
@@ -108,7 +108,7 @@ def trained(
         strategy = replicas(world, models[world.rank], recipe, **changes)
         runner = stepper(strategy, recipe)
         sampler = Sampler(COUNT, recipe.batch_size, recipe.seed)
-        feed = Feed(source(), sampler.batch, strategy.plan, world.rank, 1, strategy.equal_counts)
+        feed = BatchLoader(source(), sampler.batch, strategy.plan, world.rank, 1, strategy.equal_counts)
         found: dict[str, Any] = {"sums": [], "norms": [], "votes": [], "scale": []}
         for loaded in feed.steps(0, steps):
             result = runner.run(loaded, recipe.lr, [float(world.rank == 1), 1.0])
@@ -122,7 +122,7 @@ def trained(
     return part
 
 
-class Counting(Replicas):
+class Counting(ReplicatedStrategy):
     """Computes dummies, as ZeRO 3 must, and writes down what it is told of."""
 
     equal_counts = True
@@ -241,7 +241,7 @@ def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(together: Any) -> 
         made = model()
         runner = stepper(strategy := replicas(world, made, recipe), recipe)
         made.eval()  # without dropout, so that the sum can be taken here
-        (loaded,) = Feed(rows, lambda _: samples, strategy.plan, 0).steps(0, 1)
+        (loaded,) = BatchLoader(rows, lambda _: samples, strategy.plan, 0).steps(0, 1)
         result = runner.run(loaded, 0.0, [])
         total = 0.0
         for i in samples:
@@ -272,7 +272,7 @@ class Tied(Model):
         self.out.weight = self.embedding.weight
 
 
-class Tables(Replicas):
+class Tables(ReplicatedStrategy):
     """Embeddings' gradients as torch has them, a whole table for each micro-batch."""
 
     def _gather_rows(self, yes: bool) -> None:
@@ -285,13 +285,13 @@ def test_rows_that_were_read_make_the_gradient_of_the_table(
     size: int, kind: type[nn.Module], together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "Model", kind)
-    rows, tables = (together(size, trained(kind=k)).values[0] for k in (Replicas, Tables))
+    rows, tables = (together(size, trained(kind=k)).values[0] for k in (ReplicatedStrategy, Tables))
     assert rows["norms"] == pytest.approx(tables["norms"], rel=1e-5)
     for name, weight in tables["weights"].items():
         torch.testing.assert_close(rows["weights"][name], weight, rtol=1e-5, atol=1e-6)
 
 
-class ByRows(Replicas):
+class ByRows(ReplicatedStrategy):
     """Its embedding moves by the rows that were read."""
 
     def __init__(self, model: nn.Module, _: Any, plan: Any, world: Any, clip: float) -> None:
@@ -326,7 +326,7 @@ def test_by_rows_only_what_was_read_moves_as_adam_moves_it() -> None:
     assert set(optimizer.state[table.weight]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-class Doubled(nn.Linear, base.Held):
+class Doubled(nn.Linear, base.CachedWeightTransform):
     """Computes with twice its weight, and counts how often it was doubled."""
 
     leaf: Tensor | None = None
@@ -356,9 +356,9 @@ def test_what_is_held_is_made_once_a_step_and_learns_the_same(
     together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "Model", Holding)
-    made: list[Replicas] = []
+    made: list[ReplicatedStrategy] = []
 
-    class Kept(Replicas):
+    class Kept(ReplicatedStrategy):
         def __init__(self, *words: Any) -> None:
             super().__init__(*words)
             made.append(self)
@@ -376,7 +376,7 @@ def test_half_a_step_leaves_no_gradient_behind(together: Any, monkeypatch: pytes
         runner = stepper(strategy := replicas(world, Holding()))
         monkeypatch.setattr(Tiny, "loss", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            runner.backward(next(iter(Feed(source(), np.arange, strategy.plan, 0).steps(8, 9))))
+            runner.backward(next(iter(BatchLoader(source(), np.arange, strategy.plan, 0).steps(8, 9))))
         return strategy.raw.hidden.leaf, strategy.raw.hidden.weight.grad
 
     assert together(1, part).values == [(None, None)]
@@ -417,7 +417,7 @@ def test_the_scale_doubles_after_enough_good_steps_and_is_saved(
         scales = [first._overflowed(torch.tensor(1.0)) or first.scale for _ in range(3)]
         first._overflowed(torch.tensor(torch.inf))
         assert first._overflowed(torch.tensor(1.0)) is False
-        saved: Any = Held(portable_state.whole(first.raw, first.optimizer))
+        saved: Any = Held(portable_state.collect_state(first.raw, first.optimizer))
         again.put(saved, first.scaling())
         fresh.put(saved, {})  # as a strategy without a scale saves it
         other = replicas(world, model())
@@ -441,7 +441,7 @@ def test_native_noise_is_drawn_again_by_a_resumed_run_and_refused_to_tasks(toget
             runner._bind(3, np.arange(4), 1)
             drawn.append(float(torch.rand(())))
         with pytest.raises(TrainingError, match=r"draws noise \(shake\) of its own: use --noise keyed"):
-            runner.moment(0).noise.uniform("shake", (1,))
+            runner.step_context(0).noise.uniform("shake", (1,))
         return drawn
 
     ((one, other),) = together(1, part).values
@@ -500,7 +500,9 @@ def test_noise_of_the_models_own_is_noticed(kind: type[nn.Module], foreign: bool
     def part(world: Any) -> bool | None:
         runner = stepper(strategy := replicas(world, kind()))
         assert runner.foreign_noise is None
-        runner.backward(next(iter(Feed(source(), lambda step: np.arange(8), strategy.plan, 0).steps(0, 1))))
+        runner.backward(
+            next(iter(BatchLoader(source(), lambda step: np.arange(8), strategy.plan, 0).steps(0, 1)))
+        )
         return runner.foreign_noise
 
     assert together(1, part).values == [foreign]

@@ -14,8 +14,8 @@ from torch import nn
 from isobatch.core.errors import UserError
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.optimization.schedule import Stretch
-from isobatch.engine.training.teacher_cache import samples_used, taught
+from isobatch.engine.optimization.schedule import PhaseSchedule
+from isobatch.engine.training.teacher_cache import samples_used, with_teacher_outputs
 from isobatch.models.base import Batch, Teacher
 
 COUNT = 300
@@ -55,12 +55,14 @@ def facts(folder: Path) -> Any:
 def world() -> Any:
     return SimpleNamespace(
         rank=0, size=1, is_main=True, device=torch.device("cpu"),
-        agree=lambda x: x, barrier=lambda: None, at=lambda _: None,
+        broadcast_object=lambda x: x, barrier=lambda: None, mark_progress=lambda _: None,
     )  # fmt: skip
 
 
 def ask(model: nn.Module, folder: Path, used: np.ndarray, identity: str = "one") -> Any:
-    return taught(source(), teacher(model, identity), facts(folder), used, world(), lambda _: None)
+    return with_teacher_outputs(
+        source(), teacher(model, identity), facts(folder), used, world(), lambda _: None
+    )
 
 
 def test_answers_come_with_their_samples(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
 
 def test_the_samples_used_are_those_of_the_steps() -> None:
     sampler = Sampler(100, 8, seed=3)
-    short, whole = Stretch("a", 2, 13, 0.1, 13), Stretch("b", 40, 13, 0.1, 13)
+    short, whole = PhaseSchedule("a", 2, 13, 0.1, 13), PhaseSchedule("b", 40, 13, 0.1, 13)
     wanted = np.unique(np.concatenate([sampler.batch(0), sampler.batch(1)]))
     assert samples_used(sampler, [short]).tolist() == wanted.tolist()
     assert samples_used(sampler, [short, whole]).tolist() == list(range(100))

@@ -361,7 +361,7 @@ def test_offline_asks_no_network_and_finds_the_cache(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("asked the network"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    assert not hub_cache.reachable()
+    assert not hub_cache.is_reachable()
     cached = tmp_path / "hub" / "datasets--a-team--a-corpus"
     write(cached / "refs", main="abc")
     write(cached / "snapshots" / "abc", train__csv="text\n")

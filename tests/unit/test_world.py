@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.engine.distributed.communicator import agree_before_planning, check_world, ranks_from
+from isobatch.engine.distributed.communicator import (
+    broadcast_choice_before_planning,
+    check_world,
+    rank_and_world_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,13 +24,13 @@ from isobatch.engine.distributed.communicator import agree_before_planning, chec
     ],
 )
 def test_the_world_that_a_launcher_formed(environment: dict[str, str], found: tuple[int, int]) -> None:
-    assert ranks_from(environment) == found
+    assert rank_and_world_size(environment) == found
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_processes_that_nobody_joined_are_refused(name: str) -> None:
     with pytest.raises(UserError) as refused:
-        ranks_from({name: "2"})
+        rank_and_world_size({name: "2"})
     message = str(refused.value)
     assert message.startswith(f"2 processes were started ({name}=2) but no world was formed")
     assert "each would train alone" in message
@@ -54,7 +58,7 @@ def test_the_planned_world_is_welcome() -> None:
 
 
 def test_one_process_agrees_with_itself_without_a_process_group() -> None:
-    assert agree_before_planning(lambda: "here", 0, 1, cpu=True, timeout=1) == "here"
+    assert broadcast_choice_before_planning(lambda: "here", 0, 1, cpu=True, timeout=1) == "here"
 
 
 def test_ranks_that_agree_get_what_rank_0_has(together) -> None:  # type: ignore[no-untyped-def]
@@ -62,8 +66,13 @@ def test_ranks_that_agree_get_what_rank_0_has(together) -> None:  # type: ignore
     import torch
 
     def part(world):  # type: ignore[no-untyped-def]
-        total = world.sum(torch.tensor([float(world.rank + 1)]))
-        return total.item(), world.gather(world.rank), world.agree(world.rank), world.is_main
+        total = world.all_reduce_sum(torch.tensor([float(world.rank + 1)]))
+        return (
+            total.item(),
+            world.all_gather_objects(world.rank),
+            world.broadcast_object(world.rank),
+            world.is_main,
+        )
 
     outcome = together(3, part)
     assert outcome.values == [(6.0, [0, 1, 2], 0, rank == 0) for rank in range(3)]  # 1 + 2 + 3
