@@ -11,9 +11,9 @@ from isobatch.core.plan import PlanOptions
 from isobatch.engine.registry import CHAINS
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder, RunOptions
-from isobatch.launch.local.arguments import own_flags, request, split, task_name
-from isobatch.launch.local.launch_run import AnswerOptions, launch, run_of, say
-from isobatch.launch.local.run_setup import make_plan_here, relocate, stored_options, write_plan
+from isobatch.launch.local.arguments import command_options, parse_request, split_words, task_name
+from isobatch.launch.local.launch_run import AnswerOptions, find_or_train, launch_run, print_unless_quiet
+from isobatch.launch.local.run_setup import locate_data, options_of_run, plan_for_this_machine, store_plan
 
 
 def auto(words: Sequence[str]) -> int:
@@ -25,35 +25,35 @@ def auto(words: Sequence[str]) -> int:
         from isobatch.launch.commands.compress import compress
 
         return compress(words)
-    asked = request(words, "auto", AnswerOptions)
+    asked = parse_request(words, "auto", AnswerOptions)
     answer = AnswerOptions(**asked.extra)
     if answer.seeds > 1:
-        from isobatch.launch.commands.seeds import several
+        from isobatch.launch.commands.seeds import train_seeds
 
-        return several(asked, answer.seeds, answer.json)
-    run, code = run_of(asked)
+        return train_seeds(asked, answer.seeds, answer.json)
+    run, code = find_or_train(asked)
     return _answered(run, code, answer)
 
 
 def resume(words: Sequence[str]) -> int:
     """Usage: resume RUN [plan flags, run flags, --data PATH]. The recipe stays, on any machine."""
-    positional, flags = split(words)
+    positional, flags = split_words(words)
     if len(positional) != 1:
         raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
     run = RunFolder.open(positional[0])
     data, known = flags.pop("data", None), opt.flags_of(RunOptions, "run")
-    answer = own_flags({k: flags.pop(k) for k in ("json",) if k in flags}, AnswerOptions, "resume")
-    plan = own_flags({k: v for k, v in flags.items() if k not in known}, PlanOptions, "resume")
-    options = stored_options(run, {k: v for k, v in flags.items() if k in known})
+    answer = command_options({k: flags.pop(k) for k in ("json",) if k in flags}, AnswerOptions, "resume")
+    plan = command_options({k: v for k, v in flags.items() if k not in known}, PlanOptions, "resume")
+    options = options_of_run(run, {k: v for k, v in flags.items() if k in known})
     if run.status() == "done":
-        say(f"{run.folder} is done", options.quiet)
+        print_unless_quiet(f"{run.folder} is done", options.quiet)
         return _answered(run, DONE, answer)
     with run.lock("launch"):
         run.refuse_if_training()
         recipe = run.recipe()
-        relocate(run, recipe, data)
-        write_plan(run, make_plan_here(recipe, run.facts(), plan))
-        return _answered(run, launch(run, options), answer)
+        locate_data(run, recipe, data)
+        store_plan(run, plan_for_this_machine(recipe, run.facts(), plan))
+        return _answered(run, launch_run(run, options), answer)
 
 
 def _answered(run: RunFolder, code: int, answer: AnswerOptions) -> int:

@@ -14,8 +14,8 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.engine.registry import CHAINS
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.export import exported
-from isobatch.launch.local.arguments import request, split
-from isobatch.launch.local.launch_run import AnswerOptions, run_of
+from isobatch.launch.local.arguments import parse_request, split_words
+from isobatch.launch.local.launch_run import AnswerOptions, find_or_train
 from isobatch.launch.report.command import markdown, write
 
 STAGES = CHAINS["compress"]
@@ -26,7 +26,7 @@ EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": (
 
 def compress(words: Sequence[str]) -> int:
     """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]"""
-    _, flags = split(words)
+    _, flags = split_words(words)
     flags.pop("task")
     answer = opt.build_options(AnswerOptions, {k: flags.pop(k) for k in ("json",) if k in flags}, "auto")
     given = _given(flags)
@@ -36,7 +36,9 @@ def compress(words: Sequence[str]) -> int:
         print(f"compress: {stage}", file=sys.stderr)
         source = {"pruning": "teacher", "qat": "pruned"}.get(stage)
         begins = {source: str(runs[-1].folder)} if source else {}
-        run, code = run_of(request(_words(stage, {**given[stage], **begins}), "auto", AnswerOptions))
+        run, code = find_or_train(
+            parse_request(_words(stage, {**given[stage], **begins}), "auto", AnswerOptions)
+        )
         if code != DONE:
             return code
         runs.append(run)
@@ -95,7 +97,7 @@ def _check(given: Mapping[str, Mapping[str, str]]) -> None:
     """What a later stage would refuse is refused now: each is asked with the first stage's model."""
     first = {k: v for k, v in given[STAGES[0]].items() if k in ONLY_FIRST}
     for stage in STAGES:
-        request(_words(stage, {**given[stage], **first}), "auto", AnswerOptions)
+        parse_request(_words(stage, {**given[stage], **first}), "auto", AnswerOptions)
 
 
 def _words(stage: str, flags: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ from isobatch.core.plan import PlanOptions
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.local.arguments import own_flags, split
+from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.models.base import Task
 
 
@@ -41,7 +41,7 @@ class RecommendOptions:
     """One JSON object on standard output."""
 
 
-def one_run(positional: list[str], command: str) -> RunFolder:
+def open_single_run(positional: list[str], command: str) -> RunFolder:
     if len(positional) != 1:
         raise UserError(f"{command}: give the folder of one run (`runs` lists them)")
     return RunFolder.open(positional[0])
@@ -49,8 +49,8 @@ def one_run(positional: list[str], command: str) -> RunFolder:
 
 def evaluate(words: Sequence[str]) -> int:
     """Usage: evaluate RUN [--split valid] [--json]: the newest checkpoint on the held-out data."""
-    positional, flags = split(words)
-    run, own = one_run(positional, "evaluate"), own_flags(flags, EvaluateOptions, "evaluate")
+    positional, flags = split_words(words)
+    run, own = open_single_run(positional, "evaluate"), command_options(flags, EvaluateOptions, "evaluate")
     metrics = _evaluate(run, own)
     if own.json:
         print(json.dumps(metrics))
@@ -61,10 +61,10 @@ def evaluate(words: Sequence[str]) -> int:
 
 def _evaluate(run: RunFolder, own: EvaluateOptions) -> dict[str, Any]:
     from isobatch.engine.verification.replay import Replay
-    from isobatch.launch.local.run_setup import make_plan_here, relocate
+    from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
 
-    relocate(run, run.recipe(), own.data)
-    here = make_plan_here(run.recipe(), run.facts(), PlanOptions(processes=1, compile="off"))
+    locate_data(run, run.recipe(), own.data)
+    here = plan_for_this_machine(run.recipe(), run.facts(), PlanOptions(processes=1, compile="off"))
     redo = Replay(run, here)
     if not redo.load_trained():
         raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
@@ -76,11 +76,11 @@ def _evaluate(run: RunFolder, own: EvaluateOptions) -> dict[str, Any]:
 
 def recommend(words: Sequence[str]) -> int:
     """Usage: recommend RUN --user ID [--top 10] [--json]"""
-    positional, flags = split(words)
-    run, own = one_run(positional, "recommend"), own_flags(flags, RecommendOptions, "recommend")
+    positional, flags = split_words(words)
+    run, own = open_single_run(positional, "recommend"), command_options(flags, RecommendOptions, "recommend")
     if own.user is None:
         raise UserError("recommend: needs --user ID")
-    found = able(run, "recommend", "recommends nothing").recommend(run.final, own.user, own.top)
+    found = require_capability(run, "recommend", "recommends nothing").recommend(run.final, own.user, own.top)
     if own.json:
         items = [{"title": title, "score": score} for title, score in found]
         print(json.dumps({"user": own.user, "items": items}, ensure_ascii=False))
@@ -89,7 +89,7 @@ def recommend(words: Sequence[str]) -> int:
     return 0
 
 
-def able(run: RunFolder, what: str, otherwise: str) -> Task:
+def require_capability(run: RunFolder, what: str, otherwise: str) -> Task:
     """The task of a finished run, if it does this."""
     task, _ = workload(run.recipe().task).make(run.recipe())
     if getattr(type(task), what) is getattr(Task, what):

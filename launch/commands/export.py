@@ -14,8 +14,8 @@ from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
-from isobatch.launch.commands.evaluate import one_run
-from isobatch.launch.local.arguments import own_flags, split
+from isobatch.launch.commands.evaluate import open_single_run
+from isobatch.launch.local.arguments import command_options, split_words
 
 PARITY = "parity.json"
 
@@ -36,8 +36,8 @@ def export(words: Sequence[str]) -> int:
     """Usage: export RUN [--to hf,dense,onnx,onnx-int4] [--json]: into RUN/exports/, checked on all held-out
     samples; exit 3 where an exported model answers otherwise than the trained one.
     """
-    positional, flags = split(words)
-    run, own = one_run(positional, "export"), own_flags(flags, ExportOptions, "export")
+    positional, flags = split_words(words)
+    run, own = open_single_run(positional, "export"), command_options(flags, ExportOptions, "export")
     found = {kind: exported(run, kind, own.data) for kind in _kinds(run, own)}
     if own.json:
         print(json.dumps(found))
@@ -69,11 +69,11 @@ def _kinds(run: RunFolder, own: ExportOptions) -> tuple[str, ...]:
 
 def exported(run: RunFolder, kind: str, data: str | None = None) -> dict[str, Any]:
     """One form of a finished run's model, written beside its place and moved there once it is checked."""
-    from isobatch.launch.local.run_setup import relocate
+    from isobatch.launch.local.run_setup import locate_data
 
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
-    relocate(run, run.recipe(), data)
+    locate_data(run, run.recipe(), data)
     facts, (task, source) = run.facts(), workload(run.recipe().task).make(run.recipe())
     held_out = next((s for s in HELD_OUT_SPLITS if s in facts.samples), "train")
     samples = source.open(Path(facts.folder), held_out)

@@ -12,8 +12,8 @@ from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.data.text.chat_templates import Piece, Template
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.commands.evaluate import able, one_run
-from isobatch.launch.local.arguments import own_flags, split
+from isobatch.launch.commands.evaluate import open_single_run, require_capability
+from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.models.causal_lm.generation import Sampling
 
 RESET, QUIT = "/reset", "/quit"
@@ -61,14 +61,14 @@ def generate(words: Sequence[str]) -> int:
     """Usage: generate RUN --prompt "..." [--system "..."] [--tokens 60] [--temperature 0.8] [--top-k 50]
     [--top-p 0.9] [--seed 0] [--json]
     """
-    positional, flags = split(words)
-    run, own = one_run(positional, "generate"), own_flags(flags, GenerateOptions, "generate")
+    positional, flags = split_words(words)
+    run, own = open_single_run(positional, "generate"), command_options(flags, GenerateOptions, "generate")
     if own.prompt is None:
         raise UserError('generate: needs --prompt "..."')
     template = _template(run)
     if template is None and own.system is not None:
         raise UserError(f"--system: {run.folder} was not trained on conversations: leave it out")
-    write = able(run, "writer", "continues no text").writer(run.final)
+    write = require_capability(run, "writer", "continues no text").writer(run.final)
     asked = own.prompt if template is None else template.asking(_told(own.system) + [_user(own.prompt)])
     pieces = write(asked, _sampling(own, template))
     shown = own.prompt if template is None else ""
@@ -84,15 +84,15 @@ def chat(words: Sequence[str]) -> int:
     """Usage: chat RUN [--system "..."] [--tokens 256] [--temperature 0.8] [--top-k 50] [--top-p 0.9]
     [--seed 0]: a line is a question; /reset forgets all before, /quit or the end of input ends it.
     """
-    positional, flags = split(words)
-    run, own = one_run(positional, "chat"), own_flags(flags, ChatOptions, "chat")
+    positional, flags = split_words(words)
+    run, own = open_single_run(positional, "chat"), command_options(flags, ChatOptions, "chat")
     template = _template(run)
     if template is None:
         raise UserError(
             f"chat: {run.folder} was not trained on conversations (instruction and output, or messages): use"
             " generate"
         )
-    write = able(run, "writer", "continues no text").writer(run.final)
+    write = require_capability(run, "writer", "continues no text").writer(run.final)
     _talk(template, own, lambda asked: write(asked, _sampling(own, template)))
     return 0
 

@@ -17,7 +17,7 @@ from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan
 from isobatch.engine.runs.console import format_bytes, format_duration
-from isobatch.launch.local.arguments import Request, request
+from isobatch.launch.local.arguments import Request, parse_request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class JsonOption:
 
 def plan(words: Sequence[str]) -> int:
     """Usage: plan --task TASK [--hardware 8xh100] [--assume-length 128] [--json] [flags]"""
-    asked = request(words, "plan", PlanningOptions)
+    asked = parse_request(words, "plan", PlanningOptions)
     length = asked.extra.get("assume_length")
     task, data = asked.workload.make(asked.recipe)
     facts = assumed_facts(length) if length else prepare_data(data)
@@ -122,7 +122,7 @@ def _value(value: Any) -> Any:
 
 def prepare(words: Sequence[str]) -> int:
     """Usage: prepare --task TASK [--data PATH] [flags]. Run it where the internet is; runs then need none."""
-    asked = request(words, "prepare", JsonOption)
+    asked = parse_request(words, "prepare", JsonOption)
     task, data = asked.workload.make(asked.recipe)
     facts = prepare_data(data)
     task.fetch()

@@ -15,7 +15,7 @@ from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import CHAINS, TASKS, workload
 from isobatch.engine.runs.run_folder import RunFolder, RunOptions, list_runs
-from isobatch.launch.local.arguments import Scaling, own_flags, split
+from isobatch.launch.local.arguments import BatchScaling, command_options, split_words
 from isobatch.launch.slurm import client
 from isobatch.launch.slurm.client import job_of
 
@@ -32,7 +32,7 @@ class ListingOptions:
 
 def tasks(words: Sequence[str]) -> int:
     """Usage: tasks [--json]"""
-    own = own_flags(split(words)[1], ListingOptions, "tasks")
+    own = command_options(split_words(words)[1], ListingOptions, "tasks")
     if own.json:
         print(json.dumps({name: entry.summary for name, entry in TASKS.items()}))
     else:
@@ -44,8 +44,8 @@ def tasks(words: Sequence[str]) -> int:
 
 def runs(words: Sequence[str]) -> int:
     """Usage: runs [FOLDER] [--json]"""
-    positional, flags = split(words)
-    own = own_flags(flags, ListingOptions, "runs")
+    positional, flags = split_words(words)
+    own = command_options(flags, ListingOptions, "runs")
     folder = Path(positional[0] if positional else own.out).expanduser()
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
@@ -87,19 +87,19 @@ def _row(run: Any) -> dict[str, Any]:
 def _jobs(found: list[RunFolder]) -> list[dict[str, str]]:
     """Each run's Slurm job and its state there; empty where there was none, or Slurm has forgotten it."""
     numbers = [job_of(run) for run in found]
-    states = client.states([n for n in numbers if n])
+    states = client.job_states([n for n in numbers if n])
     return [{"job": number, "job_state": states.get(number, "")} for number in numbers]
 
 
 def describe(words: Sequence[str]) -> int:
     """Usage: describe TASK [--json]: every flag with type, default and meaning."""
-    positional, flags = split(words)
-    own = own_flags(flags, ListingOptions, "describe")
+    positional, flags = split_words(words)
+    own = command_options(flags, ListingOptions, "describe")
     if len(positional) != 1:
         raise UserError("describe: name one task, as in: describe causal-lm (`tasks` lists them)")
     chosen = workload(positional[0])
     groups = {
-        "recipe: what is learnt": opt.flags_of(Recipe, "recipe") | opt.flags_of(Scaling, "recipe"),
+        "recipe: what is learnt": opt.flags_of(Recipe, "recipe") | opt.flags_of(BatchScaling, "recipe"),
         f"recipe of {chosen.name}": chosen.option_flags(),
         "plan: how fast": opt.flags_of(PlanOptions, "plan"),
         "run: where it is kept": opt.flags_of(RunOptions, "run"),

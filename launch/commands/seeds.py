@@ -10,23 +10,23 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
 from isobatch.launch.local.arguments import Request
-from isobatch.launch.local.launch_run import run_of
+from isobatch.launch.local.launch_run import find_or_train
 
 FILE = "seeds.json"
 
 
-def several(asked: Request, count: int, as_json: bool) -> int:
+def train_seeds(asked: Request, count: int, as_json: bool) -> int:
     """A run per seed, from the recipe's own on; seeds.json in the first run's folder.
 
     Typed again, the command goes on where it was stopped.
     """
     runs = []
     for seed in range(asked.recipe.seed, asked.recipe.seed + count):
-        run, code = run_of(with_seed(asked, seed))
+        run, code = find_or_train(with_seed(asked, seed))
         if code != DONE:
             return code
         runs.append(run)
-    metrics = aggregated([(run.summary() or {}).get("metrics", {}) for run in runs])
+    metrics = aggregate([(run.summary() or {}).get("metrics", {}) for run in runs])
     found = {"runs": [str(run.folder) for run in runs], "metrics": metrics}
     atomic_files.write_json(runs[0].folder / FILE, found)
     print(json.dumps(found) if as_json else _sheet(found))
@@ -40,7 +40,7 @@ def with_seed(asked: Request, seed: int) -> Request:
     return dataclasses.replace(asked, recipe=recipe, run=run)
 
 
-def aggregated(metrics: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def aggregate(metrics: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Name -> mean, sample standard deviation, least and largest, of every number that all runs have."""
     names = [k for k, v in metrics[0].items() if isinstance(v, float | int)]
     columns = {name: [m[name] for m in metrics] for name in names if all(name in m for m in metrics)}

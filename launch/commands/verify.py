@@ -48,16 +48,16 @@ def verify(words: Sequence[str]) -> int:
     Exit 3 on a difference.
     """
     from isobatch.engine.verification.audit import recipe_problems, record_problems
-    from isobatch.launch.local.arguments import own_flags, split
-    from isobatch.launch.local.run_setup import relocate
+    from isobatch.launch.local.arguments import command_options, split_words
+    from isobatch.launch.local.run_setup import locate_data
 
-    positional, flags = split(words)
+    positional, flags = split_words(words)
     if len(positional) != 1:
         raise UserError("verify: give the folder of one run (`runs` lists them)")
-    run, own = RunFolder.open(positional[0]), own_flags(flags, VerifyOptions, "verify")
+    run, own = RunFolder.open(positional[0]), command_options(flags, VerifyOptions, "verify")
     report: dict[str, Any] = {"run": str(run.folder), "problems": recipe_problems(run), "steps": []}
     if not report["problems"]:
-        relocate(run, run.recipe(), own.data)
+        locate_data(run, run.recipe(), own.data)
         report["problems"] = record_problems(run)
     plan = run.plan()
     if not report["problems"]:
@@ -78,7 +78,7 @@ def verify(words: Sequence[str]) -> int:
 
 def _other_plan(run: RunFolder, own: VerifyOptions) -> Plan:
     """A plan for this machine in another cut than the run's, and in as many processes as asked."""
-    from isobatch.launch.local.run_setup import make_plan_here
+    from isobatch.launch.local.run_setup import plan_for_this_machine
 
     plan = run.plan()
     samples = own.micro_batch or max(1, plan.micro_batch_samples // 2)
@@ -91,7 +91,7 @@ def _other_plan(run: RunFolder, own: VerifyOptions) -> Plan:
         precision=plan.precision if plan.device == here else "auto",
         compile="off",
     )
-    made = make_plan_here(run.recipe(), run.facts(), asked)
+    made = plan_for_this_machine(run.recipe(), run.facts(), asked)
     return dataclasses.replace(made, reduction="explicit")
 
 

@@ -23,9 +23,9 @@ GRACE_SECONDS = 120
 """How long children may take to save after a signal before they are killed."""
 
 
-def start_children(
+def launch_workers(
     plan: Plan, script: Path, arguments: list[str], folder: Path, extra: Mapping[str, str] | None = None
-) -> Ended:
+) -> LauncherExit:
     """Run `script` in the plan's world under accelerate; config and launcher.log go to `folder`."""
     config = write_config(folder, plan)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(script)]
@@ -43,15 +43,15 @@ def start_children(
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class LauncherExit:
     """How a launcher ended."""
 
     code: int
-    asked: bool
+    stop_requested: bool
     """Whether a signal that asks for a stop was passed on to it."""
 
 
-def _wait(command: list[str], environment: dict[str, str], folder: Path) -> Ended:
+def _wait(command: list[str], environment: dict[str, str], folder: Path) -> LauncherExit:
     """Run the launcher in a session of its own; pass every first signal on; keep its noise in a log."""
     log = folder / "launcher.log"
     with atomic_files.explain_write_errors(log), log.open("ab", buffering=0) as noise:
@@ -73,8 +73,8 @@ def _wait(command: list[str], environment: dict[str, str], folder: Path) -> Ende
 
         before = {n: signal.signal(n, forward) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         try:
-            copy_progress(child, noise)
-            return Ended(child.wait(), bool(seen))
+            relay_output(child, noise)
+            return LauncherExit(child.wait(), bool(seen))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -98,7 +98,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def copy_progress(child: subprocess.Popen[bytes], noise: Any) -> None:
+def relay_output(child: subprocess.Popen[bytes], noise: Any) -> None:
     """Show what the run says; keep the launcher's own chatter, and any traceback, in launcher.log."""
     assert child.stderr is not None
     for line in child.stderr:

@@ -71,7 +71,7 @@ MEANINGS: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scaling:
+class BatchScaling:
     """Flags that make a new recipe out of the one asked for."""
 
     scale_batch: number_ranges.Rate | None = None
@@ -98,7 +98,7 @@ class Request:
     """What the words came to, where that is not plain."""
 
 
-def split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Positional words and flags, all as text, `-` and `_` alike; Fire knows --a b, --a=b and --no-a."""
     import fire
 
@@ -139,7 +139,7 @@ def _written(words: Sequence[str]) -> list[tuple[str, bool]]:
     return found
 
 
-def own_flags(flags: Mapping[str, str], kind: type, command: str) -> Any:
+def command_options(flags: Mapping[str, str], kind: type, command: str) -> Any:
     """A command's options where it takes no recipe: unknown names are refused."""
     renamed, typed, _ = _translate(flags)
     _refuse_unknown(typed, opt.flags_of(kind, command), command)
@@ -148,7 +148,7 @@ def own_flags(flags: Mapping[str, str], kind: type, command: str) -> Any:
 
 def task_name(words: Sequence[str]) -> str:
     """The word after --task, or nothing."""
-    return split(words)[1].get("task", "").replace("_", "-").lower()
+    return split_words(words)[1].get("task", "").replace("_", "-").lower()
 
 
 def known_flags(task: str) -> set[str]:
@@ -156,9 +156,9 @@ def known_flags(task: str) -> set[str]:
     return {name for names in _groups(workload(task), "auto", None).values() for name in names}
 
 
-def request(words: Sequence[str], command: str, own: type | None = None) -> Request:
+def parse_request(words: Sequence[str], command: str, own: type | None = None) -> Request:
     """Everything a command that needs a recipe was asked."""
-    positional, flags = split(words)
+    positional, flags = split_words(words)
     if positional:
         raise UserError(
             f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes"
@@ -185,7 +185,7 @@ def request(words: Sequence[str], command: str, own: type | None = None) -> Requ
     }
     plan = PlanOptions(**values["plan"])
     recipe, more = make_recipe(chosen, values["recipe"], values["options"])
-    recipe = _scaled(recipe, Scaling(**values["scaling"]), plan)
+    recipe = _scaled(recipe, BatchScaling(**values["scaling"]), plan)
     task, data = chosen.make(recipe)
     task.check()
     data.check()
@@ -205,7 +205,7 @@ def _groups(chosen: Workload, command: str, own: type | None) -> dict[str, dict[
         "options": chosen.option_flags(),
         "plan": opt.flags_of(PlanOptions, "plan"),
         "run": opt.flags_of(RunOptions, "run"),
-        "scaling": opt.flags_of(Scaling, "recipe"),
+        "scaling": opt.flags_of(BatchScaling, "recipe"),
         "own": opt.flags_of(own, command) if own else {},
     }
 
@@ -296,7 +296,7 @@ def _recipe_from(chosen: Workload, merged: Mapping[str, Any]) -> Recipe:
     return Recipe(**{**values, "task": chosen.name, "options": options})
 
 
-def _scaled(recipe: Recipe, scaling: Scaling, plan: PlanOptions) -> Recipe:
+def _scaled(recipe: Recipe, scaling: BatchScaling, plan: PlanOptions) -> Recipe:
     if scaling.per_device_batch_size or scaling.gradient_accumulation_steps:
         rows = scaling.per_device_batch_size or recipe.batch_size
         batch = rows * (scaling.gradient_accumulation_steps or 1) * (plan.processes or 1)

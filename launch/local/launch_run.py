@@ -10,8 +10,8 @@ from isobatch.core import flags as opt
 from isobatch.core.errors import DONE
 from isobatch.engine.runs.run_folder import RunFolder, RunOptions
 from isobatch.launch.local.arguments import Request
-from isobatch.launch.local.restarts import in_children, in_place, train
-from isobatch.launch.local.run_setup import facts_of, find_run, set_up
+from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
+from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,31 +24,33 @@ class AnswerOptions:
     """Train so often, with --seed and the numbers after it, and give mean and deviation of the metrics."""
 
 
-def run_of(asked: Request) -> tuple[RunFolder, int]:
+def find_or_train(asked: Request) -> tuple[RunFolder, int]:
     """The run that a request comes to, found or made, trained to its end; and its exit code."""
     for note in asked.notes:
-        say(note, asked.run.quiet)
-    facts = facts_of(asked)
+        print_unless_quiet(note, asked.run.quiet)
+    facts = prepare_facts(asked)
     run = find_run(asked, facts)
     if run is not None and run.status() == "done":
-        say(f"{run.folder} has this recipe and is done (--again for a new run)", asked.run.quiet)
+        print_unless_quiet(
+            f"{run.folder} has this recipe and is done (--again for a new run)", asked.run.quiet
+        )
         return run, DONE
     if run is None:
-        run = set_up(asked, facts, None)
+        run = plan_run(asked, facts, None)
         with run.lock("launch"):
-            return run, launch(run, asked.run)
-    say(f"going on with {run.folder} ({run.status()})", asked.run.quiet)
+            return run, launch_run(run, asked.run)
+    print_unless_quiet(f"going on with {run.folder} ({run.status()})", asked.run.quiet)
     with run.lock("launch"):
         run.refuse_if_training()
-        return run, launch(set_up(asked, facts, run), asked.run)
+        return run, launch_run(plan_run(asked, facts, run), asked.run)
 
 
-def launch(run: RunFolder, options: RunOptions) -> int:
+def launch_run(run: RunFolder, options: RunOptions) -> int:
     """Train by the run's plan and answer with the run's own exit code."""
     atomic_files.write_json(run.folder / "run.json", opt.options_to_dict(options))
-    return train(run, in_place if run.plan().processes == 1 else in_children)
+    return train_with_restarts(run, train_in_process if run.plan().processes == 1 else train_in_children)
 
 
-def say(text: str, quiet: bool) -> None:
+def print_unless_quiet(text: str, quiet: bool) -> None:
     if not quiet:
         print(text, file=sys.stderr)

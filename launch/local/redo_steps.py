@@ -14,7 +14,7 @@ from isobatch.core.errors import DONE
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.plan import Plan
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.local.accelerate_launcher import start_children
+from isobatch.launch.local.accelerate_launcher import launch_workers
 
 
 def redo_steps(run: RunFolder, plan: Plan, steps: int) -> list[dict[str, Any]]:
@@ -25,7 +25,7 @@ def redo_steps(run: RunFolder, plan: Plan, steps: int) -> list[dict[str, Any]]:
         place = Path(folder)
         task = {"run": str(run.folder.resolve()), "plan": plan.to_dict(), "steps": steps}
         atomic_files.write_json(place / "task.json", task)
-        code = start_children(plan, TRAIN_SCRIPT, ["--redo", str(place)], place).code
+        code = launch_workers(plan, TRAIN_SCRIPT, ["--redo", str(place)], place).code
         if code != DONE or not (place / "report.json").exists():
             sys.stderr.write((place / "launcher.log").read_text(errors="replace")[-4000:])
             raise RuntimeError(f"the {plan.processes} processes that redid the steps ended with {code}")

@@ -24,7 +24,7 @@ from isobatch.core.errors import (
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, RunOptions, Verdict
-from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS, start_children
+from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS, launch_workers
 
 Start = Callable[[RunFolder], Verdict | None]
 """Trains a run by its plan once, to the end of that attempt; None where no process left a verdict."""
@@ -32,12 +32,12 @@ LOG_TAIL = 6000
 FULL_BYTES = 1 << 16
 
 
-def train(run: RunFolder, start: Start) -> int:
+def train_with_restarts(run: RunFolder, start: Start) -> int:
     """Attempts until one ends for good; the run's exit code. Recipe, order and global batches stay."""
     options = opt.build_options(RunOptions, run.options(), "run")
     restarts = 0
     while True:
-        verdict = _after(run, start(run), run.folder / "launcher.log")
+        verdict = _verdict_of(run, start(run), run.folder / "launcher.log")
         if verdict.cause == OutOfMemoryError.cause:
             try:
                 _shrink(run, verdict)
@@ -52,7 +52,7 @@ def train(run: RunFolder, start: Start) -> int:
             return verdict.code
 
 
-def in_place(run: RunFolder) -> Verdict | None:
+def train_in_process(run: RunFolder) -> Verdict | None:
     """One attempt in this process."""
     import gc
 
@@ -63,16 +63,16 @@ def in_place(run: RunFolder) -> Verdict | None:
     return run.read_exit("")
 
 
-def in_children(run: RunFolder) -> Verdict | None:
+def train_in_children(run: RunFolder) -> Verdict | None:
     """One attempt in worker processes of this machine."""
     nonce = secrets.token_hex(8)
     arguments = ["--run", str(run.folder.resolve())]
     # accelerate's own code says only 0 or 1, and 1 for a clean stop too: the run's own file is the truth.
-    ended = start_children(run.plan(), TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce})
+    ended = launch_workers(run.plan(), TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce})
     if run.read_exit(nonce) is None:
         _wait_for_orphans(run)
     verdict = run.read_exit(nonce)
-    if verdict is None and ended.asked:
+    if verdict is None and ended.stop_requested:
         saved = (
             "what was saved before stands" if any(run.checkpoints.glob("[!.]*-*")) else "nothing was saved"
         )
@@ -92,7 +92,7 @@ def _wait_for_orphans(run: RunFolder) -> None:
             time.sleep(0.2)
 
 
-def _after(run: RunFolder, verdict: Verdict | None, log: Path) -> Verdict:
+def _verdict_of(run: RunFolder, verdict: Verdict | None, log: Path) -> Verdict:
     """The verdict, or what can be known of an attempt that left none."""
     if verdict is None:
         verdict = _full_disk(run) or _dead_process(log)

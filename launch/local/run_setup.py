@@ -20,10 +20,10 @@ from isobatch.engine.registry import task_file_problem, workload
 from isobatch.engine.runs.run_folder import RunFolder, RunOptions, free_folder, list_runs, run_name
 from isobatch.launch.local.arguments import Request
 
-LOOSENESS = ("exact", "precision", "noise")
+INVARIANCE_ORDER = ("exact", "precision", "noise")
 
 
-def facts_of(asked: Request) -> Facts:
+def prepare_facts(asked: Request) -> Facts:
     """The facts of the data asked for, prepared if need be; the model is fetched too."""
     task, data = asked.workload.make(asked.recipe)
     facts = prepare(data)
@@ -36,19 +36,19 @@ def facts_of(asked: Request) -> Facts:
     return facts
 
 
-def set_up(asked: Request, facts: Facts, run: RunFolder | None, world: int | None = None) -> RunFolder:
+def plan_run(asked: Request, facts: Facts, run: RunFolder | None, world: int | None = None) -> RunFolder:
     """The run's folder with a plan for this machine; a new folder where `run` is None."""
-    plan = make_plan_here(asked.recipe, facts, asked.plan, world)
+    plan = plan_for_this_machine(asked.recipe, facts, asked.plan, world)
     run = run or create_run(asked, facts)
-    write_plan(run, plan)
+    store_plan(run, plan)
     return run
 
 
-def write_plan(run: RunFolder, plan: Plan) -> None:
+def store_plan(run: RunFolder, plan: Plan) -> None:
     """plan.json; what a run was once trained with in another precision is never called exact again."""
     if (run.folder / "plan.json").exists() and any(run.checkpoints.glob("*-*")):
         before = run.plan().invariance
-        if LOOSENESS.index(before) > LOOSENESS.index(plan.invariance):
+        if INVARIANCE_ORDER.index(before) > INVARIANCE_ORDER.index(plan.invariance):
             reasons = {**plan.reasons, "invariance": f"part of this run was trained as {before}"}
             plan = dataclasses.replace(plan, invariance=before, reasons=reasons)
     run.write_plan(plan)
@@ -85,13 +85,13 @@ def create_run(asked: Request, facts: Facts) -> RunFolder:
     return RunFolder.create(folder, asked.recipe, facts, opt.options_to_dict(asked.run))
 
 
-def make_plan_here(recipe: Recipe, facts: Facts, asked: PlanOptions, world: int | None = None) -> Plan:
+def plan_for_this_machine(recipe: Recipe, facts: Facts, asked: PlanOptions, world: int | None = None) -> Plan:
     """The plan for this machine."""
     task, _ = workload(recipe.task).make(recipe)
     return make_plan(recipe, facts, task.model_size(facts), detect(), asked, world=world)
 
 
-def stored_options(run: RunFolder, changes: Mapping[str, Any]) -> RunOptions:
+def options_of_run(run: RunFolder, changes: Mapping[str, Any]) -> RunOptions:
     """The run's own options, with what was asked anew."""
     names = opt.flags_of(RunOptions, "run")
     return opt.build_options(
@@ -99,7 +99,7 @@ def stored_options(run: RunFolder, changes: Mapping[str, Any]) -> RunOptions:
     )
 
 
-def relocate(run: RunFolder, recipe: Recipe, data: str | None) -> None:
+def locate_data(run: RunFolder, recipe: Recipe, data: str | None) -> None:
     """Find the prepared data again, from another place if told; code and samples must be the trained ones."""
     if changed := task_file_problem(recipe):
         raise UserError(changed)
@@ -110,11 +110,11 @@ def relocate(run: RunFolder, recipe: Recipe, data: str | None) -> None:
         return
     source.check()
     fresh = prepare(source)
-    check_data(run, fresh)
+    refuse_other_data(run, fresh)
     atomic_files.write_json(run.folder / "facts.json", fresh.to_dict())
 
 
-def check_data(run: RunFolder, fresh: Facts) -> None:
+def refuse_other_data(run: RunFolder, fresh: Facts) -> None:
     if fresh.fingerprint != run.facts().fingerprint:
         raise UserError(
             f"the data is not what {run.folder} was trained on (fingerprint {fresh.fingerprint} against"

@@ -125,22 +125,22 @@ def _with_flags(words: Sequence[str]) -> int:
         rank_and_world_size,
     )
     from isobatch.engine.planning.detect import detect
-    from isobatch.launch.local.arguments import request
-    from isobatch.launch.local.run_setup import facts_of, find_run, set_up
+    from isobatch.launch.local.arguments import parse_request
+    from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts
 
     rank, size = rank_and_world_size(os.environ)
-    asked = _under_deepspeed(request(words, "train.py"))
+    asked = _under_deepspeed(parse_request(words, "train.py"))
     if asked.plan.processes:
         check_world(asked.plan.processes, size)
     # Every rank asks; one makes, the others wait at a file lock: no process group stands idle meanwhile.
-    facts = facts_of(asked)
+    facts = prepare_facts(asked)
 
     def choose() -> str:
         run = find_run(asked, facts)
         if run is None or run.status() != "done":
             if run is not None:
                 run.refuse_if_training()
-            run = set_up(asked, facts, run, size)
+            run = plan_run(asked, facts, run, size)
             atomic_files.write_json(run.folder / "run.json", opt.options_to_dict(asked.run))
         return str(run.folder.resolve())
 

@@ -15,7 +15,7 @@ from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
-from isobatch.launch.local.arguments import own_flags, split
+from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.report.html import page
 from isobatch.launch.report.tables import COLUMNS, SIGNIFICANT, caption, plain, runs_table, table
 
@@ -38,8 +38,8 @@ def report(words: Sequence[str]) -> int:
 
     The first run is the baseline that the others are compared with.
     """
-    positional, flags = split(words)
-    own = own_flags(flags, ReportOptions, "report")
+    positional, flags = split_words(words)
+    own = command_options(flags, ReportOptions, "report")
     if not positional:
         raise UserError("report: give the folders of one or more runs, the baseline first")
     runs = [RunFolder.open(place) for place in positional]
@@ -106,12 +106,12 @@ def _curve(
 
 def _models(run: RunFolder) -> list[dict[str, Any]]:
     """A row for each form in which the run's model runs."""
-    from isobatch.launch.local.run_setup import relocate
+    from isobatch.launch.local.run_setup import locate_data
     from isobatch.launch.report.latency_worker import measured
     from isobatch.models.encoder import evaluation
 
     recipe = run.recipe()
-    relocate(run, recipe, None)
+    locate_data(run, recipe, None)
     facts, (task, data) = run.facts(), workload(recipe.task).make(recipe)
     held_out = next((s for s in HELD_OUT_SPLITS if s in facts.samples), None)
     rows = []

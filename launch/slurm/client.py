@@ -14,12 +14,12 @@ from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 
 SECONDS = 30
-GONE = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
+UNUSABLE_STATES = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
 """Words in a node's state that say that nothing new can run there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandResult:
     """What a command of Slurm's came to; code 127 where it is missing or does not answer."""
 
     code: int
@@ -27,14 +27,14 @@ class Answer:
     err: str
 
 
-def ask(*words: str, seconds: float = SECONDS) -> Answer:
+def run_slurm(*words: str, seconds: float = SECONDS) -> CommandResult:
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Answer(127, "", str(error))
-    return Answer(done.returncode, done.stdout, done.stderr)
+        return CommandResult(127, "", str(error))
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,50 +73,52 @@ def nodes_left(job: str, nodes: Sequence[str]) -> tuple[str, ...]:
 
     A node that failed leaves the job (`--no-kill`) and does not return to it, even where it is up again.
     """
-    kept = hostnames(ask("squeue", "-h", "-j", job, "-o", "%N").out.strip()) or tuple(nodes)
-    rows = ask("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T")
+    kept = hostnames(run_slurm("squeue", "-h", "-j", job, "-o", "%N").out.strip()) or tuple(nodes)
+    rows = run_slurm("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T")
     states = dict(line.split()[:2] for line in rows.out.splitlines() if len(line.split()) > 1)
     return tuple(n for n in nodes if n in kept and _usable(states.get(n, "")))
 
 
 def hostnames(nodes: str) -> tuple[str, ...]:
     """The names in a list such as n[1-2]."""
-    return tuple(ask("scontrol", "show", "hostnames", nodes).out.split()) if nodes else ()
+    return tuple(run_slurm("scontrol", "show", "hostnames", nodes).out.split()) if nodes else ()
 
 
 def _usable(state: str) -> bool:
     # A star is Slurm's mark for a node that does not answer; a draining one still serves its jobs.
-    return state.upper() == "DRAINING" or not ("*" in state or any(w in state.upper() for w in GONE))
+    return state.upper() == "DRAINING" or not (
+        "*" in state or any(w in state.upper() for w in UNUSABLE_STATES)
+    )
 
 
 def address_of(node: str) -> str:
     """Where Slurm itself reaches a node."""
-    match = re.search(r"NodeAddr=(\S+)", ask("scontrol", "show", "node", node).out)
+    match = re.search(r"NodeAddr=(\S+)", run_slurm("scontrol", "show", "node", node).out)
     return match[1] if match else ""
 
 
 def job_state(job: str) -> str:
     """RUNNING, CANCELLED, PREEMPTED ...; empty where Slurm does not say."""
-    match = re.search(r"JobState=(\S+)", ask("scontrol", "show", "job", job).out)
+    match = re.search(r"JobState=(\S+)", run_slurm("scontrol", "show", "job", job).out)
     return match[1] if match else ""
 
 
 def seconds_left(job: str) -> float | None:
     """Until the job's time limit; None where there is none."""
-    from isobatch.launch.slurm.sbatch_script import seconds_of
+    from isobatch.launch.slurm.sbatch_script import parse_time_limit
 
-    text = ask("squeue", "-h", "-j", job, "-o", "%L").out.strip()
+    text = run_slurm("squeue", "-h", "-j", job, "-o", "%L").out.strip()
     try:
-        return float(seconds_of(text)) if text[:1].isdigit() else None
+        return float(parse_time_limit(text)) if text[:1].isdigit() else None
     except UserError:
         return None
 
 
-def states(jobs: Sequence[str]) -> dict[str, str]:
+def job_states(jobs: Sequence[str]) -> dict[str, str]:
     """Job -> state, of those that Slurm still knows; one call, and none where there is nothing to ask."""
     if not jobs or shutil.which("squeue") is None:
         return {}
-    listed = ask("squeue", "-h", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(jobs), seconds=5)
+    listed = run_slurm("squeue", "-h", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(jobs), seconds=5)
     return dict(line.split() for line in listed.out.splitlines() if len(line.split()) == 2)
 
 
@@ -129,7 +131,7 @@ def job_of(run: RunFolder) -> str:
 def smallest_node(partition: str | None) -> tuple[int, int] | None:
     """(CPUs, GPUs) of the smallest node of a partition; None where sinfo does not say."""
     where = ["-p", partition] if partition else []
-    rows = ask("sinfo", "-h", "-N", "-o", "%P %c %G", *where, seconds=10).out.splitlines()
+    rows = run_slurm("sinfo", "-h", "-N", "-o", "%P %c %G", *where, seconds=10).out.splitlines()
     cells = [row.split() for row in rows]
     cells = [c for c in cells if len(c) == 3 and (partition or c[0].endswith("*")) and c[1].isdigit()]
     found = [(int(cpus), sum(int(n) for n in re.findall(r"gpu\S*?:(\d+)", gres))) for _, cpus, gres in cells]
@@ -140,14 +142,14 @@ def submit(script: Path) -> str:
     """The number of the new job; UserError in Slurm's own words where it refuses."""
     if shutil.which("sbatch") is None:
         raise UserError(f"--submit: there is no sbatch here; on a machine that has one: sbatch {script}")
-    done = ask("sbatch", "--parsable", str(script.resolve()))
+    done = run_slurm("sbatch", "--parsable", str(script.resolve()))
     if done.code == 0:
         return done.out.strip().partition(";")[0]
-    tested = ask("sbatch", "--test-only", str(script.resolve()))
+    tested = run_slurm("sbatch", "--test-only", str(script.resolve()))
     raise UserError(f"sbatch refuses {script}: {_said(tested) or _said(done)}")
 
 
-def _said(answer: Answer) -> str:
+def _said(answer: CommandResult) -> str:
     lines = [
         re.sub(r"^(sbatch: |error: |allocation failure: |fatal: )+", "", s) for s in answer.err.splitlines()
     ]
@@ -156,5 +158,5 @@ def _said(answer: Answer) -> str:
 
 def requeue(job: str) -> str:
     """Put the running job back into the queue; empty, or Slurm's reason not to."""
-    done = ask("scontrol", "requeue", job)
+    done = run_slurm("scontrol", "requeue", job)
     return "" if done.code == 0 else done.err.strip() or "scontrol did not answer"

@@ -19,13 +19,22 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.local.arguments import Request, request
-from isobatch.launch.local.run_setup import create_run, facts_of, find_run
+from isobatch.launch.local.arguments import Request, parse_request
+from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
 from isobatch.launch.slurm import client, sbatch_script, time_limit
 
 CPUS, CPUS_PER_GPU = 4, 8
 """Cores asked for on a node where neither the user nor sinfo says."""
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+FINISHED_STATES = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +85,10 @@ def slurm(words: Sequence[str]) -> int:
     flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --job-name --setup FILE
            --array 0-4 (a run per seed) --after JOB --lead SECONDS --sbatch "OPTIONS", and those of `auto`
     """
-    asked = request(_joined(words), "slurm", SlurmOptions)
+    asked = parse_request(_joined(words), "slurm", SlurmOptions)
     own = SlurmOptions(**asked.extra)
     asked = _checked(asked, own)
-    seeds = sbatch_script.tasks_of(own.array) if own.array else [0]
+    seeds = sbatch_script.parse_array(own.array) if own.array else [0]
     place = Path(asked.run.out).expanduser().resolve() / (asked.run.name or "run")
     # A draft first: what is wrong with the script is said before anything is made.
     sbatch_script.render(_script({seed: RunFolder(place) for seed in seeds}, asked, own))
@@ -120,7 +129,7 @@ def _checked(asked: Request, own: SlurmOptions) -> Request:
         raise UserError("slurm: needs --time, the limit of one leg, as in --time 12:00:00")
     if own.array and asked.recipe.seed:
         raise UserError("--seed: each task of --array is a seed of its own; leave one of them out")
-    if own.lead and own.lead >= sbatch_script.seconds_of(own.time):
+    if own.lead and own.lead >= sbatch_script.parse_time_limit(own.time):
         raise UserError(f"--lead {own.lead}: must be shorter than --time {own.time}")
     processes = asked.plan.processes
     most = own.nodes * own.gpus_per_node or processes or 0
@@ -157,7 +166,7 @@ def _with_seed(asked: Request, seed: int) -> Request:
 
 
 def _run(asked: Request) -> RunFolder:
-    facts = facts_of(asked)
+    facts = prepare_facts(asked)
     run = find_run(asked, facts) or create_run(asked, facts)
     if run.status() != "done":
         refuse_if_in_a_job(run)
@@ -169,7 +178,7 @@ def _run(asked: Request) -> RunFolder:
 def refuse_if_in_a_job(run: RunFolder, own: str = "") -> None:
     """Two jobs of one run would take turns at it; `own` is the one that asks."""
     job = client.job_of(run)
-    if job and job != own and (state := client.states([job]).get(job)) and state not in OVER:
+    if job and job != own and (state := client.job_states([job]).get(job)) and state not in FINISHED_STATES:
         raise UserError(f"{run.folder} is in job {job} already ({state}): scancel {job} first")
 
 
@@ -181,12 +190,14 @@ def _is_open(run: RunFolder) -> bool:
     return True
 
 
-def _script(runs: dict[int, RunFolder], asked: Request, own: SlurmOptions) -> sbatch_script.Script:
+def _script(runs: dict[int, RunFolder], asked: Request, own: SlurmOptions) -> sbatch_script.JobScript:
     first = next(iter(runs.values()))
-    name = sbatch_script.plain(own.job_name or asked.run.name or first.folder.name, "--job-name")
-    seconds = sbatch_script.seconds_of(own.time or "")
+    name = sbatch_script.refuse_control_characters(
+        own.job_name or asked.run.name or first.folder.name, "--job-name"
+    )
+    seconds = sbatch_script.parse_time_limit(own.time or "")
     many = first.folder.parent / f"slurm-{first.folder.name}"
-    return sbatch_script.Script(
+    return sbatch_script.JobScript(
         name=name,
         runs={seed: run.folder for seed, run in runs.items()},
         folder=many if own.array else first.folder / "slurm",
@@ -197,7 +208,7 @@ def _script(runs: dict[int, RunFolder], asked: Request, own: SlurmOptions) -> sb
         gpus=own.gpus_per_node,
         array=_array(own.array, runs) if own.array else "",
         wishes=tuple(_wishes(own)),
-        passed=sbatch_script.passed_words(own.sbatch) if own.sbatch else (),
+        passed=sbatch_script.parse_sbatch_options(own.sbatch) if own.sbatch else (),
         setup=Path(own.setup).expanduser().resolve() if own.setup else None,
         start=Path.cwd(),
     )

@@ -28,20 +28,20 @@ from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.local import restarts
-from isobatch.launch.local.run_setup import relocate, write_plan
+from isobatch.launch.local.run_setup import locate_data, store_plan
 from isobatch.launch.slurm import client, time_limit
 from isobatch.launch.slurm.command import refuse_if_in_a_job, stored_plan
-from isobatch.launch.slurm.rendezvous import meeting_place, wait_for
+from isobatch.launch.slurm.rendezvous import rendezvous_folder, wait_for
 
-AGAIN_SECONDS = 10.0
-EARLY_SECONDS = 65.0
+REPEAT_SIGNAL_SECONDS = 10.0
+EARLY_SIGNAL_SECONDS = 65.0
 """How much earlier than asked Slurm sends its signal."""
-LATE_SECONDS = 25.0
+VERDICT_WAIT_SECONDS = 25.0
 """srun may end before its tasks where Slurm ends the job: how long a verdict is waited for."""
 LOG_CHARACTERS = 2500
-BEGIN = """trap '' USR1 TERM INT; exec "$@" >>"$0/node-$SLURMD_NODENAME.log" 2>&1"""
+STEP_SHELL = """trap '' USR1 TERM INT; exec "$@" >>"$0/node-$SLURMD_NODENAME.log" 2>&1"""
 """A signal that comes while Python starts must not be its end (the next one is heard); a log per node."""
-REQUEUES = ("RUNNING", "PREEMPTED", "TIMEOUT")
+REQUEUEABLE_STATES = ("RUNNING", "PREEMPTED", "TIMEOUT")
 """States of a job that a stop may be followed by another leg. One that the user cancelled has ended."""
 
 
@@ -51,36 +51,36 @@ def job(words: Sequence[str]) -> int:
         raise UserError("job: give the folder of one run, inside a Slurm job")
     run = RunFolder.open(words[0])
     allocation = client.Allocation.of(os.environ)
-    with Stop() as stop:
+    with JobStop() as stop:
         if run.status() == "done":
             return DONE
         refuse_if_in_a_job(run, allocation.job)
         with run.lock("launch"):
             run.refuse_if_training()
             _note(run, job=allocation.job)
-            steps = Steps(run, allocation, stop)
-            code = restarts.train(run, steps)
+            steps = StepRunner(run, allocation, stop)
+            code = restarts.train_with_restarts(run, steps)
         return _go_on(run, allocation, stop) if code == STOPPED else code
 
 
-class Stop:
+class JobStop:
     """What asked this job to stop: `limit`, `term` or `interrupt`; empty so far."""
 
     def __init__(self) -> None:
-        self.why = ""
+        self.reason = ""
         self.warned = False
         """SIGUSR1 came: the time limit is near, or the job is to make room."""
         self._before: dict[int, Any] = {}
 
-    def ask(self, why: str) -> None:
-        self.why = self.why or why
+    def request(self, why: str) -> None:
+        self.reason = self.reason or why
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> JobStop:
         def hear(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGUSR1:
                 self.warned = True
             else:
-                self.ask("term" if number == signal.SIGTERM else "interrupt")
+                self.request("term" if number == signal.SIGTERM else "interrupt")
 
         self._before = {number: signal.signal(number, hear) for number in STOP_SIGNALS}
         return self
@@ -90,13 +90,13 @@ class Stop:
             signal.signal(number, handler)
 
 
-class Steps:
+class StepRunner:
     """Starts the run's attempts, each as a step on the nodes that are left."""
 
-    def __init__(self, run: RunFolder, allocation: client.Allocation, stop: Stop) -> None:
+    def __init__(self, run: RunFolder, allocation: client.Allocation, stop: JobStop) -> None:
         self.allocation, self.stop = allocation, stop
         self.request = atomic_files.read_json(run.folder / "slurm" / "request.json")
-        relocate(run, run.recipe(), None)
+        locate_data(run, run.recipe(), None)
         self.nodes = self._left()
         self._plan(run)
         left = client.seconds_left(allocation.job)
@@ -109,11 +109,11 @@ class Steps:
         """The run's plan for the nodes there are. The global batch stays."""
         if not self.nodes:
             raise UserError("none of this job's nodes is left")
-        write_plan(run, plan_for(run, len(self.nodes), self.request))
+        store_plan(run, plan_for_nodes(run, len(self.nodes), self.request))
 
     def __call__(self, run: RunFolder) -> Verdict | None:
         """One attempt, to its end."""
-        if self.stop.why:
+        if self.stop.reason:
             return Verdict(STOPPED, "asked to stop before it began")
         left = self._left()
         if left != self.nodes:
@@ -121,7 +121,7 @@ class Steps:
             self.nodes = left
             self._plan(run)
         nonce = secrets.token_hex(8)
-        meeting = meeting_place(run.folder, nonce)
+        meeting = rendezvous_folder(run.folder, nonce)
         meeting.mkdir(parents=True)
         try:
             self._watch(run, subprocess.Popen(srun(run, self.nodes, self.allocation, nonce)))
@@ -131,25 +131,27 @@ class Steps:
 
     def _watch(self, run: RunFolder, step: subprocess.Popen[bytes]) -> None:
         """Until the step ends. A stop is told again: srun may not have been listening yet."""
-        told = -AGAIN_SECONDS
+        told = -REPEAT_SIGNAL_SECONDS
         while step.poll() is None:
             now = time.monotonic()
             left = None if self.end is None else self.end - now
-            if is_time(left, self.stop.warned, self.request["lead"], time_limit.seconds_to_stop(run) or 0):
-                self.stop.ask("limit")
-            if self.stop.why and now - told >= AGAIN_SECONDS:
+            if should_save_now(
+                left, self.stop.warned, self.request["lead"], time_limit.seconds_to_stop(run) or 0
+            ):
+                self.stop.request("limit")
+            if self.stop.reason and now - told >= REPEAT_SIGNAL_SECONDS:
                 # srun hands this one to every process of the step; at SIGTERM and SIGINT it ends itself.
                 step.send_signal(signal.SIGUSR1)
                 told = now
             time.sleep(0.5)
 
     def _verdict(self, run: RunFolder, nonce: str) -> Verdict | None:
-        if self.stop.why:
-            wait_for(lambda: run.read_exit(nonce) is not None, LATE_SECONDS)
+        if self.stop.reason:
+            wait_for(lambda: run.read_exit(nonce) is not None, VERDICT_WAIT_SECONDS)
         verdict = run.read_exit(nonce)
         if verdict and verdict.code == DONE:
             return verdict
-        if self.stop.why:
+        if self.stop.reason:
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
         left = self._left()
         if lost := [node for node in self.nodes if node not in left]:
@@ -158,7 +160,7 @@ class Steps:
         return verdict
 
 
-def plan_for(run: RunFolder, nodes: int, request: dict[str, Any]) -> Plan:
+def plan_for_nodes(run: RunFolder, nodes: int, request: dict[str, Any]) -> Plan:
     """For `nodes` nodes like this one, as many processes on each as were asked for."""
     recipe, facts = run.recipe(), run.facts()
     task, _ = workload(recipe.task).make(recipe)
@@ -180,19 +182,19 @@ def srun(run: RunFolder, nodes: Sequence[str], allocation: client.Allocation, no
         "--kill-on-bad-exit=1",
         "--mpi=none",
         "--unbuffered",
-        *("bash", "-c", BEGIN, str(run.folder.resolve() / "slurm")),
+        *("bash", "-c", STEP_SHELL, str(run.folder.resolve() / "slurm")),
         *own_command("node", str(run.folder.resolve()), nonce),
     ]
 
 
-def is_time(left: float | None, warned: bool, lead: float, measured: float) -> bool:
+def should_save_now(left: float | None, warned: bool, lead: float, measured: float) -> bool:
     """Whether to save now, to be gone before the time limit; `left` is the time until then, if there is one.
 
     A warning that comes long before the limit is about something else, and is heeded at once.
     """
     if left is not None and left <= max(lead, measured):
         return True
-    return warned and (left is None or left > lead + EARLY_SECONDS)
+    return warned and (left is None or left > lead + EARLY_SIGNAL_SECONDS)
 
 
 def node_logs(run: RunFolder, nodes: Sequence[str]) -> str:
@@ -201,11 +203,11 @@ def node_logs(run: RunFolder, nodes: Sequence[str]) -> str:
     return "".join(f"--- {name}\n{text}\n" for name, text in ends)
 
 
-def _go_on(run: RunFolder, allocation: client.Allocation, stop: Stop) -> int:
+def _go_on(run: RunFolder, allocation: client.Allocation, stop: JobStop) -> int:
     """After a stop: back into the queue where there was progress, else the end."""
     before = _noted(run).get("requeued_at")
-    now = progress(run)
-    why_not = refusal(stop.why, client.job_state(allocation.job), before, now)
+    now = furthest_checkpoint(run)
+    why_not = why_not_requeue(stop.reason, client.job_state(allocation.job), before, now)
     if why_not:
         print(f"stopped and not requeued: {why_not}", flush=True)
         return STOPPED
@@ -216,18 +218,18 @@ def _go_on(run: RunFolder, allocation: client.Allocation, stop: Stop) -> int:
     return STOPPED
 
 
-def refusal(why: str, state: str, before: list[int] | None, now: list[int] | None) -> str:
+def why_not_requeue(why: str, state: str, before: list[int] | None, now: list[int] | None) -> str:
     """Why a stopped job does not requeue itself; empty where it does."""
     if why not in ("limit", "term"):
         return "a signal asked for a stop, not the time limit"
-    if state and state not in REQUEUES:
+    if state and state not in REQUEUEABLE_STATES:
         return f"the job is {state}"
     if now is None or (before is not None and now <= before):
         return "no checkpoint was added since the last start: a longer --time gives it the time to reach one"
     return ""
 
 
-def progress(run: RunFolder) -> list[int] | None:
+def furthest_checkpoint(run: RunFolder) -> list[int] | None:
     """[phase, step] of the furthest checkpoint."""
     task, _ = workload(run.recipe().task).make(run.recipe())
     phases = [phase.name for phase in task.phases()]

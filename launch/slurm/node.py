@@ -18,10 +18,10 @@ from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.plan import Plan
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
-from isobatch.launch.local.accelerate_launcher import copy_progress
-from isobatch.launch.slurm.rendezvous import Place, is_loopback, met, own_address
+from isobatch.launch.local.accelerate_launcher import relay_output
+from isobatch.launch.slurm.rendezvous import NodePlace, is_loopback, own_address, rendezvous
 
-AGAIN_SECONDS = 2.0
+REPEAT_SIGNAL_SECONDS = 2.0
 """Between two words to stop: one that comes while a worker still starts is not heard."""
 JOIN_SECONDS = 120
 CLOSE_SECONDS = 20
@@ -34,11 +34,11 @@ def node(words: Sequence[str]) -> int:
         raise UserError("node: is started by `job`, inside Slurm")
     run, nonce = RunFolder(Path(words[0])), words[1]
     os.environ[NONCE] = nonce
-    place = Place.of(os.environ)
+    place = NodePlace.of(os.environ)
     with StopFlag() as stop:
         try:
             data = Path(run.facts().folder) if place.rank == 0 or run.folder.is_dir() else Path()
-            with met(place, run.folder, nonce, data) as (host, port):
+            with rendezvous(place, run.folder, nonce, data) as (host, port):
                 own = own_address(host, port)
                 command = _torchrun(run.plan(), place, host, port, own, nonce, run.folder)
                 return _train(command, _environment(run.plan(), own), stop)
@@ -49,7 +49,7 @@ def node(words: Sequence[str]) -> int:
 
 
 def _torchrun(
-    plan: Plan, place: Place, host: str, port: int, own: str, nonce: str, folder: Path
+    plan: Plan, place: NodePlace, host: str, port: int, own: str, nonce: str, folder: Path
 ) -> list[str]:
     """torchrun itself: accelerate would probe the port, and take ours for someone else's."""
     return [
@@ -94,12 +94,12 @@ def _interface(address: str) -> str:
 def _train(command: list[str], environment: dict[str, str], stop: StopFlag) -> int:
     child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, preexec_fn=_ignore)
     log = io.FileIO(2, "wb", closefd=False)  # a node that is killed has said what it had to say
-    copying = threading.Thread(target=copy_progress, args=(child, log), daemon=True)
+    copying = threading.Thread(target=relay_output, args=(child, log), daemon=True)
     copying.start()
     while child.poll() is None:
         if stop.requested:
             _tell(child.pid)
-            time.sleep(AGAIN_SECONDS)
+            time.sleep(REPEAT_SIGNAL_SECONDS)
         time.sleep(0.1)
     copying.join(timeout=5)
     return DONE if child.returncode == 0 else BUG

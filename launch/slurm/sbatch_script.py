@@ -18,7 +18,7 @@ LONGEST = 1000
 """Characters of an #SBATCH line that sbatch reads."""
 PRINTED_LEAD = 120
 """Seconds before the end that a job is told to save, where nothing was measured and time is ample."""
-OURS = {
+RESERVED_OPTIONS = {
     "nodes": "--nodes",
     "ntasks": "--nodes",
     "ntasks-per-node": "--nodes",
@@ -40,14 +40,21 @@ OURS = {
     "no-requeue": "--nodes",
 }
 """sbatch's options that the script sets itself, and the flag of ours that each belongs to."""
-SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "a": "array", "d": "dependency"}
-SHORT |= {"J": "job-name", "o": "output", "D": "chdir", "W": "wait"}
+SHORT_OPTIONS = {
+    "N": "nodes",
+    "n": "ntasks",
+    "c": "cpus-per-task",
+    "t": "time",
+    "a": "array",
+    "d": "dependency",
+}
+SHORT_OPTIONS |= {"J": "job-name", "o": "output", "D": "chdir", "W": "wait"}
 SWITCHES = "HhkOQsvV"
 """sbatch's letters without a value, behind which others may stand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Script:
+class JobScript:
     """What the script of a job says."""
 
     name: str
@@ -70,7 +77,7 @@ class Script:
     """The folder it was asked for in: a task's file may be named from there."""
 
 
-def render(script: Script) -> str:
+def render(script: JobScript) -> str:
     """The whole text."""
     lines = ["#!/bin/bash", *map(_directive, _options(script))]
     if script.passed:
@@ -78,7 +85,7 @@ def render(script: Script) -> str:
     return "\n".join([*lines, "", *_body(script), ""])
 
 
-def _options(script: Script) -> list[tuple[str, str]]:
+def _options(script: JobScript) -> list[tuple[str, str]]:
     pattern = "%A_%a.out" if script.array else "%j.out"
     return [
         ("job-name", script.name),
@@ -87,7 +94,7 @@ def _options(script: Script) -> list[tuple[str, str]]:
         ("ntasks-per-node", "1"),
         ("cpus-per-task", str(script.cpus)),
         *([("gpus-per-node", str(script.gpus))] if script.gpus else []),
-        ("time", clock(script.seconds)),
+        ("time", format_time_limit(script.seconds)),
         *script.wishes,
         *([("array", script.array)] if script.array else []),
         # Only the first process hears of the end, and passes it on in its own way.
@@ -113,8 +120,8 @@ def _checked(line: str) -> str:
     return line
 
 
-def _body(script: Script) -> list[str]:
-    lines = [f"cd -- {shlex.quote(plain(str(script.start)))} || exit 2"]
+def _body(script: JobScript) -> list[str]:
+    lines = [f"cd -- {shlex.quote(refuse_control_characters(str(script.start)))} || exit 2"]
     if script.setup:
         # Before `set -u`: activation scripts read variables that nobody set.
         lines.append(f"source {shlex.quote(str(script.setup))} || exit 2")
@@ -131,13 +138,13 @@ def _body(script: Script) -> list[str]:
 
 def sbatch_word(word: str) -> str:
     """A word as sbatch's own reader of #SBATCH lines takes it: plain, or between double quotes."""
-    plain(word)
+    refuse_control_characters(word)
     if re.fullmatch(r"[A-Za-z0-9_./:,=@%+-]+", word):
         return word
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def plain(word: str, flag: str = "") -> str:
+def refuse_control_characters(word: str, flag: str = "") -> str:
     """The word, unless a character in it would end the line or hide in it."""
     if any(not c.isprintable() for c in word):
         raise UserError(f"{flag or 'sbatch option'} {word!r}: holds a control character, which no script may")
@@ -146,36 +153,40 @@ def plain(word: str, flag: str = "") -> str:
 
 def pattern_path(folder: Path) -> str:
     """A folder in one of Slurm's file name patterns, where % is a mark and \\ turns marks off."""
-    text = plain(str(folder), "--out")
+    text = refuse_control_characters(str(folder), "--out")
     if "\\" in text:
         raise UserError(f"--out {text}: Slurm cannot write to a path with a backslash; choose another")
     return text.replace("%", "%%")
 
 
-def passed_words(text: str) -> tuple[str, ...]:
+def parse_sbatch_options(text: str) -> tuple[str, ...]:
     """--sbatch's words; what the script sets itself is refused, with the flag to use."""
     try:
-        words = shlex.split(plain(text, "--sbatch"))
+        words = shlex.split(refuse_control_characters(text, "--sbatch"))
     except ValueError as error:
         raise UserError(f"--sbatch {text}: {error}") from None
     if not words or not words[0].startswith("-"):
         raise UserError(f'--sbatch {text}: holds sbatch\'s own options, as in --sbatch "--exclusive"')
     for word in words:
-        if name := _ours(word):
-            raise UserError(f"--sbatch {word}: the script sets this itself; use {OURS[name]}")
+        if name := _reserved_option(word):
+            raise UserError(f"--sbatch {word}: the script sets this itself; use {RESERVED_OPTIONS[name]}")
     return tuple(words)
 
 
-def _ours(word: str) -> str:
+def _reserved_option(word: str) -> str:
     """The option of ours that a word sets, or nothing. sbatch takes beginnings of names, and -Hn2."""
     if word.startswith("--"):
         name = word[2:].partition("=")[0]
-        return name if name in OURS else next((own for own in OURS if name and own.startswith(name)), "")
+        return (
+            name
+            if name in RESERVED_OPTIONS
+            else next((own for own in RESERVED_OPTIONS if name and own.startswith(name)), "")
+        )
     short = word[1:].lstrip(SWITCHES)[:1] if word.startswith("-") else ""
-    return SHORT.get(short, "")
+    return SHORT_OPTIONS.get(short, "")
 
 
-def seconds_of(text: str) -> int:
+def parse_time_limit(text: str) -> int:
     """Slurm's times: minutes, M:S, H:M:S, D-H, D-H:M and D-H:M:S."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if match is None:
@@ -190,13 +201,13 @@ def seconds_of(text: str) -> int:
     return total
 
 
-def clock(seconds: int) -> str:
+def format_time_limit(seconds: int) -> str:
     days, rest = divmod(seconds, 86400)
     text = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}-{text}" if days else text
 
 
-def tasks_of(array: str) -> list[int]:
+def parse_array(array: str) -> list[int]:
     """The task numbers of --array: 0-4, 1,3,7, 0-10:2, each with %LIMIT behind."""
     body, _, limit = array.partition("%")
     found: list[int] = []

@@ -20,12 +20,12 @@ from isobatch.engine.runs.run_folder import RunOptions
 from isobatch.launch.local.arguments import (
     MEANINGS,
     SYNONYMS,
+    BatchScaling,
     Request,
-    Scaling,
+    command_options,
     make_recipe,
-    own_flags,
-    request,
-    split,
+    parse_request,
+    split_words,
 )
 
 FLAGS = {
@@ -44,7 +44,7 @@ FLAGS = {
 
 
 def ask(*words: str) -> Request:
-    return request(["--task", "causal-lm", *words], "auto")
+    return parse_request(["--task", "causal-lm", *words], "auto")
 
 
 def refusal(*words: str) -> str:
@@ -58,7 +58,7 @@ def refusal(*words: str) -> str:
 def test_a_new_flag_is_a_decision() -> None:
     found = {
         "recipe": opt.flags_of(Recipe, "recipe"),
-        "scaling": opt.flags_of(Scaling, "recipe"),
+        "scaling": opt.flags_of(BatchScaling, "recipe"),
         "plan": opt.flags_of(PlanOptions, "plan"),
         "run": opt.flags_of(RunOptions, "run"),
         "causal-lm": workload("causal-lm").option_flags(),
@@ -98,11 +98,11 @@ def test_a_new_flag_is_a_decision() -> None:
     ],
 )
 def test_words_become_flags(words: list[str], flags: dict[str, str]) -> None:
-    assert split(words) == ([], flags)
+    assert split_words(words) == ([], flags)
 
 
 def test_positional_words_are_kept_in_order() -> None:
-    assert split(["runs/a b", "--json", "--steps", "3", "x"]) == (
+    assert split_words(["runs/a b", "--json", "--steps", "3", "x"]) == (
         ["runs/a b", "x"],
         {"json": "True", "steps": "3"},
     )
@@ -111,13 +111,13 @@ def test_positional_words_are_kept_in_order() -> None:
 @pytest.mark.parametrize("word", ["--", "--=3"])
 def test_a_lone_dash_pair_is_one_refusal(word: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="what is '--"):
-        split([word, "--lr", "1"])
+        split_words([word, "--lr", "1"])
     assert capfd.readouterr().err == ""  # Fire would print its usage and leave
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20))
 def test_any_value_arrives_as_typed(value: str) -> None:
-    assert split([f"--name={value}"]) == ([], {"name": value})
+    assert split_words([f"--name={value}"]) == ([], {"name": value})
 
 
 @pytest.mark.parametrize(
@@ -182,13 +182,13 @@ def test_one_line_names_the_flag_the_value_and_the_way_out(words: list[str], sta
 @pytest.mark.parametrize("words", [["--lr", "1"], ["--task"], ["--task", "--quiet"]])
 def test_a_task_is_needed(words: list[str]) -> None:
     with pytest.raises(UserError, match="needs --task NAME"):
-        request(words, "auto")
+        parse_request(words, "auto")
 
 
 def test_a_task_is_known() -> None:
     with pytest.raises(UserError, match=r"no such task \(did you mean causal-lm\?\)"):
-        request(["--task", "casual-lm"], "auto")
-    assert request(["--task", "Causal_LM"], "auto").workload.name == "causal-lm"
+        parse_request(["--task", "casual-lm"], "auto")
+    assert parse_request(["--task", "Causal_LM"], "auto").workload.name == "causal-lm"
 
 
 VALUES = {
@@ -290,7 +290,7 @@ OWN = Path(__file__).parents[1] / "tasks" / "troubled.py"
 
 
 def test_a_users_own_task_brings_its_data() -> None:
-    assert request(["--task", f"{OWN}:Line"], "auto").notes == []
+    assert parse_request(["--task", f"{OWN}:Line"], "auto").notes == []
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_a_users_own_task_brings_its_data() -> None:
 )
 def test_of_file_and_class_the_wrong_one_is_named(place: str, hint: str) -> None:
     with pytest.raises(UserError, match=hint):
-        request(["--task", place], "auto")
+        parse_request(["--task", place], "auto")
 
 
 class Layered(workload("causal-lm").task):  # type: ignore[misc]
@@ -352,10 +352,10 @@ def test_plan_and_run_flags_do_not_change_the_recipe() -> None:
 
 
 def test_a_command_of_its_own_refuses_what_it_does_not_know() -> None:
-    assert own_flags({"devices": "3", "bf16": "True"}, PlanOptions, "resume") == PlanOptions(
+    assert command_options({"devices": "3", "bf16": "True"}, PlanOptions, "resume") == PlanOptions(
         processes=3, precision="bf16"
     )
     with pytest.raises(UserError, match="--processes and --devices say the same thing"):
-        own_flags({"devices": "3", "processes": "2"}, PlanOptions, "resume")
+        command_options({"devices": "3", "processes": "2"}, PlanOptions, "resume")
     with pytest.raises(UserError, match=r"--learning-rate: resume has no such flag"):
-        own_flags({"learning_rate": "3"}, PlanOptions, "resume")
+        command_options({"learning_rate": "3"}, PlanOptions, "resume")

@@ -13,8 +13,8 @@ from isobatch.data.base import DataError, Ragged, save
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.auto import _print_outcome
 from isobatch.launch.commands.evaluate import evaluate
-from isobatch.launch.local.arguments import request
-from isobatch.launch.local.run_setup import create_run, facts_of, relocate
+from isobatch.launch.local.arguments import parse_request
+from isobatch.launch.local.run_setup import create_run, locate_data, prepare_facts
 
 OWN = """
 import numpy as np
@@ -34,14 +34,16 @@ class Line(troubled.Line):
 
 def ask(folder: Path, *words: str):  # type: ignore[no-untyped-def]
     (folder / "own.py").write_text(OWN)
-    return request(["--task", f"{folder / 'own.py'}:Line", "--out", str(folder / "runs"), *words], "auto")
+    return parse_request(
+        ["--task", f"{folder / 'own.py'}:Line", "--out", str(folder / "runs"), *words], "auto"
+    )
 
 
 def made(folder: Path) -> RunFolder:
     asked = ask(folder)
     return create_run(
         asked,
-        facts_of(asked),
+        prepare_facts(asked),
     )
 
 
@@ -49,8 +51,8 @@ def test_patience_needs_a_split_to_watch(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"--patience 2: this data has no valid split to watch \(it has train\)"
     ):
-        facts_of(ask(tmp_path, "--patience", "2"))
-    assert facts_of(ask(tmp_path)).samples == {"train": 8}
+        prepare_facts(ask(tmp_path, "--patience", "2"))
+    assert prepare_facts(ask(tmp_path)).samples == {"train": 8}
 
 
 @pytest.mark.parametrize(
@@ -73,9 +75,9 @@ def test_facts_are_not_what_the_run_says_where_they_were_changed(tmp_path: Path)
         run.folder / "facts.json", {**facts, "samples": {"train": 7}, "folder": "elsewhere"}
     )
     with pytest.raises(UserError, match=r"facts\.json was changed: samples differs from the data's"):
-        relocate(run, run.recipe(), None)
+        locate_data(run, run.recipe(), None)
     atomic_files.write_json(run.folder / "facts.json", {**facts, "folder": "elsewhere"})
-    relocate(run, run.recipe(), None)
+    locate_data(run, run.recipe(), None)
     assert run.facts().folder == facts["folder"]
 
 

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.local.arguments import split
+from isobatch.launch.local.arguments import split_words
 from isobatch.launch.slurm import client, sbatch_script, time_limit
 from isobatch.launch.slurm.command import SlurmOptions, _joined, refuse_if_in_a_job
-from isobatch.launch.slurm.job import is_time, plan_for, refusal
-from isobatch.launch.slurm.rendezvous import Place, _hear_all, _join, own_address
+from isobatch.launch.slurm.job import plan_for_nodes, should_save_now, why_not_requeue
+from isobatch.launch.slurm.rendezvous import NodePlace, _join, _wait_for_answers, own_address
 from isobatch.tests.conftest import Cli
 
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1)
 LINE = f"{Path(__file__).parents[1]}/tasks/troubled.py:Line"
 
 
-def script(**changes: object) -> sbatch_script.Script:
+def script(**changes: object) -> sbatch_script.JobScript:
     values: dict[str, object] = {
         "name": "r",
         "runs": {0: Path("/shared/runs/r")},
@@ -36,7 +36,7 @@ def script(**changes: object) -> sbatch_script.Script:
         "cpus": 16,
         "start": Path("/home/some one"),
     }
-    return sbatch_script.Script(**{**values, **changes})  # type: ignore[arg-type]
+    return sbatch_script.JobScript(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def as_sbatch_reads(line: str) -> list[str]:
@@ -162,12 +162,20 @@ def test_no_secret_of_the_environment_is_in_the_script(monkeypatch: pytest.Monke
 )
 def test_options_that_the_script_sets_are_refused_with_our_flag(text: str, flag: str) -> None:
     with pytest.raises(UserError, match=f"use {flag}"):
-        sbatch_script.passed_words(text)
+        sbatch_script.parse_sbatch_options(text)
 
 
 def test_other_options_are_passed_on() -> None:
-    assert sbatch_script.passed_words("--exclusive --comment='a b'") == ("--exclusive", "--comment=a b")
-    assert sbatch_script.passed_words("-H --nodelist=n1 -Qvx n2") == ("-H", "--nodelist=n1", "-Qvx", "n2")
+    assert sbatch_script.parse_sbatch_options("--exclusive --comment='a b'") == (
+        "--exclusive",
+        "--comment=a b",
+    )
+    assert sbatch_script.parse_sbatch_options("-H --nodelist=n1 -Qvx n2") == (
+        "-H",
+        "--nodelist=n1",
+        "-Qvx",
+        "n2",
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,7 +183,7 @@ def test_other_options_are_passed_on() -> None:
 )
 def test_beginnings_and_bundles_of_what_the_script_sets_are_refused(word: str) -> None:
     with pytest.raises(UserError, match=f"--sbatch {word}: the script sets this itself; use --"):
-        sbatch_script.passed_words(f"-v {word}")
+        sbatch_script.parse_sbatch_options(f"-v {word}")
 
 
 def test_the_job_starts_where_it_was_asked_for() -> None:
@@ -186,19 +194,22 @@ def test_a_run_that_is_in_a_job_is_left_alone(tmp_path: Path, monkeypatch: pytes
     run = RunFolder(tmp_path)
     (tmp_path / "slurm").mkdir()
     atomic_files.write_json(tmp_path / "slurm" / "job.json", {"job": "7"})
-    monkeypatch.setattr(client, "states", lambda jobs: {"7": "RUNNING"})
+    monkeypatch.setattr(client, "job_states", lambda jobs: {"7": "RUNNING"})
     refuse_if_in_a_job(run, "7")
     with pytest.raises(UserError, match=r"is in job 7 already \(RUNNING\): scancel 7 first"):
         refuse_if_in_a_job(run, "8")
-    monkeypatch.setattr(client, "states", lambda jobs: {"7": "NODE_FAIL"})
+    monkeypatch.setattr(client, "job_states", lambda jobs: {"7": "NODE_FAIL"})
     refuse_if_in_a_job(run, "8")
     assert '#SBATCH --exclusive "--comment=a b"' in sbatch_script.render(
         script(passed=("--exclusive", "--comment=a b"))
     )
-    assert split(_joined(["--sbatch", "--exclusive --x", "--nodes", "2"]))[1]["sbatch"] == "--exclusive --x"
+    assert (
+        split_words(_joined(["--sbatch", "--exclusive --x", "--nodes", "2"]))[1]["sbatch"]
+        == "--exclusive --x"
+    )
     for bad in ("date", "'", ""):
         with pytest.raises(UserError, match="--sbatch"):
-            sbatch_script.passed_words(bad)
+            sbatch_script.parse_sbatch_options(bad)
 
 
 @pytest.mark.parametrize(
@@ -206,22 +217,22 @@ def test_a_run_that_is_in_a_job_is_left_alone(tmp_path: Path, monkeypatch: pytes
     [("5", 300), ("5:30", 330), ("00:03:00", 180), ("1-0", 86400), ("1-2:03", 93780), ("1-00:00:01", 86401)],
 )
 def test_times_are_slurms(text: str, seconds: int) -> None:
-    assert sbatch_script.seconds_of(text) == seconds
-    assert sbatch_script.seconds_of(sbatch_script.clock(seconds)) == seconds
+    assert sbatch_script.parse_time_limit(text) == seconds
+    assert sbatch_script.parse_time_limit(sbatch_script.format_time_limit(seconds)) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "soon", "1:2:3:4", "-5", "1-"])
 def test_other_times_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="--time"):
-        sbatch_script.seconds_of(text)
+        sbatch_script.parse_time_limit(text)
 
 
 def test_arrays_are_seeds() -> None:
-    assert sbatch_script.tasks_of("0-4") == [0, 1, 2, 3, 4]
-    assert sbatch_script.tasks_of("7,1-5:2%2") == [1, 3, 5, 7]
+    assert sbatch_script.parse_array("0-4") == [0, 1, 2, 3, 4]
+    assert sbatch_script.parse_array("7,1-5:2%2") == [1, 3, 5, 7]
     for bad in ("", "a", "4-1", "0-5%", "0-5%0", "0-999999", "0-4;date", "1 2"):
         with pytest.raises(UserError, match="--array"):
-            sbatch_script.tasks_of(bad)
+            sbatch_script.parse_array(bad)
 
 
 def test_the_lead_is_measured_where_it_can_be(tmp_path: Path) -> None:
@@ -250,7 +261,7 @@ def test_the_lead_is_measured_where_it_can_be(tmp_path: Path) -> None:
     ],
 )
 def test_when_a_job_stops(left: float | None, warned: bool, measured: float, stops: bool) -> None:
-    assert is_time(left, warned, 45, measured) is stops
+    assert should_save_now(left, warned, 45, measured) is stops
 
 
 @pytest.mark.parametrize(
@@ -273,7 +284,7 @@ def test_when_a_job_stops(left: float | None, warned: bool, measured: float, sto
 def test_when_a_job_requeues_itself(
     why: str, state: str, before: list[int] | None, now: list[int] | None, reason: str
 ) -> None:
-    answer = refusal(why, state, before, now)
+    answer = why_not_requeue(why, state, before, now)
     assert (reason in answer) if reason else not answer
 
 
@@ -281,9 +292,9 @@ def test_the_world_is_read_from_the_steps_variables(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(client, "hostnames", lambda text: tuple(text.split(",")))
     job = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "a,b,c,d", "SLURM_JOB_ID": "7"}
     step = {"SLURM_STEP_NODELIST": "b,d", "SLURM_NODEID": "1"}
-    assert Place.of({**job, **step}).name == "d"
+    assert NodePlace.of({**job, **step}).name == "d"
     with pytest.raises(UserError, match="step"):
-        Place.of(job)
+        NodePlace.of(job)
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_GPUS_PER_NODE": "h100:8"}
     allocation = client.Allocation.of({**job, **array})
     assert (allocation.job, allocation.gpus, len(allocation.nodes)) == ("7_3", 8, 4)
@@ -292,17 +303,17 @@ def test_the_world_is_read_from_the_steps_variables(monkeypatch: pytest.MonkeyPa
 def test_a_node_that_does_not_see_the_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.ANSWER_SECONDS", 0.2)
     meeting = tmp_path / "r" / "slurm" / "meeting-1"
     meeting.mkdir(parents=True)
-    first, second = (Place(rank=rank, nodes=("n1", "n2")) for rank in (0, 1))
+    first, second = (NodePlace(rank=rank, nodes=("n1", "n2")) for rank in (0, 1))
     atomic_files.write_json(meeting / "0.json", {"node": "n1", "sees_data": True})
     with pytest.raises(UserError, match=r"n2 did not see .* --out on a file system that all nodes share"):
-        _hear_all(first, meeting, tmp_path)
+        _wait_for_answers(first, meeting, tmp_path)
     atomic_files.write_json(meeting / "1.json", {"node": "n2", "sees_data": False})
     with pytest.raises(UserError, match=r"n2 cannot see the prepared data .* ISOBATCH_CACHE"):
-        _hear_all(first, meeting, tmp_path)
-    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.LATER_SECONDS", 0.1)
+        _wait_for_answers(first, meeting, tmp_path)
+    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.JOIN_EXTRA_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"n2 does not see .* what n1 wrote"):
         _join(second, tmp_path / "elsewhere" / "slurm" / "meeting-1", tmp_path)
 
@@ -314,7 +325,7 @@ def test_a_rendezvous_that_cannot_be_reached_is_named(
     atomic_files.write_json(tmp_path / "call.json", {"addresses": ["127.0.0.1"], "port": 1})
     assert not own_address("127.0.0.1", 1)
     with pytest.raises(UserError, match="n2 cannot reach n1 at 127.0.0.1:1"):
-        _join(Place(rank=1, nodes=("n1", "n2")), tmp_path, tmp_path)
+        _join(NodePlace(rank=1, nodes=("n1", "n2")), tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("state", ["idle", "allocated", "mixed", "draining", "completing"])
@@ -374,8 +385,12 @@ def test_the_script_is_printed_and_its_run_is_ready(cli: Cli, tmp_path: Path) ->
     assert done.code == 0, done.err
     run = RunFolder.open(tmp_path / "runs" / "r")
     assert done.out == (run.folder / "slurm" / "job.sh").read_text()
-    assert plan_for(run, 2, atomic_files.read_json(run.folder / "slurm" / "request.json")).processes == 2
-    assert plan_for(run, 1, atomic_files.read_json(run.folder / "slurm" / "request.json")).processes == 1
+    assert (
+        plan_for_nodes(run, 2, atomic_files.read_json(run.folder / "slurm" / "request.json")).processes == 2
+    )
+    assert (
+        plan_for_nodes(run, 1, atomic_files.read_json(run.folder / "slurm" / "request.json")).processes == 1
+    )
     refused = cli(*words, "--submit", env={"PATH": "/usr/bin/nowhere"})
     assert refused.code == 2
     assert "there is no sbatch here" in refused.err
