@@ -1,5 +1,9 @@
 """The ways a command ends, and the exit code of each. Anything else is a bug and shows its traceback."""
 
+from __future__ import annotations
+
+from typing import ClassVar
+
 DONE = 0
 BUG = 1
 WRONG_INPUT = 2
@@ -7,16 +11,28 @@ FAILED = 3
 STOPPED = 75
 
 
-class UserError(ValueError):
+class IsobatchError(Exception):
+    """An error with a name: one line for the user, and an exit code."""
+
+    exit_code: ClassVar[int] = BUG
+    cause: str = ""
+    """What may help another attempt: `memory` (a smaller budget) or `lost` (a restart); else empty."""
+
+
+class UserError(IsobatchError, ValueError):
     """The user's input is wrong: one line on standard error with the way out, exit 2."""
 
     exit_code = WRONG_INPUT
 
 
-class TrainingError(RuntimeError):
+class TrainingError(IsobatchError, RuntimeError):
     """The training failed for a reason that has a name (NaN, damaged data, a difference found): exit 3."""
 
     exit_code = FAILED
+
+
+class ExportError(TrainingError):
+    """What was exported does not answer as the trained model does."""
 
 
 class OutOfMemoryError(TrainingError):
@@ -31,7 +47,7 @@ class WorkerLostError(TrainingError):
     cause = "lost"
 
 
-class StopRequestedError(Exception):
+class StopRequestedError(IsobatchError):
     """A stop was asked for, and a checkpoint was saved: exit 75."""
 
     exit_code = STOPPED

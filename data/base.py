@@ -16,23 +16,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from isobatch.core.errors import UserError
+
 WEIGHT = ".weight"
 QUANTILES = 65
 SMALL_FILE_BYTES = 4096
 NUMBERS = "biuf"
 """numpy's kinds that a tensor can hold: bool, signed, unsigned, floating."""
-
-
-class DataError(ValueError):
-    """The user's data is wrong: one line with the way out."""
-
-    exit_code = 2
-
-
-class DamagedDataError(RuntimeError):
-    """Prepared data is not what was prepared."""
-
-    exit_code = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +123,7 @@ def _common_count(columns: Columns) -> int:
     counts = {len(c) for c in columns.values()}
     if len(counts) != 1:
         sizes = ", ".join(f"{k}: {len(c)}" for k, c in columns.items())
-        raise DataError(f"the columns of a split must have one length, not {sizes}")
+        raise UserError(f"the columns of a split must have one length, not {sizes}")
     return counts.pop()
 
 
@@ -157,7 +147,7 @@ class Data(ABC):
         self.options = options
 
     def check(self) -> None:
-        """Raise DataError with one line if the data cannot be had; cheap, before anything heavy."""
+        """Raise UserError with one line if the data cannot be had; cheap, before anything heavy."""
         return
 
     def identity(self) -> dict[str, Any]:
@@ -185,7 +175,7 @@ def save(folder: Path, columns: Columns) -> None:
     index: dict[str, Any] = {}
     for name, column in columns.items():
         if isinstance(column, Ragged) and column.values.ndim != 1:
-            raise DataError(
+            raise UserError(
                 f"column {name}: the rows of a Ragged are lists of numbers, not arrays (its values have shape"
                 f" {column.values.shape}): flatten them, or give each its own column"
             )
@@ -197,7 +187,7 @@ def save(folder: Path, columns: Columns) -> None:
         files = {}
         for part, array in arrays.items():
             if array.dtype.kind not in NUMBERS:
-                raise DataError(f"column {name} holds {array.dtype}: encode it as numbers")
+                raise UserError(f"column {name} holds {array.dtype}: encode it as numbers")
             file = f"{name}-{part}.npy" if part else f"{name}.npy"
             np.save(folder / file, np.ascontiguousarray(array))
             files[file] = (folder / file).stat().st_size
@@ -219,7 +209,7 @@ def load(folder: Path) -> dict[str, Column]:
 def _open_array(file: Path, size: int) -> np.ndarray:
     actual = file.stat().st_size if file.exists() else 0
     if actual != size:
-        raise DataError(
+        raise UserError(
             f"prepared file {file} has {actual} bytes in place of {size}: delete"
             f" {file.parent.parent} and run again"
         )
@@ -230,7 +220,7 @@ def _open_array(file: Path, size: int) -> np.ndarray:
 def fingerprint(folder: Path) -> str:
     """Sixteen hex digits over the bytes of every prepared array under `folder`."""
     if not folder.is_dir():
-        raise DataError(f"there is no prepared data in {folder}")
+        raise UserError(f"there is no prepared data in {folder}")
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(folder.rglob("*.npy")):
         digest.update(str(file.relative_to(folder)).encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isobatch.data.base import DataError
+from isobatch.core.errors import UserError
 from isobatch.data.readers import nearest
 
 Message = dict[str, str]
@@ -35,7 +35,7 @@ def form_of(columns: Sequence[str]) -> str | None:
 
 
 def messages_of(row: Mapping[str, Any], where: str, form: str) -> list[Message]:
-    """A row's conversation. DataError for rows that cannot be; LeftOut for those without an answer."""
+    """A row's conversation. UserError for rows that cannot be; LeftOut for those without an answer."""
     messages = _alpaca(row, where) if form == "instruction" else _chat(row, form, where)
     require_answers(messages)
     return messages
@@ -63,10 +63,10 @@ def _alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
 
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:
     if name not in row:
-        raise DataError(f"{where}: has no {name}{nearest(name, list(row))}; it has: {_names(row)}")
+        raise UserError(f"{where}: has no {name}{nearest(name, list(row))}; it has: {_names(row)}")
     text = row[name]
     if not isinstance(text, str | None):
-        raise DataError(f"{where}: {name} holds {type(text).__name__}, not text")
+        raise UserError(f"{where}: {name} holds {type(text).__name__}, not text")
     return text or ""
 
 
@@ -76,29 +76,29 @@ def _names(row: Mapping[str, Any]) -> str:
 
 def _chat(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
     if column not in row:
-        raise DataError(f"{where}: has no {column}{nearest(column, list(row))}; it has: {_names(row)}")
+        raise UserError(f"{where}: has no {column}{nearest(column, list(row))}; it has: {_names(row)}")
     turns = row[column]
     if isinstance(turns, Mapping):  # how `datasets` gives a sequence of objects
         turns = [dict(zip(turns, values, strict=True)) for values in zip(*turns.values(), strict=True)]
     if not isinstance(turns, list | None):
-        raise DataError(f"{where}: {column} holds {type(turns).__name__}, not a list of messages")
+        raise UserError(f"{where}: {column} holds {type(turns).__name__}, not a list of messages")
     return [_message(turn, f"{where}: message {number}") for number, turn in enumerate(turns or [], 1)]
 
 
 def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping):
-        raise DataError(f'{where} is {type(turn).__name__}, not an object with "role" and "content"')
+        raise UserError(f'{where} is {type(turn).__name__}, not an object with "role" and "content"')
     role, content = _either(turn, "role", "from", where), _either(turn, "content", "value", where)
     if (known := ALIASES.get(role.lower(), role.lower())) not in ROLES:
         names = [*ROLES, *ALIASES]
-        raise DataError(f"{where} is by {role!r}{nearest(role, names)}: a role is one of {', '.join(ROLES)}")
+        raise UserError(f"{where} is by {role!r}{nearest(role, names)}: a role is one of {', '.join(ROLES)}")
     return {"role": known, "content": content}
 
 
 def _either(turn: Mapping[str, Any], name: str, other: str, where: str) -> str:
     found = turn.get(name) if turn.get(name) is not None else turn.get(other)
     if found is None:
-        raise DataError(f"{where} has no {name} (or {other}); it has: {_names(turn)}")
+        raise UserError(f"{where} has no {name} (or {other}); it has: {_names(turn)}")
     if not isinstance(found, str):
-        raise DataError(f"{where}: {name} holds {type(found).__name__}, not text")
+        raise UserError(f"{where}: {name} holds {type(found).__name__}, not text")
     return found

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from isobatch.core.errors import UserError
 from isobatch.data import hub, readers
-from isobatch.data.base import DataError
 from isobatch.data.readers import Rows
 
 DEMO = "demo"
@@ -45,7 +45,7 @@ def demo_files() -> list[Path]:
     files = [f for folder in folders for f in sorted(folder.glob("*.py"))]
     small = [f for f in files if not f.name.startswith("_") and f.stat().st_size <= DEMO_LARGEST_FILE]
     if len(small) < 10:
-        raise DataError(f"--data demo: {library} holds no source of the standard library: give --data PATH")
+        raise UserError(f"--data demo: {library} holds no source of the standard library: give --data PATH")
     return small
 
 
@@ -86,7 +86,7 @@ def of_hub(name: str, config: str | None, column: str) -> Corpus:
     """A hub data set with a text column, fetched through `datasets` or opened from its cache."""
     splits, notes = _hub_splits(name, config)
     if column not in (names := splits["train"].column_names):
-        raise DataError(f"--text-column {column}: {name} has no such column; it has: {', '.join(names)}")
+        raise UserError(f"--text-column {column}: {name} has no such column; it has: {', '.join(names)}")
     return Corpus({split: partial(_column, rows, column) for split, rows in splits.items()}, notes=notes)
 
 
@@ -101,7 +101,7 @@ def _hub_splits(name: str, config: str | None) -> tuple[dict[str, Any], tuple[st
     found = hub.load_dataset(name, config)
     splits = {readers.SPLITS[split]: rows for split, rows in found.items() if split in readers.SPLITS}
     if "train" not in splits:
-        raise DataError(f"--data {name}: has no train split; it has: {', '.join(found)}")
+        raise UserError(f"--data {name}: has no train split; it has: {', '.join(found)}")
     if "valid" in splits:
         return splits, ()
     rows = splits["train"]

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import hub_cache
-from isobatch.data.base import DataError
+from isobatch.core.errors import UserError
 
 
 def require_dataset(name: str) -> None:
     """Raise unless the data set called `name` is in a cache or the hub answers."""
     close = _nearby(Path(name).expanduser())
     if not hub_cache.is_id(name):
-        raise DataError(f"--data {name}: there is no such file or folder{close}")
+        raise UserError(f"--data {name}: there is no such file or folder{close}")
     if not is_cached_dataset(name) and not hub_cache.is_reachable():
-        raise DataError(
+        raise UserError(
             f"--data {name}: there is no such file or folder{close}; as a hub id it is not in the cache"
             f" {hub_cache.cache_home()}, and the hub cannot be reached: give a folder, set HF_HOME to a cache"
             " that holds it, or run `prepare` on a machine with internet"
@@ -42,7 +42,7 @@ def load_dataset(name: str, config: str | None) -> Any:
         import datasets
         import huggingface_hub.constants
     except ImportError:
-        raise DataError(f"--data {name}: hub data needs datasets: pip install datasets") from None
+        raise UserError(f"--data {name}: hub data needs datasets: pip install datasets") from None
     folder = None
     if not hub_cache.is_reachable():
         folder = hub_cache.snapshot("datasets", name)
@@ -51,4 +51,4 @@ def load_dataset(name: str, config: str | None) -> Any:
     try:
         return datasets.load_dataset(str(folder or name), config)
     except Exception as error:  # network, missing configuration, gated: all are one line to the user
-        raise DataError(f"--data {name}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"--data {name}: {str(error).splitlines()[0]}") from None

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from isobatch.core.errors import UserError
 from isobatch.data import hub, readers, tokenizers
-from isobatch.data.base import Column, Columns, DataError, Ragged, save
+from isobatch.data.base import Column, Columns, Ragged, save
 from isobatch.data.corpora import DEMO, DEMO_PACKAGES, named_rows
 from isobatch.data.readers import Rows
 from isobatch.data.tokenized import Tokenized
@@ -85,13 +86,13 @@ class Labelled(Tokenized):
     def check(self) -> None:
         size = self.options.vocab_size
         if size is not None and size < 300:
-            raise DataError(f"--vocab-size {size}: must be at least 300: characters and special tokens")
+            raise UserError(f"--vocab-size {size}: must be at least 300: characters and special tokens")
         self._place()
         path = self._path()
         if path is not None:
             for part in readers.find(path, self.recipe.format).values():
                 if part.is_stream:
-                    raise DataError(
+                    raise UserError(
                         f"--data {path}: a .txt file has no labels: give tsv, csv, jsonl, json or parquet"
                     )
             self._names(readers.columns(readers.find(path, self.recipe.format)["train"]))
@@ -136,7 +137,7 @@ class Labelled(Tokenized):
         sources, notes = self._splits()
         first = next(iter(sources["train"]()), None)
         if first is None:
-            raise DataError(f"--data {self.recipe.data}: the train split is empty")
+            raise UserError(f"--data {self.recipe.data}: the train split is empty")
         names = self._names([str(k) for k in first[1]])
         splits = {split: list(read_examples(rows(), names)) for split, rows in sources.items()}
         notes += without_withheld(splits)
@@ -246,8 +247,8 @@ def _column(flag: str, asked: str | None, usual: tuple[str, ...], there: Sequenc
     if found is None:
         has = f"it has: {', '.join(there[:20]) or 'no columns'}"
         if asked is None:
-            raise DataError(f"--data {data}: which column? {flag} says; {has}")
-        raise DataError(f"{flag} {asked}: {data} has no such column{readers.nearest(asked, there)}; {has}")
+            raise UserError(f"--data {data}: which column? {flag} says; {has}")
+        raise UserError(f"{flag} {asked}: {data} has no such column{readers.nearest(asked, there)}; {has}")
     return found
 
 
@@ -261,11 +262,11 @@ def read_examples(rows: Rows, names: Names) -> Iterator[Example]:
 def _text(row: Mapping[str, Any], column: str, where: str, flag: str) -> str:
     text = row.get(column)
     if text is not None and not isinstance(text, str):
-        raise DataError(f"{where}: {column} holds {type(text).__name__}, not text: choose another {flag}")
+        raise UserError(f"{where}: {column} holds {type(text).__name__}, not text: choose another {flag}")
     if not text or not text.strip():
-        raise DataError(f"{where}: {column} is empty: leave the row out, or choose another {flag}")
+        raise UserError(f"{where}: {column} is empty: leave the row out, or choose another {flag}")
     if len(text) > LONGEST_TEXT:
-        raise DataError(
+        raise UserError(
             f"{where}: {column} has {len(text):,} characters: a quote that is never closed swallows all rows"
             " behind it; mend it, or shorten the text"
         )
@@ -283,21 +284,21 @@ def labels_of(splits: Mapping[str, list[Example]], names: Names, data: str) -> l
     """The classes in order: by number where all are whole numbers, else by name."""
     for split, examples in splits.items():
         if blank := next((e for e in examples if e.label is None), None):
-            raise DataError(f"{blank.where}: {names.label} is empty in the {split} split: leave the row out")
+            raise UserError(f"{blank.where}: {names.label} is empty in the {split} split: leave the row out")
     counts = Counter(e.label for e in splits["train"] if e.label is not None)
     if len(counts) < 2:
-        raise DataError(
+        raise UserError(
             f"--data {data}: {names.label} is {next(iter(counts), 'empty')} in every training row:"
             " at least two classes are needed"
         )
     if len(counts) > MOST_CLASSES:
-        raise DataError(
+        raise UserError(
             f"--data {data}: {names.label} has {len(counts):,} different values: at most {MOST_CLASSES}"
             " classes; choose another --label-column"
         )
     for split, examples in splits.items():
         if strange := next((e for e in examples if e.label not in counts), None):
-            raise DataError(
+            raise UserError(
                 f"{strange.where}: the {split} split has the label {strange.label}, which no training row has"
             )
     whole = all(re.fullmatch(r"-?[0-9]+", label) for label in counts)
@@ -315,7 +316,7 @@ def _of_hub(name: str, config: str | None) -> dict[str, Callable[[], Rows]]:
         if split in readers.SPLITS
     }
     if "train" not in found:
-        raise DataError(f"--data {name}: has no train split")
+        raise UserError(f"--data {name}: has no train split")
     return {split: partial(named_rows, name, rows) for split, rows in found.items()}
 
 
@@ -333,7 +334,7 @@ def _demo() -> dict[str, Callable[[], Rows]]:
         for node, text in _functions(file.read_text(encoding="utf-8"))
     ]
     if len({row["label"] for _, row in rows}) < 2:
-        raise DataError(f"--data demo: {Path(os.__file__).parent} holds no source: give --data PATH")
+        raise UserError(f"--data demo: {Path(os.__file__).parent} holds no source: give --data PATH")
     return {
         "train": lambda: [row for number, row in enumerate(rows) if number % 5],
         "valid": lambda: [row for number, row in enumerate(rows) if number % 5 == 0],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isobatch.data.base import DataError
+from isobatch.core.errors import UserError
 from isobatch.data.tokenizers import file_hash
 
 PIECE_BYTES = 1 << 15
@@ -47,14 +47,14 @@ class Part:
 def find(path: Path, form: str | None) -> dict[str, Part]:
     """The splits in a folder, or a single file as `train`."""
     if form is not None and form not in FORMS.values():
-        raise DataError(f"--format {form}: is not one of {', '.join(dict.fromkeys(FORMS.values()))}")
+        raise UserError(f"--format {form}: is not one of {', '.join(dict.fromkeys(FORMS.values()))}")
     try:
         if path.is_dir():
             return _find_in_folder(path, form)
         with path.open("rb"):
             return {"train": Part((path,), form or _form_of(path))}
     except PermissionError as error:
-        raise DataError(f"--data {path}: {error.filename} cannot be read: no permission") from None
+        raise UserError(f"--data {path}: {error.filename} cannot be read: no permission") from None
 
 
 def content(parts: Mapping[str, Part]) -> dict[str, list[str]]:
@@ -64,7 +64,7 @@ def content(parts: Mapping[str, Part]) -> dict[str, list[str]]:
 
 def _form_of(path: Path) -> str:
     if path.suffix.lower() not in FORMS:
-        raise DataError(
+        raise UserError(
             f"--data {path}: has no known ending ({' '.join(FORMS)}): say what it is with --format"
         )
     return FORMS[path.suffix.lower()]
@@ -75,12 +75,12 @@ def _find_in_folder(folder: Path, form: str | None) -> dict[str, Part]:
     known = [f for f in names if f.suffix.lower() in FORMS and _split_of(f)]
     forms = sorted({_form_of(f) for f in known})
     if form is None and len(forms) > 1:
-        raise DataError(f"--data {folder}: holds {' and '.join(forms)} files: choose with --format")
+        raise UserError(f"--data {folder}: holds {' and '.join(forms)} files: choose with --format")
     known = [f for f in known if form in (None, _form_of(f))]
     found = {split: tuple(f for f in known if _split_of(f) == split) for split in ("train", "valid", "test")}
     if not found["train"]:
         there = ", ".join(f.name for f in names[:5]) or "nothing"
-        raise DataError(
+        raise UserError(
             f"--data {folder}: there is no train.txt (or .csv, .tsv, .jsonl, .json, .parquet); found: {there}"
         )
     for file in known:
@@ -99,7 +99,7 @@ def hold_out(part: Part) -> tuple[Part, Part]:
     if not part.is_stream:
         count = sum(1 for _ in rows(part))
         if not count:
-            raise DataError(f"--data {part.files[0]}: holds no rows")
+            raise UserError(f"--data {part.files[0]}: holds no rows")
         border = count - max(1, count // HELD_OUT)
     elif len(part.files) > 1:
         return dataclasses.replace(part, files=part.files[:-1]), dataclasses.replace(
@@ -147,7 +147,7 @@ def columns(part: Part) -> list[str]:
 def require_column(part: Part, column: str) -> None:
     names = columns(part)
     if names and column not in names:
-        raise DataError(
+        raise UserError(
             f"--text-column {column}: {part.files[0]} has no such column{nearest(column, names)}; "
             f"it has: {', '.join(names[:20])}"
         )
@@ -162,7 +162,7 @@ def nearest(name: str, names: Sequence[str]) -> str:
 def _cell(row: Mapping[str, Any], column: str, where: str) -> str:
     text = row.get(column, "")
     if not isinstance(text, str | None):
-        raise DataError(
+        raise UserError(
             f"{where}: {column} holds {type(text).__name__}, not text: choose another --text-column"
         )
     return text or ""
@@ -186,7 +186,7 @@ def decode(block: bytes, file: Path, place: int = 0) -> str:
     try:
         return block.decode("utf-8").removeprefix("\ufeff" if place == 0 else "")
     except UnicodeDecodeError as error:
-        raise DataError(
+        raise UserError(
             f"{file}: byte {place + error.start} is not UTF-8: convert it (iconv -f latin1 -t utf-8)"
         ) from None
 
@@ -215,13 +215,13 @@ def _csv(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             where = f"{file} line {reader.line_num}"
             if None in row:  # where csv puts what the header has no name for
                 names = len(row) - 1
-                raise DataError(
+                raise UserError(
                     f"{where}: has {names + len(row[None])} fields and the header {names}"
                     + (": quote a field that holds a comma" if form == "csv" else "")
                 )
             yield where, row
     except csv.Error as error:
-        raise DataError(f"{file} line {reader.line_num}: is not {form}: {error}") from None
+        raise UserError(f"{file} line {reader.line_num}: is not {form}: {error}") from None
 
 
 def _jsonl(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -241,12 +241,12 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: is not JSON: {error.msg} at character {error.pos + 1}") from None
+        raise UserError(f"{where}: is not JSON: {error.msg} at character {error.pos + 1}") from None
 
 
 def _record(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(record, dict):
-        raise DataError(f'{where}: is {type(record).__name__}, not an object such as {{"text": "..."}}')
+        raise UserError(f'{where}: is {type(record).__name__}, not an object such as {{"text": "..."}}')
     return where, record
 
 
@@ -255,11 +255,11 @@ def _parquet(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise DataError(f"{file}: parquet needs pyarrow: pip install pyarrow") from None
+        raise UserError(f"{file}: parquet needs pyarrow: pip install pyarrow") from None
     try:
         batches = parquet.ParquetFile(os.fspath(file)).iter_batches(batch_size=1000)
         records = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, record in enumerate(records, 1):
             yield f"{file} row {number}", record
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file}: is no whole parquet file: {error}") from None
+        raise UserError(f"{file}: is no whole parquet file: {error}") from None

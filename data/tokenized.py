@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.data.base import Data, DataError
+from isobatch.data.base import Data
 from isobatch.data.corpora import DEMO
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Tokenized(Data):
                 if "resize_embeddings" in options
                 else ""
             )
-            raise DataError(
+            raise UserError(
                 f"--tokenizer {recipe.tokenizer}: its tokens are not those that {recipe.model} was trained"
                 f" with: leave it out{more}"
             )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core import hub_cache
+from isobatch.core.errors import UserError
 from isobatch.core.hub_refusal import explain_hub_error
-from isobatch.data.base import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -72,11 +72,11 @@ def locate(tokenizer: str | None, model: str | None, revision: str | None) -> Pl
 
 def _on_hub(flag: str, name: str, revision: str | None) -> Place:
     if not hub_cache.is_id(name):
-        raise DataError(f"{flag} {name}: there is no such folder or file")
+        raise UserError(f"{flag} {name}: there is no such folder or file")
     if folder := hub_cache.snapshot("models", name, revision):
         return Place(path=folder) if _present(folder) else Place(hub_id=name, revision=revision)
     if not hub_cache.is_reachable():
-        raise DataError(
+        raise UserError(
             f"{flag} {name}: no such folder, not in the cache {hub_cache.cache_home()}, and the hub cannot be"
             " reached: give a folder, set HF_HOME to a cache that holds it, or run `prepare` on a machine"
             " with internet"
@@ -108,7 +108,7 @@ def _kind(path: Path) -> tuple[str, list[Path]]:
         return "bpe", pair
     if "vocab.txt" in names:
         return "wordpiece", [names["vocab.txt"]]
-    raise DataError(
+    raise UserError(
         f"--tokenizer {path}: holds no tokenizer: wanted tokenizer.json, vocab.json with merges.txt "
         "(or encoder.json with vocab.bpe), or vocab.txt"
     )
@@ -125,7 +125,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
         else:
             tokenizer = Tokenizer.from_file(str(files[0])) if kind == "json" else _word_pieces(files[0])
     except Exception as error:  # the library raises bare Exception for every fault in a file
-        raise DataError(f"--tokenizer {path}: cannot be read: {error}") from None
+        raise UserError(f"--tokenizer {path}: cannot be read: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -166,7 +166,7 @@ def download(name: str, revision: str | None) -> Path:
             snapshot_download(name, revision=revision, allow_patterns=[*FILES, *SETTINGS, CHAT_TEMPLATE])
         )
     except Exception as error:  # network, missing repository, gated: all are one line to the user
-        raise DataError(f"the tokenizer of {name}: {explain_hub_error(error, revision)}") from None
+        raise UserError(f"the tokenizer of {name}: {explain_hub_error(error, revision)}") from None
 
 
 def train(texts: Iterable[str], size: int) -> Tokenizer:

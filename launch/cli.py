@@ -126,12 +126,11 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as caught:
-        error = classify(caught) or caught
-        code = getattr(error, "exit_code", BUG)
-        if code == BUG or debug:
+        error = classify(caught)
+        if error is None or debug:
             traceback.print_exc()
-            return int(code)
-        return _complain(str(error), code)
+            return BUG if error is None else error.exit_code
+        return _complain(str(error), error.exit_code)
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:

@@ -19,18 +19,6 @@ Batch = Mapping[str, "Tensor"]
 """Name -> tensor with one row per sample; always `index` (B,), the samples' numbers, and `length` (B,)."""
 
 
-class ModelError(ValueError):
-    """The model asked for cannot be had: one line with the way out."""
-
-    exit_code = 2
-
-
-class ExportError(RuntimeError):
-    """What was exported is not the model that was trained."""
-
-    exit_code = 3
-
-
 class Loss(NamedTuple):
     """A loss as a SUM over the batch and the unit it is counted in.
 
@@ -211,7 +199,7 @@ class Task(ABC):
         return [Phase()]
 
     def check(self) -> None:
-        """Raise ModelError with one line if the recipe cannot be had; called before anything heavy."""
+        """Raise UserError with one line if the recipe cannot be had; called before anything heavy."""
         return
 
     def fetch(self) -> None:

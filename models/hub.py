@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import hub_cache
+from isobatch.core.errors import UserError
 from isobatch.core.hub_refusal import explain_hub_error
-from isobatch.models.base import ModelError
 
 ADAPTER = "adapter_config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -30,7 +30,7 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
 def require(name: str, revision: str | None, flag: str = "--model") -> None:
     """Raise unless the model is in the cache or the hub answers."""
     if snapshot(name, revision) is None and not hub_cache.is_reachable():
-        raise ModelError(
+        raise UserError(
             f"{flag} {name}: there is no such folder; as a hub id it is not in the cache"
             f" {hub_cache.cache_home()}, and the hub cannot be reached: give a folder, set HF_HOME to a"
             " cache that holds it, or run `prepare` on a machine with internet"
@@ -41,14 +41,14 @@ def check_folder(folder: Path, tokenizer: str | None) -> None:
     """Raise unless a saved model is there, and a tokenizer where none was given."""
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         base = json.loads((folder / ADAPTER).read_text()).get("base_model_name_or_path")
-        raise ModelError(
+        raise UserError(
             f"--model {folder}: is an adapter for {base}: give that, or merge the two (export RUN --to"
             " merged)"
         )
     if not (folder / "config.json").is_file():
-        raise ModelError(f"--model {folder}: holds no config.json, so it is no saved model")
+        raise UserError(f"--model {folder}: holds no config.json, so it is no saved model")
     if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZERS):
-        raise ModelError(
+        raise UserError(
             f"--model {folder}: holds no tokenizer (tokenizer.json, vocab.json...): add --tokenizer"
         )
 
@@ -56,7 +56,7 @@ def check_folder(folder: Path, tokenizer: str | None) -> None:
 def check_vocabulary(name: str, rows: int | None, vocabulary: int, otherwise: str = "") -> None:
     """Raise where the tokenizer has ids beyond the model's embeddings; `otherwise` is another way out."""
     if rows is not None and rows < vocabulary:
-        raise ModelError(
+        raise UserError(
             f"--model {name}: knows {rows} tokens, and the tokenizer has {vocabulary}: "
             f"give the tokenizer that it was trained with{otherwise}"
         )
@@ -69,16 +69,16 @@ def check_architecture(name: str, config: Mapping[str, Any], remote_code: bool, 
     kind, brought = config.get("model_type"), (config.get("auto_map") or {}).get("AutoModelForCausalLM")
     if remote_code and brought:
         if not Path(name).expanduser().is_dir() and revision is None:
-            raise ModelError(
+            raise UserError(
                 f"--remote-code: the code of {name} may change after you have read it: add --revision COMMIT"
             )
     elif brought and kind not in KNOWN:
-        raise ModelError(
+        raise UserError(
             f"--model {name}: transformers knows no {kind}, and the model brings Python code of its own"
             f" ({brought}): read it, then add --remote-code"
         )
     elif kind not in KNOWN:
-        raise ModelError(
+        raise UserError(
             f"--model {name}: transformers has no causal language model of type {kind}: take another, or a"
             " newer transformers"
         )
@@ -104,7 +104,7 @@ def config(name: str, revision: str | None) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"--model {name}: {file} cannot be read: {error}") from None
+        raise UserError(f"--model {name}: {file} cannot be read: {error}") from None
 
 
 def _fetch_config(name: str, revision: str | None) -> Path:
@@ -114,7 +114,7 @@ def _fetch_config(name: str, revision: str | None) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except Exception as error:  # network, missing repository, gated: all are one line to the user
-        raise ModelError(f"--model {name}: {explain_hub_error(error, revision)}") from None
+        raise UserError(f"--model {name}: {explain_hub_error(error, revision)}") from None
 
 
 def fetch(name: str, revision: str | None, flag: str = "--model") -> str:
@@ -126,7 +126,7 @@ def fetch(name: str, revision: str | None, flag: str = "--model") -> str:
     if found and _has_weights(found):
         return str(found)
     if not hub_cache.is_reachable():
-        raise ModelError(
+        raise UserError(
             f"{flag} {name}: its weights are not in the cache {hub_cache.cache_home()}, and the hub cannot be"
             " reached: run `prepare` on a machine with internet that shares this cache"
         )
@@ -137,7 +137,7 @@ def fetch(name: str, revision: str | None, flag: str = "--model") -> str:
         wanted = _wanted([s.rfilename for s in there.siblings or []])
         return snapshot_download(name, revision=revision, allow_patterns=wanted)
     except Exception as error:
-        raise ModelError(f"{flag} {name}: {explain_hub_error(error, revision)}") from None
+        raise UserError(f"{flag} {name}: {explain_hub_error(error, revision)}") from None
 
 
 def _has_weights(folder: Path) -> bool:

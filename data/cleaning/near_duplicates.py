@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from isobatch.data.base import DataError
+from isobatch.core.errors import UserError
 
 HASHES = 128
 """Of each text; the share of equal ones estimates the overlap with a standard error of at most 0.044."""
@@ -23,7 +23,7 @@ def require() -> str:
     try:
         return importlib.metadata.version("datasketch")
     except importlib.metadata.PackageNotFoundError:
-        raise DataError("--clean near: needs datasketch: pip install datasketch") from None
+        raise UserError("--clean near: needs datasketch: pip install datasketch") from None
 
 
 class NearDuplicates:

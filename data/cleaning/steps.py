@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from isobatch.data.base import DataError
+from isobatch.core.errors import UserError
 from isobatch.data.cleaning import html
 from isobatch.data.cleaning.near_duplicates import NearDuplicates
 from isobatch.data.readers import nearest
@@ -44,7 +44,7 @@ def steps_of(words: Sequence[str]) -> tuple[Step, ...]:
     steps = sorted((_step(word.strip()) for word in words), key=lambda step: order.index(step.name))
     for step, following in zip(steps, steps[1:], strict=False):
         if step.name == following.name:
-            raise DataError(f"--clean {','.join(words)}: {step.name} is named twice")
+            raise UserError(f"--clean {','.join(words)}: {step.name} is named twice")
     return tuple(steps)
 
 
@@ -52,24 +52,24 @@ def _step(word: str) -> Step:
     name, equals, number = word.partition("=")
     if name not in (*CHANGES, *DROPS):
         hint = nearest(name, [*CHANGES, *DROPS])
-        raise DataError(
+        raise UserError(
             f"--clean {word}: there is no such step{hint}; steps: {', '.join((*CHANGES, *DROPS))}"
         )
     usual = DROPS.get(name)
     if not equals or usual is None:
         if equals:
-            raise DataError(f"--clean {word}: {name} takes no number")
+            raise UserError(f"--clean {word}: {name} takes no number")
         return Step(name, usual)
     try:
         value = float(number)
     except ValueError:
-        raise DataError(
+        raise UserError(
             f"--clean {word}: {number or 'nothing'} is not a number, as in {name}={usual:g}"
         ) from None
     if name == "short" and not (value >= 1 and value.is_integer()):
-        raise DataError(f"--clean {word}: must be a whole number of words, as in short=10")
+        raise UserError(f"--clean {word}: must be a whole number of words, as in short=10")
     if name == "near" and not 0 < value <= 1:
-        raise DataError(f"--clean {word}: must be a share above 0 and at most 1, as in near=0.8")
+        raise UserError(f"--clean {word}: must be a share above 0 and at most 1, as in near=0.8")
     return Step(name, value)
 
 

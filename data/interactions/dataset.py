@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from isobatch.core.errors import UserError
 from isobatch.data import hub, tokenizers
-from isobatch.data.base import Columns, DataError, Ragged, save
+from isobatch.data.base import Columns, Ragged, save
 from isobatch.data.corpora import DEMO
 from isobatch.data.interactions import demo, formats, movielens
 from isobatch.data.interactions.splits import (
@@ -84,15 +85,15 @@ class Interactions(Tokenized):
         self._place()
         options = self.options
         if options.eval_negatives < 1:
-            raise DataError(f"--eval-negatives {options.eval_negatives}: must be at least 1")
+            raise UserError(f"--eval-negatives {options.eval_negatives}: must be at least 1")
         path = self._path()
         if path is not None:
             for file in self._files(path):
                 if not file.is_file():
-                    raise DataError(f"--data {path}: there is no {file.name}")
+                    raise UserError(f"--data {path}: there is no {file.name}")
         elif self.recipe.data != DEMO:
             hub.require_dataset(self.recipe.data)
-            raise DataError(f"--data {self.recipe.data}: give a folder or file; hub data has no one form")
+            raise UserError(f"--data {self.recipe.data}: give a folder or file; hub data has no one form")
 
     def identity(self) -> dict[str, Any]:
         path = self._path()
@@ -110,7 +111,7 @@ class Interactions(Tokenized):
         asked = self.recipe.format
         known = [*movielens.FORMS, *formats.TABLES.values()]
         if asked is not None and asked not in known:
-            raise DataError(f"--format {asked}: is not one of {', '.join(known)}")
+            raise UserError(f"--format {asked}: is not one of {', '.join(known)}")
         if asked is not None or path.is_file():
             return movielens.FORMS.get(asked or "")
         return next((f for f in movielens.FORMS.values() if any(path.glob(f.pattern))), None)
@@ -181,7 +182,7 @@ class Interactions(Tokenized):
         by_item, items = numbered([t["item"] for t in tables.values()], [*found.items, *given])
         notes: list[str] = []
         if self.options.min_rating > 0 and any("rating" not in t.column_names for t in tables.values()):
-            raise DataError(f"--min-rating {self.options.min_rating}: {self.recipe.data} has no ratings")
+            raise UserError(f"--min-rating {self.options.min_rating}: {self.recipe.data} has no ratings")
         parts = {
             split: unrepeated(self._rated(pairs_of(t, u, i)), len(items), split, notes)
             for (split, t), u, i in zip(tables.items(), by_user, by_item, strict=True)
@@ -189,7 +190,7 @@ class Interactions(Tokenized):
         how = self.options.split or ("given" if "train" in parts else "leave-one-out")
         splits = self._split(parts, how, "time" in next(iter(tables.values())).column_names, notes)
         if len(splits["train"].user) == 0:
-            raise DataError(f"--data {self.recipe.data}: no interactions are left to train on")
+            raise UserError(f"--data {self.recipe.data}: no interactions are left to train on")
         notes += self._remarks(splits, len(items))
         had = taken([{"user": p.user, "item": p.item} for p in splits.values()], len(items))
         columns: dict[str, Columns] = {}
@@ -224,13 +225,13 @@ class Interactions(Tokenized):
         given = "train" in parts
         if how == "given":
             if not given:
-                raise DataError(f"--split given: {self.recipe.data} has no train file")
+                raise UserError(f"--split given: {self.recipe.data} has no train file")
             return parts if "valid" in parts else validated(parts, notes)
         if given:
-            raise DataError(f"--split {how}: {self.recipe.data} is split already: leave it out")
+            raise UserError(f"--split {how}: {self.recipe.data} is split already: leave it out")
         if how == "time":
             if not timed:
-                raise DataError(f"--split time: {self.recipe.data} has no times (see --time-column)")
+                raise UserError(f"--split time: {self.recipe.data} has no times (see --time-column)")
             return by_time(parts["all"])
         if not timed:
             notes.append("there are no times: a user's last interaction is the last in the file")
@@ -255,7 +256,7 @@ class Interactions(Tokenized):
             hidden[:, 0] = of_user[pairs.user]
         if given is not None:
             if len(given) != len(pairs.user):
-                raise DataError(
+                raise UserError(
                     f"--data {self.recipe.data}: some test rows are the same, or below --min-rating"
                 )
             place = {name: number for number, name in enumerate(items)}

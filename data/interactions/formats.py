@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from isobatch.data.base import DataError
+from isobatch.core.errors import UserError
 from isobatch.data.interactions.tables import parquet, parsed, rows
 from isobatch.data.readers import nearest
 
@@ -78,11 +78,11 @@ def tables_in(path: Path, form: str | None) -> list[Path]:
     known = [f for f in sorted(path.iterdir()) if f.suffix in TABLES and (_split(f) or f.stem in stems)]
     forms = sorted({TABLES[f.suffix] for f in known if _split(f)})
     if form is None and len(forms) > 1:
-        raise DataError(f"--data {path}: holds {' and '.join(forms)} files: choose with --format")
+        raise UserError(f"--data {path}: holds {' and '.join(forms)} files: choose with --format")
     found = [f for f in known if f.stem in stems or TABLES[f.suffix] == (form or forms[0])] if forms else []
     if not any(_split(f) for f in found):
         there = ", ".join(sorted(f.name for f in path.iterdir())[:6]) or "nothing"
-        raise DataError(
+        raise UserError(
             f"--data {path}: there is no ratings.dat, u.data or *.test.negative, and no table called"
             f" interactions, ratings or train (.csv, .tsv, .parquet); found: {there}"
         )
@@ -105,7 +105,7 @@ def read_tables(path: Path, form: str | None, asked: Columns) -> Found:
     if splits["train"]:
         splits["all"] = []
     if twice := next((fs for fs in splits.values() if len(fs) > 1), None):
-        raise DataError(f"--data {path}: {twice[0].name} and {twice[1].name} are the same split: keep one")
+        raise UserError(f"--data {path}: {twice[0].name} and {twice[1].name} are the same split: keep one")
     found = Found({split: _table(fs[0], asked) for split, fs in splits.items() if fs})
     for file in files:
         if file.stem == "users":
@@ -136,7 +136,7 @@ def _table(file: Path, asked: Columns) -> pa.Table:
             flag = f"--{name}-column"
             looked = f"{flag} {given}: is no column" if given else f"has no column {' or '.join(usual[:3])}"
             hint = nearest(given, there) if given else f": say which with {flag}"
-            raise DataError(f"{file}: {looked} (there are {', '.join(there[:8])}){hint}")
+            raise UserError(f"{file}: {looked} (there are {', '.join(there[:8])}){hint}")
         chosen[name] = table[column]
     for name in ("rating", "time"):
         if name in chosen:
@@ -151,14 +151,14 @@ def _require_numbers(file: Path, name: str, column: str, values: pa.ChunkedArray
     kind = values.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind)):
         odd = next((v for v in values.to_pylist() if not _is_number(v)), None)
-        raise DataError(
+        raise UserError(
             f"{file}: its {name}s hold {odd!r}: give numbers"
             + (", or dates such as 2019-12-31 23:59:59" if name == "time" else "")
             + f", or leave the column {column} out"
         )
     if values.null_count:
         row = values.is_null().to_pylist().index(True) + 1
-        raise DataError(f"{file}: row {row} has no {name}: fill it in, or leave the row out")
+        raise UserError(f"{file}: row {row} has no {name}: fill it in, or leave the row out")
 
 
 def _is_number(value: Any) -> bool:
@@ -178,7 +178,7 @@ def _words(file: Path, ids: Sequence[str], asked: str | None) -> Iterator[tuple[
             key = next((name for name in (*ids, "id") if name in there), there[0])
             named = asked.split(",") if asked else [n for n in there if n != key]
             if missing := [n for n in named if n not in there]:
-                raise DataError(f"{file}: has no column {missing[0]}{nearest(missing[0], there)}")
+                raise UserError(f"{file}: has no column {missing[0]}{nearest(missing[0], there)}")
             title = next((n for n in TITLES if n in there), named[0] if named else key)
         text = ". ".join(str(row[n]).replace("|", ", ") for n in named if row[n] not in (None, ""))
         yield str(row[key]), Item(str(row[title] or row[key]), text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isobatch.data.base import DataError
+from isobatch.core.errors import UserError
 from isobatch.data.interactions.formats import Form, Found, Item
 from isobatch.data.interactions.tables import fields, parsed, rows
 
@@ -55,7 +55,7 @@ def _ml_1m_users(file: Path) -> dict[str, str]:
 
 def _numbered(words: Sequence[str], number: str, where: str) -> str:
     if not number.isdigit() or int(number) >= len(words):
-        raise DataError(f"{where}: there is no occupation {number}")
+        raise UserError(f"{where}: there is no occupation {number}")
     return words[int(number)]
 
 
@@ -94,7 +94,7 @@ def _ncf_files(path: Path) -> tuple[Path, Path, Path]:
     train = next(iter(sorted(path.glob(f"{stem}.train.*"))), path / f"{stem}.train.rating")
     for file in (train, path / f"{stem}.test.rating", negatives):
         if not file.is_file():
-            raise DataError(f"--data {path}: there is no {file.name}")
+            raise UserError(f"--data {path}: there is no {file.name}")
     return train, path / f"{stem}.test.rating", negatives
 
 
@@ -133,7 +133,7 @@ def _ncf_negatives(file: Path, test: pa.Table) -> np.ndarray:
     table = parsed(file, "\t", names, names)
     pairs = [f"({u},{i})" for u, i in zip(test["user"].to_pylist(), test["item"].to_pylist(), strict=True)]
     if table["pair"].to_pylist() != pairs:
-        raise DataError(f"{file}: its rows are not those of the test file, in the same order")
+        raise UserError(f"{file}: its rows are not those of the test file, in the same order")
     return np.stack([table[n].to_numpy() for n in names[1:]], 1)
 
 

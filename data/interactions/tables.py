@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.data.base import DataError
+from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,7 +28,7 @@ def text(file: Path) -> str:
 
 def readable(file: Path) -> Path:
     if not file.is_file():
-        raise DataError(f"--data {file.parent}: there is no {file.name}")
+        raise UserError(f"--data {file.parent}: there is no {file.name}")
     return file
 
 
@@ -38,7 +38,7 @@ def fields(file: Path, between: str, count: int) -> Iterator[tuple[str, list[str
         if line.strip():
             row = line.rstrip("\r").split(between)
             if len(row) != count:
-                raise DataError(
+                raise UserError(
                     f"{file} line {number}: has {len(row)} fields between {between!r}, not {count}"
                 )
             yield f"{file} line {number}", row
@@ -54,7 +54,7 @@ def rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for row in reader:
         where = f"{file} line {reader.line_num}"
         if None in row or None in row.values():
-            raise DataError(f"{where}: has another number of fields than the header")
+            raise UserError(f"{where}: has another number of fields than the header")
         yield where, row
 
 
@@ -93,9 +93,9 @@ def parsed(
         told = str(error).splitlines()[0]
         row = re.search(r"Row #(\d+): ", told)
         if row is None:
-            raise DataError(f"{file}: {told}") from None
+            raise UserError(f"{file}: {told}") from None
         reason = told[row.end() :].replace("CSV conversion error to", "cannot be read as")
-        raise DataError(f"{file} line {row.group(1)}: {reason}") from None
+        raise UserError(f"{file} line {row.group(1)}: {reason}") from None
 
 
 def parquet(file: Path) -> pa.Table:
@@ -106,7 +106,7 @@ def parquet(file: Path) -> pa.Table:
     try:
         return reader.read_table(file)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: is no whole parquet file: {error}") from None
+        raise UserError(f"{file}: is no whole parquet file: {error}") from None
 
 
 def numbered(columns: Sequence[Any], named: Iterable[str] = ()) -> tuple[list[np.ndarray], list[str]]:
@@ -116,7 +116,7 @@ def numbered(columns: Sequence[Any], named: Iterable[str] = ()) -> tuple[list[np
         whole = column.unify_dictionaries().combine_chunks()
         if whole.null_count:
             empty = int(np.argmax(whole.is_null().to_numpy(zero_copy_only=False)))
-            raise DataError(f"interaction {empty + 1} has no user or no item")
+            raise UserError(f"interaction {empty + 1} has no user or no item")
         coded.append(whole.dictionary_encode())
     spelt = [[str(v) for v in c.dictionary.to_pylist()] for c in coded]
     names = list({name: None for part in (*spelt, list(named)) for name in part})

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.data.base import DataError
 from isobatch.data.chat_formats import Message
 from isobatch.data.text import jinja_sandbox
 
@@ -124,7 +124,7 @@ class Template:
         try:
             return jinja_sandbox.render(self.jinja, {**self.tokens, **values})
         except jinja_sandbox.Refused as error:
-            raise DataError(
+            raise UserError(
                 f"{where}: the tokenizer's chat template refuses this conversation ({error}): mend it, or"
                 f" choose --template {'|'.join(_BUILT_IN)}"
             ) from None
@@ -138,8 +138,8 @@ class Template:
         return cls(**values)
 
 
-def _unlike(where: str) -> DataError:
-    return DataError(
+def _unlike(where: str) -> UserError:
+    return UserError(
         f"{where}: the tokenizer's chat template writes this conversation otherwise once it goes on, so that"
         f" answers cannot be told from prompts: choose --template {'|'.join(_BUILT_IN)}"
     )
@@ -195,7 +195,7 @@ def _special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | None]) -> 
     ids = [special.get("eos"), *usual, special.get("bos"), special.get("pad")]
     end = next((i for i in ids if i is not None), None)
     if end is None:
-        raise DataError(
+        raise UserError(
             "--tokenizer: has no token to close answers with: name one of its tokens as eos_token in"
             " tokenizer_config.json beside it"
         )

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
-from isobatch.data.base import Column, DataError, Ragged
+from isobatch.data.base import Column, Ragged
 from isobatch.data.chat_formats import LeftOut, Message
 from isobatch.data.cleaning.pipeline import Cleaning
 from isobatch.data.readers import Rows
@@ -154,7 +155,7 @@ class Conversations:
             weights.append(int(learn.sum()))
         self.remarks += tally.notes(split, encoder.width)
         if not weights:
-            raise DataError(
+            raise UserError(
                 f"--data {self.name}: the {split} split has no conversation to learn from"
                 + "".join(f"; {note}" for note in tally.notes(split, encoder.width))
             )

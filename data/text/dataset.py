@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.data.base import ArraySource, Columns, DataError, load, save
+from isobatch.data.base import ArraySource, Columns, load, save
 from isobatch.data.cleaning import near_duplicates, pipeline
 from isobatch.data.cleaning.steps import Step, steps_of
 from isobatch.data.corpora import DEMO
@@ -73,12 +74,12 @@ class Text(Tokenized):
     def check(self) -> None:
         size = self.options.vocab_size
         if not 0 <= self.options.stride <= self.recipe.max_length:
-            raise DataError(
+            raise UserError(
                 f"--stride {self.options.stride}: must be at least 1 and at most --max-length"
                 f" {self.recipe.max_length}"
             )
         if size is not None and size < SMALLEST_VOCABULARY:
-            raise DataError(
+            raise UserError(
                 f"--vocab-size {size}: must be at least {SMALLEST_VOCABULARY}: 256 bytes and an end token"
             )
         if any(step.name == "near" for step in self._steps()):
@@ -95,7 +96,7 @@ class Text(Tokenized):
         column = self.options.text_column
         tables = [one for one in given if one.has_rows]
         if column is not None and len(given) > 1 and not any(one.has_column(column) for one in tables):
-            raise DataError(
+            raise UserError(
                 f"--text-column {column}: none of the sets of --data {self.recipe.data} has such a column"
             )
 
@@ -105,11 +106,11 @@ class Text(Tokenized):
             return
         typed = f"--mix {','.join(f'{share:g}' for share in mix)}"
         if sets == 1:
-            raise DataError(f"{typed}: --data {self.recipe.data} is one set: name several, as in --data a,b")
+            raise UserError(f"{typed}: --data {self.recipe.data} is one set: name several, as in --data a,b")
         if len(mix) != sets:
-            raise DataError(f"{typed}: {len(mix)} shares for the {sets} sets of --data: give one for each")
+            raise UserError(f"{typed}: {len(mix)} shares for the {sets} sets of --data: give one for each")
         if not all(share > 0 and math.isfinite(share) for share in mix):
-            raise DataError(f"{typed}: every share must be above 0; leave a set out of --data to do without")
+            raise UserError(f"{typed}: every share must be above 0; leave a set out of --data to do without")
 
     def _steps(self) -> tuple[Step, ...]:
         return steps_of(self.options.clean or ())
@@ -171,11 +172,11 @@ class Text(Tokenized):
 
     def _opened(self, folder: Path | None = None) -> tuple[TextSet | Mixture, Encoder]:
         if self.recipe.max_length < 2:
-            raise DataError(f"--max-length {self.recipe.max_length}: a row needs at least 2 tokens")
+            raise UserError(f"--max-length {self.recipe.max_length}: a row needs at least 2 tokens")
         found = self.text_set()
         sets = found.sets if isinstance(found, Mixture) else [found]
         if self.options.stride and all(isinstance(one, conversations.Conversations) for one in sets):
-            raise DataError(
+            raise UserError(
                 f"--stride {self.options.stride}: is for running text; conversations are judged one by one"
             )
         tokenizer, special = self._tokenizer(lambda size: tokenizers.train(found.texts(), size))

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.data.base import Column, DataError, Ragged
+from isobatch.data.base import Column, Ragged
 from isobatch.data.cleaning.pipeline import Cleaning
 from isobatch.data.cleaning.steps import Step
 from isobatch.data.corpora import Corpus
@@ -95,7 +96,7 @@ class PlainText:
         chunks = tokenizers.encode(encoder.tokenizer, texts, after, encoder.kind)
         tokens = spooled(chunks, encoder.kind, encoder.spool)
         if len(tokens) < 2:
-            raise DataError(
+            raise UserError(
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
             )
         overlap = encoder.stride and split != "train"

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, corpora, hub, labelled, readers, tokenizers
-from isobatch.data.base import DataError
 from isobatch.data.chat_formats import Message
 from isobatch.data.cleaning.pipeline import Cleaning
 from isobatch.data.cleaning.steps import Step
@@ -32,7 +32,7 @@ def names_of(data: str) -> list[str]:
         return [data]
     names = [name.strip() for name in data.split(",")]
     if not all(names):
-        raise DataError(f"--data {data}: one of the names between the commas is empty")
+        raise UserError(f"--data {data}: one of the names between the commas is empty")
     return names
 
 
@@ -72,7 +72,7 @@ class Given:
         return self.place == DEMO
 
     def check(self) -> None:
-        """Raise DataError where it cannot be had or read."""
+        """Raise UserError where it cannot be had or read."""
         if self.is_demo:
             corpora.demo_files()
         elif self.path is None:
@@ -83,7 +83,7 @@ class Given:
     def _check_files(self, path: Path) -> None:
         parts = readers.find(path, self.form)
         if not any(file.stat().st_size for file in parts["train"].files):
-            raise DataError(f"--data {path}: {parts['train'].files[0]} is empty")
+            raise UserError(f"--data {path}: {parts['train'].files[0]} is empty")
         if self.kind() == TEXT:
             for part in parts.values():
                 if not part.is_stream:
@@ -173,8 +173,8 @@ class Given:
         plain = f"--text-column {names.text} reads plain text"
         try:
             labels = labelled.labels_of(examples, names, self.place)
-        except DataError as error:
-            raise DataError(f"{error}; {plain}") from None
+        except UserError as error:
+            raise UserError(f"{error}; {plain}") from None
         return Conversations(
             name=self.name,
             form=LABELS,

@@ -66,9 +66,7 @@ def broadcast_choice_before_planning(
     if rank == 0:
         try:
             box = [choose(), ""]
-        except ValueError as error:
-            if not hasattr(error, "exit_code"):
-                raise
+        except UserError as error:
             box = ["", str(error)]
     dist.broadcast_object_list(box, src=0)
     if box[1]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isobatch.core.errors import IsobatchError
 from isobatch.core.plan import Plan
 from isobatch.data.base import Source
 from isobatch.engine.loading.microbatching import (
@@ -197,9 +198,7 @@ class _FetchDataset:
     def __getitem__(self, rows: tuple[np.ndarray, int]) -> dict[str, Tensor] | Exception:
         try:
             return to_tensors(self.source.fetch(*rows), pin=False)
-        except Exception as error:
-            if not hasattr(error, "exit_code"):
-                raise
+        except IsobatchError as error:
             return error  # one line for the user; raised here it would arrive wrapped in a traceback
 
 

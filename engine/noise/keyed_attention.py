@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isobatch.core.errors import UserError
 from isobatch.engine.noise.keyed_noise import KeyedNoise, NoiseSite, apply_mask, hash_bits
 
 NAME = "keyed"
@@ -101,10 +102,8 @@ def _mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
     return (bits.view(batch, heads, length, 2 * pairs)[..., :span] >= threshold).contiguous()
 
 
-class AttentionTooLongError(ValueError):
+class AttentionTooLongError(UserError):
     """Keyed attention dropout has a largest length."""
-
-    exit_code = 2
 
     def __init__(self, length: int) -> None:
         super().__init__(

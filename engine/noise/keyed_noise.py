@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from isobatch.core.errors import UserError
 from isobatch.engine.loading.permutation import mix_bits
 
 _CHUNK = 1 << 15
@@ -238,10 +239,8 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}, site={self.site.name!r}"
 
 
-class RepeatedDropoutError(ValueError):
+class RepeatedDropoutError(UserError):
     """Which of its calls recomputed noise belongs to cannot be told."""
-
-    exit_code = 2
 
     def __init__(self, site: str) -> None:
         super().__init__(
@@ -250,10 +249,8 @@ class RepeatedDropoutError(ValueError):
         )
 
 
-class NotPerSampleError(ValueError):
+class NotPerSampleError(UserError):
     """A dropout whose input has no row per sample cannot be keyed."""
-
-    exit_code = 2
 
     def __init__(self, site: str, shape: tuple[int, ...], rows: int) -> None:
         super().__init__(

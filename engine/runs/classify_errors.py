@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from isobatch.core.errors import OutOfMemoryError, TrainingError, UserError, WorkerLostError
+from isobatch.core.errors import IsobatchError, OutOfMemoryError, UserError, WorkerLostError
 
 _MEMORY = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
@@ -16,9 +16,9 @@ _PEERS = (
 )
 
 
-def classify(error: BaseException) -> TrainingError | UserError | None:
+def classify(error: BaseException) -> IsobatchError | None:
     """The error under its name, or None where it has none: then it is a bug."""
-    if isinstance(error, TrainingError | UserError):
+    if isinstance(error, IsobatchError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" to write {error.filename}" if error.filename else ""

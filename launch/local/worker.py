@@ -79,23 +79,23 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator) -> Verdict:
             Trainer(run, world, options, console, end).fit()
         return Verdict(DONE, "")
     except Exception as caught:
-        error = classify(caught) or caught
-        code = getattr(error, "exit_code", None)
-        if code is None:
+        error = classify(caught)
+        if error is None:
             raise
+        code = error.exit_code
         if isinstance(error, WorkerLostError):
             traceback.print_exc()
         if code == FAILED and world.is_main:
             run.mark_failed(str(error))
         console.end_phase()
         line = " ".join(str(error).split())
-        if (world.is_main and not isinstance(error, WorkerLostError)) or _is_ours_alone(run):
+        if (world.is_main and not isinstance(error, WorkerLostError)) or _failed_alone(run):
             console.say(line if code == STOPPED else f"isobatch: {line}", always=True)
-        return Verdict(code, str(error), getattr(error, "cause", ""))
+        return Verdict(code, str(error), error.cause)
 
 
-def _is_ours_alone(run: RunFolder) -> bool:
-    """An error of all ranks is rank 0's to tell, and a lost rank's its own, where it still can."""
+def _failed_alone(run: RunFolder) -> bool:
+    """Print once: rank 0 reports errors common to all ranks; a rank that fails alone reports itself."""
     time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
     return not run.has_verdict()
 

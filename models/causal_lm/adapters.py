@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from isobatch.core.errors import ExportError, UserError
 from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub
-from isobatch.models.base import Batch, ExportError, ModelError, ModelSize
+from isobatch.models.base import Batch, ModelSize
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,31 +82,31 @@ def check(options: Any, pretrained: bool) -> None:
     if options.adapter == "none":
         if idle := [f.name for f in dataclasses.fields(AdapterOptions) if _is_idle(f, options)]:
             flag = "--" + idle[0].replace("_", "-")
-            raise ModelError(f"{flag}: means nothing without an adapter: add --adapter lora, or leave it out")
+            raise UserError(f"{flag}: means nothing without an adapter: add --adapter lora, or leave it out")
         if options.load_bits != 16:
-            raise ModelError(
+            raise UserError(
                 f"--load-bits {options.load_bits}: rounded weights cannot train: add --adapter lora (which is"
                 " --adapter qlora with 4 bits)"
             )
         return
     if options.resize_embeddings:
-        raise ModelError(
+        raise UserError(
             f"--resize-embeddings: with --adapter {options.adapter} the new embeddings would never train:"
             " leave one of them out"
         )
     if options.adapter == "dora" and options.load_bits == 8:
-        raise ModelError(
+        raise UserError(
             "--adapter dora: needs the weights' norms, which 8 bits do not give: use --load-bits 4"
         )
     if options.lora_bias != "none" and options.load_bits == 4:
-        raise ModelError(
+        raise UserError(
             f"--lora-bias {options.lora_bias}: 4-bit layers round their biases to the type they compute in:"
             " leave it out, or use --load-bits 8"
         )
     if options.adapter == "qlora" and options.load_bits != 4:
-        raise ModelError(f"--load-bits {options.load_bits}: qlora means 4; with 8 say --adapter lora")
+        raise UserError(f"--load-bits {options.load_bits}: qlora means 4; with 8 say --adapter lora")
     if not pretrained:
-        raise ModelError(
+        raise UserError(
             f"--adapter {options.adapter}: a model from scratch has nothing to adapt; give --model a folder"
             " or hub id"
         )
@@ -157,7 +158,7 @@ def _rounding(bits: int) -> Any:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
-        raise ModelError(f"--load-bits {bits} needs: pip install bitsandbytes") from None
+        raise UserError(f"--load-bits {bits} needs: pip install bitsandbytes") from None
     from transformers import BitsAndBytesConfig
 
     if bits == 8:
@@ -194,7 +195,7 @@ def _check_targets(model: Any, asked: str) -> None:
     for name in (name.strip() for name in asked.split(",")):
         if not any(f".{matrix}".endswith(f".{name}") for matrix in matrices):
             known = sorted({matrix.rpartition(".")[2] for matrix in matrices})
-            raise ModelError(
+            raise UserError(
                 f"--lora-targets {asked}: {name} is no matrix of the blocks; there are {', '.join(known)}"
             )
 
@@ -326,14 +327,14 @@ def opened(folder: Path, bits: int = 16, remote_code: bool = False) -> Any:
     known = PeftConfig.from_pretrained(str(folder))
     base = str(known.base_model_name_or_path)
     if Path(base).is_absolute() and not Path(base).is_dir():
-        raise ModelError(f"{folder}: its base model {base} is not there: name it in its {CONFIG_FILE}")
+        raise UserError(f"{folder}: its base model {base} is not there: name it in its {CONFIG_FILE}")
     config = AutoConfig.from_pretrained(base, revision=known.revision, **hub.trust(remote_code))
     model = load(base, config, known.revision, bits, remote_code)
     try:
         return PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError) as error:  # other sizes, other names
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"{folder}: is no adapter for {base}: {reason}") from None
+        raise UserError(f"{folder}: is no adapter for {base}: {reason}") from None
 
 
 def copy(final: Path, folder: Path) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.errors import UserError
 from isobatch.models import hub
-from isobatch.models.base import ModelError
 from isobatch.models.causal_lm import adapters, model_sizes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Sampling:
 def opened(folder: Path, bits: int = 16, remote_code: bool = False) -> tuple[nn.Module, Any]:
     """The model, or the adapter on its base, and the tokenizer of a folder such as a run's final/.
 
-    Errors: ModelError where the folder holds neither.
+    Errors: UserError where the folder holds neither.
     """
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
@@ -50,7 +50,7 @@ def opened(folder: Path, bits: int = 16, remote_code: bool = False) -> tuple[nn.
     elif (folder / "config.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(folder, **hub.trust(remote_code))
     else:
-        raise ModelError(f"{folder} holds no trained model (config.json): has the run finished?")
+        raise UserError(f"{folder} holds no trained model (config.json): has the run finished?")
     return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 

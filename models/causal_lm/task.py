@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
-from isobatch.models.base import Batch, Loss, ModelError, ModelSize, Rows, StepContext, Sum, Task
+from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import adapters, model_sizes, perplexity
 from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.causal_lm.model_sizes import PRESETS
@@ -90,9 +91,9 @@ class CausalLM(Task):
         name = self._name
         adapters.check(self.options, pretrained=name not in PRESETS)
         if self.recipe.max_length < 2:
-            raise ModelError(f"--max-length {self.recipe.max_length}: a block needs at least 2 tokens")
+            raise UserError(f"--max-length {self.recipe.max_length}: a block needs at least 2 tokens")
         if self.options.generate_tokens < 0:
-            raise ModelError(f"--generate-tokens {self.options.generate_tokens}: must be at least 0")
+            raise UserError(f"--generate-tokens {self.options.generate_tokens}: must be at least 0")
         folder = Path(name).expanduser()
         if name in PRESETS:
             self._check_context(PRESETS[name].config(0, self.recipe.max_length))
@@ -106,7 +107,7 @@ class CausalLM(Task):
         else:
             close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
             hint = f" (did you mean {close[0]}?)" if close else ""
-            raise ModelError(
+            raise UserError(
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name, such as "
                 f"openai-community/gpt2); presets: {', '.join(PRESETS)}"
             )
@@ -119,7 +120,7 @@ class CausalLM(Task):
     def _check_context(self, config: Mapping[str, Any]) -> None:
         longest = model_sizes.context(config)
         if longest is not None and self.recipe.max_length > longest:
-            raise ModelError(
+            raise UserError(
                 f"--max-length {self.recipe.max_length}: {self._name} reads at most {longest} tokens"
             )
 
@@ -292,7 +293,7 @@ class CausalLM(Task):
         self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         if self.options.adapter == "none":
-            raise ModelError(f"--to {kind}: the run trained no adapter: final/ is the whole model")
+            raise UserError(f"--to {kind}: the run trained no adapter: final/ is the whole model")
         reopened = partial(adapters.opened, remote_code=self.options.remote_code)
         adapted = reopened(final).eval()
         if kind == "adapter":

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Share, Temperature
 from isobatch.models import hub
-from isobatch.models.base import Batch, Loss, ModelError, StepContext, Teacher
+from isobatch.models.base import Batch, Loss, StepContext, Teacher
 from isobatch.models.classification.task import Classifier
 from isobatch.models.encoder import encoders
 
@@ -79,18 +80,18 @@ class Distilled(Classifier):
         if hub.snapshot(place) is None and hub.is_id(place) and not Path(place).is_dir():
             return
         if not is_finished(place, None):
-            raise ModelError(
+            raise UserError(
                 f"{self._teacher_flag}: has no classification head: train one with `auto --task classifier`"
             )
         if place == self._name:
             return
         if _vocabulary(place) != _vocabulary(self._name):
-            raise ModelError(
+            raise UserError(
                 f"{self._teacher_flag}: its tokenizer is not that of {self._name}: teacher and"
                 " student must read the same tokens"
             )
         if self.options.distill_hidden and self._widths_differ(place):
-            raise ModelError(
+            raise UserError(
                 f"--distill-hidden on: {self.teacher_word} and {self._name} have states of different"
                 " width: use --distill-hidden off"
             )
@@ -178,11 +179,11 @@ def saved_model(word: str, flag: str) -> str:
         if folder.is_dir():
             return word
         if not hub.is_id(word):
-            raise ModelError(f"{flag} {word}: is no run, folder or hub id (owner/name)")
+            raise UserError(f"{flag} {word}: is no run, folder or hub id (owner/name)")
         hub.require(word, None, flag)
         return word
     if not (folder / "final" / "config.json").is_file():
-        raise ModelError(f"{flag} {word}: that run has no final/ yet: finish it with `resume {word}`")
+        raise UserError(f"{flag} {word}: that run has no final/ yet: finish it with `resume {word}`")
     return str(folder / "final")
 
 
@@ -216,7 +217,7 @@ def _refuse_other_labels(place: str, flag: str, labels: list[str]) -> None:
     named = hub.config(place, None).get("id2label") or {}
     found = [named[k] for k in sorted(named, key=int)]
     if found != list(labels):
-        raise ModelError(
+        raise UserError(
             f"{flag}: knows the classes {', '.join(found[:8]) or 'LABEL_0, LABEL_1'}, and the data"
             f" has {', '.join(labels[:8])}: give a classifier trained on this data"
         )

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
-from isobatch.models.base import Batch, Loss, ModelError, ModelSize, Rows, StepContext, Sum, Task
+from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import encoders, evaluation
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import Form
@@ -59,7 +60,7 @@ class Classifier(Task):
     def check(self) -> None:
         name, length = self._name, self.recipe.max_length
         if length < 3:
-            raise ModelError(f"--max-length {length}: a text needs at least 3 tokens, two of them special")
+            raise UserError(f"--max-length {length}: a text needs at least 3 tokens, two of them special")
         if name in PRESETS:
             return
         if Path(name).expanduser().is_dir():
@@ -71,13 +72,13 @@ class Classifier(Task):
         else:
             close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
             hint = f" (did you mean {close[0]}?)" if close else ""
-            raise ModelError(
+            raise UserError(
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name);"
                 f" presets: {', '.join(PRESETS)}"
             )
         longest = saving.longest(hub.config(name, self.recipe.revision))
         if longest is not None and length > longest:
-            raise ModelError(f"--max-length {length}: {name} reads at most {longest} tokens")
+            raise UserError(f"--max-length {length}: {name} reads at most {longest} tokens")
 
     def _raw_config(self) -> dict[str, Any] | None:
         """The model's config.json, or as much as a preset says; None while it is not here."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Fraction, Positive, Share
-from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelError, ModelSize, Phase, StepContext
+from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelSize, Phase, StepContext
 from isobatch.models.classification.distillation import DistillationOptions, Distilled
 from isobatch.models.encoder import encoders, evaluation, importance, weight_surgery
 from isobatch.models.encoder.importance import Budget, Granularity, Kept, Scores
@@ -99,14 +100,14 @@ class Pruning(Distilled):
         super().check()
         options = self.options
         if options.ramp + options.recover > 1 + 1e-9:
-            raise ModelError(
+            raise UserError(
                 f"--ramp {options.ramp:g}: with --recover {options.recover:g} that is more than the whole run"
             )
         config = self._raw_config()
         if config is None:
             return
         if encoders.is_pruned(config):
-            raise ModelError(
+            raise UserError(
                 f"{self._teacher_flag}: is pruned already; pruning starts from a dense classifier"
             )
         refuse_sparsity(options, Budget(self._sizes(config), options.multiple, options.granularity))
@@ -249,12 +250,12 @@ def refuse_sparsity(options: PruningOptions, budget: Budget) -> None:
     s = budget.sizes
     if s.neurons % options.multiple:
         fits = [m for m in (64, 32, 16, 8, 4, 2, 1) if s.neurons % m == 0]
-        raise ModelError(
+        raise UserError(
             f"--multiple {options.multiple}: the layers have {s.neurons} neurons, which it does not divide;"
             f" {fits[0]} would"
         )
     if options.sparsity > budget.most:
-        raise ModelError(
+        raise UserError(
             f"--sparsity {options.sparsity:g}: at most {budget.most:.3f} can go with --granularity"
             f" {options.granularity} and --multiple {options.multiple}"
         )

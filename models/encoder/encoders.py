@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isobatch.core.errors import UserError
 from isobatch.models import hub
-from isobatch.models.base import ModelError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,10 +47,10 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Mapping[str, Any], name: str) -> Sizes:
-    """From a config.json. Raises ModelError for families without a pruning map."""
+    """From a config.json. Raises UserError for families without a pruning map."""
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
-        raise ModelError(f"--model {name}: is a {kind}; heads and neurons are known of {', '.join(FAMILIES)}")
+        raise UserError(f"--model {name}: is a {kind}; heads and neurons are known of {', '.join(FAMILIES)}")
     found = (config.get(k, default) for k, default in zip(SIZES[kind], DEFAULTS[kind], strict=True))
     return Sizes(*map(int, found))
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.models.base import Batch, ExportError
+from isobatch.core.errors import ExportError
+from isobatch.models.base import Batch
 from isobatch.models.encoder import encoders, evaluation, onnx_graph
 from isobatch.models.encoder.evaluation import Answers
 

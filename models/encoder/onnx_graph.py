@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from isobatch.models.base import ModelError
+from isobatch.core.errors import UserError
 from isobatch.models.encoder import encoders
 
 OPSET = 21
@@ -105,7 +105,7 @@ def refuse(config: Mapping[str, Any]) -> None:
     """One line where this graph cannot compute what the model computes."""
     kind = config.get("hidden_act") or config.get("activation") or "gelu"
     if kind not in ACTIVATIONS:
-        raise ModelError(f"the onnx exports know {', '.join(ACTIVATIONS)}, and this model has {kind}")
+        raise UserError(f"the onnx exports know {', '.join(ACTIVATIONS)}, and this model has {kind}")
 
 
 def _array(tensor: Any) -> np.ndarray:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from isobatch.models.base import ModelError, ModelSize
+from isobatch.core.errors import UserError
+from isobatch.models.base import ModelSize
 from isobatch.models.causal_lm import model_sizes
 
 LEAST_HIDDEN = 8
@@ -18,7 +19,7 @@ def widths(layers: str) -> tuple[int, ...]:
     """--layers as numbers."""
     parts = layers.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ModelError(f"--layers {layers}: give widths such as 128,64")
+        raise UserError(f"--layers {layers}: give widths such as 128,64")
     return tuple(int(part) for part in parts)
 
 

@@ -12,18 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from isobatch.core.errors import UserError
 from isobatch.models import hub
-from isobatch.models.base import (
-    Batch,
-    Loss,
-    ModelError,
-    ModelSize,
-    Phase,
-    Rows,
-    StepContext,
-    Sum,
-    Task,
-)
+from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.recommendation import model_size
@@ -150,33 +141,33 @@ class Recommender(Task):
         trains = options.text in (None, "lora", "full")
         if options.text_cache == "on" and trains:
             how = "the phase lora" if options.text is None else f"--text {options.text}"
-            raise ModelError(
+            raise UserError(
                 f"--text-cache on: a cached vector passes no gradient, so {how} would learn nothing of texts;"
                 " leave it out (texts are encoded once a batch, what lies below LoRA once and for all), or"
                 " use --text frozen"
             )
         if options.start is not None and not _weights_of(options.start).is_file():
-            raise ModelError(f"--start {options.start}: is no finished recommender (a run, or its final/)")
+            raise UserError(f"--start {options.start}: is no finished recommender (a run, or its final/)")
         if options.sparse_tables and self.recipe.optimizer != "adamw":
-            raise ModelError(
+            raise UserError(
                 f"--sparse-tables: rows are updated by Adam; leave out --optimizer {self.recipe.optimizer}"
             )
         if self.recipe.dropout is not None:
-            raise ModelError(f"--dropout {self.recipe.dropout}: a recommender has none; leave it out")
+            raise UserError(f"--dropout {self.recipe.dropout}: a recommender has none; leave it out")
         for flag in ("dim", "lora_blocks", "lora_r", "top_k", "text_chunk"):
             value = getattr(options, flag)
             if value is not None and value < 1:
-                raise ModelError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
+                raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
         if options.head == "neumf" and options.dim % 2:
-            raise ModelError(f"--dim {options.dim}: neumf halves it, so it must be even")
+            raise UserError(f"--dim {options.dim}: neumf halves it, so it must be even")
         if unknown := set(self._trainable) - set(TRAINABLE):
-            raise ModelError(f"--trainable {unknown.pop()}: is not one of {', '.join(TRAINABLE)}")
+            raise UserError(f"--trainable {unknown.pop()}: is not one of {', '.join(TRAINABLE)}")
         if options.cohort == 1 or options.cohort < 0:
-            raise ModelError(f"--cohort {options.cohort}: must be 0 or at least 2")
+            raise UserError(f"--cohort {options.cohort}: must be 0 or at least 2")
         if options.cohort and options.loss != "sampled-softmax":
-            raise ModelError(f"--cohort {options.cohort}: in-batch negatives are for --loss sampled-softmax")
+            raise UserError(f"--cohort {options.cohort}: in-batch negatives are for --loss sampled-softmax")
         if options.cohort and self.recipe.batch_size % options.cohort:
-            raise ModelError(f"--cohort {options.cohort}: must divide --batch-size {self.recipe.batch_size}")
+            raise UserError(f"--cohort {options.cohort}: must divide --batch-size {self.recipe.batch_size}")
         model_size.widths(options.layers)
         self._check_text_model()
 
@@ -194,7 +185,7 @@ class Recommender(Task):
         elif hub.is_id(name):
             hub.require(name, self.recipe.revision, "--text-model")
         else:
-            raise ModelError(
+            raise UserError(
                 f"--text-model {name}: is no preset ({', '.join(PRESETS)}), folder or hub id (owner/name)"
             )
 
@@ -211,7 +202,7 @@ class Recommender(Task):
     def _config(self, facts: Any) -> dict[str, Any] | None:
         """The encoder's config.json; None where no texts are used."""
         if self.options.text in ("lora", "full") and not facts.extra.get("texts", 1):
-            raise ModelError(f"--text {self.options.text}: no user or item has a text; say --text off")
+            raise UserError(f"--text {self.options.text}: no user or item has a text; say --text off")
         if self.options.text == "off" or not facts.extra.get("texts", 1):
             return None
         name, vocabulary = self.recipe.model, facts.extra.get("vocabulary", 0)
@@ -220,7 +211,7 @@ class Recommender(Task):
         config = hub.config(name, self.recipe.revision)
         longest = model_sizes.context(config)
         if longest is not None and self.recipe.max_length > longest:
-            raise ModelError(
+            raise UserError(
                 f"--max-length {self.recipe.max_length}: --text-model {name} reads at most {longest} tokens"
             )
         hub.check_vocabulary(name, config.get("vocab_size"), vocabulary)
@@ -252,19 +243,19 @@ class Recommender(Task):
         theirs, known = (json.loads((folder / file).read_text()) for file in (NAMES_FILE, CONFIG_FILE))
         ours = names(facts.folder)
         if any(theirs[kind] != ours[kind] for kind in ("users", "items")):
-            raise ModelError(
+            raise UserError(
                 f"--start {start}: its users or items are others than those of {self.recipe.data}"
             )
         own_encoder = None if net.encoder is None else net.encoder.weights_identity()
         if None not in (known.get("encoder"), own_encoder) and known["encoder"] != own_encoder:
-            raise ModelError(
+            raise UserError(
                 f"--start {start}: its texts were read by another encoder: give its --text-model and"
                 " --tokenizer, and for one with random weights its --seed"
             )
         found, own = load_file(_weights_of(start)), net.state_dict()
         for name, value in found.items():
             if name in own and own[name].shape != value.shape:
-                raise ModelError(
+                raise UserError(
                     f"--start {start}: its {name} is {tuple(value.shape)}, here {tuple(own[name].shape)}: it"
                     " was trained on other data or with other --dim, --head or --layers"
                 )
@@ -289,7 +280,7 @@ class Recommender(Task):
             blocks = len(encoder.blocks[2])
             top = options.lora_blocks or min(LORA_BLOCKS, blocks)
             if top > blocks:
-                raise ModelError(f"--lora-blocks {top}: this text model has {blocks} blocks")
+                raise UserError(f"--lora-blocks {top}: this text model has {blocks} blocks")
             self._lowest = add_lora(encoder, top, options.lora_r, options.lora_alpha)
         net.requires_grad_(False)
         return encoder
@@ -350,7 +341,7 @@ class Recommender(Task):
         norm = float(sum(float(g.float().square().sum()) for g in gradients) ** 0.5)
         self._lora_learns = norm > 0
         if not self._lora_learns and step.number >= last:
-            raise ModelError("phase lora: LoRA gets no gradient, so that it would not learn")
+            raise UserError("phase lora: LoRA gets no gradient, so that it would not learn")
         return {"lora_grad_norm": norm}
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Sum | Rows]:

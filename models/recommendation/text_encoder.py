@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isobatch.models.base import ModelError
+from isobatch.core.errors import UserError
 from isobatch.models.causal_lm.adapters import quiet_bitsandbytes
 from isobatch.models.recommendation.catalogue import Catalogue
 
@@ -66,7 +66,7 @@ class TextEncoder(nn.Module):
             if isinstance(module, nn.ModuleList) and len(module) >= int(config.num_hidden_layers):
                 parent, _, last = name.rpartition(".")
                 return self.net.get_submodule(parent), last, module
-        raise ModelError(f"--text-model: a {config.model_type} has no list of blocks")
+        raise UserError(f"--text-model: a {config.model_type} has no list of blocks")
 
     def trained(self) -> list[nn.Parameter]:
         return [p for p in self.net.parameters() if p.requires_grad]
@@ -284,7 +284,7 @@ def add_lora(encoder: TextEncoder, blocks: int, rank: int, alpha: int) -> int:
         if name.rpartition(".")[2] in LORA_TARGETS and hasattr(module, "weight")
     }
     if not wanted:
-        raise ModelError("--text lora: this text model has no attention projections that LoRA knows")
+        raise UserError("--text lora: this text model has no attention projections that LoRA knows")
     config: Any = encoder.net.config
     conv = config.model_type == "gpt2"
     lora = LoraConfig(

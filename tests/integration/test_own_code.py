@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_model
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from isobatch.core.errors import UserError
 from isobatch.data import corpora, tokenizers
 from isobatch.models import hub
-from isobatch.models.base import ModelError
 from isobatch.tests.integration.helpers import launch, losses
 from isobatch.tests.integration.test_bad_input import complaint
 
@@ -81,5 +81,5 @@ def test_an_architecture_that_nobody_knows_is_one_line(home: Path) -> None:
 def test_code_of_the_hub_is_pinned() -> None:
     brought = {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "modeling_mine.MineLM"}}
     hub.check_architecture("owner/mine", brought, remote_code=True, revision="a" * 40)
-    with pytest.raises(ModelError, match="add --revision COMMIT"):
+    with pytest.raises(UserError, match="add --revision COMMIT"):
         hub.check_architecture("owner/mine", brought, remote_code=True, revision=None)

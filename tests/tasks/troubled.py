@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from isobatch.core.errors import UserError
 from isobatch.data.base import Columns, Data
-from isobatch.models.base import Batch, Loss, ModelError, Phase, StepContext, Task
+from isobatch.models.base import Batch, Loss, Phase, StepContext, Task
 
 
 class Points(Data):
@@ -58,7 +59,7 @@ class OneRankFails(Line):
 
     def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
         if step.number == 3 and os.environ.get("RANK") == "1":
-            raise ModelError("rank 1 has had enough")
+            raise UserError("rank 1 has had enough")
         return super().loss(model, batch, step)
 
 
@@ -66,7 +67,7 @@ class ExportFails(Line):
     """Rank 0 alone cannot export."""
 
     def export(self, model: Any, folder: Path, facts: Any) -> None:
-        raise ModelError("nothing to export to")
+        raise UserError("nothing to export to")
 
 
 def starve(nbytes: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isobatch.models.base import ExportError, ModelError
+from isobatch.core.errors import ExportError, UserError
 from isobatch.models.causal_lm import adapters, chunked_cross_entropy, model_sizes
 from isobatch.models.causal_lm.task import CausalLMOptions
 
@@ -118,18 +118,18 @@ def test_a_merge_that_changes_the_model_is_refused() -> None:
     ],
 )
 def test_contradictions_are_a_line(options: dict[str, Any], pretrained: bool, said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(UserError, match=said):
         adapters.check(CausalLMOptions(**options), pretrained)
 
 
 def test_a_name_that_no_matrix_has_is_answered_with_those_there_are() -> None:
-    with pytest.raises(ModelError, match="c_attn is no matrix of the blocks; there are down_proj, gate_proj"):
+    with pytest.raises(UserError, match="c_attn is no matrix of the blocks; there are down_proj, gate_proj"):
         adapted("llama", lora_targets="c_attn")
 
 
 @pytest.mark.parametrize("target", ["c_attn,nonexistent", "wte", "lm_head"])
 def test_only_matrices_of_the_blocks_are_adapted(target: str) -> None:
-    with pytest.raises(ModelError, match="is no matrix of the blocks"):
+    with pytest.raises(UserError, match="is no matrix of the blocks"):
         adapted("gpt2", lora_targets=target)
 
 

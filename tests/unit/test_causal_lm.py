@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from isobatch.core import hub_cache
+from isobatch.core.errors import UserError
 from isobatch.data.text.plain_text import windows
-from isobatch.models.base import ModelError
 from isobatch.models.causal_lm.generation import Sampling, opened, pieces
 from isobatch.models.causal_lm.model_sizes import PRESETS, shape_of
 from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
@@ -281,7 +281,7 @@ def test_generate_is_greedy_at_temperature_zero_and_stops_at_the_context(saved: 
     text = generate(saved, "x" * 500, tokens=1000, temperature=1.0, seed=0)
     assert text.startswith("x" * 500)
     assert 500 < len(text) <= 532
-    with pytest.raises(ModelError, match=r"holds no trained model"):
+    with pytest.raises(UserError, match=r"holds no trained model"):
         generate(saved / "nothing", "x", tokens=1, temperature=0, seed=0)
 
 
@@ -312,7 +312,7 @@ def test_bad_input_is_answered_in_one_line(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(UserError) as error:
         make(model, **changes).check()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
@@ -331,13 +331,13 @@ def test_bad_input_is_answered_in_one_line(
 def test_adapters_that_cannot_be(saved: Path, options: dict[str, Any], said: str) -> None:
     task = make(str(saved))
     task.options = CausalLMOptions(**options)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(UserError, match=said):
         task.check()
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(saved: Path) -> None:
     for step in (make(str(saved)).model_size, make(str(saved)).build_model):
-        with pytest.raises(ModelError, match=r"knows 257 tokens, and the tokenizer has 300"):
+        with pytest.raises(UserError, match=r"knows 257 tokens, and the tokenizer has 300"):
             step(facts(vocabulary=300))
 
 

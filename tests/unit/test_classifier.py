@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from isobatch.models.base import ModelError, Rows, Sum
+from isobatch.core.errors import UserError
+from isobatch.models.base import Rows, Sum
 from isobatch.models.classification.task import Classifier
 from isobatch.models.encoder.evaluation import interval
 
@@ -117,11 +118,11 @@ def test_transformers_opens_the_export(model: Any, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_had_is_one_line(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(UserError, match=says):
         make(**{"model": "tiny", **changes}).check()
 
 
 def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="holds no tokenizer .* add --tokenizer"):
+    with pytest.raises(UserError, match="holds no tokenizer .* add --tokenizer"):
         make(str(tmp_path)).check()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.data.base import DataError
 from isobatch.data.cleaning import html, near_duplicates
 from isobatch.data.cleaning import steps as cleaning_steps
 from isobatch.data.cleaning.pipeline import Cleaning
@@ -68,7 +68,7 @@ def test_steps_have_one_order_and_their_usual_numbers() -> None:
 )
 def test_what_is_no_step_is_refused_in_one_line(tmp_path: Path, words: list[str], message: str) -> None:
     (tmp_path / "train.txt").write_text("words\n")
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         make(tmp_path, *words).check()
     assert "\n" not in str(error.value)
 
@@ -213,7 +213,7 @@ def test_near_without_its_library_is_refused_before_anything(
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     (tmp_path / "train.txt").write_text("words\n")
-    with pytest.raises(DataError, match="--clean near: needs datasketch: pip install datasketch"):
+    with pytest.raises(UserError, match="--clean near: needs datasketch: pip install datasketch"):
         make(tmp_path, "near").check()
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, hub, tokenizers
-from isobatch.data.base import DataError
 from isobatch.data.text import chat_templates, jinja_sandbox, truncation
 from isobatch.data.text.chat_templates import Template
 from isobatch.data.text.dataset import Text, TextOptions
@@ -328,18 +328,18 @@ BROKEN_CHATS: dict[str, tuple[Any, str]] = {
 def test_a_broken_row_is_named_by_its_line(tmp_path: Path, case: str) -> None:
     bad, message = (BROKEN | BROKEN_CHATS)[case]
     good: Any = HELLO if case in BROKEN else {"messages": CHAT}
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         make(tmp_path, [good, bad]).read()
     assert "\n" not in str(error.value)
 
 
 def test_a_split_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="train split has no conversation to learn from; .* 1 with no answer"):
+    with pytest.raises(UserError, match="train split has no conversation to learn from; .* 1 with no answer"):
         make(tmp_path, [{"messages": CHAT[:2]}]).read()
 
 
 def test_the_missing_columns_are_named_before_anything_heavy(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="--text-column text: .* it has: body"):
+    with pytest.raises(UserError, match="--text-column text: .* it has: body"):
         make(tmp_path, [{"body": "x"}]).check()
 
 
@@ -361,7 +361,7 @@ def test_a_tokenizer_without_an_end_falls_back(tmp_path: Path, settings: Any, en
 def test_a_tokenizer_without_any_special_token_is_refused(tmp_path: Path) -> None:
     text = make(tmp_path / "d", [HELLO], byte_tokenizer(tmp_path / "t"))
     with pytest.raises(
-        DataError, match="no token to close answers with: name one of its tokens as eos_token"
+        UserError, match="no token to close answers with: name one of its tokens as eos_token"
     ):
         text.read()
 
@@ -473,7 +473,7 @@ def test_a_template_that_cannot_tell_answers_is_refused(
     tmp_path: Path, template: str, rows: Any, message: str
 ) -> None:
     tokenizer = own(tmp_path / "t", template, eos_token="</s>", bos_token="<s>")
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         make(tmp_path / "d", [{"messages": rows}], tokenizer).read()
     assert "\n" not in str(error.value)
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from isobatch.data.base import ArraySource, DataError, Ragged, save
+from isobatch.core.errors import UserError
+from isobatch.data.base import ArraySource, Ragged, save
 from isobatch.engine.loading.loader import BatchLoader, LoadedStep, to_device, to_tensors
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.tests.unit.helpers import plan
@@ -36,7 +37,7 @@ class Slow(ArraySource):
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         time.sleep(self.seconds)
         if self.broken in indices:
-            raise DataError(f"sample {self.broken} is damaged")
+            raise UserError(f"sample {self.broken} is damaged")
         return super().fetch(indices, pad_to)
 
 
@@ -109,7 +110,7 @@ def test_an_error_while_fetching_is_raised_in_the_loop(workers: int) -> None:
     source = Slow(broken=int(Sampler(COUNT, 12, seed=0).batch(2)[5]))
     steps = feed(source, workers=workers).steps(0, 4)
     assert [next(steps).work.step, next(steps).work.step] == [0, 1]  # the steps before are whole
-    with pytest.raises(DataError, match=r"^sample \d+ is damaged$"):
+    with pytest.raises(UserError, match=r"^sample \d+ is damaged$"):
         next(steps)
     wait_until_quiet()
 
@@ -132,9 +133,9 @@ def test_a_bug_in_a_source_is_shown_with_its_place_and_leaves_nothing_running(wo
 
 def test_an_error_of_the_order_is_raised_in_the_loop() -> None:
     def order(step: int) -> np.ndarray:
-        raise DataError("no order")
+        raise UserError("no order")
 
-    with pytest.raises(DataError, match="no order"):
+    with pytest.raises(UserError, match="no order"):
         list(BatchLoader(Slow(), order, plan(), 0).steps(0, 1))
 
 
@@ -171,5 +172,5 @@ def test_narrow_numbers_travel_narrow_and_arrive_as_int64() -> None:
 
 
 def test_a_column_of_words_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="column name holds <U3: encode it as numbers"):
+    with pytest.raises(UserError, match="column name holds <U3: encode it as numbers"):
         save(tmp_path, {"name": np.array(["ann", "bob"])})

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
-from isobatch.data.base import DataError
 from isobatch.data.interactions import splits as splitting
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.engine.loading.prepare import prepare
@@ -328,7 +328,7 @@ def unknown_form(folder: Path) -> Path:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_said_in_a_line(name: str, tmp_path: Path) -> None:
     make, options, message = REFUSED[name]
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         made(make(tmp_path / "d"), **options)
     assert "\n" not in str(caught.value)
 

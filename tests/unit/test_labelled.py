@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isobatch.data.base import DataError, Ragged
+from isobatch.core.errors import UserError
+from isobatch.data.base import Ragged
 from isobatch.data.labelled import Labelled, LabelledOptions
 from isobatch.tests.paths import REGISTER
 
@@ -100,13 +101,13 @@ def test_a_test_split_without_labels_is_left_out(folder: Path) -> None:
 def test_bad_rows_are_one_line(rows: list[tuple[str, ...]], says: str, tmp_path: Path) -> None:
     write(tmp_path, "train", rows)
     write(tmp_path, "valid", rows[:1])
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(UserError, match=says):
         make(tmp_path)._read()
 
 
 def test_a_label_that_no_training_row_has_is_named(folder: Path) -> None:
     write(folder, "dev", [("a film", "pos"), ("some film", "odd")])
-    with pytest.raises(DataError, match=r"dev\.tsv line 3: the valid split has the label odd"):
+    with pytest.raises(UserError, match=r"dev\.tsv line 3: the valid split has the label odd"):
         make(folder)._read()
 
 
@@ -119,19 +120,19 @@ def test_a_label_that_no_training_row_has_is_named(folder: Path) -> None:
     ],
 )
 def test_missing_columns_are_named(options: dict[str, str], says: str, folder: Path) -> None:
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(UserError, match=says):
         make(folder, **options).check()
 
 
 def test_columns_without_usual_names_are_asked_for(tmp_path: Path) -> None:
     write(tmp_path, "train", [("good", "1")], "review\tstars")
-    with pytest.raises(DataError, match="which column. --text-column says; it has: review, stars"):
+    with pytest.raises(UserError, match="which column. --text-column says; it has: review, stars"):
         make(tmp_path).check()
 
 
 def test_plain_text_has_no_labels(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("words\n")
-    with pytest.raises(DataError, match=r"a \.txt file has no labels"):
+    with pytest.raises(UserError, match=r"a \.txt file has no labels"):
         make(tmp_path).check()
 
 

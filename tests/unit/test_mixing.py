@@ -13,7 +13,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.data.base import ArraySource, DataError, Ragged
+from isobatch.data.base import ArraySource, Ragged
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.mixture import in_turn
 from isobatch.data.text.sources import kind_of, names_of
@@ -215,24 +215,24 @@ def test_names_are_short_where_they_differ(tmp_path: Path, make: Make) -> None:
     ],
 )
 def test_bad_shares_are_refused(sets: str, make: Make, changes: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         make(sets, **changes).check()
 
 
 def test_one_set_has_no_shares_and_no_name_is_empty(tmp_path: Path, make: Make) -> None:
     file = jsonl(tmp_path / "a.jsonl", CHATS)
-    with pytest.raises(DataError, match=r"--mix 1: --data .* is one set: name several, as in --data a,b"):
+    with pytest.raises(UserError, match=r"--mix 1: --data .* is one set: name several, as in --data a,b"):
         make(str(file), mix=(1.0,)).check()
-    with pytest.raises(DataError, match="one of the names between the commas is empty"):
+    with pytest.raises(UserError, match="one of the names between the commas is empty"):
         make(f"{file},").check()
-    with pytest.raises(DataError, match=r"b\.jsonl: there is no such file or folder"):
+    with pytest.raises(UserError, match=r"b\.jsonl: there is no such file or folder"):
         make(f"{file},{tmp_path / 'b.jsonl'}").check()
 
 
 def test_too_many_labels_say_how_to_read_plain_text(tmp_path: Path, make: Make) -> None:
     rows = [{"text": "words of it", "label": f"class {i}"} for i in range(1200)]
     a, b = jsonl(tmp_path / "a.jsonl", CHATS), jsonl(tmp_path / "b.jsonl", rows)
-    with pytest.raises(DataError, match="different values: .*; --text-column text reads plain text"):
+    with pytest.raises(UserError, match="different values: .*; --text-column text reads plain text"):
         make(f"{a},{b}").prepare(tmp_path / "out")
     extra = make(f"{a},{b}", text_column="text").prepare(tmp_path / "out2")
     assert [one["form"] for one in extra["sets"]] == ["conversations", "text"]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from isobatch.core.errors import ExportError
 from isobatch.models import saving
-from isobatch.models.base import ExportError
 from isobatch.models.compression import qat
 from isobatch.models.encoder import (
     encoders,

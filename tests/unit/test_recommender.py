@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobatch.models.base import ModelError
+from isobatch.core.errors import UserError
 from isobatch.models.recommendation import losses, ranking
 from isobatch.models.recommendation.catalogue import Catalogue
 from isobatch.models.recommendation.network import RecommenderNet
@@ -228,7 +228,7 @@ def recommender(**options: Any) -> Recommender:
     ],
 )
 def test_what_cannot_be_had_is_refused_in_a_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         recommender(**options).check()
 
 
@@ -253,7 +253,7 @@ def test_no_gradient_for_lora_is_an_error() -> None:
     task, model = recommender(), net()
     assert task.observe(model, StepContext(0, "lora", None, total_steps=5)) == {"lora_grad_norm": 0.0}  # type: ignore[arg-type]
     step = StepContext(4, "lora", None, total_steps=5)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="LoRA gets no gradient"):
+    with pytest.raises(UserError, match="LoRA gets no gradient"):
         task.observe(model, step)
     model.train()
     model(torch.tensor([0]), [torch.tensor([1])])[0].sum().backward()

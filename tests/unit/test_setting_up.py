@@ -9,7 +9,7 @@ import pytest
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.data.base import DataError, Ragged, save
+from isobatch.data.base import Ragged, save
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.auto import _print_outcome
 from isobatch.launch.commands.evaluate import evaluate
@@ -93,5 +93,5 @@ def test_another_task_file_than_the_trained_one_is_refused(tmp_path: Path) -> No
 
 def test_ragged_rows_are_lists(tmp_path: Path) -> None:
     rows = Ragged.from_rows([np.zeros((2, 3)), np.zeros((1, 3))])
-    with pytest.raises(DataError, match=r"column x: the rows of a Ragged are lists .* shape \(3, 3\)"):
+    with pytest.raises(UserError, match=r"column x: the rows of a Ragged are lists .* shape \(3, 3\)"):
         save(tmp_path, {"x": rows})

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from isobatch.core import hub_cache
+from isobatch.core.errors import UserError
 from isobatch.data import corpora, hub, readers, tokenizers
-from isobatch.data.base import DataError
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.plain_text import blocks, windows
 from isobatch.tests.paths import REGISTER
@@ -242,7 +242,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[Text, str]]:
 @pytest.mark.parametrize("case", range(11))
 def test_bad_input_is_answered_in_one_line(tmp_path: Path, case: int) -> None:
     name, (text, message) = list(bad_inputs(tmp_path).items())[case]
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         text.check()
     assert message in str(error.value), name
     assert "\n" not in str(error.value)
@@ -252,26 +252,26 @@ def test_bad_input_is_answered_in_one_line(tmp_path: Path, case: int) -> None:
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     data = write(tmp_path / "d", train__txt=LINES)
     (data / "train.txt").chmod(0)
-    with pytest.raises(DataError, match="no permission"):
+    with pytest.raises(UserError, match="no permission"):
         make(data).check()
 
 
 def test_bytes_that_are_not_utf8_are_named_by_file_and_place(tmp_path: Path) -> None:
     data = write(tmp_path, valid__txt=LINES)
     (data / "train.txt").write_bytes(b"caf" + b"\xe9 au lait\n")
-    with pytest.raises(DataError, match=r"train\.txt: byte 3 is not UTF-8"):
+    with pytest.raises(UserError, match=r"train\.txt: byte 3 is not UTF-8"):
         make(data).read()
 
 
 def test_broken_jsonl_is_named_by_line(tmp_path: Path) -> None:
     data = write(tmp_path, train__jsonl='{"text": "a"}\n{"text": \n')
-    with pytest.raises(DataError, match=r"train\.jsonl line 2: is not JSON"):
+    with pytest.raises(UserError, match=r"train\.jsonl line 2: is not JSON"):
         make(data).read()
 
 
 def test_a_row_longer_than_the_header_is_named_by_line(tmp_path: Path) -> None:
     data = write(tmp_path, train__csv="text,label\n" + "words,1\n" * 40 + "two, words,1\n")
-    with pytest.raises(DataError, match=r"train\.csv line 42: has 3 fields and the header 2: quote a field"):
+    with pytest.raises(UserError, match=r"train\.csv line 42: has 3 fields and the header 2: quote a field"):
         make(data).read()
     (tmp_path / "train.csv").write_text('text,label\n"two, words",1\n')
     assert list(readers.texts(readers.find(data, None)["train"], "text")) == ["two, words"]
@@ -286,14 +286,14 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for damaged in (b"words", whole[:-20], whole[:200] + bytes(200) + whole[400:]):
         file.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"train\.parquet: is no whole parquet file: ") as error:
+        with pytest.raises(UserError, match=r"train\.parquet: is no whole parquet file: ") as error:
             make(tmp_path).read()
         assert "\n" not in str(error.value)
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     data = write(tmp_path, train__txt=LINES, valid__txt="a")
-    with pytest.raises(DataError, match="the valid text has 1 tokens"):
+    with pytest.raises(UserError, match="the valid text has 1 tokens"):
         make(data, vocab_size=257).read()
 
 
@@ -351,7 +351,7 @@ def test_an_unreachable_hub_is_answered_in_two_seconds(
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
     start = time.monotonic()
-    with pytest.raises(DataError, match=r"a-team/a-corpus.*cannot be reached.*HF_HOME.*prepare"):
+    with pytest.raises(UserError, match=r"a-team/a-corpus.*cannot be reached.*HF_HOME.*prepare"):
         make("a-team/a-corpus").check()
     assert time.monotonic() - start < 2
 
@@ -375,7 +375,7 @@ def test_a_hub_data_set_is_split_and_its_column_checked(monkeypatch: pytest.Monk
     corpus = corpora.of_hub("a-team/a-corpus", None, "text")
     assert len(list(corpus.splits["train"]())) == 38
     assert list(corpus.splits["valid"]()) == ["he 38", "he 39"]
-    with pytest.raises(DataError, match="--text-column body"):
+    with pytest.raises(UserError, match="--text-column body"):
         corpora.of_hub("a-team/a-corpus", None, "body")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from isobatch.models.base import ModelError
+from isobatch.core.errors import UserError
 from isobatch.models.recommendation.catalogue import Catalogue
 from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, make_net
 
@@ -172,5 +172,5 @@ def test_a_model_without_blocks_or_projections_is_refused() -> None:
             self.config = AutoConfig.for_model("gpt2", **CONFIGS["gpt2"])
             self.linear = nn.Linear(WIDTH, WIDTH)
 
-    with pytest.raises(ModelError, match="no list of blocks"):
+    with pytest.raises(UserError, match="no list of blocks"):
         _ = TextEncoder(Flat(), texts(), "mean").blocks
