@@ -159,7 +159,8 @@ def trainer(spec: Spec) -> Found:
 
 def isobatch(spec: Spec) -> Found:
     """A run as `auto` makes it: journal, chain of samples, checkpoint and all."""
-    from isobatch.engine.runs.run_folder import RunFolder, RunOptions
+    from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.runs.run_options import RunOptions
     from isobatch.engine.training.train_step import Stepper
     from isobatch.launch.local.worker import train_run
 

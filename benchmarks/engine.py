@@ -20,9 +20,8 @@ import numpy as np
 from isobatch.benchmarks import alone
 from isobatch.benchmarks.report import Row, interleaved, middle, paired_ratio
 from isobatch.benchmarks.workload import lengths_of
-from isobatch.core import flags as opt
 from isobatch.core.facts import Facts
-from isobatch.core.flags import Interval
+from isobatch.core.flags import Interval, options_to_dict
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import length_quantiles
@@ -34,7 +33,8 @@ from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.hardware import parse_hardware
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.run_folder import RunFolder, RunOptions
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.training.session import make_sampler
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
@@ -160,7 +160,7 @@ def setup(case: Case, folder: Path) -> tuple[RunFolder, dict[str, Any]]:
     plan = make_plan(
         recipe, facts, task.model_size(facts), detect(), PlanOptions(device="cpu", precision="fp32")
     )
-    run = RunFolder.create(folder / "run", recipe, facts, opt.options_to_dict(RunOptions(quiet=True)))
+    run = RunFolder.create(folder / "run", recipe, facts, options_to_dict(RunOptions(quiet=True)))
     run.write_plan(plan)
     order = make_sampler(recipe, data.open(Path(facts.folder), "train"), 1)
     np.save(folder / "order.npy", np.stack([order.batch(step) for step in range(case.steps)]))

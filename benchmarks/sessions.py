@@ -13,14 +13,12 @@ from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
 from isobatch.engine.training.session import Session
-from isobatch.launch.local.arguments import make_recipe
 
 
 def asked(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """(recipe, task, facts, data) of a task's flags, prepared."""
     chosen = workload(name)
-    options = {k: v for k, v in values.items() if k in chosen.option_flags()}
-    recipe, _ = make_recipe(chosen, {k: v for k, v in values.items() if k not in options}, options)
+    recipe, _ = chosen.complete(values)
     task, data = chosen.make(recipe)
     return recipe, task, prepare(data), data
 

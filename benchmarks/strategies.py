@@ -139,10 +139,9 @@ def _session(strategy: str, precision: str = "fp32") -> Any:
     from isobatch.engine.planning.planner import make_plan
     from isobatch.engine.registry import workload
     from isobatch.engine.training.session import Session
-    from isobatch.launch.local.arguments import make_recipe
 
     chosen = workload(TASK)
-    recipe, _ = make_recipe(chosen, {"steps": [lengths()[0]]}, {})
+    recipe, _ = chosen.complete({"steps": [lengths()[0]]})
     task, data = chosen.make(recipe)
     facts = prepare(data)
     size = rank_and_world_size(os.environ)[1]

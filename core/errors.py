@@ -25,6 +25,14 @@ class UserError(IsobatchError, ValueError):
     exit_code = WRONG_INPUT
 
 
+class UserCodeError(UserError):
+    """The user's own file fails: the frames of it are shown before the line."""
+
+    def __init__(self, message: str, frames: str) -> None:
+        super().__init__(message)
+        self.frames = frames
+
+
 class TrainingError(IsobatchError, RuntimeError):
     """The training failed for a reason that has a name (NaN, damaged data, a difference found): exit 3."""
 

@@ -24,6 +24,8 @@ from typing import Any, Literal
 from isobatch.core.errors import UserError
 
 T = typing.TypeVar("T")
+ADDED_LATER = {"omitted_at_default": True}
+"""Metadata of a field that older runs do not have: its default is what they did, and is not written down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Flag:
     default: Any
     help: str
     group: str
+    omitted_at_default: bool = False
+    """Left out of JSON and of the recipe's hash at its default: it was added when runs had been made."""
 
     @property
     def spelling(self) -> str:
@@ -78,10 +82,22 @@ def flags_of(options: type, group: str) -> dict[str, Flag]:
     """The flags of one dataclass, in order. Fields whose metadata says `derived` are not flags."""
     hints, helps = _hints(options), _field_docs(options)
     return {
-        field.name: Flag(field.name, hints[field.name], _default(field), helps.get(field.name, ""), group)
+        field.name: Flag(
+            field.name,
+            hints[field.name],
+            _default(field),
+            helps.get(field.name, ""),
+            group,
+            is_omitted_at_default(field),
+        )
         for field in dataclasses.fields(options)
         if not field.metadata.get("derived")
     }
+
+
+def is_omitted_at_default(field: dataclasses.Field[Any]) -> bool:
+    """Whether the field was declared with `ADDED_LATER`."""
+    return bool(field.metadata.get("omitted_at_default"))
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -252,7 +268,21 @@ def to_json_value(value: Any) -> Any:
 
 
 def options_to_dict(options: Any) -> dict[str, Any]:
-    return {f.name: to_json_value(getattr(options, f.name)) for f in dataclasses.fields(options)}
+    """Field -> its value as JSON; fields added later are left out at their default."""
+    return {
+        f.name: to_json_value(getattr(options, f.name))
+        for f in dataclasses.fields(options)
+        if not (is_omitted_at_default(f) and getattr(options, f.name) == _default(f))
+    }
+
+
+def check_fields(options: Any) -> None:
+    """Convert every field of a frozen options dataclass to its type, for its `__post_init__`.
+
+    Raises UserError where a value has the wrong type or lies outside its range.
+    """
+    for name, flag in flags_of(type(options), "").items():
+        object.__setattr__(options, name, convert(flag, getattr(options, name)))
 
 
 def build_options(options: type[T], values: Mapping[str, Any], group: str) -> T:

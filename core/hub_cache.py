@@ -1,7 +1,7 @@
-"""Hub ids: what the local cache holds, and whether the hub answers. Standard library only, never a hang.
+"""Hub ids: what the local cache holds, whether the hub answers, and why it gave nothing.
 
-Mirrors huggingface_hub's cache layout and environment variables, so that a question costs milliseconds and
-no import.
+Questions never hang and need the standard library only: they mirror huggingface_hub's cache layout and
+environment variables, so that one costs milliseconds and no import.
 """
 
 from __future__ import annotations
@@ -59,3 +59,17 @@ def is_reachable() -> bool:
     thread.start()
     thread.join(TIMEOUT_SECONDS)
     return answered.is_set()
+
+
+def explain_hub_error(error: Exception, revision: str | None) -> str:
+    """The end of a sentence that begins with the name of the repository."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "is gated: accept its terms on its page of the hub, then log in (hf auth login, or HF_TOKEN)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"has no branch, tag or commit {revision}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "is not on the hub, or private: check the name, or log in (hf auth login, or HF_TOKEN)"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"cannot be had from the hub: {lines[0]}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Count, Positive
 
 MEMORY_LIMIT = r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)"
@@ -51,6 +52,7 @@ class PlanOptions:
     """Device memory to stay under: 10GB or 80%."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         limit = self.memory_limit
         if limit is not None and not re.fullmatch(MEMORY_LIMIT, limit.strip().lower()):
             raise UserError(f"--memory-limit {limit}: is not a size such as 10GB or a share such as 80%")
@@ -100,12 +102,18 @@ class Plan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         kinds = typing.get_type_hints(cls)
-        if missing := sorted(kinds.keys() - values.keys() - {"reasons"}):
+        optional = {f.name for f in dataclasses.fields(cls) if not _is_required(f)}
+        if missing := sorted(kinds.keys() - values.keys() - optional):
             raise UserError(f"plan.json lacks {', '.join(missing[:3])}: delete it, and `resume` plans anew")
         for name, kind in kinds.items():
-            if typing.get_origin(kind) is Literal and values[name] not in typing.get_args(kind):
+            choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+            if choices and values.get(name, choices[0]) not in choices:
                 raise UserError(
-                    f"plan.json: {name} {values[name]} is not one of {', '.join(typing.get_args(kind))}:"
+                    f"plan.json: {name} {values[name]} is not one of {', '.join(choices)}:"
                     " delete it, and `resume` plans anew"
                 )
         return cls(**{k: v for k, v in values.items() if k in kinds})
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

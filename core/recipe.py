@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from isobatch.core import flags as opt
 from isobatch.core.errors import UserError
-from isobatch.core.flags import Interval
+from isobatch.core.flags import ADDED_LATER, Interval, check_fields, convert, flags_of, options_to_dict
 from isobatch.core.number_ranges import Count, Fraction, Positive, Probability, Rate, Seed
 
 DEMO = "demo"
+RULES = 1
+"""What new recipes follow. Runs made by older rules resume and verify as they were made."""
 SHORT_MODEL_NAMES = {
     **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
     "distilgpt2": "distilbert/distilgpt2",
@@ -91,8 +92,11 @@ class Recipe:
     """The task's own fields."""
     scaled_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})
     """Where --scale-batch made this recipe: the batch size and learning rate it came from, and the rule."""
+    rules: int = field(default=1, metadata={"derived": True, **ADDED_LATER})
+    """The version of the rules by which fields are read: raised where a field's meaning changes."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.epochs is not None and self.steps is not None:
             raise UserError("--epochs and --steps exclude each other: give one of them")
         if self.warmup.unit == "minutes" or (self.eval_every and self.eval_every.unit == "minutes"):
@@ -105,18 +109,22 @@ class Recipe:
             raise UserError(f"--epochs {','.join(map(str, self.epochs))}: must be above 0")
 
     def to_dict(self) -> dict[str, Any]:
-        return opt.options_to_dict(self)
+        return options_to_dict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
         """A recipe from recipe.json; unknown or ill-typed fields are the user's error."""
-        flags = opt.flags_of(cls, "recipe")
-        derived = {"options", "scaled_from"}
+        flags = flags_of(cls, "recipe")
+        derived = {"options", "scaled_from", "rules"}
         if unknown := set(values) - set(flags) - derived - {"hash"}:
             raise UserError(f"recipe.json has unknown fields: {', '.join(sorted(unknown))}")
         if "task" not in values:
             raise UserError("recipe.json names no task")
-        known = {k: opt.convert(flags[k], v) for k, v in values.items() if k in flags}
+        if (rules := values.get("rules", 1)) not in range(1, RULES + 1):
+            raise UserError(
+                f"recipe.json follows rules {rules}, and this version knows 1 to {RULES}: update it"
+            )
+        known = {k: convert(flags[k], v) for k, v in values.items() if k in flags}
         return cls(**known, **{k: values[k] for k in derived if k in values})
 
     def hash(self) -> str:

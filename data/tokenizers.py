@@ -13,7 +13,7 @@ import numpy as np
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
-from isobatch.core.hub_refusal import explain_hub_error
+from isobatch.core.hub_cache import explain_hub_error
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

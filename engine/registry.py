@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
-import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from isobatch.core import flags as opt
 from isobatch.core.errors import UserError
-from isobatch.core.recipe import Recipe
+from isobatch.core.flags import Flag, build_options, convert, flags_of, nearest_hint, to_json_value
+from isobatch.core.recipe import DEMO, RULES, SHORT_MODEL_NAMES, Recipe
 from isobatch.data.base import Data
+from isobatch.engine.task_files import is_task_file, load_task_class, task_file_hash
 from isobatch.models.base import Task
 
 
@@ -67,10 +65,8 @@ class Workload:
     task: type[Task]
     data: type[Data]
 
-    def option_flags(self) -> dict[str, opt.Flag]:
-        return opt.flags_of(self.task.Options, self.name) | opt.flags_of(
-            self.data.Options, f"{self.name} data"
-        )
+    def option_flags(self) -> dict[str, Flag]:
+        return flags_of(self.task.Options, self.name) | flags_of(self.data.Options, f"{self.name} data")
 
     def make(self, recipe: Recipe) -> tuple[Task, Data]:
         """The task and data of a recipe."""
@@ -78,16 +74,75 @@ class Workload:
         data_options = _options(self.data.Options, recipe.options, self.name)
         return self.task(recipe, task_options), self.data(recipe, data_options)
 
+    def complete(self, asked: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+        """See `complete`."""
+        recipe_flags, own_flags = flags_of(Recipe, "recipe"), self.option_flags()
+        for name in asked:
+            if name not in recipe_flags and name not in own_flags:
+                hint = nearest_hint(name, [*recipe_flags, *own_flags])
+                raise UserError(f"{name}: {self.name} has no such recipe field{hint}")
+        layers, notes = self._layers({k: v for k, v in asked.items() if k in recipe_flags})
+        merged = _merge([*layers, asked])
+        found = self.task.complete(asked)
+        merged |= {k: v for k, v in found.items() if k not in asked or k not in recipe_flags}
+        common = {k: convert(recipe_flags[k], v) for k, v in merged.items() if k in recipe_flags}
+        for name in ("model", "tokenizer"):
+            common[name] = SHORT_MODEL_NAMES.get(str(common.get(name)), common.get(name))
+        options = {
+            name: convert(flag, merged[name]) if name in merged else flag.default
+            for name, flag in own_flags.items()
+        }
+        written = {
+            name: to_json_value(value)
+            for name, value in options.items()
+            if not (own_flags[name].omitted_at_default and value == own_flags[name].default)
+        }
+        code = task_file_hash(self.name)
+        written |= {"code": code} if code else {}
+        return Recipe(**{**common, "task": self.name, "options": written, "rules": RULES}), notes
+
+    def _layers(self, asked: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str]]:
+        """What lies under the values asked for, lowest first."""
+        task, notes = self.task, []
+        layers = [task.defaults]
+        if asked.get("data", task.defaults.get("data", DEMO)) == DEMO:
+            layers.append(task.demo)
+            if not is_task_file(self.name):  # whose data may well be all there is
+                notes.append(f"no --data given: {self.name} runs its embedded demo")
+        if asked.get("preset"):
+            if asked["preset"] not in task.presets:
+                hint = nearest_hint(str(asked["preset"]), task.presets)
+                raise UserError(
+                    f"--preset {asked['preset']}: valid for {self.name}: {', '.join(task.presets)}{hint}"
+                )
+            layers.append(task.presets[asked["preset"]])
+        if asked.get("mode") == "fast":
+            layers.append(task.fast)
+            changes = ", ".join(f"{k} {v}" for k, v in task.fast.items() if k not in asked)
+            notes.append(f"fast mode changes the recipe: {changes or 'nothing for this task'}")
+        return layers, notes
+
+
+def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Later layers win. --epochs and --steps are two ways to say one thing: the later layer's way wins."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for one, other in (("epochs", "steps"), ("steps", "epochs")):
+            if one in layer and other not in layer:
+                merged.pop(other, None)
+        merged.update(layer)
+    return merged
+
 
 def _options(kind: type, values: dict[str, Any], group: str) -> Any:
-    names = opt.flags_of(kind, group)
-    return opt.build_options(kind, {k: v for k, v in values.items() if k in names}, group)
+    names = flags_of(kind, group)
+    return build_options(kind, {k: v for k, v in values.items() if k in names}, group)
 
 
 def workload(name: str) -> Workload:
     """The workload called `name`, or the user's own from ./file.py:Class."""
     if is_task_file(name):
-        task = _user_class(name)
+        task = load_task_class(name)
         data = task.data
         if not (isinstance(data, type) and issubclass(data, Data)):
             raise UserError(f"--task {name}: {task.__name__}.data must be a subclass of isobatch.Data")
@@ -99,7 +154,7 @@ def workload(name: str) -> Workload:
         )
     if key not in TASKS:
         valid = [*TASKS, *CHAINS]
-        hint = opt.nearest_hint(key, valid)
+        hint = nearest_hint(key, valid)
         raise UserError(
             f"--task {name}: there is no such task{hint}; valid: {', '.join(valid)}, or ./file.py:Class"
         )
@@ -112,51 +167,10 @@ def _load(place: str) -> Any:
     return getattr(importlib.import_module(f"isobatch.{module}"), name)
 
 
-def is_task_file(name: str) -> bool:
-    """Whether a task's name is the place of a user's own file."""
-    return ".py:" in name or name.endswith(".py")
+def complete(task: str, values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+    """A new recipe with every value, and notes on what was chosen for the user.
 
-
-def task_file_hash(name: str) -> str | None:
-    """The hash of a user's task file, part of its recipe and data; None for the project's own."""
-    if not is_task_file(name):
-        return None
-    file = Path(name.rpartition(":")[0]).expanduser()
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else None
-
-
-def task_file_problem(recipe: Recipe) -> str | None:
-    """What is wrong with the recipe's task file: it must be the one that was trained."""
-    found, trained = task_file_hash(recipe.task), recipe.options.get("code")
-    if found == trained:
-        return None
-    return f"{recipe.task} is not the code that was trained: {found or 'there is no file'}, {trained}"
-
-
-def _user_class(place: str) -> type[Task]:
-    path, _, name = place.rpartition(":") if ".py:" in place else (place, "", "")
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise UserError(f"--task {place}: there is no file {file}")
-    module_name = f"isobatch_user_{file.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    if str(file.parent) not in sys.path:
-        sys.path.append(
-            str(file.parent)
-        )  # so that it may import its neighbours; last, so that none hides ours
-    spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        own = [
-            k
-            for k, v in vars(module).items()
-            if isinstance(v, type) and issubclass(v, Task) and v is not Task
-        ]
-        there = f"no Task called {name} there{opt.nearest_hint(name, own)}"
-        problem = there if name else f"which class? Write {path}:Class"
-        raise UserError(f"--task {place}: {problem}; found: {', '.join(own) or 'none'}")
-    return found
+    `values` are those asked for, the recipe's and the task's own. Under them lie, from the ground up, the
+    common defaults, the task's, its demo's, a preset's and fast mode's. Raises UserError.
+    """
+    return workload(task).complete(values)

@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 
-from isobatch.core.errors import BUG, WRONG_INPUT
+from isobatch.core.errors import BUG, WRONG_INPUT, UserCodeError
 from isobatch.engine.runs.classify_errors import classify
 
 COMMANDS = {
@@ -130,6 +130,8 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
         if error is None or debug:
             traceback.print_exc()
             return BUG if error is None else error.exit_code
+        if isinstance(error, UserCodeError):
+            sys.stderr.write(error.frames)
         return _complain(str(error), error.exit_code)
 
 

@@ -214,9 +214,11 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """The losses of a micro-batch, each a sum with its unit; the engine minimises their total."""
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
-        """Parts of the metrics; by default the training losses."""
-        step = StepContext(0, "evaluate", _NoNoise())
+    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
+        """Parts of the metrics; by default the training losses.
+
+        `step.noise` draws the same numbers for a sample in every evaluation, whatever was trained.
+        """
         losses = self.loss(model, batch, step)
         rows = len(batch["index"])
         weights: dict[str, Any] = {"sample": rows, "cohort": -(-rows // self.cohort)}
@@ -312,12 +314,3 @@ class Task(ABC):
     def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:
         """A line or two that shows a person what the model learnt."""
         return None
-
-
-class _NoNoise:
-    """Evaluation is not random: a draw there is a mistake in the task."""
-
-    def _refuse(self, site: str, *_: Any) -> Tensor:
-        raise AssertionError(f"noise {site!r} drawn while evaluating: write evaluate() without it")
-
-    uniform = normal = integers = _refuse

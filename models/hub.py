@@ -9,7 +9,7 @@ from typing import Any
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
-from isobatch.core.hub_refusal import explain_hub_error
+from isobatch.core.hub_cache import explain_hub_error
 
 ADAPTER = "adapter_config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isobatch.core.clock import now
 from isobatch.core.errors import IsobatchError
 from isobatch.core.plan import Plan
 from isobatch.data.base import Source
@@ -22,7 +23,6 @@ from isobatch.engine.loading.microbatching import (
     make_micro_batches,
     padding_fraction,
 )
-from isobatch.engine.runs.run_folder import now
 
 if TYPE_CHECKING:
     import torch

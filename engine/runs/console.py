@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from isobatch.engine.runs.run_folder import now
+from isobatch.core.clock import now
 
 LINE_MARK = "\x1eisobatch\x1e"
 """Begins each line that a child under `auto` means for the person; all else there is noise."""

@@ -8,62 +8,19 @@ import itertools
 import json
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.flags import Interval
-from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 
 NONCE = "ISOBATCH_NONCE"
 """Environment variable that ties exit.json to the launch that waits for it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """Where a run is kept and how much it says. None of this changes what is learnt."""
-
-    out: str = "runs"
-    """Folder that holds the runs."""
-    name: str | None = None
-    """Name of the run's folder; by default task and recipe hash."""
-    resume: str = "auto"
-    """auto goes on with a stopped run of the same recipe, never starts anew, or a run's folder."""
-    again: bool = False
-    """Start a new run although a finished one has this recipe."""
-    save_every: Interval = Interval(10, "minutes")
-    """How often to save a checkpoint: steps, share of an epoch, or minutes (10m)."""
-    keep: Positive = 2
-    """Checkpoints kept."""
-    log_every: Positive = 1
-    """Steps between rows of metrics.jsonl."""
-    tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = "none"
-    """Also report metrics there."""
-    ledger: bool = False
-    """Write the sample numbers of every step to samples.jsonl."""
-    anomaly: bool = False
-    """Find the operation that made a NaN; slow."""
-    hang_timeout: Count = 1800
-    """Seconds without an answer from another process after which the run ends."""
-    max_restarts: Count = 3
-    """How often a run goes on by itself after a process died or stood still."""
-    debug: bool = False
-    """Show tracebacks of the user's errors too."""
-    quiet: bool = False
-    """No progress on the terminal."""
-
-    def __post_init__(self) -> None:
-        if self.save_every.value == 0:
-            raise UserError(f"--save-every {self.save_every}: must be above 0")
-        if self.name is not None and (self.name.startswith(".") or {"/", os.sep} & set(self.name)):
-            raise UserError(f"--name {self.name}: is a folder's name in --out, without / and no dot in front")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +216,3 @@ def free_folder(out: Path, name: str) -> Path:
         number += 1
         folder = out / f"{name}-{number}"
     return folder
-
-
-def now() -> float:
-    return time.perf_counter()

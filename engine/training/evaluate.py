@@ -14,13 +14,17 @@ from isobatch.core.plan import Plan
 from isobatch.data.base import Source
 from isobatch.engine.loading.loader import micro_batch_budget, to_device, to_tensors
 from isobatch.engine.loading.microbatching import dummy_micro_batch, make_micro_batches
-from isobatch.models.base import Rows, Sum, Task
+from isobatch.engine.noise.keyed_noise import KeyedNoise
+from isobatch.models.base import Rows, StepContext, Sum, Task
 
 if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
 
 HOST_BATCH = 32
 _BATCHES_AHEAD = 16
+EVALUATION_STEP = 2**63
+"""The step that keys the noise of evaluations: no training step has it."""
+EVALUATION_PHASE = "evaluate"
 
 
 def evaluate(
@@ -33,23 +37,28 @@ def evaluate(
     world: Communicator,
     fraction: float = 1.0,
     equal_counts: bool = False,
+    seed: int = 0,
 ) -> dict[str, float]:
     """Metrics over the first `fraction` of a split, and of each set in it; the same on every rank.
 
     With `equal_counts` ranks without samples compute one all the same: a forward holds collectives then.
+    The task's own noise is keyed by `seed` and sample, and by no training step.
     """
     chosen = _first(source, fraction, task.cohort)
     sums: dict[str, list[float]] = {}
     rows: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    noise = KeyedNoise(seed)
     training = model.training
     model.eval()
     with torch.no_grad():
         for batch, counts in _batches(source, chosen, plan, world, task.cohort, equal_counts):
             world.mark_progress(f"evaluation of {split}")
             with world.accelerator.autocast():
-                parts = task.evaluate(model, batch)
+                samples = batch["index"].cpu().numpy()
+                noise.bind(EVALUATION_STEP, samples, world.device)
+                parts = task.evaluate(model, batch, StepContext(0, EVALUATION_PHASE, noise))
             if counts:
-                _add(parts, batch["index"].cpu().numpy(), sums, rows)
+                _add(parts, samples, sums, rows)
     model.train(training)
     return task.metrics(_reduce(sums, rows, world), split, facts)
 

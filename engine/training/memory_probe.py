@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
 
 from isobatch.core.errors import OutOfMemoryError
 from isobatch.engine.loading.loader import micro_batch_budget, to_device, to_tensors
@@ -88,12 +87,13 @@ def _largest(session: Session, phase: str) -> None:
         losses = session.task.loss(model, batch, session.rehearsing(phase, samples))
     refuse_other_forms(losses)
     sum((loss.sum for loss in losses.values()), torch.zeros((), device=device)).backward()
-    _evaluate(session, model, batch)
+    _evaluate(session, phase, batch, samples)
     del moments
 
 
-def _evaluate(session: Session, model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+def _evaluate(session: Session, phase: str, batch: dict[str, torch.Tensor], samples: np.ndarray) -> None:
+    model = session.model
     model.eval()
     with torch.no_grad(), session.world.accelerator.autocast():
-        session.task.evaluate(model, batch)
+        session.task.evaluate(model, batch, session.rehearsing(phase, samples))
     model.train()

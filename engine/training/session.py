@@ -211,7 +211,16 @@ class Session:
         source = self.splits[split]
         equal = self._strategy is not None and self._strategy.equal_counts
         return evaluate(
-            self.task, self.model, source, split, self.facts, self.plan, self.world, fraction, equal
+            self.task,
+            self.model,
+            source,
+            split,
+            self.facts,
+            self.plan,
+            self.world,
+            fraction,
+            equal,
+            self.recipe.seed,
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.core.clock import now
 from isobatch.core.errors import StopRequestedError, TrainingError
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -22,7 +23,8 @@ from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import PhaseSchedule, SaveTimer
 from isobatch.engine.runs.console import Console, format_duration, format_metrics
 from isobatch.engine.runs.metrics_log import MetricsLog
-from isobatch.engine.runs.run_folder import RunFolder, RunOptions, now
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS, Progress, startup_seconds, summarize
 from isobatch.engine.training import memory_probe
 from isobatch.engine.training.evaluate import host_batches

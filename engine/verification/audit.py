@@ -9,9 +9,10 @@ from isobatch.core import atomic_files
 from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
 from isobatch.engine.loading.sampler import Sampler, extend_chain
-from isobatch.engine.registry import task_file_problem, workload
+from isobatch.engine.registry import workload
 from isobatch.engine.runs.metrics_log import SEAL, seal_row
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.session import make_sampler
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from isobatch.core import flags as opt
 from isobatch.core.errors import DONE, UserError
+from isobatch.core.flags import flags_of
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.registry import CHAINS
 from isobatch.engine.runs.console import format_metrics
-from isobatch.engine.runs.run_folder import RunFolder, RunOptions
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import command_options, parse_request, split_words, task_name
 from isobatch.launch.local.launch_run import AnswerOptions, find_or_train, launch_run, print_unless_quiet
 from isobatch.launch.local.run_setup import locate_data, options_of_run, plan_for_this_machine, store_plan
@@ -41,7 +42,7 @@ def resume(words: Sequence[str]) -> int:
     if len(positional) != 1:
         raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
     run = RunFolder.open(positional[0])
-    data, known = flags.pop("data", None), opt.flags_of(RunOptions, "run")
+    data, known = flags.pop("data", None), flags_of(RunOptions, "run")
     answer = command_options({k: flags.pop(k) for k in ("json",) if k in flags}, AnswerOptions, "resume")
     plan = command_options({k: v for k, v in flags.items() if k not in known}, PlanOptions, "resume")
     options = options_of_run(run, {k: v for k, v in flags.items() if k in known})

@@ -9,8 +9,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 
-from isobatch.core import flags as opt
 from isobatch.core.errors import DONE, UserError
+from isobatch.core.flags import BareValue, build_options, nearest_hint
 from isobatch.engine.registry import CHAINS
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.export import exported
@@ -28,7 +28,7 @@ def compress(words: Sequence[str]) -> int:
     """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]"""
     _, flags = split_words(words)
     flags.pop("task")
-    answer = opt.build_options(AnswerOptions, {k: flags.pop(k) for k in ("json",) if k in flags}, "auto")
+    answer = build_options(AnswerOptions, {k: flags.pop(k) for k in ("json",) if k in flags}, "auto")
     given = _given(flags)
     _check(given)
     runs: list[RunFolder] = []
@@ -59,7 +59,7 @@ def _given(flags: Mapping[str, str]) -> dict[str, dict[str, str]]:
         if not any(name in names for names in known.values()):
             every = sorted(set().union(*known.values()))
             spelt = "--" + name.replace("_", "-")
-            hint = opt.nearest_hint(spelt, ["--" + n.replace("_", "-") for n in every])
+            hint = nearest_hint(spelt, ["--" + n.replace("_", "-") for n in every])
             raise UserError(f"{spelt}: no stage of compress has such a flag{hint}")
     found = {
         stage: {k: v for k, v in flags.items() if k in known[stage] and (place == 0 or k not in ONLY_FIRST)}
@@ -104,5 +104,5 @@ def _words(stage: str, flags: Mapping[str, str]) -> list[str]:
     return [
         "--task",
         stage,
-        *(f"--{k}" if isinstance(v, opt.BareValue) else f"--{k}={v}" for k, v in flags.items()),
+        *(f"--{k}" if isinstance(v, BareValue) else f"--{k}={v}" for k, v in flags.items()),
     ]

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isobatch.core import flags as opt
 from isobatch.core.errors import UserError
+from isobatch.core.flags import Flag, flags_of, to_json_value
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import CHAINS, TASKS, workload
-from isobatch.engine.runs.run_folder import RunFolder, RunOptions, list_runs
+from isobatch.engine.runs.run_folder import RunFolder, list_runs
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import BatchScaling, command_options, split_words
 from isobatch.launch.slurm import client
 from isobatch.launch.slurm.client import job_of
@@ -99,10 +100,10 @@ def describe(words: Sequence[str]) -> int:
         raise UserError("describe: name one task, as in: describe causal-lm (`tasks` lists them)")
     chosen = workload(positional[0])
     groups = {
-        "recipe: what is learnt": opt.flags_of(Recipe, "recipe") | opt.flags_of(BatchScaling, "recipe"),
+        "recipe: what is learnt": flags_of(Recipe, "recipe") | flags_of(BatchScaling, "recipe"),
         f"recipe of {chosen.name}": chosen.option_flags(),
-        "plan: how fast": opt.flags_of(PlanOptions, "plan"),
-        "run: where it is kept": opt.flags_of(RunOptions, "run"),
+        "plan: how fast": flags_of(PlanOptions, "plan"),
+        "run: where it is kept": flags_of(RunOptions, "run"),
     }
     defaults = dict(chosen.task.defaults)
     rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in groups.items()}
@@ -116,10 +117,10 @@ def describe(words: Sequence[str]) -> int:
     return 0
 
 
-def _flag(flag: opt.Flag, defaults: dict[str, Any]) -> dict[str, Any]:
+def _flag(flag: Flag, defaults: dict[str, Any]) -> dict[str, Any]:
     import dataclasses
 
     value = defaults.get(flag.name, flag.default)
-    value = "required" if value is dataclasses.MISSING else opt.to_json_value(value)
+    value = "required" if value is dataclasses.MISSING else to_json_value(value)
     value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
     return {"flag": flag.spelling, "type": flag.type_name, "default": value, "help": flag.help}

@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from isobatch.core import flags as opt
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
+from isobatch.core.flags import BareValue, Flag, build_options, convert, flags_of, nearest_hint
 from isobatch.core.plan import PlanOptions
-from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, Recipe
+from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.schedule import phase_schedules
-from isobatch.engine.registry import Workload, is_task_file, task_file_hash, workload
-from isobatch.engine.runs.run_folder import RunOptions
+from isobatch.engine.registry import Workload, workload
+from isobatch.engine.runs.run_options import RunOptions
 
 SYNONYMS = {
     "num_epochs": "epochs",
@@ -123,7 +123,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         elif key.startswith("no_") and value in ("True", "False"):
             flags[key[3:]] = "False" if value == "True" else "True"
         else:
-            flags[key] = value if dict(written).get(key, True) else opt.BareValue(value)
+            flags[key] = value if dict(written).get(key, True) else BareValue(value)
     return list(found["positional"]), flags
 
 
@@ -142,8 +142,8 @@ def _written(words: Sequence[str]) -> list[tuple[str, bool]]:
 def command_options(flags: Mapping[str, str], kind: type, command: str) -> Any:
     """A command's options where it takes no recipe: unknown names are refused."""
     renamed, typed, _ = _translate(flags)
-    _refuse_unknown(typed, opt.flags_of(kind, command), command)
-    return opt.build_options(kind, renamed, command)
+    _refuse_unknown(typed, flags_of(kind, command), command)
+    return build_options(kind, renamed, command)
 
 
 def task_name(words: Sequence[str]) -> str:
@@ -163,7 +163,7 @@ def parse_request(words: Sequence[str], command: str, own: type | None = None) -
         raise UserError(
             f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes"
         )
-    if isinstance(flags.get("task", opt.BareValue()), opt.BareValue):
+    if isinstance(flags.get("task", BareValue()), BareValue):
         raise UserError(f"{command}: needs --task NAME (`tasks` lists them)")
     chosen = workload(flags["task"])
     flags, typed, notes = _translate(flags)
@@ -180,11 +180,11 @@ def parse_request(words: Sequence[str], command: str, own: type | None = None) -
             "--per-device-batch-size and --batch-size both say how large a batch is: give one of them"
         )
     values = {
-        group: {k: opt.convert(known_flags[k], v) for k, v in flags.items() if k in known_flags}
+        group: {k: convert(known_flags[k], v) for k, v in flags.items() if k in known_flags}
         for group, known_flags in groups.items()
     }
     plan = PlanOptions(**values["plan"])
-    recipe, more = make_recipe(chosen, values["recipe"], values["options"])
+    recipe, more = chosen.complete({**values["recipe"], **values["options"]})
     recipe = _scaled(recipe, BatchScaling(**values["scaling"]), plan)
     task, data = chosen.make(recipe)
     task.check()
@@ -199,14 +199,14 @@ def _check_tracker(name: str) -> None:
         raise UserError(f"--tracker {name} needs: pip install {name}")
 
 
-def _groups(chosen: Workload, command: str, own: type | None) -> dict[str, dict[str, opt.Flag]]:
+def _groups(chosen: Workload, command: str, own: type | None) -> dict[str, dict[str, Flag]]:
     return {
-        "recipe": opt.flags_of(Recipe, "recipe"),
+        "recipe": flags_of(Recipe, "recipe"),
         "options": chosen.option_flags(),
-        "plan": opt.flags_of(PlanOptions, "plan"),
-        "run": opt.flags_of(RunOptions, "run"),
-        "scaling": opt.flags_of(BatchScaling, "recipe"),
-        "own": opt.flags_of(own, command) if own else {},
+        "plan": flags_of(PlanOptions, "plan"),
+        "run": flags_of(RunOptions, "run"),
+        "scaling": flags_of(BatchScaling, "recipe"),
+        "own": flags_of(own, command) if own else {},
     }
 
 
@@ -231,7 +231,7 @@ def _translate(flags: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]
 def _meaning(name: str, value: str) -> dict[str, str]:
     if name not in MEANINGS:
         return {SYNONYMS.get(name, name): value}
-    return MEANINGS[name] if opt.convert(opt.Flag(name, bool, False, "", ""), value) else {}
+    return MEANINGS[name] if convert(Flag(name, bool, False, "", ""), value) else {}
 
 
 def _refuse_unknown(typed: Mapping[str, str], known: Mapping[str, Any], where: str) -> None:
@@ -242,58 +242,12 @@ def _refuse_unknown(typed: Mapping[str, str], known: Mapping[str, Any], where: s
                 raise UserError(f"{_spell('no' + name)}: needs a value")
             synonyms = [k for k, v in SYNONYMS.items() if v in known]
             synonyms += [k for k, v in MEANINGS.items() if all(n in known for n in v)]
-            hint = opt.nearest_hint(_spell(word), [_spell(k) for k in (*known, *synonyms)])
+            hint = nearest_hint(_spell(word), [_spell(k) for k in (*known, *synonyms)])
             raise UserError(f"{_spell(word)}: {where} has no such flag{hint}")
 
 
 def _spell(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def make_recipe(
-    chosen: Workload, asked: Mapping[str, Any], asked_options: Mapping[str, Any]
-) -> tuple[Recipe, list[str]]:
-    """The complete recipe: the task's defaults, then demo, preset and mode, then what the user asked."""
-    task, notes = chosen.task, []
-    layers = [dict(task.defaults)]
-    if asked.get("data", task.defaults.get("data", DEMO)) == DEMO:
-        layers.append(dict(task.demo))
-        if not is_task_file(chosen.name):  # whose data may well be all there is
-            notes.append(f"no --data given: {chosen.name} runs its embedded demo")
-    if asked.get("preset"):
-        if asked["preset"] not in task.presets:
-            hint = opt.nearest_hint(str(asked["preset"]), task.presets)
-            raise UserError(
-                f"--preset {asked['preset']}: valid for {chosen.name}: {', '.join(task.presets)}{hint}"
-            )
-        layers.append(dict(task.presets[asked["preset"]]))
-    if asked.get("mode") == "fast":
-        layers.append(dict(task.fast))
-        changes = ", ".join(f"{k} {v}" for k, v in task.fast.items() if k not in asked)
-        notes.append(f"fast mode changes the recipe: {changes or 'nothing for this task'}")
-    merged: dict[str, Any] = {}
-    for layer in (*layers, {**asked, **asked_options}):
-        # --epochs and --steps are two ways to say one thing: the later layer's way wins.
-        for one, other in (("epochs", "steps"), ("steps", "epochs")):
-            if one in layer and other not in layer:
-                merged.pop(other, None)
-        merged.update(layer)
-    merged.update({k: v for k, v in task.complete({**asked, **asked_options}).items() if k not in asked})
-    return _recipe_from(chosen, merged), notes
-
-
-def _recipe_from(chosen: Workload, merged: Mapping[str, Any]) -> Recipe:
-    common, own = opt.flags_of(Recipe, "recipe"), chosen.option_flags()
-    values = {k: opt.convert(common[k], v) for k, v in merged.items() if k in common}
-    for field in ("model", "tokenizer"):
-        values[field] = SHORT_MODEL_NAMES.get(str(values.get(field)), values.get(field))
-    options = {
-        name: opt.to_json_value(opt.convert(flag, merged[name]) if name in merged else flag.default)
-        for name, flag in own.items()
-    }
-    code = task_file_hash(chosen.name)
-    options |= {"code": code} if code else {}
-    return Recipe(**{**values, "task": chosen.name, "options": options})
 
 
 def _scaled(recipe: Recipe, scaling: BatchScaling, plan: PlanOptions) -> Recipe:

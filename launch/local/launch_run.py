@@ -6,9 +6,10 @@ import sys
 from dataclasses import dataclass
 
 from isobatch.core import atomic_files, number_ranges
-from isobatch.core import flags as opt
 from isobatch.core.errors import DONE
-from isobatch.engine.runs.run_folder import RunFolder, RunOptions
+from isobatch.core.flags import options_to_dict
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
 from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts
@@ -47,7 +48,7 @@ def find_or_train(asked: Request) -> tuple[RunFolder, int]:
 
 def launch_run(run: RunFolder, options: RunOptions) -> int:
     """Train by the run's plan and answer with the run's own exit code."""
-    atomic_files.write_json(run.folder / "run.json", opt.options_to_dict(options))
+    atomic_files.write_json(run.folder / "run.json", options_to_dict(options))
     return train_with_restarts(run, train_in_process if run.plan().processes == 1 else train_in_children)
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from isobatch.core import flags as opt
 from isobatch.core.errors import (
     BUG,
     FAILED,
@@ -21,9 +20,11 @@ from isobatch.core.errors import (
     UserError,
     WorkerLostError,
 )
+from isobatch.core.flags import build_options
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.engine.planning.planner import with_smaller_budget
-from isobatch.engine.runs.run_folder import NONCE, RunFolder, RunOptions, Verdict
+from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS, launch_workers
 
 Start = Callable[[RunFolder], Verdict | None]
@@ -34,7 +35,7 @@ FULL_BYTES = 1 << 16
 
 def train_with_restarts(run: RunFolder, start: Start) -> int:
     """Attempts until one ends for good; the run's exit code. Recipe, order and global batches stay."""
-    options = opt.build_options(RunOptions, run.options(), "run")
+    options = build_options(RunOptions, run.options(), "run")
     restarts = 0
     while True:
         verdict = _verdict_of(run, start(run), run.folder / "launcher.log")
@@ -58,7 +59,7 @@ def train_in_process(run: RunFolder) -> Verdict | None:
 
     from isobatch.launch.local.worker import train_run
 
-    train_run(run, opt.build_options(RunOptions, run.options(), "run"))
+    train_run(run, build_options(RunOptions, run.options(), "run"))
     gc.collect()
     return run.read_exit("")
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import atomic_files
-from isobatch.core import flags as opt
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
+from isobatch.core.flags import build_options, flags_of, options_to_dict
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import make_plan
-from isobatch.engine.registry import task_file_problem, workload
-from isobatch.engine.runs.run_folder import RunFolder, RunOptions, free_folder, list_runs, run_name
+from isobatch.engine.registry import workload
+from isobatch.engine.runs.run_folder import RunFolder, free_folder, list_runs, run_name
+from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.task_files import task_file_problem
 from isobatch.launch.local.arguments import Request
 
 INVARIANCE_ORDER = ("exact", "precision", "noise")
@@ -82,7 +84,7 @@ def create_run(asked: Request, facts: Facts) -> RunFolder:
     out = Path(asked.run.out).expanduser()
     name = asked.run.name or run_name(asked.recipe)
     folder = out / name if asked.run.name else free_folder(out, name)
-    return RunFolder.create(folder, asked.recipe, facts, opt.options_to_dict(asked.run))
+    return RunFolder.create(folder, asked.recipe, facts, options_to_dict(asked.run))
 
 
 def plan_for_this_machine(recipe: Recipe, facts: Facts, asked: PlanOptions, world: int | None = None) -> Plan:
@@ -93,8 +95,8 @@ def plan_for_this_machine(recipe: Recipe, facts: Facts, asked: PlanOptions, worl
 
 def options_of_run(run: RunFolder, changes: Mapping[str, Any]) -> RunOptions:
     """The run's own options, with what was asked anew."""
-    names = opt.flags_of(RunOptions, "run")
-    return opt.build_options(
+    names = flags_of(RunOptions, "run")
+    return build_options(
         RunOptions, {k: v for k, v in {**run.options(), **changes}.items() if k in names}, "run"
     )
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
-from isobatch.core import flags as opt
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, UserError
+from isobatch.core.flags import build_options, options_to_dict
 from isobatch.engine.runs.classify_errors import classify
-from isobatch.engine.runs.run_folder import NONCE, RunFolder, RunOptions, Verdict
+from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
+from isobatch.engine.runs.run_options import RunOptions
 
 if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
@@ -114,7 +115,7 @@ def main(words: Sequence[str]) -> int:
         return redo_as_told(Path(words[1]))
     if list(words[:1]) == ["--run"] and len(words) == 2:
         run = RunFolder.open(words[1])
-        return train_run(run, opt.build_options(RunOptions, run.options(), "run"))
+        return train_run(run, build_options(RunOptions, run.options(), "run"))
     return _with_flags(words)
 
 
@@ -141,7 +142,7 @@ def _with_flags(words: Sequence[str]) -> int:
             if run is not None:
                 run.refuse_if_training()
             run = plan_run(asked, facts, run, size)
-            atomic_files.write_json(run.folder / "run.json", opt.options_to_dict(asked.run))
+            atomic_files.write_json(run.folder / "run.json", options_to_dict(asked.run))
         return str(run.folder.resolve())
 
     cpu = asked.plan.device == "cpu" or (asked.plan.device == "auto" and detect().kind == "cpu")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core import atomic_files
-from isobatch.core import flags as opt
 from isobatch.core.errors import DONE, UserError
+from isobatch.core.flags import build_options, options_to_dict
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.runs.run_folder import RunFolder
@@ -171,7 +171,7 @@ def _run(asked: Request) -> RunFolder:
     if run.status() != "done":
         refuse_if_in_a_job(run)
         run.refuse_if_training()
-        atomic_files.write_json(run.folder / "run.json", opt.options_to_dict(asked.run))
+        atomic_files.write_json(run.folder / "run.json", options_to_dict(asked.run))
     return RunFolder(run.folder.resolve())
 
 
@@ -256,7 +256,7 @@ def _leave_request(run: RunFolder, asked: Request, own: SlurmOptions, lead: int)
     """What the job plans from. Its world is the nodes it has, so a number of processes is one per node."""
     local = _local(asked, own)
     (run.folder / "slurm").mkdir(exist_ok=True)
-    plan = {**opt.options_to_dict(asked.plan), "processes": None}
+    plan = {**options_to_dict(asked.plan), "processes": None}
     atomic_files.write_json(
         run.folder / "slurm" / "request.json", {"local": local, "lead": lead, "plan": plan}
     )
@@ -289,4 +289,4 @@ def _answer(text: str, path: Path, job: str | None, runs: dict[int, RunFolder], 
 
 
 def stored_plan(values: dict[str, Any]) -> PlanOptions:
-    return opt.build_options(PlanOptions, {k: v for k, v in values.items() if v is not None}, "plan")
+    return build_options(PlanOptions, {k: v for k, v in values.items() if v is not None}, "plan")

@@ -252,7 +252,7 @@ class CausalLM(Task):
         # never see it and the others' targets are ignored. It keeps SDPA on its causal path without a mask.
         return chunked_cross_entropy.loss(model, batch["tokens"].long(), _targets(batch))
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
+    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         """Of each set of a mixture apart: every process names all parts, with rows or without."""
         if "set" not in batch:
             return {"nll": self._nll_of(model, batch)}

@@ -176,7 +176,7 @@ class Classifier(Task):
             given["token_type_ids"] = batch["types"].long()
         return model(**given, output_hidden_states=states)
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
+    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         from torch.nn import functional as F
 
         logits_BC = self.logits(model, batch)

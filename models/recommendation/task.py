@@ -344,7 +344,7 @@ class Recommender(Task):
             raise UserError("phase lora: LoRA gets no gradient, so that it would not learn")
         return {"lora_grad_norm": norm}
 
-    def evaluate(self, model: Any, batch: Batch) -> dict[str, Sum | Rows]:
+    def evaluate(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         from isobatch.models.recommendation import ranking
 
         return {**ranking.parts(model, batch, self.options.top_k)}

@@ -44,11 +44,10 @@ def measure(settings: dict[str, Any]) -> None:
     from isobatch.engine.planning.planner import make_plan
     from isobatch.engine.registry import workload
     from isobatch.engine.training.session import Session
-    from isobatch.launch.local.arguments import make_recipe
 
     world_size = rank_and_world_size(os.environ)[1]
     chosen = workload(settings["task"])
-    recipe, _ = make_recipe(chosen, settings.get("flags", {}), {})
+    recipe, _ = chosen.complete(settings.get("flags", {}))
     task, data = chosen.make(recipe)
     facts = prepare(data)
     machine = hardware.parse_hardware("cpu:2x24gb")

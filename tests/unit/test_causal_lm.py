@@ -17,11 +17,14 @@ from torch.nn import functional as F
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.data.text.plain_text import windows
+from isobatch.engine.training.train_step import NativeNoise
+from isobatch.models.base import StepContext
 from isobatch.models.causal_lm.generation import Sampling, opened, pieces
 from isobatch.models.causal_lm.model_sizes import PRESETS, shape_of
 from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
 
 VOCABULARY = 257
+STEP = StepContext(0, "evaluate", NativeNoise(torch.device("cpu")))
 
 
 def make(model: str = "tiny", **changes: Any) -> CausalLM:
@@ -140,17 +143,17 @@ def test_loss_of_short_rows_by_hand(model: Any) -> None:
     for tokens, length in zip(padded["tokens"], padded["length"].tolist(), strict=True):
         logits = model(input_ids=tokens[None, :length]).logits[0]
         expected += F.cross_entropy(logits[:-1], tokens[1:length], reduction="sum").item()
-    part = make().evaluate(model, padded)["nll"]
+    part = make().evaluate(model, padded, STEP)["nll"]
     assert part.value.item() == pytest.approx(expected, rel=1e-6)
     assert int(part.weight) == 11 + 4 + 1
 
 
 def test_loss_is_summed_in_fp32_under_bf16_arithmetic(model: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        part = make().evaluate(model, batch([12, 5], 12))["nll"]
+        part = make().evaluate(model, batch([12, 5], 12), STEP)["nll"]
     assert part.value.dtype == torch.float32
     assert part.value.item() == pytest.approx(
-        make().evaluate(model, batch([12, 5], 12))["nll"].value.item(), rel=1e-2
+        make().evaluate(model, batch([12, 5], 12), STEP)["nll"].value.item(), rel=1e-2
     )
 
 
@@ -177,7 +180,7 @@ def test_attention_runs_on_the_causal_kernel_without_a_mask(
         return plain(*tensors, **named)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    make().evaluate(model, batch([12, 3], 12))
+    make().evaluate(model, batch([12, 3], 12), STEP)
     assert seen == [(None, True)] * 2
 
 
@@ -262,7 +265,7 @@ def test_windows_give_the_perplexity_of_the_usual_loop(model: Any) -> None:
     fetched = {name: torch.from_numpy(columns[name].rows(rows)) for name in ("tokens", "learn")}
     length = torch.from_numpy(columns["tokens"].lengths)
     with torch.no_grad():
-        found: Any = make().evaluate(model, {**fetched, "length": length})["nll"]
+        found: Any = make().evaluate(model, {**fetched, "length": length}, STEP)["nll"]
     assert int(found.weight) == count == columns["token.weight"].sum() == 100
     assert float(found.value) == pytest.approx(nll, rel=1e-5)
 

@@ -35,7 +35,7 @@ class Counting(Task):
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         return {"tokens": Loss(batch["tokens"].sum(), "token"), "rows": Loss(batch["length"].sum(), "sample")}
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Sum | Rows]:
+    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         assert not model.training
         assert not torch.is_grad_enabled()
         total = batch["tokens"].sum()
@@ -52,6 +52,21 @@ def measured(world: Any, task: Task, fraction: float = 1.0) -> dict[str, Any]:
     found = evaluate(task, model, source(), "valid", None, chosen, world, fraction)
     assert model.training  # as it was before
     return found
+
+
+class Drawing(Counting):
+    """Draws noise in its evaluation."""
+
+    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
+        return {**super().evaluate(model, batch, step), "each": Rows(step.noise.normal("z", (2,)))}
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_the_noise_of_an_evaluation_is_its_samples(size: int, together: Any) -> None:
+    (alone,) = together(1, lambda world: measured(world, Drawing(None, None))).values
+    assert np.unique(np.array(alone["each"])).size == 2 * COUNT
+    for found in together(size, lambda world: measured(world, Drawing(None, None))).values:
+        assert found["each"] == alone["each"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
@@ -102,15 +117,19 @@ def test_cohorts_are_evaluated_whole(size: int, fraction: float, count: int, tog
     assert found["loss"] == pytest.approx(sum(range(count)) / -(-count // 3))
 
 
-class Noisy(Counting):
-    """Draws noise where none may be drawn."""
+class Noisy(Task):
+    """Its training loss draws noise, and stands for its evaluation too."""
 
-    evaluate = Task.evaluate
+    def build_model(self, facts: Any) -> nn.Module:
+        return nn.Linear(1, 1)
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        return {"x": Loss(step.noise.uniform("mask", (1,)).sum(), "sample")}
+        return {"x": Loss(step.noise.uniform("mask", (1,)).double().sum(), "sample")}
 
 
-def test_noise_in_an_evaluation_is_a_mistake(together: Any) -> None:
-    with pytest.raises(AssertionError, match="noise 'mask' drawn while evaluating"):
-        together(1, lambda world: measured(world, Noisy(None, None)))
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_loss_with_noise_is_evaluated_alike_on_any_world(size: int, together: Any) -> None:
+    (alone,) = together(1, lambda world: measured(world, Noisy(None, None))).values
+    assert 0 < alone["x"] < 1
+    for found in together(size, lambda world: measured(world, Noisy(None, None))).values:
+        assert found["x"] == pytest.approx(alone["x"], rel=1e-12)

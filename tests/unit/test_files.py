@@ -16,7 +16,8 @@ from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
-from isobatch.engine.runs.run_folder import RunFolder, RunOptions, Verdict, free_folder, list_runs, run_name
+from isobatch.engine.runs.run_folder import RunFolder, Verdict, free_folder, list_runs, run_name
+from isobatch.engine.runs.run_options import RunOptions
 
 RECIPE = Recipe(task="t", epochs=(2.0,))
 FACTS = Facts(fingerprint="0", folder="", samples={"train": 9}, lengths=(1, 2, 3), extra={"vocabulary": 5})

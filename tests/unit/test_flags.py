@@ -11,19 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobatch.core import flags as opt
 from isobatch.core.errors import UserError
+from isobatch.core.flags import flags_of
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import Workload, workload
-from isobatch.engine.runs.run_folder import RunOptions
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import (
     MEANINGS,
     SYNONYMS,
     BatchScaling,
     Request,
     command_options,
-    make_recipe,
     parse_request,
     split_words,
 )
@@ -57,10 +56,10 @@ def refusal(*words: str) -> str:
 
 def test_a_new_flag_is_a_decision() -> None:
     found = {
-        "recipe": opt.flags_of(Recipe, "recipe"),
-        "scaling": opt.flags_of(BatchScaling, "recipe"),
-        "plan": opt.flags_of(PlanOptions, "plan"),
-        "run": opt.flags_of(RunOptions, "run"),
+        "recipe": flags_of(Recipe, "recipe"),
+        "scaling": flags_of(BatchScaling, "recipe"),
+        "plan": flags_of(PlanOptions, "plan"),
+        "run": flags_of(RunOptions, "run"),
         "causal-lm": workload("causal-lm").option_flags(),
     }
     assert {group: list(flags) for group, flags in found.items()} == {g: f.split() for g, f in FLAGS.items()}
@@ -318,7 +317,7 @@ class Layered(workload("causal-lm").task):  # type: ignore[misc]
 
 
 def layered(**asked: Any) -> Recipe:
-    return make_recipe(Workload("causal-lm", Layered, workload("causal-lm").data), asked, {})[0]
+    return Workload("causal-lm", Layered, workload("causal-lm").data).complete(asked)[0]
 
 
 def test_the_later_layer_wins() -> None:

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobatch.core import flags as opt
 from isobatch.core.errors import UserError
-from isobatch.core.flags import Interval
+from isobatch.core.flags import Flag, Interval, convert, flags_of, to_json_value
 from isobatch.core.number_ranges import Count, Fraction, Positive, Probability, Rate, Seed
 
 
@@ -46,7 +45,7 @@ class Sample(Base):
     """How often."""
 
 
-FLAGS = opt.flags_of(Sample, "sample")
+FLAGS = flags_of(Sample, "sample")
 
 GOOD: list[tuple[str, Any, Any]] = [
     ("whole", "-3", -3),
@@ -88,7 +87,7 @@ GOOD: list[tuple[str, Any, Any]] = [
 
 @pytest.mark.parametrize(("name", "word", "value"), GOOD)
 def test_a_word_becomes_a_value(name: str, word: Any, value: Any) -> None:
-    found = opt.convert(FLAGS[name], word)
+    found = convert(FLAGS[name], word)
     assert found == value
     assert type(found) is type(value)
 
@@ -131,7 +130,7 @@ BAD: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("name", "word", "problem"), BAD)
 def test_a_refusal_names_the_flag_the_value_and_the_way_out(name: str, word: Any, problem: str) -> None:
     with pytest.raises(UserError) as refused:
-        opt.convert(FLAGS[name], word)
+        convert(FLAGS[name], word)
     message = str(refused.value)
     assert message.startswith(f"--{name} {word}: ")
     assert problem in message
@@ -165,7 +164,7 @@ def test_types_are_described_in_words() -> None:
 
 
 def test_a_spelling_has_hyphens() -> None:
-    assert opt.Flag("max_length", int, 0, "", "").spelling == "--max-length"
+    assert Flag("max_length", int, 0, "", "").spelling == "--max-length"
 
 
 def test_intervals_in_steps() -> None:
@@ -187,9 +186,7 @@ def test_shares_keep_every_digit_in_their_text(value: float, unit: Any) -> None:
 @given(st.text(), st.sampled_from(sorted(FLAGS)))
 def test_any_word_is_a_value_or_one_refusal(word: str, name: str) -> None:
     try:
-        value = opt.convert(FLAGS[name], word)
+        value = convert(FLAGS[name], word)
     except UserError:
         return
-    assert (
-        opt.convert(FLAGS[name], opt.to_json_value(value)) == value
-    )  # what recipe.json holds gives the value again
+    assert convert(FLAGS[name], to_json_value(value)) == value  # what recipe.json holds gives the value again

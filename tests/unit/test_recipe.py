@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isobatch.core import recipe
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
@@ -53,6 +54,7 @@ OTHER: dict[str, Any] = {
     "noise": "native",
     "options": {"generate_tokens": 61},
     "scaled_from": {"batch_size": 32, "lr": 1e-3, "rule": "sqrt"},
+    "rules": 2,
 }
 """Another value for every field. A new field belongs here: it must change the hash."""
 FIELDS = [f.name for f in dataclasses.fields(Recipe)]
@@ -63,7 +65,10 @@ def test_every_field_has_another_value_here() -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_every_field_changes_the_hash_and_survives_the_file(field: str) -> None:
+def test_every_field_changes_the_hash_and_survives_the_file(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "RULES", 2)
     changed = dataclasses.replace(BASE, **{field: OTHER[field]})
     assert changed.hash() != BASE.hash()
     again = Recipe.from_dict(json.loads(json.dumps(changed.to_dict())))
@@ -91,6 +96,37 @@ def test_the_order_of_a_tasks_options_does_not_change_the_hash() -> None:
 def test_a_recipe_file_with_a_field_that_nobody_knows_is_refused() -> None:
     with pytest.raises(UserError, match="unknown fields: colour"):
         Recipe.from_dict({**BASE.to_dict(), "colour": "red"})
+
+
+@pytest.mark.parametrize("rules", [0, 2, "1", None])
+def test_a_recipe_of_rules_that_nobody_knows_is_refused(rules: Any) -> None:
+    with pytest.raises(UserError, match="this version knows 1 to 1"):
+        Recipe.from_dict({**BASE.to_dict(), "rules": rules})
+
+
+def test_the_first_rules_are_not_written_down() -> None:
+    """Runs made before there were any have the same hash."""
+    assert "rules" not in BASE.to_dict()
+    assert Recipe.from_dict(BASE.to_dict()).rules == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"batch_size": "abc"}, "--batch-size abc: is not an integer"),
+        ({"lr": -3.0}, "--lr -3.0: must be at least 0"),
+        ({"optimizer": "adam"}, "did you mean adamw"),
+        ({"warmup": "soon"}, "--warmup soon: is not an interval"),
+    ],
+)
+def test_a_recipe_made_in_python_is_checked(values: Any, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        Recipe(task="causal-lm", **values)
+
+
+def test_plain_python_values_become_the_fields_types() -> None:
+    made = Recipe(task="causal-lm", epochs=3, warmup=10, lr="1e-4", data=Path("reviews"))  # type: ignore[arg-type]
+    assert (made.epochs, made.warmup, made.lr, made.data) == ((3.0,), Interval(10, "steps"), 1e-4, "reviews")
 
 
 def test_a_recipe_file_with_an_impossible_value_is_refused() -> None:

@@ -19,7 +19,6 @@ from isobatch.engine.runs.metrics_log import SEAL, MetricsLog, seal_row
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.training.session import make_sampler
 from isobatch.engine.verification.audit import recipe_problems, record_problems
-from isobatch.launch.local.arguments import make_recipe
 from isobatch.tests.unit.helpers import plan
 
 TASK = Path(__file__).parents[1] / "tasks" / "ragged.py"
@@ -30,7 +29,7 @@ STEPS = 9  # two epochs of 4 steps (93 samples in batches of 24), and one
 def run(tmp_path: Path) -> RunFolder:
     """A run folder with the records of a training that never was."""
     chosen = workload(f"{TASK}:RaggedLM")
-    recipe, _ = make_recipe(chosen, {"steps": STEPS}, {})
+    recipe, _ = chosen.complete({"steps": STEPS})
     task, data = chosen.make(recipe)
     facts = prepare(data)
     made = RunFolder.create(tmp_path / "a run", recipe, facts, {})

@@ -397,6 +397,6 @@ def test_the_script_is_printed_and_its_run_is_ready(cli: Cli, tmp_path: Path) ->
 
 
 def test_every_flag_says_what_it_is_for() -> None:
-    from isobatch.core import flags as opt
+    from isobatch.core.flags import flags_of
 
-    assert all(flag.help for flag in opt.flags_of(SlurmOptions, "slurm").values())
+    assert all(flag.help for flag in flags_of(SlurmOptions, "slurm").values())

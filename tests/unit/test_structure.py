@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.runs": {"core"},
     "engine.checkpointing": {"core", "engine.distributed"},
     "engine.optimization": {"core", "models"},
-    "engine.loading": {"core", "data", "engine.runs"},
+    "engine.loading": {"core", "data"},
     "engine.noise": {"core", "engine.loading"},
     "engine.planning": {"core", "models", "engine.loading"},
     "engine.strategies": {"core", "engine.checkpointing", "engine.distributed"},
