@@ -58,6 +58,18 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
+class OneOf:
+    """The choices of an Annotated text: the names in a table, as it is when asked."""
+
+    table: Iterable[str]
+    before: tuple[str, ...] = ()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return (*self.before, *self.table)
+
+
+@dataclass(frozen=True, slots=True)
 class Flag:
     """One field seen as a flag."""
 
@@ -131,8 +143,8 @@ def _field_docs(options: type) -> dict[str, str]:
 
 def describe_type(kind: Any) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return "|".join(str(choice) for choice in arguments)
+    if choices := choices_of(kind):
+        return "|".join(map(str, choices))
     if origin is typing.Annotated:
         return f"{describe_type(arguments[0])}, {arguments[1]}"
     if origin is tuple:
@@ -144,14 +156,22 @@ def describe_type(kind: Any) -> str:
     )
 
 
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    """The values that a Literal or a OneOf allows; nothing for another type."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated and isinstance(arguments[1], OneOf):
+        return arguments[1].choices
+    return arguments if origin is Literal else ()
+
+
 class BareValue(str):
     """The "True" of a flag written without a value: a switch turned on, or a value forgotten."""
 
 
 def is_switch(kind: Any) -> bool:
     """Whether a flag of this type may stand without a value."""
-    if typing.get_origin(kind) is Literal:
-        return "on" in typing.get_args(kind)
+    if choices := choices_of(kind):
+        return "on" in choices
     return kind is bool or any(map(is_switch, typing.get_args(kind)))
 
 
@@ -169,13 +189,13 @@ def _convert(kind: Any, value: Any) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, value)
+    if choices := choices_of(kind):
+        return _convert_choice(choices, value)
     if origin is typing.Annotated:
         number = _convert(arguments[0], value)
         if not arguments[1].allows(number):
             raise ValueError(f"must be {arguments[1]}")
         return number
-    if origin is Literal:
-        return _convert_choice(arguments, value)
     if origin is tuple:
         items = value if isinstance(value, list | tuple) else str(value).split(",")
         return tuple(_convert(arguments[0], item) for item in items)

@@ -7,15 +7,16 @@ import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import check_fields
+from isobatch.core.flags import OneOf, check_fields, choices_of
 from isobatch.core.number_ranges import Count, Positive
+from isobatch.core.strategies import STRATEGIES
 
 MEMORY_LIMIT = r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)"
-StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"]
-StrategyChoice = Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "zero3-offload"]
+StrategyName = Annotated[str, OneOf(STRATEGIES)]
+StrategyChoice = Annotated[str, OneOf(STRATEGIES, before=("auto",))]
 Precision = Literal["fp32", "bf16", "fp16"]
 Invariance = Literal["exact", "noise", "precision"]
 
@@ -101,12 +102,12 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        kinds = typing.get_type_hints(cls)
+        kinds = typing.get_type_hints(cls, include_extras=True)
         optional = {f.name for f in dataclasses.fields(cls) if not _is_required(f)}
         if missing := sorted(kinds.keys() - values.keys() - optional):
             raise UserError(f"plan.json lacks {', '.join(missing[:3])}: delete it, and `resume` plans anew")
         for name, kind in kinds.items():
-            choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+            choices = choices_of(kind)
             if choices and values.get(name, choices[0]) not in choices:
                 raise UserError(
                     f"plan.json: {name} {values[name]} is not one of {', '.join(choices)}:"

@@ -12,11 +12,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER, Interval, check_fields, convert, flags_of, options_to_dict
+from isobatch.core.flags import ADDED_LATER, Interval, OneOf, check_fields, convert, flags_of, options_to_dict
 from isobatch.core.number_ranges import Count, Fraction, Positive, Probability, Rate, Seed
+from isobatch.core.optimizers import OPTIMIZERS
 
 DEMO = "demo"
 RULES = 1
@@ -72,7 +73,7 @@ class Recipe:
     """Largest norm of the whole gradient; 0 for none."""
     dropout: Probability | None = None
     """Sets every dropout of the model; by default the model's own."""
-    optimizer: Literal["adamw", "adamw8bit", "paged-adamw8bit", "adafactor", "sgd"] = "adamw"
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """8-bit states change what is learnt, so they are recipe."""
     train_fraction: Fraction = 1.0
     """Share of the training samples: a seeded subset, the same on every machine."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from isobatch.core.errors import UserError
+from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -45,40 +46,16 @@ def make_optimizer(
 
     groups = [g for g in parameter_groups(model, recipe.weight_decay, lazy) if g["params"]]
     lazy = [p for p in lazy if p.requires_grad]
+    entry = OPTIMIZERS[recipe.optimizer]
     if not groups and not lazy:
         raise UserError("nothing to train: every parameter of the model is frozen")
     if lazy:
         by_rows = torch.optim.SparseAdam(lazy, lr=recipe.lr)
         return cast(
-            "Optimizer", OptimizerGroup([_by_name(groups, recipe, device), by_rows] if groups else [by_rows])
+            "Optimizer",
+            OptimizerGroup([entry.make(groups, recipe.lr, device), by_rows] if groups else [by_rows]),
         )
-    return _by_name(groups, recipe, device)
-
-
-def _by_name(groups: list[dict[str, Any]], recipe: Recipe, device: str) -> Optimizer:
-    import torch
-
-    if recipe.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=recipe.lr, fused=device in ("cpu", "cuda"))
-    if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=recipe.lr, momentum=0.9)
-    if recipe.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups, lr=recipe.lr)
-    return _eight_bit(groups, recipe)
-
-
-def _eight_bit(groups: list[dict[str, Any]], recipe: Recipe) -> Optimizer:
-    try:
-        import bitsandbytes
-    except ImportError:
-        raise UserError(f"--optimizer {recipe.optimizer} needs: pip install bitsandbytes") from None
-    kind = (
-        bitsandbytes.optim.PagedAdamW8bit
-        if recipe.optimizer.startswith("paged")
-        else bitsandbytes.optim.AdamW8bit
-    )
-    optimizer: Optimizer = kind(groups, lr=recipe.lr)
-    return optimizer
+    return entry.make(groups, recipe.lr, device)
 
 
 class OptimizerGroup:

@@ -7,16 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from isobatch.core.facts import Facts
+from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
 from isobatch.models.base import ModelSize, Task
-
-OPTIMIZERS = {
-    "adamw8bit": "moments in 8 bits",
-    "paged-adamw8bit": "and they move to host memory when a GPU's is full",
-    "adafactor": "a row and a column for each matrix's moments: another rule of update",
-}
 
 
 def memory_alternatives(
@@ -43,9 +38,10 @@ def memory_alternatives(
         recomputed = dataclasses.replace(choices, activation_checkpointing=True)
         said = "the same recipe, a third more arithmetic"
         rows.append(row("--activation-checkpointing on", said, recipe, shape, recomputed))
-    lighter = OPTIMIZERS if recipe.optimizer == "adamw" and not plan.strategy.startswith("zero") else {}
-    for name, remark in lighter.items():
-        other = dataclasses.replace(recipe, optimizer=name)  # type: ignore[arg-type]
+    whole_matrices = not choices.traits.flat_shards
+    lighter = OPTIMIZERS if recipe.optimizer == "adamw" and whole_matrices else {}
+    for name, remark in ((name, of.remark) for name, of in lighter.items() if of.remark):
+        other = dataclasses.replace(recipe, optimizer=name)
         rows.append(row(f"--optimizer {name}", remark, other, shape, choices))
     for flags, values in make(recipe).memory_saving_flags().items():
         other = dataclasses.replace(recipe, options={**recipe.options, **values})

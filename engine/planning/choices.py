@@ -208,7 +208,7 @@ def choose_reduction(
 ) -> tuple[Literal["overlapped", "explicit"], str]:
     if choices.processes == 1:
         return "explicit", "one process has nothing to exchange"
-    if case.device == "cuda" and choices.strategy == "ddp":
+    if case.device == "cuda" and choices.traits.overlaps_reduction:
         return "overlapped", "gradients cross processes while the last backward pass still runs"
     if case.device == "cuda":
         return "explicit", "partitioned gradients are reduced once, after the last micro-batch"

@@ -164,21 +164,24 @@ def all_reduce_seconds(size: float, processes: int, case: PlanningCase) -> float
 
 def exchange_seconds(case: PlanningCase, choices: ExecutionChoices, one_micro_batch: float) -> float:
     """What the exchange adds: all of it after the last micro-batch, or what its backward pass cannot hide."""
-    # ZeRO-3 gathers the weights twice, besides reducing the gradients.
+    # Sharded weights are gathered twice, besides the reduction of gradients.
     size = 4.0 * case.shape.trainable + (
-        4.0 * case.shape.parameters if choices.strategy.startswith("zero3") else 0.0
+        4.0 * case.shape.parameters if choices.traits.shards_weights else 0.0
     )
     whole = all_reduce_seconds(size, choices.processes, case)
-    if case.device == "cpu" or choices.strategy != "ddp":
+    if case.device == "cpu" or not choices.traits.overlaps_reduction:
         return whole
     return max(0.05 * whole, whole - 0.6 * one_micro_batch)
 
 
 def update_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     """The optimizer reads and writes weights and moments, 28 bytes a parameter; offloaded, on the host."""
-    sharded = choices.processes if choices.strategy.startswith("zero") else 1
-    offloaded = choices.strategy == "zero3-offload"
-    rate = CPU_MEMORY_BANDWIDTH / case.local(choices.processes) if offloaded else memory_bandwidth(case)
+    sharded = choices.processes if choices.traits.shards else 1
+    rate = (
+        CPU_MEMORY_BANDWIDTH / case.local(choices.processes)
+        if choices.traits.offloads
+        else memory_bandwidth(case)
+    )
     return 28.0 * case.shape.trainable / sharded / rate
 
 

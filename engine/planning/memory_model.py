@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Precision, StrategyName
 from isobatch.core.recipe import Recipe
+from isobatch.core.strategies import StrategyTraits, traits_of
 from isobatch.models.base import ModelSize
 
-MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2.0, "paged-adamw8bit": 2.0, "adafactor": 0.1, "sgd": 0.0}
-"""Optimizer state per trainable parameter. Adafactor keeps one row and one column per matrix."""
 CONTEXT_BYTES = {"cuda": 1.2e9, "mps": 0.8e9, "cpu": 0.45e9}
 """CUDA context, cuBLAS and NCCL buffers (uncalibrated); on a CPU the process itself (measured: 0.38 GB)."""
 FRAGMENTATION = {"cuda": 1.1, "mps": 1.2, "cpu": 1.3}
@@ -33,6 +33,10 @@ class ExecutionChoices:
     precision: Precision = "fp32"
     attention: Literal["sdpa", "eager", "flash"] = "sdpa"
     activation_checkpointing: bool = False
+
+    @property
+    def traits(self) -> StrategyTraits:
+        return traits_of(self.strategy)
 
     @property
     def half(self) -> bool:
@@ -101,9 +105,9 @@ def _shards(choices: ExecutionChoices) -> dict[str, float]:
 
     Gradients are whole under ZeRO-2 as well: they are reduced once a step, so full local sums are kept.
     """
-    ranks, stage = float(choices.processes), choices.strategy
-    whole = {"zero3-offload": math.inf, "zero3": ranks}.get(stage, 1.0)
-    moments = ranks if stage in ("zero1", "zero2") else whole
+    ranks, traits = float(choices.processes), choices.traits
+    whole = math.inf if traits.offloads else ranks if traits.shards_weights else 1.0
+    moments = ranks if traits.shards_moments and not traits.offloads else whole
     return {"weights": whole, "gradients": whole, "moments": moments}
 
 
@@ -113,13 +117,13 @@ def _gradient_bytes(choices: ExecutionChoices) -> float:
 
 
 def _state_bytes(recipe: Recipe, choices: ExecutionChoices) -> float:
-    """Moments, and the fp32 partition that DeepSpeed updates in place of the parameters."""
-    return MOMENT_BYTES[recipe.optimizer] + (4.0 if choices.strategy.startswith("zero") else 0.0)
+    """Moments, and what the strategy keeps beside them."""
+    return OPTIMIZERS[recipe.optimizer].state_bytes + choices.traits.copy_bytes
 
 
 def _one_layer(shape: ModelSize, choices: ExecutionChoices) -> float:
-    """ZeRO-3 gathers whole layers: two of them are on the device at a time."""
-    if not choices.strategy.startswith("zero3"):
+    """Sharded weights are gathered by layers: two of them are on the device at a time."""
+    if not choices.traits.shards_weights:
         return 0.0
     return 2 * 4.0 * max(shape.parameters / max(shape.layers, 1), shape.vocabulary * shape.hidden)
 
@@ -165,7 +169,7 @@ def logits_bytes(shape: ModelSize, choices: ExecutionChoices, tokens: float) -> 
     runs, it does not.
     """
     whole = tokens * shape.vocabulary * (16.0 if choices.half else 12.0)
-    chunked = shape.head_bytes > 0 and not choices.strategy.startswith("zero3")
+    chunked = shape.head_bytes > 0 and not choices.traits.shards_weights
     return min(whole, shape.head_bytes * (4.0 if choices.half else 3.0)) if chunked else whole
 
 

@@ -6,12 +6,13 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import cast
 
 from isobatch.core.errors import UserError
+from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import MEMORY_LIMIT, PlanOptions, StrategyName
+from isobatch.core.strategies import STRATEGIES, traits_of
 from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
-from isobatch.engine.planning.memory_model import MOMENT_BYTES, ExecutionChoices, memory_footprint
+from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
 
 CPU_TENSOR_BYTES = 24 * 2**20
 """Blocks of 32 MiB are mapped and page-faulted anew each time (glibc's DEFAULT_MMAP_THRESHOLD_MAX).
@@ -67,21 +68,26 @@ def strategies_to_try(
     """(strategy, activation checkpointing) to try, the cheapest first."""
     plain: StrategyName = "single" if processes == 1 else "ddp"
     strategies: list[StrategyName] = [plain]
-    if asked.strategy not in ("auto", "single", "ddp"):
-        strategies = [cast(StrategyName, asked.strategy)]
-    elif asked.strategy == "auto" and case.device == "cuda" and not why_not_shardable(case):
-        strategies += ["zero2", "zero3", "zero3-offload"] if processes > 1 else ["zero3-offload"]
+    if asked.strategy != "auto" and traits_of(asked.strategy).shards:
+        strategies = [asked.strategy]
+    elif asked.strategy == "auto" and case.device == "cuda":
+        strategies += [
+            name
+            for name, traits in STRATEGIES.items()
+            if traits.tried and traits.least_processes <= processes and not why_not_shardable(case, name)
+        ]
     checkpointing = {"auto": [False, True], "on": [True], "off": [False]}[asked.activation_checkpointing]
     return [(strategy, recompute) for strategy in strategies for recompute in checkpointing]
 
 
-def why_not_shardable(case: PlanningCase) -> str:
-    """Why this recipe cannot be trained in shards, or nothing."""
+def why_not_shardable(case: PlanningCase, strategy: StrategyName) -> str:
+    """Why this recipe cannot be trained by a strategy that shards, or nothing."""
+    traits = traits_of(strategy)
     if case.shape.why_unshardable:
         return f"{case.recipe.task}: {case.shape.why_unshardable}, so each process holds all of it: use ddp"
-    if case.precision == "fp16":
+    if case.precision == "fp16" and not traits.takes_fp16:
         return "fp16's loss scale is not kept under ZeRO: use --precision fp32 or bf16"
-    if case.recipe.optimizer not in ("adamw", "sgd"):
+    if traits.flat_shards and not OPTIMIZERS[case.recipe.optimizer].elementwise:
         return (
             f"--optimizer {case.recipe.optimizer} looks at whole matrices, and ZeRO's shards are flat: it"
             " would learn something else; use adamw or sgd"
@@ -155,13 +161,15 @@ def _other_bounds(case: PlanningCase, asked: PlanOptions) -> list[tuple[int, str
 
 def host_memory_suffices(case: PlanningCase, choices: ExecutionChoices) -> bool:
     """Whether the RAM of a node takes what is offloaded to it."""
-    offloaded = choices.strategy == "zero3-offload"
-    return not offloaded or offloaded_bytes(case, choices.processes) <= 0.8 * case.hardware.ram_bytes
+    return (
+        not choices.traits.offloads
+        or offloaded_bytes(case, choices.processes) <= 0.8 * case.hardware.ram_bytes
+    )
 
 
 def offloaded_bytes(case: PlanningCase, processes: int) -> float:
     """Offloaded fp32 weights, gradients and moments on one node."""
-    per_trained = 4.0 + MOMENT_BYTES[case.recipe.optimizer]
+    per_trained = 4.0 + OPTIMIZERS[case.recipe.optimizer].state_bytes
     return (4.0 * case.shape.parameters + per_trained * case.shape.trainable) / case.nodes(processes)
 
 
@@ -180,7 +188,7 @@ def candidate_process_counts(case: PlanningCase, asked: PlanOptions, world: int 
     counts = sorted(inside | {node * nodes for nodes in across | {case.hardware.nodes}})
     shared = (
         [count for count in counts if count > 1]
-        if asked.strategy not in ("auto", "zero3-offload")
+        if asked.strategy != "auto" and traits_of(asked.strategy).least_processes > 1
         else counts
     )
     return [count for count in shared if count <= case.recipe.batch_size] or shared[:1] or [1]

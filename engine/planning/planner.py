@@ -9,6 +9,7 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
+from isobatch.core.strategies import traits_of
 from isobatch.engine.planning import choices as choose
 from isobatch.engine.planning.cost_model import (
     PlanningCase,
@@ -61,7 +62,7 @@ def make_plan(
     _check_processes(case, asked, world)
     layouts = _layouts(case, asked, world)
     compiled = choose.choose_compile(case, asked, fastest_layout(layouts).seconds)
-    if fastest_layout(layouts).choices.strategy.startswith("zero3"):
+    if not fastest_layout(layouts).choices.traits.compiles:
         compiled = ("off", "ZeRO-3 gathers weights in hooks, which the compiler cannot follow")
     case, padding = _with_compile(case, compiled[0] != "off")
     layouts = _layouts(case, asked, world)
@@ -117,16 +118,19 @@ def _check_processes(case: PlanningCase, asked: PlanOptions, world: int | None) 
         raise UserError(
             f"--processes {processes}: there {there}, and every process needs its own; give {have} or fewer"
         )
-    if asked.strategy == "single" and processes and processes > 1:
+    if asked.strategy == "auto":
+        return
+    traits = traits_of(asked.strategy)
+    if processes and traits.most_processes is not None and processes > traits.most_processes:
         raise UserError(f"--strategy single: is one process, not {processes}; use ddp, or --processes 1")
     alone = processes == 1 or (processes is None and (case.device != "cuda" or case.hardware.devices == 1))
-    if alone and asked.strategy in ("zero1", "zero2", "zero3"):
+    if alone and traits.shards and traits.least_processes > 1:
         raise UserError(
             f"--strategy {asked.strategy}: one process has nobody to share with; use single, zero3-offload"
         )
-    if asked.strategy.startswith("zero") and (why := why_not_shardable(case)):
+    if traits.shards and (why := why_not_shardable(case, asked.strategy)):
         raise UserError(f"--strategy {asked.strategy}: {why}")
-    if case.device == "mps" and asked.strategy.startswith("zero"):
+    if case.device not in traits.devices:
         raise UserError(f"--strategy {asked.strategy}: DeepSpeed does not run on Apple GPUs; use single")
 
 
@@ -142,9 +146,10 @@ def _layouts(case: PlanningCase, asked: PlanOptions, world: int | None) -> list[
 
 
 def _saves(case: PlanningCase, choices: ExecutionChoices) -> bool:
-    """ZeRO 1 and 2 share the trained parameters' moments, for an fp32 copy of those parameters."""
+    """Sharing the trained parameters' moments alone may cost more, in copies of them, than it saves."""
     whole, saved = zero_savings(case, choices)
-    return choices.strategy not in ("zero1", "zero2") or saved >= LEAST_SAVING * whole
+    only_moments = choices.traits.shards and not choices.traits.shards_weights
+    return not only_moments or saved >= LEAST_SAVING * whole
 
 
 def _useless(case: PlanningCase, choices: ExecutionChoices) -> str:

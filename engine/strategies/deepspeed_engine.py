@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -42,7 +42,7 @@ def strategy_of(config: dict[str, Any]) -> StrategyName:
     if stage not in (1, 2, 3):
         raise UserError(f"the DeepSpeed config asks for stage {stage}: use 1, 2 or 3, or a DDP config")
     offloads = stage == 3 and "offload_optimizer" in zero
-    return "zero3-offload" if offloads else cast("StrategyName", f"zero{stage}")
+    return "zero3-offload" if offloads else f"zero{stage}"
 
 
 def config_for(plan: Plan, clip: float) -> dict[str, Any]:

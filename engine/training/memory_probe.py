@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from isobatch.core.errors import OutOfMemoryError
+from isobatch.core.optimizers import OPTIMIZERS
+from isobatch.core.strategies import traits_of
 from isobatch.engine.loading.loader import micro_batch_budget, to_device, to_tensors
-from isobatch.engine.planning.memory_model import MOMENT_BYTES
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.training.loss_checks import refuse_other_forms
@@ -46,8 +47,8 @@ def probe_memory(session: Session, phase: str, run: RunFolder, say: Callable[[st
 
 
 def _is_telling(plan: Plan) -> bool:
-    """Host memory is promised freely, unless a limit was set; ZeRO-3's forward holds collectives."""
-    if plan.strategy.startswith("zero3"):
+    """Host memory is promised freely, unless a limit was set; a strategy's forward may hold collectives."""
+    if traits_of(plan.strategy).equal_counts:
         return False
     return plan.device != "cpu" or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
@@ -80,7 +81,7 @@ def _largest(session: Session, phase: str) -> None:
     samples = np.argpartition(-lengths, rows - 1)[:rows]
     batch = to_device(to_tensors(source.fetch(samples, budget.width(int(lengths.max()))), pin=False), device)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    held = int(MOMENT_BYTES[session.recipe.optimizer] * trained)
+    held = int(OPTIMIZERS[session.recipe.optimizer].state_bytes * trained)
     moments = torch.empty(held, dtype=torch.uint8, device=device)
     model.train()
     with session.world.accelerator.autocast():

@@ -18,6 +18,7 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import build_options, options_to_dict
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.plan import PlanOptions
+from isobatch.core.strategies import traits_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
@@ -138,9 +139,10 @@ def _checked(asked: Request, own: SlurmOptions) -> Request:
             f"--processes {processes}: must be a multiple of --nodes {own.nodes}, and one per GPU at most"
         )
     world, strategy = _local(asked, own) * own.nodes, asked.plan.strategy
-    if strategy == "single" and world > 1:
+    traits = None if strategy == "auto" else traits_of(strategy)
+    if traits and traits.most_processes is not None and world > traits.most_processes:
         raise UserError(f"--strategy single: is one process, not {world}: leave it out, or take ddp")
-    if strategy in ("zero1", "zero2", "zero3") and world == 1:
+    if traits and traits.shards and traits.least_processes > world:
         raise UserError(
             f"--strategy {strategy}: one process has nobody to share with: add --nodes or --processes"
         )

@@ -1,0 +1,88 @@
+"""The optimizers there are: how each is made, what it keeps, and where it fits. One entry adds one.
+
+Torch is imported by the functions that make an optimizer, so that the table can be listed without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+Groups = list[dict[str, Any]]
+"""torch's parameter groups: {"params": [...], "weight_decay": x}."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerTraits:
+    """One optimizer: its factory, and what the planner must know of it."""
+
+    make: Callable[[Groups, float, str], Optimizer]
+    """(groups, learning rate, device type) -> the optimizer."""
+    state_bytes: float
+    """Bytes of state per trained parameter."""
+    elementwise: bool
+    """Whether each element is updated by itself, so that flat shards learn the same as whole matrices."""
+    remark: str = ""
+    """Why one would take it for memory; empty where it saves none beside AdamW."""
+
+
+def _adamw(groups: Groups, lr: float, device: str) -> Optimizer:
+    import torch
+
+    return torch.optim.AdamW(groups, lr=lr, fused=device in ("cpu", "cuda"))
+
+
+def _sgd(groups: Groups, lr: float, device: str) -> Optimizer:
+    import torch
+
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+
+
+def _adafactor(groups: Groups, lr: float, device: str) -> Optimizer:
+    import torch
+
+    return torch.optim.Adafactor(groups, lr=lr)
+
+
+def _eight_bit(name: str, flag: str) -> Callable[[Groups, float, str], Optimizer]:
+    def make(groups: Groups, lr: float, device: str) -> Optimizer:
+        try:
+            import bitsandbytes
+        except ImportError:
+            raise UserError(f"--optimizer {flag} needs: pip install bitsandbytes") from None
+        optimizer: Optimizer = getattr(bitsandbytes.optim, name)(groups, lr=lr)
+        return optimizer
+
+    return make
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerTraits(make=_adamw, state_bytes=8.0, elementwise=True),
+    "adamw8bit": OptimizerTraits(
+        make=_eight_bit("AdamW8bit", "adamw8bit"),
+        state_bytes=2.0,
+        elementwise=False,
+        remark="moments in 8 bits",
+    ),
+    "paged-adamw8bit": OptimizerTraits(
+        make=_eight_bit("PagedAdamW8bit", "paged-adamw8bit"),
+        state_bytes=2.0,
+        elementwise=False,
+        remark="and they move to host memory when a GPU's is full",
+    ),
+    # It keeps one row and one column per matrix.
+    "adafactor": OptimizerTraits(
+        make=_adafactor,
+        state_bytes=0.1,
+        elementwise=False,
+        remark="a row and a column for each matrix's moments: another rule of update",
+    ),
+    "sgd": OptimizerTraits(make=_sgd, state_bytes=0.0, elementwise=True),
+}
+"""Name -> how it is made and what it keeps."""

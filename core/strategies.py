@@ -1,0 +1,79 @@
+"""The strategies there are and what each can do: planner, session and checkpoint ask this table, not a name.
+
+A strategy is a file in engine/strategies and an entry here. `single` and `ddp` hold the whole model on every
+process; the others hold shards of it (Rajbhandari et al. 2020, "ZeRO").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyTraits:
+    """What a strategy can do, for whoever has not made it yet."""
+
+    implementation: str
+    """`module:Class` within isobatch: a subclass of engine.strategies.base.Strategy."""
+    least_processes: int = 1
+    """The smallest world in which it means anything."""
+    most_processes: int | None = None
+    """The largest; None for any."""
+    shards_weights: bool = False
+    """Each process holds a part of the weights and gradients: a forward gathers them, layer by layer."""
+    shards_moments: bool = False
+    """Each process holds a part of the optimizer's state and updates a part of the weights."""
+    offloads: bool = False
+    """Weights, gradients and moments lie in host memory."""
+    equal_counts: bool = False
+    """Forwards hold collectives: every rank must compute the same number of micro-batches."""
+    flat_shards: bool = False
+    """The optimizer sees flat pieces, not matrices: only those that treat each element alone fit."""
+    copy_bytes: float = 0.0
+    """Bytes per trained parameter that it keeps beside weights, gradients and moments."""
+    overlaps_reduction: bool = False
+    """Gradients cross processes during the last backward pass, on GPUs."""
+    ends_model: bool = False
+    """Ending a phase destroys the model: the next phase builds it again and reads the last checkpoint."""
+    takes_fp16: bool = True
+    """Whether it keeps fp16's loss scale."""
+    compiles: bool = True
+    """Whether torch.compile can follow it."""
+    devices: tuple[str, ...] = ("cpu", "cuda", "mps")
+    tried: bool = False
+    """Whether `auto` tries it where the model does not fit whole, in the order of the table."""
+
+    @property
+    def shards(self) -> bool:
+        """Whether a process holds a part only of what training changes."""
+        return self.shards_weights or self.shards_moments or self.offloads
+
+
+def _zero(**traits: bool | int) -> StrategyTraits:
+    """DeepSpeed updates an fp32 copy in flat partitions."""
+    common = {"least_processes": 2, "shards_moments": True, "flat_shards": True, "ends_model": True, **traits}
+    return StrategyTraits(
+        implementation="engine.strategies.zero:ZeroStrategy",
+        copy_bytes=4.0,
+        takes_fp16=False,
+        devices=("cpu", "cuda"),
+        **common,  # type: ignore[arg-type]
+    )
+
+
+_REPLICATED = "engine.strategies.replicated:ReplicatedStrategy"
+_STAGE_3 = {"shards_weights": True, "equal_counts": True, "compiles": False, "tried": True}
+STRATEGIES = {
+    "single": StrategyTraits(implementation=_REPLICATED, most_processes=1),
+    "ddp": StrategyTraits(implementation=_REPLICATED, least_processes=2, overlaps_reduction=True),
+    "zero1": _zero(),
+    "zero2": _zero(tried=True),
+    "zero3": _zero(**_STAGE_3),
+    "zero3-offload": _zero(**{**_STAGE_3, "offloads": True, "least_processes": 1}),
+}
+"""Name -> traits."""
+
+
+def traits_of(strategy: str) -> StrategyTraits:
+    """The traits of a strategy that a plan names."""
+    return STRATEGIES[strategy]
