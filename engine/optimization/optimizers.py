@@ -51,10 +51,8 @@ def make_optimizer(
         raise UserError("nothing to train: every parameter of the model is frozen")
     if lazy:
         by_rows = torch.optim.SparseAdam(lazy, lr=recipe.lr)
-        return cast(
-            "Optimizer",
-            OptimizerGroup([entry.make(groups, recipe.lr, device), by_rows] if groups else [by_rows]),
-        )
+        dense = [entry.make(groups, recipe.lr, device)] if groups else []
+        return cast("Optimizer", OptimizerGroup([*dense, by_rows]))
     return entry.make(groups, recipe.lr, device)
 
 
