@@ -25,14 +25,18 @@ START_SECONDS = 60.0
 
 
 class Zygote:
-    """The process that forks; one per pytest worker, started when it is first needed."""
+    """The process that forks, with its own environment where one is given, else with this process's."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zygote-")
         self._path = f"{self._folder.name}/socket"
-        self._at_start = _read_at_import(os.environ)
+        told = dict(os.environ if environment is None else environment)
+        self._at_start = _read_at_import(told)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, self._path], stdin=subprocess.DEVNULL, start_new_session=True
+            [sys.executable, "-P", __file__, self._path],
+            env=told,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
         end = time.monotonic() + START_SECONDS
         while not os.path.exists(self._path):

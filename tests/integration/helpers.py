@@ -29,6 +29,7 @@ def launch(
 
 @functools.cache
 def _zygote() -> Zygote:
+    """One per pytest worker, started when it is first needed."""
     made = Zygote()
     atexit.register(made.close)
     return made
