@@ -133,7 +133,7 @@ def saved(base: Path, data: str, place: Path, quick: bool) -> Iterator[Row]:
 
     opened = RunFolder.open(str(run))
     began = time.perf_counter()
-    redo = Replay(opened, opened.plan())
+    redo = Replay(opened, opened.plan)
     model_seconds = time.perf_counter() - began
     began = time.perf_counter()
     redo.session.enter(redo.session.stretches[0])

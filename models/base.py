@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -61,9 +61,13 @@ def _itself(value: Any) -> Any:
     return value
 
 
+def _forget(name: str, value: Tensor) -> None:
+    """Outside a training step nothing is recorded."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a loss may know of the moment: never how the batch was cut."""
+    """Context of one optimizer step; nothing in it depends on micro-batching."""
 
     number: int
     """Optimizer steps taken before it in this phase: the first is 0. (metrics.jsonl counts from 1.)"""
@@ -73,6 +77,11 @@ class StepContext:
     """Steps in this phase."""
     broadcast_object: Callable[[Any], Any] = _itself
     """One process's value on all of them: discrete decisions pass through it."""
+    record: Callable[[str, Tensor], None] = _forget
+    """`record(name, sum)` in `loss`: a tensor of a fixed shape, SUMMED over the micro-batch. The engine adds
+    it up over the global batch in the losses' own reduction: it costs no collective and no wait."""
+    recorded: Mapping[str, Tensor] = field(default_factory=dict)
+    """In `after_step`: what `loss` recorded, summed over the global batch, fp64, on the device."""
 
 
 class CachedWeightTransform(ABC):
@@ -254,6 +263,14 @@ class Task(ABC):
 
     def observe(self, model: nn.Module, step: StepContext) -> Mapping[str, float]:
         """See the whole reduced gradients before the optimizer does; figures for the step's log."""
+        return {}
+
+    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
+        """Figures for the step's row of metrics.jsonl from what `loss` recorded.
+
+        `recorded`: name -> numpy array, summed over the global batch. Called one step later, on the host:
+        nothing waits for the device.
+        """
         return {}
 
     def after_step(self, model: nn.Module, step: StepContext) -> Change | None:

@@ -13,7 +13,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class StopFlag:
     """Set by SIGTERM, SIGINT or SIGUSR1 inside its `with` block. A second SIGINT stops at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, catch_signals: bool = True) -> None:
+        self.catch_signals = catch_signals
+        """False where the process is another program's, whose handlers stay as they are."""
         self.requested = False
         self.reason = "asked to stop by a signal"
         self.cause = ""
@@ -31,7 +33,7 @@ class StopFlag:
 
     def __enter__(self) -> StopFlag:
         # Python lets only the main thread set handlers; a run inside another program's thread has none.
-        if threading.current_thread() is threading.main_thread():
+        if self.catch_signals and threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._ask) for number in STOP_SIGNALS}
         return self
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
+from isobatch.engine.noise.attention_functions import known_attention, register_attention
 from isobatch.engine.noise.keyed_noise import KeyedNoise, NoiseSite, apply_mask, hash_bits
 
 NAME = "keyed"
@@ -26,16 +27,8 @@ def key_attention(model: nn.Module, noise: KeyedNoise) -> None:
     config: Any = getattr(model, "config", None)
     if "transformers" not in sys.modules or not hasattr(config, "_attn_implementation"):
         return
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    kernel = config._attn_implementation or "sdpa"
-    plain = AttentionInterface._global_mapping.get(kernel)
-    if plain is None:  # the eager function belongs to each model's file; SDPA computes the same
-        plain = AttentionInterface._global_mapping["sdpa"]
-    AttentionInterface.register(NAME, _KeyedAttention(plain))
-    masks: Any = AttentionMaskInterface
-    masks.register(NAME, masks._global_mapping.get(kernel, sdpa_mask))
+    plain, mask = known_attention(config._attn_implementation or "sdpa")
+    register_attention(NAME, _KeyedAttention(plain), mask)
     for name, module in model.named_modules():
         module.noise_site = noise.register(f"{name}.attention") if hasattr(module, "is_causal") else None
     model.set_attn_implementation(NAME)  # type: ignore[operator]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -16,8 +17,10 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
+from isobatch.core.flags import build_options, flags_of, options_to_dict
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
+from isobatch.engine.runs.run_options import RunOptions
 
 NONCE = "ISOBATCH_NONCE"
 """Environment variable that ties exit.json to the launch that waits for it."""
@@ -34,10 +37,12 @@ class Verdict:
 
 
 class RunFolder:
-    """A run folder and the files in it."""
+    """A run folder and the files in it. What is recorded is read once, when it is first asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._facts: Facts | None = None
+        self._plan: Plan | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -68,7 +73,7 @@ class RunFolder:
         return cls(path)
 
     @classmethod
-    def create(cls, folder: Path, recipe: Recipe, facts: Facts, options: Mapping[str, Any]) -> RunFolder:
+    def create(cls, folder: Path, recipe: Recipe, facts: Facts, options: RunOptions) -> RunFolder:
         """A new folder, whole from the moment it is there. One that is in use by anything is left alone."""
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} exists and is another run's or not a run: choose --name or --out")
@@ -76,7 +81,7 @@ class RunFolder:
         with atomic_files.explain_write_errors(folder):
             fresh.folder.mkdir(parents=True)
             atomic_files.write_json(fresh.folder / "facts.json", facts.to_dict())
-            atomic_files.write_json(fresh.folder / "run.json", options)
+            fresh.write_options(options)
             atomic_files.write_json(fresh.folder / "recipe.json", {**recipe.to_dict(), "hash": recipe.hash()})
             os.replace(fresh.folder, folder)
         return cls(folder)
@@ -100,34 +105,68 @@ class RunFolder:
         with self.lock("train"):
             pass
 
+    @functools.cached_property
+    def _recipe_record(self) -> dict[str, Any]:
+        return atomic_files.read_json(self.folder / "recipe.json")
+
+    @functools.cached_property
+    def recipe(self) -> Recipe:
+        return Recipe.from_dict(self._recipe_record)
+
+    @property
+    def recorded_hash(self) -> str:
+        """The hash that the recipe had when the run was made."""
+        return str(self._recipe_record.get("hash", ""))
+
+    @property
+    def facts(self) -> Facts:
+        if self._facts is None:
+            self._facts = Facts.from_dict(atomic_files.read_json(self.folder / "facts.json"))
+        return self._facts
+
+    def write_facts(self, facts: Facts) -> None:
+        """The same facts, prepared at another place."""
+        atomic_files.write_json(self.folder / "facts.json", facts.to_dict())
+        self._facts = facts
+
+    @property
+    def has_plan(self) -> bool:
+        return self._plan is not None or (self.folder / "plan.json").exists()
+
+    @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            self._plan = Plan.from_dict(atomic_files.read_json(self.folder / "plan.json"))
+        return self._plan
+
     def write_plan(self, plan: Plan) -> None:
         atomic_files.write_json(self.folder / "plan.json", plan.to_dict())
+        self._plan = plan
 
-    def recipe(self) -> Recipe:
-        return Recipe.from_dict(atomic_files.read_json(self.folder / "recipe.json"))
+    def forget_plan(self) -> None:
+        """Read the plan anew when it is next asked for: other processes may have replaced it."""
+        self._plan = None
 
-    def recorded_hash(self) -> str:
-        return str(atomic_files.read_json(self.folder / "recipe.json").get("hash", ""))
+    def options(self) -> RunOptions:
+        """The options of the newest launch; fields that this version does not know are left out."""
+        recorded, known = atomic_files.read_json(self.folder / "run.json"), flags_of(RunOptions, "run")
+        return build_options(RunOptions, {k: v for k, v in recorded.items() if k in known}, "run")
 
-    def facts(self) -> Facts:
-        return Facts.from_dict(atomic_files.read_json(self.folder / "facts.json"))
-
-    def plan(self) -> Plan:
-        return Plan.from_dict(atomic_files.read_json(self.folder / "plan.json"))
-
-    def options(self) -> dict[str, Any]:
-        return atomic_files.read_json(self.folder / "run.json")
+    def write_options(self, options: RunOptions) -> None:
+        atomic_files.write_json(self.folder / "run.json", options_to_dict(options))
 
     def summary(self) -> dict[str, Any] | None:
+        """What the run came to, as it stands now."""
         path = self.folder / "summary.json"
         return atomic_files.read_json(path) if path.exists() else None
 
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        atomic_files.write_json(self.folder / "summary.json", summary)
+
     def mark_failed(self, reason: str) -> None:
         """summary.json of a run that failed for a named reason."""
-        summary = self.summary() or {"task": self.recipe().task, "metrics": {}}
-        atomic_files.write_json(
-            self.folder / "summary.json", {**summary, "status": "failed", "reason": reason}
-        )
+        summary = self.summary() or {"task": self.recipe.task, "metrics": {}}
+        self.write_summary({**summary, "status": "failed", "reason": reason})
 
     def status(self) -> str:
         """done, stopped, failed, or unfinished: killed, or running now."""
@@ -137,7 +176,7 @@ class RunFolder:
     def write_exit(self, verdict: Verdict) -> None:
         """How this attempt ended, for the parent that started it.
 
-        The first verdict of a launch stands: what other ranks meet once one has left is its echo.
+        The first verdict of a launch stands: later ranks fail only because the first one exited.
         """
         if not self.has_verdict():
             nonce = os.environ.get(NONCE, "")

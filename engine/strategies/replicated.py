@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.distributed.communicator import Communicator
@@ -27,33 +26,30 @@ SCALE_PATIENCE = 2000
 """Good steps after which an fp16 loss scale doubles."""
 
 
-class ReplicatedStrategy:
+class ReplicatedStrategy(Strategy):
     """Gradients, update and state of a model that each process holds whole."""
-
-    equal_counts = False
-    """Ranks may compute different numbers of micro-batches."""
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        make_optimizer: MakeOptimizer,
         plan: Plan,
         world: Communicator,
         clip: float,
-        lazy: Sequence[nn.Parameter] = (),
+        sparse: Sequence[nn.Parameter] = (),
     ) -> None:
-        self.raw, self.optimizer, self.plan, self.world, self.clip = model, optimizer, plan, world, clip
+        self.unwrapped, self.plan, self.world, self.clip = model, plan, world, clip
+        self.optimizer = make_optimizer(model)
         self.named = dict(model.named_parameters())
         self.model = model
-        """What computes a loss."""
-        self.lazy = [p for p in lazy if p.requires_grad]
+        self.sparse = [p for p in sparse if p.requires_grad]
         """Tables whose gradients and updates are of the rows that were read."""
-        apart = {id(p) for p in self.lazy}
+        apart = {id(p) for p in self.sparse}
         self.trained = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
         self.overlapped = False
-        """Never in the first step, which shows whether DDP can follow: it needs all gradients."""
+        """Step 0 reduces explicitly: DDP follows only if every parameter received a gradient in it."""
         self._reduces = False
-        self.undecided = plan.reduction == "overlapped" and world.size > 1 and not self.lazy
+        self.undecided = plan.reduction == "overlapped" and world.size > 1 and not self.sparse
         self.tables: dict[nn.Parameter, Tensor] = {}
         self._gather_rows(plan.device == "cpu" and plan.compile == "off")
         self.scale = SCALE_START if plan.precision == "fp16" else 1.0
@@ -61,28 +57,26 @@ class ReplicatedStrategy:
 
     def _gather_rows(self, yes: bool) -> None:
         """Embeddings' gradients as the rows that were read: a table for each micro-batch costs a CPU more."""
-        lazy = {id(p) for p in self.lazy}
-        for module in self.raw.modules():
+        sparse = {id(p) for p in self.sparse}
+        for module in self.unwrapped.modules():
             if isinstance(module, nn.Embedding) and not module.scale_grad_by_freq:
-                module.sparse = yes or id(module.weight) in lazy
+                module.sparse = yes or id(module.weight) in sparse
 
     @property
-    def holds(self) -> bool:
+    def caches_transforms(self) -> bool:
         """Not where backwards reduce, and so need each weight's gradient, nor in a compiled graph."""
         return not self.computes_dummies and self.plan.compile == "off"
 
     @property
     def computes_dummies(self) -> bool:
-        """Whether a micro-batch of weight zero must be computed for its collectives."""
+        """DDP's reduction runs in the last backward pass."""
         return self.overlapped
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Around all micro-batches of a step."""
+    def accumulate_gradients(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around one micro-batch, forward and backward."""
+    def forward_backward(self, last: bool) -> Iterator[None]:
         self._reduces = self.overlapped and last
         if self.overlapped and not last:
             with self.model.no_sync():  # type: ignore[operator]
@@ -95,8 +89,7 @@ class ReplicatedStrategy:
         with self.world.waiting_for("DDP's reduction") if self._reduces else contextlib.nullcontext():
             scaled.backward()
 
-    def update(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor | None:
-        """Reduce, clip, step; the whole gradient's norm, or None where fp16 overflowed: redo the step."""
+    def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor | None:
         norm = self.reduce()
         if self.plan.precision == "fp16" and self._overflowed(norm):
             return None
@@ -116,25 +109,25 @@ class ReplicatedStrategy:
         if not self.overlapped:
             self._place_rows()
             everything_used = self.world.all_reduce_gradients(self.trained)
-            for p in self.lazy:
+            for p in self.sparse:
                 if p.grad is not None or self.world.size > 1:
                     p.grad = self.world.all_reduce_sparse(p)
             if self.undecided:
                 self.undecided, self.overlapped = False, everything_used
                 if everything_used:
                     self._gather_rows(False)
-                    self.model = self.world.wrap_in_ddp(self.raw)
+                    self.model = self.world.wrap_in_ddp(self.unwrapped)
         gradients = [p.grad for p in self.trained if p.grad is not None] + self._rows()
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
         return nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
 
     def _rows(self) -> list[Tensor]:
-        """The gradients of the lazy tables' rows."""
-        return [p.grad._values() for p in self.lazy if p.grad is not None]
+        """The gradients of the sparse tables' rows."""
+        return [p.grad._values() for p in self.sparse if p.grad is not None]
 
     def _place_rows(self) -> None:
-        """Whole tables of the rows' gradients, in memory that is kept: new pages cost more than the sums."""
+        """Scatter-add rows' gradients into a reused buffer: page faults of new memory cost more."""
         for p in self.trained:
             if p.grad is not None and p.grad.is_sparse:
                 if p not in self.tables:
@@ -149,7 +142,7 @@ class ReplicatedStrategy:
                 self.scale *= 2
             return False
         self.scale, self.good_steps = self.scale / 2, 0
-        for p in (*self.trained, *self.lazy):
+        for p in (*self.trained, *self.sparse):
             p.grad = None
         if self.scale < SCALE_LEAST:
             raise TrainingError(
@@ -157,40 +150,32 @@ class ReplicatedStrategy:
             )
         return True
 
-    def scaling(self) -> dict[str, Any]:
+    def loss_scale(self) -> dict[str, Any]:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def state(self) -> portable_state.PortableState:
-        """This rank's share of all that training changes: weights, buffers, moments."""
+    def collect_state(self) -> portable_state.PortableState:
         return portable_state.rank_share(
-            portable_state.collect_state(self.raw, self.optimizer), self.world.rank, self.world.size
+            portable_state.collect_state(self.unwrapped, self.optimizer), self.world.rank, self.world.size
         )
 
-    def put(self, saved: SavedCheckpoint, scaling: dict[str, Any] | None = None) -> None:
-        """Go to where a checkpoint was. A saved loss scale means something only under fp16."""
-        portable_state.load_weights(saved, self.raw)
-        portable_state.load_moments(saved, self.raw, self.optimizer)
-        self._put_scaling(scaling)
+    def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
+        portable_state.load_weights(saved, self.unwrapped)
+        portable_state.load_moments(saved, self.unwrapped, self.optimizer)
+        self._set_loss_scale(loss_scale)
 
-    def _put_scaling(self, scaling: dict[str, Any] | None) -> None:
-        if self.plan.precision == "fp16" and scaling:
-            self.scale, self.good_steps = float(scaling["scale"]), int(scaling["good_steps"])
+    def _set_loss_scale(self, saved: dict[str, Any] | None) -> None:
+        """A saved loss scale means something only under fp16."""
+        if self.plan.precision == "fp16" and saved:
+            self.scale, self.good_steps = float(saved["scale"]), int(saved["good_steps"])
 
-    def put_weights(self, saved: SavedCheckpoint, first: bool = False) -> None:
-        """The weights alone, as for a last evaluation."""
-        portable_state.load_weights(saved, self.raw)
+    def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
+        portable_state.load_weights(saved, self.unwrapped)
 
     def moments(self) -> portable_state.Moments:
-        """The optimizer's state by the names that parameters had when it began."""
         return {name: dict(self.optimizer.state.get(p, {})) for name, p in self.named.items()}
 
-    def put_moments(self, moments: portable_state.Moments, scaling: dict[str, Any]) -> None:
-        """Go on from another optimizer's state, and its loss scale."""
-        self._put_scaling(scaling)
+    def load_moments(self, moments: portable_state.Moments, loss_scale: dict[str, Any]) -> None:
+        self._set_loss_scale(loss_scale)
         for name, state in moments.items():
             if state:
                 self.optimizer.state[self.named[name]] = dict(state)
-
-    def close(self) -> bool:
-        """Let go of the model; whether it must be made anew."""
-        return False

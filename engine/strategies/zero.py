@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,39 +19,47 @@ from torch import Tensor, nn
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
+from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.distributed.communicator import Communicator
 
 
-class ZeroStrategy:
-    """A model under ZeRO: the same contract as Replicas."""
-
-    computes_dummies = True
-    holds = False
+class ZeroStrategy(Strategy):
+    """A model under DeepSpeed's engine."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, plan: Plan, world: Communicator, clip: float
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        plan: Plan,
+        world: Communicator,
+        clip: float,
+        sparse: Sequence[nn.Parameter] = (),
     ) -> None:
-        self.raw, self.world = model, world
+        assert not sparse, "the planner gives sparse tables no shards"
+        self.unwrapped, self.world = model, world
         self.config = config_for(plan, clip)
         self.stage = int(self.config["zero_optimization"]["stage"])
-        self.equal_counts = self.stage == 3
-        """Every forward gathers weights, so ranks must run the same number of them."""
-        self.model = self.engine = make_engine(model, optimizer, self.config, world)
+        self.model = self.engine = make_engine(model, make_optimizer(model), self.config, world)
         self._hooks = self._watch()
         self._abandoned: Any = None
 
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Around all micro-batches of a step.
+    @property
+    def equal_counts(self) -> bool:
+        """Every forward of stage 3 gathers weights, so ranks must run the same number of them."""
+        return self.stage == 3
 
-        Stages 1 and 2 keep their gradients local and reduce once, at the end. Stage 3 reduces each
+    @property
+    def computes_dummies(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def accumulate_gradients(self) -> Iterator[None]:
+        """Stages 1 and 2 keep their gradients local and reduce once, at the end. Stage 3 reduces each
         micro-batch into its shards: whole gradients would undo what it saves.
         """
         if self.stage == 3:
@@ -71,7 +79,7 @@ class ZeroStrategy:
             reduction.__exit__(None, None, None)
 
     @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def forward_backward(self, last: bool) -> Iterator[None]:
         if self.stage < 3:
             yield
             return
@@ -83,8 +91,7 @@ class ZeroStrategy:
         # DeepSpeed averages over ranks, and the loss is a share of a sum.
         self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
 
-    def update(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
-        """Clip, step; the norm of the whole gradient."""
+    def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.set_gradient_accumulation_boundary(True)
@@ -114,26 +121,17 @@ class ZeroStrategy:
                 " (requires_grad_(False)), or use --strategy ddp"
             )
 
-    def moments(self) -> portable_state.Moments:
-        raise AssertionError("the planner gives tasks that change their model no shards")
-
-    def put_moments(self, moments: portable_state.Moments, scaling: dict[str, Any]) -> None:
-        raise AssertionError("the planner gives tasks that change their model no shards")
-
-    def scaling(self) -> dict[str, Any]:
-        return {}
-
     def _trained(self) -> Iterator[tuple[str, Any]]:
-        return ((name, p) for name, p in self.raw.named_parameters() if p.requires_grad)
+        return ((name, p) for name, p in self.unwrapped.named_parameters() if p.requires_grad)
 
     def _buffers(self) -> dict[str, Tensor]:
         return {
             name: t
-            for name, t in portable_state.changing_tensors(self.raw)
+            for name, t in portable_state.changing_tensors(self.unwrapped)
             if not isinstance(t, nn.Parameter)
         }
 
-    def state(self) -> portable_state.PortableState:
+    def collect_state(self) -> portable_state.PortableState:
         """Every rank's own shards of weights and moments; buffers come from rank 0."""
         buffers = {WEIGHT + name: b for name, b in self._buffers().items()}
         entries = {name: portable_state.tensor_entry(b) for name, b in buffers.items()}
@@ -152,12 +150,11 @@ class ZeroStrategy:
                     pieces.append(TensorPiece(f"{MOMENT}step/{name}", 0, shard.steps.reshape(1)))
         return portable_state.PortableState(entries, pieces)
 
-    def put(self, saved: SavedCheckpoint, scaling: dict[str, Any] | None = None) -> None:
-        """Go to where a checkpoint was, whoever wrote it."""
+    def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
         kinds = {kind for _, kind, _ in portable_state.saved_moments(saved)}
         if kinds:
             self._make_moments(kinds)
-        self.put_weights(saved)
+        self.load_weights(saved)
         parameters = dict(self._trained())
         for key, kind, name in portable_state.saved_moments(saved):
             shard = self._shard(parameters[name])
@@ -167,12 +164,11 @@ class ZeroStrategy:
                 # One count per flat group: all its parameters have taken the same steps of this phase.
                 shard.steps.fill_(float(saved.read(key)))
 
-    def put_weights(self, saved: SavedCheckpoint, first: bool = False) -> None:
-        """Shards and, where this rank holds a whole parameter, that. `first`: what only now trains, and so
-        was not saved by the phase before, stays as it was made."""
+    def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
+        """Shards and, where this rank holds a whole parameter, that."""
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._trained()}
         shapes |= {name: tuple(b.shape) for name, b in self._buffers().items()}
-        known = portable_state.saved_weight_names(saved) if first else set(shapes)
+        known = portable_state.saved_weight_names(saved) if new_phase else set(shapes)
         portable_state.check_shapes(saved, {name: shape for name, shape in shapes.items() if name in known})
         with torch.no_grad():
             for name, buffer in self._buffers().items():
@@ -237,18 +233,17 @@ class ZeroStrategy:
         flat = zero.fp32_partitioned_groups_flat[group]
         return _ParameterShard(zero.optimizer.state.get(flat, {}), flat, start, place, count)
 
-    def close(self) -> bool:
-        """Let go of the model, which must be made anew. The engine holds on to all unless taken apart."""
+    def close(self) -> None:
+        """The engine holds on to all unless taken apart; the model is destroyed by that."""
         zero = self.engine.optimizer
         self.engine.destroy()
-        for p in self.raw.parameters():
+        for p in self.unwrapped.parameters():
             p.__dict__.clear()
         for part in (getattr(zero, "parameter_offload", None), zero, self.engine):
             if part is not None:
                 part.__dict__.clear()
         del self.engine, self.model
         gc.collect()
-        return True
 
 
 class _ParameterShard:

@@ -25,25 +25,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from isobatch.core.plan import Plan
-    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.session import Session
 
 
-def probe_memory(session: Session, phase: str, run: RunFolder, say: Callable[[str], None]) -> Plan:
-    """Smaller micro-batches until the largest there can be fits on every rank; the plan that does."""
+def probe_memory(session: Session, phase: str, report: Callable[[str], None]) -> None:
+    """Replan with smaller micro-batches until the largest there can be fits on every rank.
+
+    `report` is told of each smaller budget.
+    """
     world = session.world
     world.mark_progress("the rehearsal of the largest micro-batch")
-    # One rank alone may have a limit: all of them rehearse, or none.
+    # One rank alone may have a limit: all of them probe, or none.
     while any(world.all_gather_objects(_is_telling(session.plan))) and not all(
         world.all_gather_objects(largest_micro_batch_fits(session, phase))
     ):
         session.replan(with_smaller_budget(session.plan, session.recipe, session.facts))
-        budget = f"{session.plan.micro_batch_samples} samples, {session.plan.micro_batch_tokens} tokens"
-        say(f"memory ran out in the rehearsal: micro-batches of at most {budget}")
-        if world.is_main:
-            run.write_plan(session.plan)
-            run.log_decision("smaller micro-batches", reason="rehearsal", what=f"at most {budget}")
-    return session.plan
+        report(f"{session.plan.micro_batch_samples} samples, {session.plan.micro_batch_tokens} tokens")
 
 
 def _is_telling(plan: Plan) -> bool:
@@ -85,7 +82,7 @@ def _largest(session: Session, phase: str) -> None:
     moments = torch.empty(held, dtype=torch.uint8, device=device)
     model.train()
     with session.world.accelerator.autocast():
-        losses = session.task.loss(model, batch, session.rehearsing(phase, samples))
+        losses = session.task.loss(model, batch, session.context_for_probe(phase, samples))
     refuse_other_forms(losses)
     sum((loss.sum for loss in losses.values()), torch.zeros((), device=device)).backward()
     _evaluate(session, phase, batch, samples)
@@ -96,5 +93,5 @@ def _evaluate(session: Session, phase: str, batch: dict[str, torch.Tensor], samp
     model = session.model
     model.eval()
     with torch.no_grad(), session.world.accelerator.autocast():
-        session.task.evaluate(model, batch, session.rehearsing(phase, samples))
+        session.task.evaluate(model, batch, session.context_for_probe(phase, samples))
     model.train()

@@ -1,50 +1,58 @@
-"""All that a process holds to run steps of a recipe by a plan; training and verifying both start here."""
+"""All that a process holds to run steps of a recipe by a plan; training and verifying both start here.
+
+with Session(recipe, facts, plan, world) as session:
+    for schedule in session.schedules:
+        with session.phase(schedule) as phase:
+            for loaded in phase.batches(0, schedule.steps):
+                phase.step(loaded)
+"""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
 from isobatch.core.errors import UserError
-from isobatch.core.facts import Facts
-from isobatch.core.plan import Plan
-from isobatch.core.recipe import Recipe
-from isobatch.data.base import Source
+from isobatch.core.strategies import traits_of
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-from isobatch.engine.distributed.communicator import Communicator
-from isobatch.engine.loading.loader import BatchLoader, LoadedStep, to_device, to_tensors
+from isobatch.engine.loading.loader import to_device, to_tensors
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.noise.keyed_dropout import key_dropout
-from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.engine.optimization.optimizers import learning_rate, make_optimizer
+from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
+from isobatch.engine.model_setup.packing import SamplePacking
+from isobatch.engine.model_setup.prepare_model import prepare_model
+from isobatch.engine.noise.attention_functions import unregister_attention
+from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import workload
-from isobatch.engine.strategies.replicated import ReplicatedStrategy
+from isobatch.engine.training.active_phase import ActivePhase
 from isobatch.engine.training.evaluate import evaluate
-from isobatch.engine.training.packing import SamplePacking
 from isobatch.engine.training.teacher_cache import samples_used, with_teacher_outputs
-from isobatch.engine.training.train_step import (
-    NativeNoise,
-    Stepper,
-    StepResult,
-    Strategy,
-    checkpoint_activations,
-)
-from isobatch.models.base import Change, StepContext, Task
+from isobatch.models.base import StepContext
+
+if TYPE_CHECKING:
+    from isobatch.core.facts import Facts
+    from isobatch.core.plan import Plan
+    from isobatch.core.recipe import Recipe
+    from isobatch.data.base import Source
+    from isobatch.engine.distributed.communicator import Communicator
 
 CALIBRATION_BATCH = 32
 
 
+def _ignore(plan: Plan) -> None:
+    """Nobody records the plan."""
+
+
 class Session:
-    """Model, data, sampler and, once a phase is entered, its optimizer and stepper."""
+    """Model, data and order of a recipe on one rank. It owns the plan: `session.plan` is the one in force."""
 
     def __init__(
         self,
@@ -53,51 +61,138 @@ class Session:
         plan: Plan,
         world: Communicator,
         say: Callable[[str], None] = lambda _: None,
+        record_plan: Callable[[Plan], None] = _ignore,
     ) -> None:
-        self.recipe, self.facts, self.plan, self.world = recipe, facts, plan, world
+        """`record_plan` is told of every plan that takes the place of the one before."""
+        self.recipe, self.facts, self.world = recipe, facts, world
+        self._plan, self._record_plan = plan, record_plan
+        self._threads = torch.get_num_threads()
+        if plan.threads:
+            torch.set_num_threads(plan.threads)
         self.task, data = workload(recipe.task).make(recipe)
         self.splits = {split: data.open(Path(facts.folder), split) for split in facts.samples}
         self.sampler = make_sampler(recipe, self.splits["train"], self.task.cohort)
-        self.stretches = phase_schedules(recipe, self.task.phases(), self.sampler.steps_per_epoch)
+        self.schedules = phase_schedules(recipe, self.task.phases(), self.sampler.steps_per_epoch)
         if (teacher := self.task.teacher()) is not None:
-            used = samples_used(self.sampler, self.stretches)
+            used = samples_used(self.sampler, self.schedules)
             self.splits["train"] = with_teacher_outputs(
                 self.splits["train"], teacher, facts, used, world, say
             )
-        self._prepare_model()
-        self._strategy: Strategy | None = None
+        self._active: ActivePhase | None = None
+        self.build_model()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing process-wide outlives a run."""
+        unregister_attention()
+        torch.set_num_threads(self._threads)
 
     @property
-    def strategy(self) -> Strategy:
-        assert self._strategy is not None, "no phase was entered"
-        return self._strategy
+    def plan(self) -> Plan:
+        return self._plan
 
-    def _prepare_model(self) -> None:
-        self.model, self.noise = prepare_model(self.task, self.recipe, self.facts, self.plan, self.world)
-        self.packing = SamplePacking(self.model, self.noise) if self.plan.pack else None
-        self._begun = ""
+    @property
+    def phases(self) -> list[str]:
+        return [s.name for s in self.schedules]
 
-    def renew(self) -> None:
-        """A model with the initial weights, whatever was done to the one before."""
-        strategy, self._strategy = self._strategy, None
-        if strategy is not None:
-            strategy.close()
-        self._prepare_model()
+    def schedule_of(self, phase: str) -> PhaseSchedule:
+        return next(s for s in self.schedules if s.name == phase)
 
-    def begin(self, stretch: PhaseSchedule, saved: SavedCheckpoint | None = None) -> None:
-        """Let the task make its model ready for a phase, once; in the shape of a checkpoint where given."""
-        self.stretch = stretch
-        if self._begun != stretch.name:
+    def replan(self, plan: Plan) -> None:
+        """Another plan for the model that is there: a smaller budget, activation checkpointing, what was
+        learnt of its noise."""
+        if plan.activation_checkpointing and not self._plan.activation_checkpointing:
+            checkpoint_activations(self.model, keyed=self.noise is not None)
+        self._plan = plan
+        self._record_plan(plan)
+
+    def build_model(self) -> None:
+        """A model with the initial weights, whatever was done to one before."""
+        self.model, self.noise = prepare_model(
+            self.task, self.recipe, self.facts, self._plan, self.world.device
+        )
+        self.packing = SamplePacking(self.model, self.noise) if self._plan.pack else None
+        self._prepared = ""
+        """The phase that the model was last prepared for."""
+        self._model_ended = False
+        """Whether the end of a phase has destroyed the model."""
+
+    def prepare_phase(self, schedule: PhaseSchedule, saved: SavedCheckpoint | None = None) -> None:
+        """Let the task make its model ready for a phase; in the shape of a checkpoint where given."""
+        if self._model_ended:
+            self.build_model()
+        if self._prepared != schedule.name:
             self.model.eval()
             with torch.no_grad():
-                self.task.begin_phase(self.model, stretch.name, self._first_samples)
+                self.task.begin_phase(self.model, schedule.name, self._first_samples)
             self.world.broadcast_model(self.model)
-            self._begun = stretch.name
+            self._prepared = schedule.name
         if saved is not None:
             weights = {k: e for k, e in saved.entries.items() if k.startswith(portable_state.WEIGHT)}
             self.task.match_shapes(
                 self.model, {k.removeprefix(portable_state.WEIGHT): e.shape for k, e in weights.items()}
             )
+
+    @contextlib.contextmanager
+    def phase(
+        self,
+        schedule: PhaseSchedule,
+        saved: SavedCheckpoint | None = None,
+        previous: Path | None = None,
+        probe: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[ActivePhase]:
+        """A phase with a new optimizer, restored from `saved` where given.
+
+        `previous`: the checkpoint that the phase before ended with, read where its end destroyed the model.
+        `probe(phase)` is called when the model is ready and nothing else holds memory; it may `replan`.
+        """
+        self.prepare_phase(schedule, saved)
+        probe(schedule.name)
+        self._active = active = ActivePhase(self, schedule)
+        if saved is not None:
+            active.strategy.restore(saved, saved.state["scaling"])
+        elif previous is not None and traits_of(self._plan.strategy).ends_model and previous.exists():
+            active.strategy.load_weights(SavedCheckpoint(previous), new_phase=True)
+        self.model.train()
+        try:
+            yield active
+            active.strategy.close()  # after an error its collectives would wait for ranks that are gone
+        finally:
+            self._active = None
+            self._model_ended = traits_of(self._plan.strategy).ends_model
+
+    def context_for_probe(self, phase: str, samples: np.ndarray) -> StepContext:
+        """Context for a memory probe: no optimizer step follows."""
+        if self.noise is not None:
+            self.noise.bind(0, samples, self.world.device)
+        return StepContext(0, phase, self.noise or NativeNoise())
+
+    def gather_full_model(self, saved: Path, phase: str) -> nn.Module:
+        """The model with all its weights, on one process: from a checkpoint where it is in shards."""
+        if not traits_of(self._plan.strategy).shards:
+            return self.model
+        model = self.task.build_model(self.facts).eval()
+        with torch.no_grad():  # what trains, and so was saved, may be the phase's
+            self.task.begin_phase(model, phase, partial(self._first_samples, device=torch.device("cpu")))
+        portable_state.load_weights(SavedCheckpoint(saved), model)
+        return model
+
+    def evaluate(self, split: str, fraction: float = 1.0) -> dict[str, float]:
+        """Metrics over the first `fraction` of a split; the same on every rank."""
+        return evaluate(
+            self.task,
+            self.model,
+            self.splits[split],
+            split,
+            self.facts,
+            self._plan,
+            self.world,
+            fraction,
+            equal_counts=self._active is not None and self._active.strategy.equal_counts,
+            seed=self.recipe.seed,
+        )
 
     def _first_samples(
         self, count: int, device: torch.device | None = None
@@ -111,132 +206,6 @@ class Session:
             yield to_device(
                 to_tensors(self.splits["train"].fetch(rows), pin=False), device or self.world.device
             )
-
-    @property
-    def phases(self) -> list[str]:
-        return [s.name for s in self.stretches]
-
-    def enter(self, stretch: PhaseSchedule) -> None:
-        """Begin a phase: its own optimizer, from rest. A model that was in shards begins anew."""
-        self.leave()
-        self.begin(stretch)
-        self._strategy = self._make_strategy()
-        self.stepper = self._make_stepper()
-        self.model.train()
-
-    def leave(self) -> None:
-        """End a phase's hold on the model."""
-        strategy, self._strategy = self._strategy, None
-        if strategy is not None and strategy.close():
-            self._prepare_model()
-
-    def replan(self, plan: Plan) -> None:
-        """Another budget, or activation checkpointing, for the model that is there."""
-        if plan.activation_checkpointing and not self.plan.activation_checkpointing:
-            checkpoint_activations(self.model, keyed=self.noise is not None)
-        self.plan = plan
-
-    def rehearsing(self, phase: str, samples: np.ndarray) -> StepContext:
-        """A step's moment for samples that teach nothing."""
-        if self.noise is not None:
-            self.noise.bind(0, samples, self.world.device)
-        return StepContext(0, phase, self.noise or NativeNoise(self.world.device))
-
-    def whole_model(self, saved: Path) -> nn.Module:
-        """The model with all its weights, on one process: from a checkpoint where it is in shards."""
-        if not self.plan.strategy.startswith("zero"):
-            return self.model
-        model = self.task.build_model(self.facts).eval()
-        with torch.no_grad():  # what trains, and so was saved, may be the phase's
-            first = partial(self._first_samples, device=torch.device("cpu"))
-            self.task.begin_phase(model, self.stretch.name, first)
-        portable_state.load_weights(SavedCheckpoint(saved), model)
-        return model
-
-    def _make_strategy(self) -> Strategy:
-        lazy = list(self.task.sparse_parameters(self.model))
-        optimizer = make_optimizer(self.model, self.recipe, self.plan.device, lazy)
-        if self.plan.strategy.startswith("zero"):
-            from isobatch.engine.strategies.zero import ZeroStrategy
-
-            return ZeroStrategy(self.model, optimizer, self.plan, self.world, self.recipe.clip)
-        return ReplicatedStrategy(self.model, optimizer, self.plan, self.world, self.recipe.clip, lazy)
-
-    def _make_stepper(self) -> Stepper:
-        stretch = self.stretch
-        return Stepper(
-            self.task,
-            self.recipe,
-            self.world,
-            self.strategy,
-            self.noise,
-            stretch.name,
-            stretch.steps,
-            self.packing,
-        )
-
-    def put(self, saved: SavedCheckpoint) -> None:
-        """Go to where a checkpoint was."""
-        self.strategy.put(saved, saved.state["scaling"])
-
-    def step(self, loaded: LoadedStep, votes: Sequence[float] = ()) -> StepResult:
-        """A whole step, and what the task makes of it."""
-        number = loaded.work.step
-        result = self.stepper.run(loaded, self.rate(number), list(votes))
-        result.change = self.task.after_step(self.model, self.stepper.step_context(number))
-        if result.change is not None and result.change.keep:
-            self._wrap_again(result.change)
-        return result
-
-    def _wrap_again(self, change: Change) -> None:
-        """The task has cut its model: an optimizer for what is left, with its moments cut alike."""
-        moments, scaling, names = self.strategy.moments(), self.strategy.scaling(), self.stepper.names
-        self._strategy = None
-        if self.world.size > 1:
-            gc.collect()  # DDP's hooks go with it
-        self._strategy = self._make_strategy()
-        self.strategy.put_moments(cut_moments(moments, change.keep), scaling)
-        self.stepper = self._make_stepper()
-        self.stepper.names, self.stepper.foreign_noise = names, False
-
-    def feed(self) -> BatchLoader:
-        source, equal = self.splits["train"], self.strategy.equal_counts
-        return BatchLoader(source, self.sampler.batch, self.plan, self.world.rank, self.task.cohort, equal)
-
-    def rate(self, step: int) -> float:
-        stretch = self.stretch
-        return learning_rate(self.recipe, stretch.lr, step, stretch.steps, stretch.steps_per_epoch)
-
-    def evaluate(self, split: str, fraction: float = 1.0) -> dict[str, float]:
-        source = self.splits[split]
-        equal = self._strategy is not None and self._strategy.equal_counts
-        return evaluate(
-            self.task,
-            self.model,
-            source,
-            split,
-            self.facts,
-            self.plan,
-            self.world,
-            fraction,
-            equal,
-            self.recipe.seed,
-        )
-
-
-def cut_moments(
-    moments: portable_state.Moments, keep: Mapping[str, Sequence[tuple[int, torch.Tensor]]]
-) -> portable_state.Moments:
-    """The moments of parameters that were cut; what has no dimensions, such as a count of steps, stays."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, state in moments.items():
-        found[name] = dict(state)
-        for kind, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                for dimension, indices in keep.get(name, ()):
-                    value = value.index_select(dimension, indices.to(value.device))
-                found[name][kind] = value
-    return found
 
 
 def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
@@ -256,37 +225,3 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
             f" epoch set {sampler.quotas.index(0) + 1} would have none: raise its share"
         )
     return sampler
-
-
-def prepare_model(
-    task: Task, recipe: Recipe, facts: Facts, plan: Plan, world: Communicator
-) -> tuple[nn.Module, KeyedNoise | None]:
-    """The model with the recipe's initial weights, on its device, set up as planned."""
-    if plan.threads:
-        torch.set_num_threads(plan.threads)
-    torch.manual_seed(recipe.seed)
-    model = task.build_model(facts)
-    if not plan.strategy.startswith("zero3"):  # its shards are taken to the device one by one
-        model = model.to(world.device)
-    choose_attention: Any = getattr(model, "set_attn_implementation", None)
-    if plan.attention != "sdpa" and choose_attention is not None:
-        choose_attention({"flash": "flash_attention_2"}.get(plan.attention, plan.attention))
-    _refuse_batch_statistics(model)
-    noise = KeyedNoise(recipe.seed) if recipe.noise == "keyed" else None
-    if noise is not None:
-        key_dropout(model, noise)
-    if plan.activation_checkpointing:
-        checkpoint_activations(model, keyed=noise is not None)
-    if plan.compile != "off":
-        model.compile(mode=None if plan.compile == "on" else plan.compile)
-    return model, noise
-
-
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    """Batch norm computes over a micro-batch, which the plan cuts as it likes."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UserError(
-                f"{name} is a {type(module).__name__}: its statistics follow the micro-batch, so no two"
-                " machines would learn the same; use GroupNorm or LayerNorm"
-            )

@@ -18,7 +18,7 @@ from isobatch.engine.training.session import make_sampler
 
 def recipe_problems(run: RunFolder) -> list[str]:
     """What is wrong with recipe.json; a sentence each."""
-    recipe, recorded = run.recipe(), run.recorded_hash()
+    recipe, recorded = run.recipe, run.recorded_hash
     if recipe.hash() != recorded:
         return [f"recipe.json was changed: its fields hash to {recipe.hash()}, not {recorded}"]
     changed = task_file_problem(recipe)
@@ -29,11 +29,11 @@ def record_problems(run: RunFolder) -> list[str]:
     """What is wrong with the records, a sentence each; nothing if all agree."""
     if found := _data_problems(run):
         return found
-    recipe, rows = run.recipe(), atomic_files.read_jsonl(run.metrics)
+    recipe, rows = run.recipe, atomic_files.read_jsonl(run.metrics)
     if not all(isinstance(row, dict) and "phase" in row for row in rows):
         return ["metrics.jsonl holds lines that no run wrote"]
     task, data = workload(recipe.task).make(recipe)
-    sampler = make_sampler(recipe, data.open(Path(run.facts().folder), "train"), task.cohort)
+    sampler = make_sampler(recipe, data.open(Path(run.facts.folder), "train"), task.cohort)
     return [
         *_checkpoint_problems(run),
         *_seal_problems(rows),
@@ -46,7 +46,7 @@ def record_problems(run: RunFolder) -> list[str]:
 
 def _data_problems(run: RunFolder) -> list[str]:
     """The prepared arrays against facts.json, and that against the facts kept beside the arrays."""
-    facts = run.facts()
+    facts = run.facts
     actual, kept = fingerprint(Path(facts.folder)), Path(facts.folder) / "facts.json"
     if actual != facts.fingerprint:
         return [f"the data is not what was trained on: {actual}, {facts.fingerprint}"]
@@ -55,7 +55,7 @@ def _data_problems(run: RunFolder) -> list[str]:
 
 
 def _checkpoint_problems(run: RunFolder) -> list[str]:
-    wanted, found = (run.recorded_hash(), run.facts().fingerprint), []
+    wanted, found = (run.recorded_hash, run.facts.fingerprint), []
     for path in sorted(run.checkpoints.glob("*/state.json")):
         state = atomic_files.read_json(path)
         if (state["recipe_hash"], state["fingerprint"]) != wanted:
@@ -104,7 +104,7 @@ def _outcome_problems(run: RunFolder, rows: list[dict[str, Any]]) -> list[str]:
     found = atomic_files.folder_checksums(run.final)
     if end is None or any(found.get(name) != crc for name, crc in end["final"].items()):
         return ["final/ is not what the run wrote"]
-    sealed, planned = end.get("invariance"), run.plan().invariance
+    sealed, planned = end.get("invariance"), run.plan.invariance
     if sealed not in (None, planned):
         return [f"plan.json says {planned}, and the run was trained as {sealed}"]
     return []
@@ -134,7 +134,7 @@ def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
 
 def _ledger(run: RunFolder, rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
     ledger = atomic_files.read_jsonl(run.samples)
-    return _ledger_rows(ledger, sampler) or (_ledger_end(ledger, rows) if run.options().get("ledger") else [])
+    return _ledger_rows(ledger, sampler) or (_ledger_end(ledger, rows) if run.options().ledger else [])
 
 
 def _ledger_end(ledger: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.optimization.schedule import PhaseSchedule
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.training.active_phase import ActivePhase
 from isobatch.engine.training.session import Session
 
 
@@ -52,11 +54,11 @@ class Replay:
     def __init__(self, run: RunFolder, plan: Plan) -> None:
         self.run = run
         self.world = Communicator(plan)
-        self.session = Session(run.recipe(), run.facts(), plan, self.world)
+        self.session = Session(run.recipe, run.facts, plan, self.world)
 
     def load_trained(self) -> bool:
-        """Weights of the newest checkpoint, or of the best where the run kept one."""
-        found = checkpoint.list_checkpoints(self.run.checkpoints, self.session.phases)
+        """Weights of the newest checkpoint, or of the best where the run kept one; False without any."""
+        found = self._checkpoints()
         if not found:
             return False
         saved = open_checked(found[-1])
@@ -64,16 +66,19 @@ class Replay:
         if saved.state["judge"]["patience"] and best:
             phase = saved.state["progress"]["phase"]
             saved = open_checked(self.run.checkpoints / checkpoint.checkpoint_name(phase, best))
-        self.session.begin(self._stretch(saved), saved)
+        self.session.prepare_phase(self._schedule(saved), saved)
         portable_state.load_weights(saved, self.session.model)
         return True
 
-    def _stretch(self, saved: SavedCheckpoint) -> PhaseSchedule:
-        phase = saved.state["progress"]["phase"]
-        return next(s for s in self.session.stretches if s.name == phase)
+    def _checkpoints(self) -> list[Path]:
+        return checkpoint.list_checkpoints(self.run.checkpoints, self.session.phases)
+
+    def _schedule(self, saved: SavedCheckpoint) -> PhaseSchedule:
+        return self.session.schedule_of(saved.state["progress"]["phase"])
 
     def evaluate(self, split: str) -> dict[str, float]:
-        return self.session.evaluate(split)
+        with self.session:
+            return self.session.evaluate(split)
 
     def steps(self, count: int) -> list[ReplayedStep]:
         """`count` steps from the initial weights, and from the last checkpoint with logged steps after it.
@@ -85,34 +90,27 @@ class Replay:
             for r in atomic_files.read_jsonl(self.run.metrics)
             if "loss" in r and "lr" in r
         }
-        first = self.session.stretches[0]
-        self.session.enter(first)
-        redone = self._from(first.name, 0, count, rows, "the initial weights")
-        for folder in reversed(checkpoint.list_checkpoints(self.run.checkpoints, self.session.phases)):
-            saved = open_checked(folder)
-            phase, step = saved.state["progress"]["phase"], int(saved.state["progress"]["step"])
-            if any((phase, later) in rows for later in range(step + 1, step + count + 1)):
-                self.session.renew()
-                self.session.begin(self._stretch(saved), saved)
-                self.session.enter(self.session.stretch)
-                self.session.put(saved)
-                return redone + self._from(phase, step, count, rows, folder.name)
+        with self.session as session:
+            with session.phase(session.schedules[0]) as active:
+                redone = _redo(active, 0, count, rows, "the initial weights")
+            for folder in reversed(self._checkpoints()):
+                saved = open_checked(folder)
+                phase, step = saved.state["progress"]["phase"], int(saved.state["progress"]["step"])
+                if any((phase, later) in rows for later in range(step + 1, step + count + 1)):
+                    session.build_model()
+                    with session.phase(self._schedule(saved), saved) as active:
+                        return redone + _redo(active, step, count, rows, folder.name)
         return redone
 
-    def _from(
-        self, phase: str, start: int, count: int, rows: dict[Any, Any], place: str
-    ) -> list[ReplayedStep]:
-        session, redone = self.session, []
-        stop = min(start + count, session.stretch.steps)
-        for loaded in session.feed().steps(start, stop):
-            step = loaded.work.step
-            result = session.step(loaded)
-            row = rows.get((phase, step + 1))
-            if row is not None:
-                loss = sum(result.sums.tolist())
-                redone.append(
-                    ReplayedStep(
-                        phase, step + 1, place, row["loss"], loss, row["grad_norm"], float(result.norm)
-                    )
-                )
-        return redone
+
+def _redo(
+    active: ActivePhase, start: int, count: int, rows: Mapping[tuple[str, int], Any], place: str
+) -> list[ReplayedStep]:
+    """Steps start..start+count-1 of a phase beside what was logged of them."""
+    phase, redone = active.schedule.name, []
+    for loaded in active.batches(start, min(start + count, active.schedule.steps)):
+        step, result = loaded.work.step + 1, active.step(loaded)
+        if (row := rows.get((phase, step))) is not None:
+            loss, norm = sum(result.sums.tolist()[: len(result.names)]), float(result.norm)
+            redone.append(ReplayedStep(phase, step, place, row["loss"], loss, row["grad_norm"], norm))
+    return redone

@@ -51,9 +51,9 @@ def resume(words: Sequence[str]) -> int:
         return _answered(run, DONE, answer)
     with run.lock("launch"):
         run.refuse_if_training()
-        recipe = run.recipe()
+        recipe = run.recipe
         locate_data(run, recipe, data)
-        store_plan(run, plan_for_this_machine(recipe, run.facts(), plan))
+        store_plan(run, plan_for_this_machine(recipe, run.facts, plan))
         return _answered(run, launch_run(run, options), answer)
 
 

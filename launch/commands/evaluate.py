@@ -63,14 +63,14 @@ def _evaluate(run: RunFolder, own: EvaluateOptions) -> dict[str, Any]:
     from isobatch.engine.verification.replay import Replay
     from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
 
-    locate_data(run, run.recipe(), own.data)
-    here = plan_for_this_machine(run.recipe(), run.facts(), PlanOptions(processes=1, compile="off"))
+    locate_data(run, run.recipe, own.data)
+    here = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
     redo = Replay(run, here)
     if not redo.load_trained():
         raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
-    splits = [own.split] if own.split else [s for s in run.facts().samples if s != "train"]
-    if own.split and own.split not in run.facts().samples:
-        raise UserError(f"--split {own.split}: the data has {', '.join(run.facts().samples)}")
+    splits = [own.split] if own.split else [s for s in run.facts.samples if s != "train"]
+    if own.split and own.split not in run.facts.samples:
+        raise UserError(f"--split {own.split}: the data has {', '.join(run.facts.samples)}")
     return {name: redo.evaluate(name) for name in splits}
 
 
@@ -91,9 +91,9 @@ def recommend(words: Sequence[str]) -> int:
 
 def require_capability(run: RunFolder, what: str, otherwise: str) -> Task:
     """The task of a finished run, if it does this."""
-    task, _ = workload(run.recipe().task).make(run.recipe())
+    task, _ = workload(run.recipe.task).make(run.recipe)
     if getattr(type(task), what) is getattr(Task, what):
-        raise UserError(f"{what}: {run.folder} trained {run.recipe().task}, which {otherwise}")
+        raise UserError(f"{what}: {run.folder} trained {run.recipe.task}, which {otherwise}")
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
     return task

@@ -58,12 +58,12 @@ def _ties(figures: dict[str, Any]) -> str:
 
 
 def _kinds(run: RunFolder, own: ExportOptions) -> tuple[str, ...]:
-    known = workload(run.recipe().task).task.exports
+    known = workload(run.recipe.task).task.exports
     if not known:
-        raise UserError(f"export: {run.recipe().task} has no other form than {run.final}")
+        raise UserError(f"export: {run.recipe.task} has no other form than {run.final}")
     if odd := [kind for kind in own.to if kind not in known]:
         needs = ": `auto --task qat --pruned RUN` makes such a model" if odd[0] == "onnx-int4" else ""
-        raise UserError(f"--to {odd[0]}: a {run.recipe().task} run exports {', '.join(known)}{needs}")
+        raise UserError(f"--to {odd[0]}: a {run.recipe.task} run exports {', '.join(known)}{needs}")
     return own.to or known
 
 
@@ -73,8 +73,8 @@ def exported(run: RunFolder, kind: str, data: str | None = None) -> dict[str, An
 
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
-    locate_data(run, run.recipe(), data)
-    facts, (task, source) = run.facts(), workload(run.recipe().task).make(run.recipe())
+    locate_data(run, run.recipe, data)
+    facts, (task, source) = run.facts, workload(run.recipe.task).make(run.recipe)
     held_out = next((s for s in HELD_OUT_SPLITS if s in facts.samples), "train")
     samples = source.open(Path(facts.folder), held_out)
     place = run.folder / "exports" / kind

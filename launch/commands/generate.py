@@ -135,7 +135,7 @@ def _show(pieces: Iterable[str], before: str = "") -> str:
 
 
 def _template(run: RunFolder) -> Template | None:
-    found = run.facts().extra.get("template")
+    found = run.facts.extra.get("template")
     return Template.from_dict(found) if found else None
 
 

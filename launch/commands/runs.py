@@ -78,7 +78,7 @@ def _row(run: Any) -> dict[str, Any]:
     summary = run.summary() or {}
     return {
         "folder": str(run.folder),
-        "task": run.recipe().task,
+        "task": run.recipe.task,
         "status": run.status(),
         "steps": summary.get("steps"),
         "metrics": summary.get("metrics", {}),

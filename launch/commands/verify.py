@@ -57,13 +57,13 @@ def verify(words: Sequence[str]) -> int:
     run, own = RunFolder.open(positional[0]), command_options(flags, VerifyOptions, "verify")
     report: dict[str, Any] = {"run": str(run.folder), "problems": recipe_problems(run), "steps": []}
     if not report["problems"]:
-        locate_data(run, run.recipe(), own.data)
+        locate_data(run, run.recipe, own.data)
         report["problems"] = record_problems(run)
-    plan = run.plan()
+    plan = run.plan
     if not report["problems"]:
         other = _other_plan(run, own)
         looser: str = max(plan.invariance, other.invariance, key=list(TOLERANCE).index)
-        if looser == "exact" and workload(run.recipe().task).task.rounds:
+        if looser == "exact" and workload(run.recipe.task).task.rounds:
             looser = "rounding"
         report |= {"world_size": other.processes, "micro_batch_samples": other.micro_batch_samples}
         try:
@@ -80,18 +80,18 @@ def _other_plan(run: RunFolder, own: VerifyOptions) -> Plan:
     """A plan for this machine in another cut than the run's, and in as many processes as asked."""
     from isobatch.launch.local.run_setup import plan_for_this_machine
 
-    plan = run.plan()
+    plan = run.plan
     samples = own.micro_batch or max(1, plan.micro_batch_samples // 2)
     here = detect().kind
     asked = PlanOptions(
         device=here,
         processes=own.processes,
         strategy=own.strategy,
-        micro_batch=min(samples, run.recipe().batch_size),
+        micro_batch=min(samples, run.recipe.batch_size),
         precision=plan.precision if plan.device == here else "auto",
         compile="off",
     )
-    made = plan_for_this_machine(run.recipe(), run.facts(), asked)
+    made = plan_for_this_machine(run.recipe, run.facts, asked)
     return dataclasses.replace(made, reduction="explicit")
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from isobatch.core import atomic_files, number_ranges
+from isobatch.core import number_ranges
 from isobatch.core.errors import DONE
-from isobatch.core.flags import options_to_dict
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import Request
@@ -48,8 +47,8 @@ def find_or_train(asked: Request) -> tuple[RunFolder, int]:
 
 def launch_run(run: RunFolder, options: RunOptions) -> int:
     """Train by the run's plan and answer with the run's own exit code."""
-    atomic_files.write_json(run.folder / "run.json", options_to_dict(options))
-    return train_with_restarts(run, train_in_process if run.plan().processes == 1 else train_in_children)
+    run.write_options(options)
+    return train_with_restarts(run, train_in_process if run.plan.processes == 1 else train_in_children)
 
 
 def print_unless_quiet(text: str, quiet: bool) -> None:

@@ -20,11 +20,9 @@ from isobatch.core.errors import (
     UserError,
     WorkerLostError,
 )
-from isobatch.core.flags import build_options
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
-from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS, launch_workers
 
 Start = Callable[[RunFolder], Verdict | None]
@@ -35,7 +33,7 @@ FULL_BYTES = 1 << 16
 
 def train_with_restarts(run: RunFolder, start: Start) -> int:
     """Attempts until one ends for good; the run's exit code. Recipe, order and global batches stay."""
-    options = build_options(RunOptions, run.options(), "run")
+    options = run.options()
     restarts = 0
     while True:
         verdict = _verdict_of(run, start(run), run.folder / "launcher.log")
@@ -59,7 +57,7 @@ def train_in_process(run: RunFolder) -> Verdict | None:
 
     from isobatch.launch.local.worker import train_run
 
-    train_run(run, build_options(RunOptions, run.options(), "run"))
+    train_run(run, run.options())
     gc.collect()
     return run.read_exit("")
 
@@ -69,9 +67,10 @@ def train_in_children(run: RunFolder) -> Verdict | None:
     nonce = secrets.token_hex(8)
     arguments = ["--run", str(run.folder.resolve())]
     # accelerate's own code says only 0 or 1, and 1 for a clean stop too: the run's own file is the truth.
-    ended = launch_workers(run.plan(), TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce})
+    ended = launch_workers(run.plan, TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce})
     if run.read_exit(nonce) is None:
         _wait_for_orphans(run)
+    run.forget_plan()  # the children may have made the budget smaller
     verdict = run.read_exit(nonce)
     if verdict is None and ended.stop_requested:
         saved = (
@@ -124,7 +123,7 @@ def _dead_process(log: Path) -> Verdict | None:
 
 
 def _shrink(run: RunFolder, verdict: Verdict) -> None:
-    plan = with_smaller_budget(run.plan(), run.recipe(), run.facts())
+    plan = with_smaller_budget(run.plan, run.recipe, run.facts)
     run.write_plan(plan)
     budget = f"{plan.micro_batch_samples} samples, {plan.micro_batch_tokens} tokens"
     recompute = ", activation checkpointing" if plan.activation_checkpointing else ""

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.flags import build_options, flags_of, options_to_dict
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.prepare import prepare
@@ -48,8 +46,8 @@ def plan_run(asked: Request, facts: Facts, run: RunFolder | None, world: int | N
 
 def store_plan(run: RunFolder, plan: Plan) -> None:
     """plan.json; what a run was once trained with in another precision is never called exact again."""
-    if (run.folder / "plan.json").exists() and any(run.checkpoints.glob("*-*")):
-        before = run.plan().invariance
+    if run.has_plan and any(run.checkpoints.glob("*-*")):
+        before = run.plan.invariance
         if INVARIANCE_ORDER.index(before) > INVARIANCE_ORDER.index(plan.invariance):
             reasons = {**plan.reasons, "invariance": f"part of this run was trained as {before}"}
             plan = dataclasses.replace(plan, invariance=before, reasons=reasons)
@@ -76,7 +74,7 @@ def find_run(asked: Request, facts: Facts) -> RunFolder | None:
 
 
 def _identity(run: RunFolder) -> tuple[str, str]:
-    return run.recorded_hash(), run.facts().fingerprint
+    return run.recorded_hash, run.facts.fingerprint
 
 
 def create_run(asked: Request, facts: Facts) -> RunFolder:
@@ -84,7 +82,7 @@ def create_run(asked: Request, facts: Facts) -> RunFolder:
     out = Path(asked.run.out).expanduser()
     name = asked.run.name or run_name(asked.recipe)
     folder = out / name if asked.run.name else free_folder(out, name)
-    return RunFolder.create(folder, asked.recipe, facts, options_to_dict(asked.run))
+    return RunFolder.create(folder, asked.recipe, facts, asked.run)
 
 
 def plan_for_this_machine(recipe: Recipe, facts: Facts, asked: PlanOptions, world: int | None = None) -> Plan:
@@ -95,10 +93,7 @@ def plan_for_this_machine(recipe: Recipe, facts: Facts, asked: PlanOptions, worl
 
 def options_of_run(run: RunFolder, changes: Mapping[str, Any]) -> RunOptions:
     """The run's own options, with what was asked anew."""
-    names = flags_of(RunOptions, "run")
-    return build_options(
-        RunOptions, {k: v for k, v in {**run.options(), **changes}.items() if k in names}, "run"
-    )
+    return dataclasses.replace(run.options(), **changes)
 
 
 def locate_data(run: RunFolder, recipe: Recipe, data: str | None) -> None:
@@ -107,22 +102,22 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None) -> None:
         raise UserError(changed)
     place = dataclasses.replace(recipe, data=data) if data else recipe
     task, source = workload(recipe.task).make(place)
-    facts = run.facts()
+    facts = run.facts
     if not data and Path(facts.folder).is_dir() and (Path(facts.folder) / "facts.json").exists():
         return
     source.check()
     fresh = prepare(source)
     refuse_other_data(run, fresh)
-    atomic_files.write_json(run.folder / "facts.json", fresh.to_dict())
+    run.write_facts(fresh)
 
 
 def refuse_other_data(run: RunFolder, fresh: Facts) -> None:
-    if fresh.fingerprint != run.facts().fingerprint:
+    if fresh.fingerprint != run.facts.fingerprint:
         raise UserError(
             f"the data is not what {run.folder} was trained on (fingerprint {fresh.fingerprint} against"
-            f" {run.facts().fingerprint}): --again starts a new run"
+            f" {run.facts.fingerprint}): --again starts a new run"
         )
-    if odd := run.facts().differing_fields(fresh):
+    if odd := run.facts.differing_fields(fresh):
         raise UserError(
             f"{run.folder}/facts.json was changed: {', '.join(odd)} differs from the data's; put it right"
             " or start a new run with --again"

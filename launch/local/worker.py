@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, UserError
-from isobatch.core.flags import build_options, options_to_dict
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.engine.runs.run_options import RunOptions
@@ -37,7 +35,7 @@ def train_run(run: RunFolder, options: RunOptions) -> int:
 
     main = rank_and_world_size(os.environ)[0] == 0
     with run.lock("train") if main else contextlib.nullcontext():
-        world = Communicator(run.plan(), options.hang_timeout, options.tracker, str(run.folder))
+        world = Communicator(run.plan, options.hang_timeout, options.tracker, str(run.folder))
         verdict = Verdict(BUG, "a bug: see the traceback")
         try:
             verdict = _train(run, options, world)
@@ -115,7 +113,7 @@ def main(words: Sequence[str]) -> int:
         return redo_as_told(Path(words[1]))
     if list(words[:1]) == ["--run"] and len(words) == 2:
         run = RunFolder.open(words[1])
-        return train_run(run, build_options(RunOptions, run.options(), "run"))
+        return train_run(run, run.options())
     return _with_flags(words)
 
 
@@ -142,7 +140,7 @@ def _with_flags(words: Sequence[str]) -> int:
             if run is not None:
                 run.refuse_if_training()
             run = plan_run(asked, facts, run, size)
-            atomic_files.write_json(run.folder / "run.json", options_to_dict(asked.run))
+            run.write_options(asked.run)
         return str(run.folder.resolve())
 
     cpu = asked.plan.device == "cpu" or (asked.plan.device == "auto" and detect().kind == "cpu")

@@ -81,7 +81,7 @@ def _run(run: RunFolder) -> dict[str, Any]:
     starts = _starts(steps)
     return {
         "run": run.folder.name,
-        "task": run.recipe().task,
+        "task": run.recipe.task,
         **{name: summary.get(name) for name in kept},
         "training": _curve(steps, ("loss", "sparsity"), starts),
         "evaluations": _curve([r for r in rows if "split" in r], ("loss", "accuracy"), starts),
@@ -110,9 +110,9 @@ def _models(run: RunFolder) -> list[dict[str, Any]]:
     from isobatch.launch.report.latency_worker import measured
     from isobatch.models.encoder import evaluation
 
-    recipe = run.recipe()
+    recipe = run.recipe
     locate_data(run, recipe, None)
-    facts, (task, data) = run.facts(), workload(recipe.task).make(recipe)
+    facts, (task, data) = run.facts, workload(recipe.task).make(recipe)
     held_out = next((s for s in HELD_OUT_SPLITS if s in facts.samples), None)
     rows = []
     for form in task.forms(run.final, run.folder / "exports") if held_out else []:

@@ -173,7 +173,7 @@ def _run(asked: Request) -> RunFolder:
     if run.status() != "done":
         refuse_if_in_a_job(run)
         run.refuse_if_training()
-        atomic_files.write_json(run.folder / "run.json", options_to_dict(asked.run))
+        run.write_options(asked.run)
     return RunFolder(run.folder.resolve())
 
 

@@ -96,7 +96,7 @@ class StepRunner:
     def __init__(self, run: RunFolder, allocation: client.Allocation, stop: JobStop) -> None:
         self.allocation, self.stop = allocation, stop
         self.request = atomic_files.read_json(run.folder / "slurm" / "request.json")
-        locate_data(run, run.recipe(), None)
+        locate_data(run, run.recipe, None)
         self.nodes = self._left()
         self._plan(run)
         left = client.seconds_left(allocation.job)
@@ -162,7 +162,7 @@ class StepRunner:
 
 def plan_for_nodes(run: RunFolder, nodes: int, request: dict[str, Any]) -> Plan:
     """For `nodes` nodes like this one, as many processes on each as were asked for."""
-    recipe, facts = run.recipe(), run.facts()
+    recipe, facts = run.recipe, run.facts
     task, _ = workload(recipe.task).make(recipe)
     asked, world = stored_plan(request["plan"]), request["local"] * nodes
     return make_plan(recipe, facts, task.model_size(facts), detect(nodes=nodes), asked, world=world)
@@ -231,7 +231,7 @@ def why_not_requeue(why: str, state: str, before: list[int] | None, now: list[in
 
 def furthest_checkpoint(run: RunFolder) -> list[int] | None:
     """[phase, step] of the furthest checkpoint."""
-    task, _ = workload(run.recipe().task).make(run.recipe())
+    task, _ = workload(run.recipe.task).make(run.recipe)
     phases = [phase.name for phase in task.phases()]
     names = [path.name.rpartition("-") for path in run.checkpoints.glob("[!.]*-*")]
     return max(([phases.index(p), int(s)] for p, _, s in names if p in phases and s.isdigit()), default=None)

@@ -37,11 +37,11 @@ def node(words: Sequence[str]) -> int:
     place = NodePlace.of(os.environ)
     with StopFlag() as stop:
         try:
-            data = Path(run.facts().folder) if place.rank == 0 or run.folder.is_dir() else Path()
+            data = Path(run.facts.folder) if place.rank == 0 or run.folder.is_dir() else Path()
             with rendezvous(place, run.folder, nonce, data) as (host, port):
                 own = own_address(host, port)
-                command = _torchrun(run.plan(), place, host, port, own, nonce, run.folder)
-                return _train(command, _environment(run.plan(), own), stop)
+                command = _torchrun(run.plan, place, host, port, own, nonce, run.folder)
+                return _train(command, _environment(run.plan, own), stop)
         except UserError as error:
             with contextlib.suppress(UserError, OSError):  # a node that does not see the folder cannot say so
                 run.write_exit(Verdict(WRONG_INPUT, str(error)))

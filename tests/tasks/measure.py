@@ -28,7 +28,7 @@ def reduced(strategy: Any) -> Any:
     else:
         from deepspeed.utils import safe_get_full_grad
 
-        found = [safe_get_full_grad(p).clone() for p in strategy.raw.parameters()]
+        found = [safe_get_full_grad(p).clone() for p in strategy.unwrapped.parameters()]
     return torch.cat([g.flatten() for g in found])
 
 
@@ -56,20 +56,19 @@ def measure(settings: dict[str, Any]) -> None:
     )
     world = Communicator(dataclasses.replace(plan, threads=1, **settings.get("plan", {})), hang_timeout=120)
     session = Session(recipe, facts, world.plan, world)
-    session.enter(session.stretches[0])
-    losses, samples, micros, gradient = [], [], [], None
-    for loaded in session.feed().steps(0, settings["steps"]):
-        if gradient is None:
-            session.stepper.backward(loaded)
-            gradient = reduced(session.strategy)
-            session.enter(session.stretches[0])
-        result = session.step(loaded)
-        losses.append(sum(result.sums.tolist()))
-        samples.append(loaded.work.samples.tolist())
-        micros.append([len(m.positions) for m in loaded.work.micro_batches])
+    losses, samples, micros = [], [], []
+    with session:
+        schedule = session.schedules[0]
+        with session.phase(schedule) as active:
+            active.stepper.backward(next(iter(active.batches(0, 1))))
+            gradient = reduced(active.strategy)
+        with session.phase(schedule) as active:
+            for loaded in active.batches(0, settings["steps"]):
+                losses.append(sum(active.step(loaded).sums.tolist()))
+                samples.append(loaded.work.samples.tolist())
+                micros.append([len(m.positions) for m in loaded.work.micro_batches])
     everyone = world.all_gather_objects(micros)
     if world.is_main:
-        assert gradient is not None
         torch.save(gradient, settings["out"] + ".pt")
         report = {"losses": losses, "samples": samples, "micros": everyone}
         Path(settings["out"]).write_text(json.dumps(report))

@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.data.text.plain_text import windows
-from isobatch.engine.training.train_step import NativeNoise
+from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.models.base import StepContext
 from isobatch.models.causal_lm.generation import Sampling, opened, pieces
 from isobatch.models.causal_lm.model_sizes import PRESETS, shape_of
 from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
 
 VOCABULARY = 257
-STEP = StepContext(0, "evaluate", NativeNoise(torch.device("cpu")))
+STEP = StepContext(0, "evaluate", NativeNoise())
 
 
 def make(model: str = "tiny", **changes: Any) -> CausalLM:

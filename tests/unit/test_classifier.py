@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from isobatch.core.errors import UserError
-from isobatch.engine.training.train_step import NativeNoise
+from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.models.base import Rows, StepContext, Sum
 from isobatch.models.classification.task import Classifier
 from isobatch.models.encoder.evaluation import interval
@@ -69,7 +69,7 @@ def test_metrics_count_right_answers() -> None:
 
 def test_evaluate_has_a_row_per_sample(model: Any) -> None:
     rows = batch([5, 9, 3], 9)
-    parts = make().evaluate(model, rows, StepContext(0, "evaluate", NativeNoise(torch.device("cpu"))))
+    parts = make().evaluate(model, rows, StepContext(0, "evaluate", NativeNoise()))
     assert isinstance(parts["right"], Rows)
     assert parts["right"].values.tolist() == (make().logits(model, rows).argmax(1) == rows["label"]).tolist()
 

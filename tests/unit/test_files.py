@@ -140,12 +140,12 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
     with pytest.raises(UserError, match="exists and is another run's or not a run"):
-        RunFolder.create(tmp_path / "mine", RECIPE, FACTS, {})
+        RunFolder.create(tmp_path / "mine", RECIPE, FACTS, RunOptions())
     assert names(tmp_path) == ["mine"]
     (tmp_path / "empty").mkdir()
-    made = RunFolder.create(tmp_path / "empty", RECIPE, FACTS, {"keep": 3})
-    assert (made.recipe(), made.facts(), made.options()) == (RECIPE, FACTS, {"keep": 3})
-    assert made.recorded_hash() == RECIPE.hash()
+    made = RunFolder.create(tmp_path / "empty", RECIPE, FACTS, RunOptions(keep=3))
+    assert (made.recipe, made.facts, made.options()) == (RECIPE, FACTS, RunOptions(keep=3))
+    assert made.recorded_hash == RECIPE.hash()
     assert names(tmp_path) == ["empty", "mine"]
     assert free_folder(tmp_path, "mine") == tmp_path / "mine-2"
     assert free_folder(tmp_path, "new") == tmp_path / "new"
@@ -155,7 +155,7 @@ def test_a_run_is_known_by_its_recipe_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a run: it has no recipe.json"):
         RunFolder.open(tmp_path)
     for name in ("b", "a"):
-        RunFolder.create(tmp_path / name, RECIPE, FACTS, {})
+        RunFolder.create(tmp_path / name, RECIPE, FACTS, RunOptions())
         os.utime(tmp_path / name / "recipe.json", (len(name), ord(name)))
     assert [r.folder.name for r in list_runs(tmp_path)] == ["a", "b"]  # by age
     assert RunFolder.open(tmp_path / "a").status() == "unfinished"

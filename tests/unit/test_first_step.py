@@ -16,6 +16,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.data.base import ArraySource
 from isobatch.engine.loading.loader import BatchLoader, LoadedStep, StepWork
 from isobatch.engine.loading.sampler import Sampler
+from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.optimization.optimizers import make_optimizer
@@ -24,7 +25,7 @@ from isobatch.engine.runs.summary import Progress
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.engine.training import loss_checks
 from isobatch.engine.training.step_metrics import step_row
-from isobatch.engine.training.train_step import Stepper, StepResult, checkpoint_activations
+from isobatch.engine.training.train_step import Stepper, StepResult
 from isobatch.models.base import Batch, Loss, StepContext, Task
 from isobatch.tests.unit.helpers import plan
 
@@ -165,7 +166,9 @@ def trained(
     if checkpointed:
         checkpoint_activations(model, keyed=keyed is not None)
     chosen = plan(processes=world.size, micro_batch_samples=micro)
-    made = strategy(model.train(), make_optimizer(model, recipe, "cpu"), chosen, world, recipe.clip)
+    made = strategy(
+        model.train(), lambda model: make_optimizer(model, recipe, "cpu"), chosen, world, recipe.clip
+    )
     runner = stepper(task(recipe, None), recipe, world, made, keyed, "train")
     order = Sampler(COUNT, recipe.batch_size, 0, cohort=task.cohort).batch
     feed = BatchLoader(source(), order, chosen, world.rank, task.cohort, made.equal_counts)

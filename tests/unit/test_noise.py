@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import (
     KeyedDropout,
@@ -22,7 +23,6 @@ from isobatch.engine.noise.keyed_noise import (
     hash_bits,
     keep_mask,
 )
-from isobatch.engine.training.train_step import checkpoint_activations
 
 CPU = torch.device("cpu")
 

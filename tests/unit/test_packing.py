@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.core.errors import UserError
 from isobatch.engine.loading.microbatching import MicroBatchBudget, make_micro_batches
+from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
+from isobatch.engine.model_setup.packing import PackedLayout, SamplePacking
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.engine.training.packing import PackedLayout, SamplePacking
-from isobatch.engine.training.train_step import checkpoint_activations
 from isobatch.models.causal_lm import chunked_cross_entropy
 from isobatch.tests.unit.test_planner import GPT2, TEXTS, planned
 

@@ -17,6 +17,7 @@ from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog, seal_row
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.training.session import make_sampler
 from isobatch.engine.verification.audit import recipe_problems, record_problems
 from isobatch.tests.unit.helpers import plan
@@ -32,7 +33,7 @@ def run(tmp_path: Path) -> RunFolder:
     recipe, _ = chosen.complete({"steps": STEPS})
     task, data = chosen.make(recipe)
     facts = prepare(data)
-    made = RunFolder.create(tmp_path / "a run", recipe, facts, {})
+    made = RunFolder.create(tmp_path / "a run", recipe, facts, RunOptions())
     sampler = make_sampler(recipe, data.open(Path(facts.folder), "train"), task.cohort)
     journal = MetricsLog(made, writes=True, every=2, ledger=True)
     link = ""
@@ -52,6 +53,11 @@ def run(tmp_path: Path) -> RunFolder:
     return made
 
 
+def found_in(run: RunFolder, problems: Callable[[RunFolder], list[str]] = record_problems) -> list[str]:
+    """Problems of the files as they are now."""
+    return problems(RunFolder(run.folder))
+
+
 def change(path: Path, edit: Callable[[list[dict[str, Any]]], Any]) -> None:
     rows = atomic_files.read_jsonl(path)
     edit(rows)
@@ -67,23 +73,23 @@ def reseal(rows: list[dict[str, Any]]) -> None:
 
 def test_true_records_have_no_problems(run: RunFolder) -> None:
     assert [r["step"] for r in atomic_files.read_jsonl(run.metrics) if "split" not in r] == [1, 2, 4, 6, 8, 9]
-    assert record_problems(run) == []
+    assert found_in(run) == []
 
 
 def test_a_loss_made_better_is_found(run: RunFolder) -> None:
     change(run.metrics, lambda rows: rows[2].update(loss=1.0))
-    assert record_problems(run) == ["metrics.jsonl was changed at or before phase train, step 4"]
+    assert found_in(run) == ["metrics.jsonl was changed at or before phase train, step 4"]
 
 
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_row_left_out_is_found(run: RunFolder, place: int) -> None:
     change(run.metrics, lambda rows: rows.pop(place))
-    assert "metrics.jsonl was changed at or before" in record_problems(run)[0]
+    assert "metrics.jsonl was changed at or before" in found_in(run)[0]
 
 
 def test_rows_in_another_order_are_found(run: RunFolder) -> None:
     change(run.metrics, lambda rows: rows.insert(1, rows.pop(2)))
-    assert "metrics.jsonl was changed at or before" in record_problems(run)[0]
+    assert "metrics.jsonl was changed at or before" in found_in(run)[0]
 
 
 def test_other_samples_are_found_even_under_a_true_seal(run: RunFolder) -> None:
@@ -92,7 +98,7 @@ def test_other_samples_are_found_even_under_a_true_seal(run: RunFolder) -> None:
         reseal(rows)
 
     change(run.metrics, edit)
-    (problem,) = record_problems(run)
+    (problem,) = found_in(run)
     assert problem.startswith("phase train, step ")
     assert "the samples seen are not the recipe's" in problem
 
@@ -105,11 +111,9 @@ def test_the_ledger_is_compared_with_the_sampler(run: RunFolder) -> None:
         rows[4]["samples"][0] = other
 
     change(run.samples, edit)
-    assert record_problems(run)[0].startswith(
-        "samples.jsonl: phase train, step 5: not the recipe's samples ["
-    )
+    assert found_in(run)[0].startswith("samples.jsonl: phase train, step 5: not the recipe's samples [")
     change(run.samples, lambda rows: rows[4].update(samples=row["samples"][::-1]))
-    assert record_problems(run)[0].startswith("samples.jsonl: phase train, step 5: ")  # the order counts too
+    assert found_in(run)[0].startswith("samples.jsonl: phase train, step 5: ")  # the order counts too
 
 
 @pytest.mark.parametrize(("kept", "end"), [(STEPS - 1, 8), (3, 3), (0, 0)])
@@ -118,12 +122,12 @@ def test_a_ledger_without_its_end_is_found(run: RunFolder, kept: int, end: int) 
         del rows[kept:]
 
     change(run.samples, cut)
-    assert record_problems(run) == []  # a run that keeps no ledger may have the beginning of one
+    assert found_in(run) == []  # a run that keeps no ledger may have the beginning of one
     atomic_files.write_json(run.folder / "run.json", {"ledger": True})
     wanted = f"samples.jsonl: phase train ends at step {end}, and in metrics.jsonl at 9"
-    assert record_problems(run) == [wanted]
+    assert found_in(run) == [wanted]
     run.samples.unlink()
-    assert record_problems(run) == [wanted.replace(f"step {end},", "step 0,")]
+    assert found_in(run) == [wanted.replace(f"step {end},", "step 0,")]
 
 
 def test_a_step_is_in_the_ledger_before_it_is_in_the_log(
@@ -155,7 +159,7 @@ def done(run: RunFolder, invariance: str = "exact") -> None:
 
 def test_a_finished_run_has_no_problems(run: RunFolder) -> None:
     done(run)
-    assert record_problems(run) == []
+    assert found_in(run) == []
 
 
 @pytest.mark.parametrize("status", ["failed", "stopped", None])
@@ -166,27 +170,25 @@ def test_a_run_that_ended_is_done(run: RunFolder, status: str | None) -> None:
     else:
         atomic_files.write_json(run.folder / "summary.json", {**(run.summary() or {}), "status": status})
     told = status or "unfinished"
-    assert record_problems(run) == [
-        f"metrics.jsonl says that the run is done, and summary.json that it is {told}"
-    ]
+    assert found_in(run) == [f"metrics.jsonl says that the run is done, and summary.json that it is {told}"]
     MetricsLog(run, writes=True).truncate_after(
         ["train"], "train", STEPS
     )  # resumed, it has not ended any more
-    assert record_problems(run) == []
+    assert found_in(run) == []
 
 
 def test_a_plan_made_looser_or_stricter_is_found(run: RunFolder) -> None:
     done(run, "noise")
-    assert record_problems(run) == ["plan.json says exact, and the run was trained as noise"]
+    assert found_in(run) == ["plan.json says exact, and the run was trained as noise"]
     run.write_plan(plan(invariance="noise"))
-    assert record_problems(run) == []
+    assert found_in(run) == []
 
 
 def test_a_changed_recipe_is_found_first(run: RunFolder) -> None:
     path = run.folder / "recipe.json"
     recipe = atomic_files.read_json(path)
     atomic_files.write_json(path, {**recipe, "lr": 0.5})
-    (problem,) = recipe_problems(run)
+    (problem,) = found_in(run, recipe_problems)
     assert problem.startswith("recipe.json was changed: its fields hash to ")
     assert recipe["hash"] in problem
 
@@ -197,12 +199,12 @@ def test_changed_data_is_found(run: RunFolder, tmp_path: Path) -> None:
     facts = atomic_files.read_json(run.folder / "facts.json")
     shutil.copytree(facts["folder"], tmp_path / "copy")
     atomic_files.write_json(run.folder / "facts.json", {**facts, "folder": str(tmp_path / "copy")})
-    assert record_problems(run) == []
+    assert found_in(run) == []
     path = next((tmp_path / "copy" / "train").glob("tokens-values.npy"))
     values = np.load(path)
     values[100] ^= 1
     np.save(path, values)
-    assert record_problems(run)[0].startswith("the data is not what was trained on: ")
+    assert found_in(run)[0].startswith("the data is not what was trained on: ")
 
 
 @pytest.mark.parametrize("field", ["samples", "lengths", "extra"])
@@ -210,20 +212,20 @@ def test_changed_facts_are_found(run: RunFolder, field: str) -> None:
     facts = atomic_files.read_json(run.folder / "facts.json")
     other = {"samples": {"train": 90, "valid": 17}, "lengths": [1] * 65, "extra": {"vocabulary": 3}}
     atomic_files.write_json(run.folder / "facts.json", {**facts, field: other[field]})
-    (problem,) = record_problems(run)
+    (problem,) = found_in(run)
     assert problem.startswith(f"facts.json was changed: {field} differs from {facts['folder']}")
 
 
 def test_facts_cut_short_are_named(run: RunFolder) -> None:
     atomic_files.write_json(run.folder / "facts.json", {"samples": {"train": 90}})
     with pytest.raises(UserError, match="facts.json lacks fingerprint, folder, lengths"):
-        record_problems(run)
+        found_in(run)
 
 
 def test_a_checkpoint_of_another_recipe_is_found(run: RunFolder) -> None:
     path = run.checkpoints / "train-9" / "state.json"
     atomic_files.write_json(path, {**atomic_files.read_json(path), "recipe_hash": "0" * 12})
-    assert record_problems(run) == ["checkpoint train-9 belongs to another recipe or other data"]
+    assert found_in(run) == ["checkpoint train-9 belongs to another recipe or other data"]
 
 
 def test_a_resumed_journal_goes_on_with_the_seal(run: RunFolder) -> None:
@@ -234,7 +236,7 @@ def test_a_resumed_journal_goes_on_with_the_seal(run: RunFolder) -> None:
         journal.log_metrics({k: v for k, v in row.items() if k != SEAL})
     assert atomic_files.read_jsonl(run.metrics) == rows
     change(run.samples, list.clear)
-    assert record_problems(run) == []
+    assert found_in(run) == []
 
 
 def test_only_one_rank_writes(tmp_path: Path) -> None:

@@ -74,11 +74,13 @@ def test_facts_are_not_what_the_run_says_where_they_were_changed(tmp_path: Path)
     atomic_files.write_json(
         run.folder / "facts.json", {**facts, "samples": {"train": 7}, "folder": "elsewhere"}
     )
+    run = RunFolder(run.folder)
     with pytest.raises(UserError, match=r"facts\.json was changed: samples differs from the data's"):
-        locate_data(run, run.recipe(), None)
+        locate_data(run, run.recipe, None)
     atomic_files.write_json(run.folder / "facts.json", {**facts, "folder": "elsewhere"})
-    locate_data(run, run.recipe(), None)
-    assert run.facts().folder == facts["folder"]
+    run = RunFolder(run.folder)
+    locate_data(run, run.recipe, None)
+    assert run.facts.folder == facts["folder"]
 
 
 def test_another_task_file_than_the_trained_one_is_refused(tmp_path: Path) -> None:

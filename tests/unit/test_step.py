@@ -88,13 +88,13 @@ def replicas(
     **changes: Any,
 ) -> ReplicatedStrategy:
     chosen = plan(**{"processes": world.size, "micro_batch_tokens": 40, **changes})
-    return kind(made, make_optimizer(made, recipe, "cpu"), chosen, world, recipe.clip)
+    return kind(made, lambda model: make_optimizer(model, recipe, "cpu"), chosen, world, recipe.clip)
 
 
 def stepper(strategy: ReplicatedStrategy, recipe: Recipe = RECIPE) -> Stepper:
     noise = KeyedNoise(recipe.seed)
-    key_dropout(strategy.raw, noise)
-    strategy.raw.train()
+    key_dropout(strategy.unwrapped, noise)
+    strategy.unwrapped.train()
     return Stepper(Tiny(recipe, None), recipe, strategy.world, strategy, noise, "train")
 
 
@@ -116,7 +116,7 @@ def trained(
             found["votes"].append(result.sums.tolist()[len(result.names) :])
             found["norms"].append(float(result.norm))
             found["scale"].append(strategy.scale)
-        found["weights"] = {n: p.detach().clone() for n, p in strategy.raw.named_parameters()}
+        found["weights"] = {n: p.detach().clone() for n, p in strategy.unwrapped.named_parameters()}
         return {**found, "seen": getattr(strategy, "seen", None)}
 
     return part
@@ -133,13 +133,13 @@ class Counting(ReplicatedStrategy):
         self.seen: list[str] = []
 
     @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulate_gradients(self) -> Iterator[None]:
         self.seen.append("begin")
         yield
         self.seen.append("end")
 
     @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def forward_backward(self, last: bool) -> Iterator[None]:
         yield
         self.seen.append("last" if last else "one")
 
@@ -297,7 +297,7 @@ class ByRows(ReplicatedStrategy):
     def __init__(self, model: nn.Module, _: Any, plan: Any, world: Any, clip: float) -> None:
         lazy = [model.embedding.weight]
         recipe = Recipe(task="tiny", batch_size=16, lr=0.1, weight_decay=0.1)
-        super().__init__(model, make_optimizer(model, recipe, "cpu", lazy), plan, world, clip, lazy)
+        super().__init__(model, lambda m: make_optimizer(m, recipe, "cpu", lazy), plan, world, clip, lazy)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
@@ -365,7 +365,7 @@ def test_what_is_held_is_made_once_a_step_and_learns_the_same(
 
     once = together(1, trained(kind=Kept)).values[0]
     each = together(1, trained(kind=Counting)).values[0]  # whose backwards reduce: it holds nothing
-    assert [m.raw.hidden.times for m in made] == [3]
+    assert [m.unwrapped.hidden.times for m in made] == [3]
     assert once["norms"] == pytest.approx(each["norms"], rel=1e-5)
     for name, weight in each["weights"].items():
         torch.testing.assert_close(once["weights"][name], weight, rtol=1e-5, atol=1e-6)
@@ -377,7 +377,7 @@ def test_half_a_step_leaves_no_gradient_behind(together: Any, monkeypatch: pytes
         monkeypatch.setattr(Tiny, "loss", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             runner.backward(next(iter(BatchLoader(source(), np.arange, strategy.plan, 0).steps(8, 9))))
-        return strategy.raw.hidden.leaf, strategy.raw.hidden.weight.grad
+        return strategy.unwrapped.hidden.leaf, strategy.unwrapped.hidden.weight.grad
 
     assert together(1, part).values == [(None, None)]
 
@@ -417,11 +417,11 @@ def test_the_scale_doubles_after_enough_good_steps_and_is_saved(
         scales = [first._overflowed(torch.tensor(1.0)) or first.scale for _ in range(3)]
         first._overflowed(torch.tensor(torch.inf))
         assert first._overflowed(torch.tensor(1.0)) is False
-        saved: Any = Held(portable_state.collect_state(first.raw, first.optimizer))
-        again.put(saved, first.scaling())
-        fresh.put(saved, {})  # as a strategy without a scale saves it
+        saved: Any = Held(portable_state.collect_state(first.unwrapped, first.optimizer))
+        again.restore(saved, first.loss_scale())
+        fresh.restore(saved, {})  # as a strategy without a scale saves it
         other = replicas(world, model())
-        other.put(saved, first.scaling())
+        other.restore(saved, first.loss_scale())
         return [scales, again.scale, again.good_steps, fresh.scale, other.scale]
 
     # Doubled by the second good step, halved by the overflow; fp32 has no scale whatever was saved.
@@ -499,10 +499,44 @@ class Recurrent(nn.Module):
 def test_noise_of_the_models_own_is_noticed(kind: type[nn.Module], foreign: bool, together: Any) -> None:
     def part(world: Any) -> bool | None:
         runner = stepper(strategy := replicas(world, kind()))
-        assert runner.foreign_noise is None
+        assert runner.learnt.foreign_noise is None
         runner.backward(
             next(iter(BatchLoader(source(), lambda step: np.arange(8), strategy.plan, 0).steps(0, 1)))
         )
-        return runner.foreign_noise
+        return runner.learnt.foreign_noise
 
     assert together(1, part).values == [foreign]
+
+
+class Recording(Tiny):
+    """Records a vector beside its losses: per column, how many tokens there were."""
+
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        inside = torch.arange(20) < batch["length"][:, None]
+        step.record("tokens", inside.sum(0))
+        step.record("samples", torch.tensor(float(len(inside))))
+        return super().loss(model, batch, step)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_what_a_loss_records_is_summed_in_the_losses_reduction(size: int, together: Any) -> None:
+    models = {rank: model() for rank in range(size)}
+
+    def part(world: Any) -> list[dict[str, Any]]:
+        strategy = replicas(world, models[world.rank])
+        runner = Stepper(Recording(RECIPE, None), RECIPE, world, strategy, KeyedNoise(0), "train")
+        sampler = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
+        feed = BatchLoader(source(), sampler.batch, strategy.plan, world.rank)
+        results = [runner.run(loaded, 0.1, [1.0]) for loaded in feed.steps(0, 2)]
+        assert [r.sums.tolist()[-1] for r in results] == [size, size]  # the rank flag stands last
+        return [{name: value.tolist() for name, value in r.recorded.items()} for r in results]
+
+    outcome = together(size, part)
+    order = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
+    for found in outcome.values:
+        for step, recorded in enumerate(found):
+            lengths = source().lengths[order.batch(step)]
+            assert recorded["samples"] == len(lengths)
+            assert recorded["tokens"] == [int((lengths > column).sum()) for column in range(20)]
+    sums = [call for call in outcome.calls[0] if call[0] == "sum" and call[2] == torch.float64]
+    assert sums == [("sum", (2 + 21 + 1,), torch.float64)] * 2

@@ -37,9 +37,11 @@ ROOMS: dict[str, set[str]] = {
     "engine.noise": {"core", "engine.loading"},
     "engine.planning": {"core", "models", "engine.loading"},
     "engine.strategies": {"core", "engine.checkpointing", "engine.distributed"},
+    "engine.model_setup": {"core", "models", "engine.noise"},
     "engine.training": {
         *("core", "data", "models", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),
-        *("engine.noise", "engine.optimization", "engine.planning", "engine.runs", "engine.strategies"),
+        *("engine.model_setup", "engine.noise", "engine.optimization", "engine.planning", "engine.runs"),
+        "engine.strategies",
     },
     "engine.verification": {
         *("core", "data", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
+from isobatch.engine.noise.attention_functions import known_attention, register_attention
 from isobatch.engine.noise.keyed_attention import repeat_kv_heads
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 
@@ -105,19 +106,12 @@ class SamplePacking:
 
 def _route(model: Any, packing: SamplePacking) -> None:
     """Let a model's attention pass through `_attention`."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    kernel = model.config._attn_implementation or "sdpa"
-    functions: Any = AttentionInterface._global_mapping
-    masks: Any = AttentionMaskInterface._global_mapping
-    plain, mask = functions.get(kernel) or functions["sdpa"], masks.get(kernel, sdpa_mask)
+    plain, mask = known_attention(model.config._attn_implementation or "sdpa")
 
     def no_mask(*args: Any, **named: Any) -> Any:
         return None if SamplePacking.forwarding else mask(*args, **named)
 
-    AttentionInterface.register(NAME, _PackedAttention(plain))
-    AttentionMaskInterface.register(NAME, no_mask)
+    register_attention(NAME, _PackedAttention(plain), no_mask)
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.packing = packing

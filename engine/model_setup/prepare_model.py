@@ -1,0 +1,55 @@
+"""The model of a recipe, built on its device and set up as the plan says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from isobatch.core.errors import UserError
+from isobatch.core.strategies import traits_of
+from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
+from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.noise.keyed_noise import KeyedNoise
+
+if TYPE_CHECKING:
+    from isobatch.core.facts import Facts
+    from isobatch.core.plan import Plan
+    from isobatch.core.recipe import Recipe
+    from isobatch.models.base import Task
+
+
+def prepare_model(
+    task: Task, recipe: Recipe, facts: Facts, plan: Plan, device: torch.device
+) -> tuple[nn.Module, KeyedNoise | None]:
+    """The model with the recipe's initial weights, and the noise that its dropout draws from.
+
+    Raises UserError where the model computes statistics over a micro-batch.
+    """
+    torch.manual_seed(recipe.seed)
+    model = task.build_model(facts)
+    if not traits_of(plan.strategy).shards_weights:  # whose shards are taken to the device one by one
+        model = model.to(device)
+    choose_attention: Any = getattr(model, "set_attn_implementation", None)
+    if plan.attention != "sdpa" and choose_attention is not None:
+        choose_attention({"flash": "flash_attention_2"}.get(plan.attention, plan.attention))
+    _refuse_batch_statistics(model)
+    noise = KeyedNoise(recipe.seed) if recipe.noise == "keyed" else None
+    if noise is not None:
+        key_dropout(model, noise)
+    if plan.activation_checkpointing:
+        checkpoint_activations(model, keyed=noise is not None)
+    if plan.compile != "off":
+        model.compile(mode=None if plan.compile == "on" else plan.compile)
+    return model, noise
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    """Batch norm computes over a micro-batch, which the plan cuts as it likes."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UserError(
+                f"{name} is a {type(module).__name__}: its statistics follow the micro-batch, so no two"
+                " machines would learn the same; use GroupNorm or LayerNorm"
+            )

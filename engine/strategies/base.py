@@ -1,0 +1,140 @@
+"""The contract of a strategy: who holds what of the model, and how gradients become one update.
+
+A strategy is made for one phase by all ranks alike and closed at the phase's end. It is a subclass of
+`Strategy` in a file of its own, and an entry of `core.strategies.STRATEGIES`, whose traits everything else
+asks. One optimizer step calls, in this order:
+
+    with strategy.accumulate_gradients():
+        for every micro-batch:
+            with strategy.forward_backward(last):
+                loss = ...                     # through strategy.model
+                strategy.backward(loss)
+    norm = strategy.step_optimizer(rate)
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+from isobatch.core.strategies import traits_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from isobatch.core.plan import Plan
+    from isobatch.engine.checkpointing import portable_state
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+    from isobatch.engine.distributed.communicator import Communicator
+
+MakeOptimizer = Callable[["nn.Module"], "Optimizer"]
+
+
+class Strategy(ABC):
+    """How one rank holds a model while a phase trains it."""
+
+    model: nn.Module
+    """What computes a loss: the task's model, or what wraps it."""
+    unwrapped: nn.Module
+    """The task's model itself."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        plan: Plan,
+        world: Communicator,
+        clip: float,
+        sparse: Sequence[nn.Parameter] = (),
+    ) -> None:
+        """Take hold of `model`.
+
+        `make_optimizer` is called with the model whose parameters are to be stepped. `clip`: largest norm of
+        the whole gradient, 0 for none. `sparse`: embedding tables whose gradients and updates are of the rows
+        that were read; the planner gives them to strategies that shard nothing.
+        """
+
+    @property
+    def equal_counts(self) -> bool:
+        """Every rank must compute the same number of micro-batches, in training and evaluation."""
+        return False
+
+    @property
+    def computes_dummies(self) -> bool:
+        """A micro-batch of weight zero must be computed, for the collectives in its passes."""
+        return self.equal_counts
+
+    @property
+    def caches_transforms(self) -> bool:
+        """Gradients may gather on outputs of `CachedWeightTransform` modules until the last micro-batch."""
+        return False
+
+    @abstractmethod
+    def accumulate_gradients(self) -> AbstractContextManager[None]:
+        """Around all micro-batches of a step. Leaving it by an error must start no collective."""
+
+    @abstractmethod
+    def forward_backward(self, last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch; `last` says that no other follows in this step."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this micro-batch's share: over ranks and micro-batches shares are SUMMED."""
+
+    @abstractmethod
+    def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor | None:
+        """Reduce, clip and update at learning rate `rate`; gradients are then gone.
+
+        Returns the norm of the whole gradient before clipping (0-d, on the device), or None where fp16
+        overflowed and the step must be computed again. `observe` is called when gradients are whole, before
+        they are clipped; strategies that shard gradients do not call it.
+        """
+
+    @abstractmethod
+    def collect_state(self) -> portable_state.PortableState:
+        """This rank's share of all that training changes: weights, buffers, moments. No collectives."""
+
+    @abstractmethod
+    def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
+        """Load weights, buffers and moments from a checkpoint that any strategy and world wrote.
+
+        Raises TrainingError where names or shapes are not this model's.
+        """
+
+    @abstractmethod
+    def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
+        """Load weights and buffers alone.
+
+        `new_phase`: the checkpoint is the phase before's; parameters that train only now are not in it and
+        stay as they were built.
+        """
+
+    def loss_scale(self) -> dict[str, Any]:
+        """fp16's loss scale as JSON; nothing where there is none."""
+        return {}
+
+    def moments(self) -> portable_state.Moments:
+        """The optimizer's state by the names that parameters had when the phase began.
+
+        Only for strategies that shard nothing: a task that changes its model's shape needs them.
+        """
+        raise NotImplementedError
+
+    def load_moments(self, moments: portable_state.Moments, loss_scale: dict[str, Any]) -> None:
+        """Go on from another optimizer's `moments()` and `loss_scale()`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the model. Traits say whether it is destroyed by that (`ends_model`)."""
+        return
+
+
+def strategy_class(name: str) -> type[Strategy]:
+    """The class behind a strategy's name."""
+    module, _, found = traits_of(name).implementation.partition(":")
+    return cast("type[Strategy]", getattr(importlib.import_module(f"isobatch.{module}"), found))

@@ -1,0 +1,109 @@
+"""One phase while it trains: its strategy with a new optimizer, its stepper, its stream of batches."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isobatch.engine.loading.loader import BatchLoader, LoadedStep
+from isobatch.engine.optimization.optimizers import learning_rate, make_optimizer
+from isobatch.engine.strategies.base import strategy_class
+from isobatch.engine.training.train_step import Stepper, StepResult
+
+if TYPE_CHECKING:
+    from isobatch.engine.checkpointing import portable_state
+    from isobatch.engine.optimization.schedule import PhaseSchedule
+    from isobatch.engine.strategies.base import Strategy
+    from isobatch.engine.training.session import Session
+    from isobatch.models.base import Change
+
+
+class ActivePhase:
+    """Steps of a phase. `Session.phase` makes it and ends it."""
+
+    def __init__(self, session: Session, schedule: PhaseSchedule) -> None:
+        self.session, self.schedule = session, schedule
+        self.strategy = self._make_strategy()
+        self.stepper = self._make_stepper()
+
+    def batches(self, start: int, stop: int) -> Iterator[LoadedStep]:
+        """Steps start..stop-1 with this rank's batches, loaded ahead."""
+        session = self.session
+        loader = BatchLoader(
+            session.splits["train"],
+            session.sampler.batch,
+            session.plan,
+            session.world.rank,
+            session.task.cohort,
+            self.strategy.equal_counts,
+        )
+        return loader.steps(start, stop)
+
+    def learning_rate(self, step: int) -> float:
+        schedule = self.schedule
+        return learning_rate(self.session.recipe, schedule.lr, step, schedule.steps, schedule.steps_per_epoch)
+
+    def step(self, loaded: LoadedStep, rank_flags: Sequence[float] = ()) -> StepResult:
+        """A whole optimizer step, and what the task makes of it."""
+        number = loaded.work.step
+        result = self.stepper.run(loaded, self.learning_rate(number), list(rank_flags))
+        context = self.stepper.step_context(number, result.recorded)
+        result.change = self.session.task.after_step(self.session.model, context)
+        if result.change is not None and result.change.keep:
+            self._rebuild_optimizer(result.change)
+        return result
+
+    def _make_strategy(self) -> Strategy:
+        session = self.session
+        sparse = list(session.task.sparse_parameters(session.model))
+        return strategy_class(session.plan.strategy)(
+            session.model,
+            lambda model: make_optimizer(model, session.recipe, session.plan.device, sparse),
+            session.plan,
+            session.world,
+            session.recipe.clip,
+            sparse,
+        )
+
+    def _make_stepper(self) -> Stepper:
+        session = self.session
+        return Stepper(
+            session.task,
+            session.recipe,
+            session.world,
+            self.strategy,
+            session.noise,
+            self.schedule.name,
+            self.schedule.steps,
+            session.packing,
+        )
+
+    def _rebuild_optimizer(self, change: Change) -> None:
+        """The task has cut its model: a new optimizer for what is left, with the moments cut alike."""
+        moments, loss_scale = self.strategy.moments(), self.strategy.loss_scale()
+        known = self.stepper.learnt
+        del self.strategy, self.stepper
+        if self.session.world.size > 1:
+            gc.collect()  # DDP's hooks go with the old strategy
+        self.strategy = self._make_strategy()
+        self.strategy.load_moments(cut_moments(moments, change.keep), loss_scale)
+        self.stepper = self._make_stepper()
+        self.stepper.learnt = known
+
+
+def cut_moments(
+    moments: portable_state.Moments, keep: Mapping[str, Sequence[tuple[int, torch.Tensor]]]
+) -> portable_state.Moments:
+    """The moments of parameters that were cut; what has no dimensions, such as a count of steps, stays."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, state in moments.items():
+        found[name] = dict(state)
+        for kind, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                for dimension, indices in keep.get(name, ()):
+                    value = value.index_select(dimension, indices.to(value.device))
+                found[name][kind] = value
+    return found

@@ -1,0 +1,238 @@
+"""The training loop. One for every workload: a workload is a loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isobatch.core.clock import now
+from isobatch.core.errors import TrainingError
+from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.loading.sampler import extend_chain
+from isobatch.engine.optimization.early_stopping import EarlyStopping
+from isobatch.engine.optimization.schedule import SaveTimer
+from isobatch.engine.runs.summary import Progress
+from isobatch.engine.training.step_metrics import gpu_reading, memory_bytes, step_row
+
+if TYPE_CHECKING:
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+    from isobatch.engine.training.active_phase import ActivePhase
+    from isobatch.engine.training.train_step import StepResult
+    from isobatch.engine.training.trainer import Trainer
+
+VERSIONED = ("torch", "accelerate", "transformers")
+
+
+class PhaseLoop:
+    """Trains one phase: steps, evaluations, checkpoints, an early end."""
+
+    def __init__(self, trainer: Trainer, phase: ActivePhase) -> None:
+        self.trainer, self.phase, self.schedule = trainer, phase, phase.schedule
+        self.session, self.world = trainer.session, trainer.world
+        self.early_stopping = EarlyStopping(
+            trainer.task.monitor[1],
+            trainer.recipe.patience if self.schedule.judged else 0,
+            trainer.recipe.min_delta,
+        )
+        self.save_timer = SaveTimer(trainer.options.save_every, self.schedule.steps_per_epoch, now())
+        self.saved_step = -1
+        self.step_began = now()
+        self.noise_checked = False
+        trainer.progress = trainer.progress.next(self.schedule.name)
+
+    @property
+    def progress(self) -> Progress:
+        return self.trainer.progress
+
+    def continue_from(self, saved: SavedCheckpoint) -> None:
+        """Go on where a checkpoint of this phase was saved."""
+        trainer = self.trainer
+        trainer.progress = Progress(**saved.state["progress"])
+        self.early_stopping = EarlyStopping(**saved.state["judge"])
+        self.saved_step = self.progress.step
+        trainer.resumed_from = saved.folder.name
+        trainer.log.truncate_after(self.session.phases, self.progress.phase, self.progress.step)
+        trainer.console.say(f"resumed from {trainer.resumed_from}: {self.progress.samples:,} samples seen")
+
+    def run(self) -> None:
+        """Steps until the phase ends. A step's figures are read while the next one runs: nothing waits."""
+        schedule, start = self.schedule, self.progress.step
+        self.trainer.console.start_phase(schedule.name, start, schedule.steps)
+        self.step_began = now()
+        pending: StepResult | None = None
+        last = start if self.early_stopping.should_stop else schedule.steps
+        for loaded in self.phase.batches(start, last):
+            result = self.phase.step(loaded, self._rank_flags())
+            result.seconds, self.step_began = now() - self.step_began, now()
+            asked, pending = self._read_figures(pending), result
+            if asked or self._something_is_due(loaded.work.step + 1):
+                asked |= self._read_figures(pending)
+                pending = None
+                if self._evaluate_save_stop(asked):
+                    break
+        self._read_figures(pending)
+        if self.saved_step != self.progress.step:
+            self._save()
+        self.trainer.writer.wait()
+        self.trainer.console.end_phase()
+
+    def checkpoint_folder(self, step: int) -> Path:
+        """Where the checkpoint of a step of this phase lies."""
+        return self.trainer.run.checkpoints / checkpoint.checkpoint_name(self.schedule.name, step)
+
+    def earlier_best_step(self) -> int | None:
+        """The step of the best checkpoint, where early stopping looks for it and it is not the last."""
+        best = self.early_stopping.best_step
+        return best if self.early_stopping.patience and best not in (0, self.progress.step) else None
+
+    def _something_is_due(self, step: int) -> bool:
+        return self._evaluation_is_due(step) or self.save_timer.due_at(step)
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        """The end of training is measured anyway, unless the best checkpoint is looked for."""
+        if step == self.schedule.steps:
+            return self.early_stopping.patience > 0
+        return step % self.schedule.eval_every == 0
+
+    def _rank_flags(self) -> list[float]:
+        """This rank's wish to stop and to save (rank 0's clock), and how its checkpoint stands: summed over
+        ranks beside the step's losses."""
+        save = self.world.is_main and self.save_timer.due_by(now())
+        return [float(self.trainer.stop.requested), float(save), *self.trainer.writer.rank_flags()]
+
+    def _evaluate_save_stop(self, asked: set[str]) -> bool:
+        """Between two steps, when all figures are read; True ends the phase early."""
+        step, began = self.progress.step, now()
+        enough = self._evaluation_is_due(step) and self._evaluate()
+        if asked or enough or self.save_timer.due_at(step):
+            self._save()
+        if "stop" in asked:
+            self.trainer.stop_now()
+        self.step_began += now() - began
+        return enough
+
+    def _read_figures(self, result: StepResult | None) -> set[str]:
+        """Read a step's figures, count and log them; returns what the ranks asked for."""
+        if result is None:
+            return set()
+        with self.world.waiting_for("the step's figures"):
+            values, norm = result.sums.tolist(), float(result.norm)
+        losses = dict(zip(result.names, values, strict=False))
+        self._refuse_nonfinite(sum(losses.values()), norm, result.loaded.work.step)
+        if self.trainer.first_step_at is None:
+            self.trainer.first_step_at = time.time()
+        if not self.noise_checked:
+            self.noise_checked = True
+            self._note_foreign_noise()
+        self._count(result)
+        self._log(result, losses, norm, values)
+        if result.change is not None:
+            self._decide("change of the model", **result.change.facts)
+        stop, save, written, failed = values[-4:]
+        self.trainer.writer.complete_if_written(written, failed)
+        return {name for name, ranks in (("stop", stop), ("save", save)) if ranks}
+
+    def _note_foreign_noise(self) -> None:
+        """A model with noise of its own (a GRU's dropout, say) learns the same only in distribution."""
+        seen = any(self.world.all_gather_objects(self.phase.stepper.learnt.foreign_noise))
+        plan = self.session.plan
+        if seen and plan.invariance == "exact":
+            reason = "this model draws noise of its own, from torch's generators, which the cut changes"
+            self.session.replan(
+                dataclasses.replace(plan, invariance="noise", reasons={**plan.reasons, "invariance": reason})
+            )
+            self.trainer.console.say(f"invariance is noise, not exact: {reason}")
+
+    def _count(self, result: StepResult) -> None:
+        work, progress = result.loaded.work, self.progress
+        progress.step = work.step + 1
+        progress.chain = extend_chain(progress.chain, work.samples)
+        progress.samples += len(work.samples)
+        progress.tokens += work.tokens
+        progress.train_seconds += result.seconds
+        progress.waited_seconds += result.loaded.wait_seconds
+        progress.padding += work.padding
+
+    def _refuse_nonfinite(self, loss: float, norm: float, step: int) -> None:
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise TrainingError(
+                    f"the {what} became {value} at step {step + 1} of {self.progress.phase}: lower --lr,"
+                    " lengthen --warmup, or find the operation with --anomaly; checkpoints are from before"
+                )
+
+    def _log(self, result: StepResult, losses: dict[str, float], norm: float, values: list[float]) -> None:
+        trainer, progress, schedule = self.trainer, self.progress, self.schedule
+        trainer.peak_memory = max(trainer.peak_memory, memory_bytes(self.world.device))
+        row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
+        if result.recorded:
+            row |= trainer.task.step_figures(_on_host(result, values))
+        row |= {"memory_bytes": trainer.peak_memory, **gpu_reading(self.world.device)}
+        trainer.log.log_step(row, result.loaded.work.samples)
+        if trainer.options.tracker != "none":
+            self.world.accelerator.log(
+                {k: v for k, v in row.items() if isinstance(v, float)}, step=row["step"]
+            )
+        average = (progress.train_seconds - progress.seconds_before) / progress.step
+        trainer.console.show_step(row, schedule.steps, (schedule.steps - progress.step) * average)
+
+    def _evaluate(self) -> bool:
+        """Evaluate on the validation split; whether to stop early."""
+        if "valid" not in self.session.splits:
+            return False
+        name, _ = self.trainer.task.monitor
+        stopping, step = self.early_stopping, self.progress.step
+        metrics = self.trainer.measure("valid", self.trainer.recipe.eval_fraction, step)
+        if stopping.update(metrics[name], step) and stopping.patience:
+            self._decide("best checkpoint", metric=name, value=stopping.best)
+            self._save()
+        if stopping.should_stop:
+            why = f"{name} has not improved for {stopping.waited} evaluations"
+            self._decide("early stop", reason=why, best_step=stopping.best_step)
+            self.trainer.console.say(f"stopped early at step {step}: {why}")
+        return stopping.should_stop
+
+    def _decide(self, decision: str, **facts: Any) -> None:
+        row = {"phase": self.progress.phase, "step": self.progress.step, "decision": decision}
+        self.trainer.log.log_decision({**row, **facts})
+
+    def _save(self) -> None:
+        if self.saved_step == self.progress.step and not self.early_stopping.should_stop:
+            return
+        trainer, strategy = self.trainer, self.phase.strategy
+        trainer.log.flush_skipped()
+        state = {
+            "progress": self.progress.to_dict(),
+            "judge": self.early_stopping.to_dict(),
+            "scaling": strategy.loss_scale(),
+            "recipe_hash": trainer.recipe.hash(),
+            "fingerprint": self.session.facts.fingerprint,
+            "world_size": self.world.size,
+            "strategy": self.session.plan.strategy,
+            "versions": {n: importlib.metadata.version(n) for n in VERSIONED},
+        }
+        trainer.writer.start(self.checkpoint_folder(self.progress.step), strategy.collect_state(), state)
+        trainer.spared = self.best_checkpoint()
+        self.saved_step = self.progress.step
+        self.save_timer.reset(now())
+
+    def best_checkpoint(self) -> set[str]:
+        """The name of the best checkpoint so far, where one is looked for."""
+        if not self.early_stopping.patience:
+            return set()
+        return {checkpoint.checkpoint_name(self.schedule.name, self.early_stopping.best_step)}
+
+
+def _on_host(result: StepResult, values: list[float]) -> dict[str, np.ndarray]:
+    """What loss() recorded, from the figures that were read."""
+    found, place = {}, len(result.names)
+    for name, value in result.recorded.items():
+        found[name] = np.array(values[place : place + value.numel()]).reshape(tuple(value.shape))
+        place += value.numel()
+    return found
