@@ -1,1 +1,1 @@
-"""One file per kind of data. Knows arrays, never the engine."""
+"""Data: readers, tokenizers, and the kinds of data that tasks train on. It imports nothing of the engine."""

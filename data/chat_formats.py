@@ -1,4 +1,4 @@
-"""Rows that hold conversations: Alpaca's columns, or chats as messages. Each becomes a list of messages."""
+"""Chat formats: rows with Alpaca's columns, or with a list of messages, parsed into messages."""
 
 from __future__ import annotations
 
@@ -6,99 +6,109 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isobatch.core.errors import UserError
-from isobatch.data.readers import nearest
+from isobatch.data.readers import did_you_mean
 
 Message = dict[str, str]
-"""`role` and `content`, as chat templates read them; of Alpaca's rows also `input`."""
+"""`role` and `content`, as chat templates read them; a user's message of an Alpaca row has `input` too."""
 
 ROLES = ("system", "user", "assistant")
-ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-ALIASES |= {"model": "assistant", "developer": "system"}
-ALPACA = ("instruction", "output")
-CHATS = ("messages", "conversations")
+ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+ROLE_ALIASES |= {"model": "assistant", "developer": "system"}
+ALPACA_COLUMNS = ("instruction", "output")
+CHAT_COLUMNS = ("messages", "conversations")
 
 
-class LeftOut(Exception):
-    """A row without anything to learn: counted, not an error."""
+class SkippedRowError(Exception):
+    """A row has nothing to learn from. The reader counts it, with this reason, and goes on."""
 
 
-def form_of(columns: Sequence[str]) -> str | None:
-    """`messages`, `conversations` or `instruction`: the column that marks the rows; None for plain text.
+def detect_chat_format(columns: Sequence[str]) -> str | None:
+    """The column that marks the format: `messages`, `conversations` or `instruction`; None for plain text.
 
-    Beside a `text` column Alpaca's other column must be there too.
+    One of Alpaca's two columns is enough, but where there is a `text` column both are needed.
     """
-    chats = [name for name in CHATS if name in columns]
+    chats = [name for name in CHAT_COLUMNS if name in columns]
     if chats:
         return chats[0]
-    alpaca = [name for name in ALPACA if name in columns]
+    alpaca = [name for name in ALPACA_COLUMNS if name in columns]
     return "instruction" if len(alpaca) == 2 or (alpaca and "text" not in columns) else None
 
 
-def messages_of(row: Mapping[str, Any], where: str, form: str) -> list[Message]:
-    """A row's conversation. UserError for rows that cannot be; LeftOut for those without an answer."""
-    messages = _alpaca(row, where) if form == "instruction" else _chat(row, form, where)
+def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list[Message]:
+    """The messages of a row. `where` names the row in errors.
+
+    Raises UserError for a row of another shape, SkippedRowError for one without an answer.
+    """
+    messages = (
+        _parse_alpaca(row, where) if chat_format == "instruction" else _parse_chat(row, chat_format, where)
+    )
     require_answers(messages)
     return messages
 
 
 def require_answers(messages: Sequence[Message]) -> None:
-    """Raise LeftOut where an answer is missing or empty."""
+    """Raise SkippedRowError where no message is the assistant's, or one of those is empty."""
     answers = [m["content"] for m in messages if m["role"] == "assistant"]
     if not answers:
-        raise LeftOut("no answer")
+        raise SkippedRowError("no answer")
     if not all(answer.strip() for answer in answers):
-        raise LeftOut("an empty answer")
+        raise SkippedRowError("an empty answer")
 
 
-def _alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
-    fields = {name: _text(row, name, where) for name in ALPACA}
-    given = _text(row, "input", where) if "input" in row else ""
+def _parse_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
+    fields = {name: _text_field(row, name, where) for name in ALPACA_COLUMNS}
+    given = _text_field(row, "input", where) if "input" in row else ""
     if not fields["output"].strip():
-        raise LeftOut("an empty answer")
+        raise SkippedRowError("an empty answer")
     if not (fields["instruction"] + given).strip():
-        raise LeftOut("an empty instruction")
+        raise SkippedRowError("an empty instruction")
     asked = {"role": "user", "content": fields["instruction"], "input": given if given.strip() else ""}
     return [asked, {"role": "assistant", "content": fields["output"]}]
 
 
-def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+def _text_field(row: Mapping[str, Any], name: str, where: str) -> str:
     if name not in row:
-        raise UserError(f"{where}: has no {name}{nearest(name, list(row))}; it has: {_names(row)}")
+        raise UserError(f"{where}: has no {name}{did_you_mean(name, list(row))}; it has: {_key_names(row)}")
     text = row[name]
     if not isinstance(text, str | None):
         raise UserError(f"{where}: {name} holds {type(text).__name__}, not text")
     return text or ""
 
 
-def _names(row: Mapping[str, Any]) -> str:
+def _key_names(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, list(row)[:20])) or "nothing"
 
 
-def _chat(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
+def _parse_chat(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
     if column not in row:
-        raise UserError(f"{where}: has no {column}{nearest(column, list(row))}; it has: {_names(row)}")
+        raise UserError(
+            f"{where}: has no {column}{did_you_mean(column, list(row))}; it has: {_key_names(row)}"
+        )
     turns = row[column]
-    if isinstance(turns, Mapping):  # how `datasets` gives a sequence of objects
+    if isinstance(turns, Mapping):  # `datasets` gives a list of objects as an object of lists
         turns = [dict(zip(turns, values, strict=True)) for values in zip(*turns.values(), strict=True)]
     if not isinstance(turns, list | None):
         raise UserError(f"{where}: {column} holds {type(turns).__name__}, not a list of messages")
-    return [_message(turn, f"{where}: message {number}") for number, turn in enumerate(turns or [], 1)]
+    return [_parse_message(turn, f"{where}: message {number}") for number, turn in enumerate(turns or [], 1)]
 
 
-def _message(turn: Any, where: str) -> Message:
+def _parse_message(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping):
         raise UserError(f'{where} is {type(turn).__name__}, not an object with "role" and "content"')
-    role, content = _either(turn, "role", "from", where), _either(turn, "content", "value", where)
-    if (known := ALIASES.get(role.lower(), role.lower())) not in ROLES:
-        names = [*ROLES, *ALIASES]
-        raise UserError(f"{where} is by {role!r}{nearest(role, names)}: a role is one of {', '.join(ROLES)}")
+    role, content = _string_field(turn, "role", "from", where), _string_field(turn, "content", "value", where)
+    if (known := ROLE_ALIASES.get(role.lower(), role.lower())) not in ROLES:
+        names = [*ROLES, *ROLE_ALIASES]
+        raise UserError(
+            f"{where} is by {role!r}{did_you_mean(role, names)}: a role is one of {', '.join(ROLES)}"
+        )
     return {"role": known, "content": content}
 
 
-def _either(turn: Mapping[str, Any], name: str, other: str, where: str) -> str:
+def _string_field(turn: Mapping[str, Any], name: str, other: str, where: str) -> str:
+    """The text under `name`, or under `other` as ShareGPT calls it."""
     found = turn.get(name) if turn.get(name) is not None else turn.get(other)
     if found is None:
-        raise UserError(f"{where} has no {name} (or {other}); it has: {_names(turn)}")
+        raise UserError(f"{where} has no {name} (or {other}); it has: {_key_names(turn)}")
     if not isinstance(found, str):
         raise UserError(f"{where}: {name} holds {type(found).__name__}, not text")
     return found

@@ -1,45 +1,55 @@
-"""Where a corpus comes from: files, the hub, or the demo. Each answers with texts, or rows, per split."""
+"""Corpora: the texts, or the rows, of each split, from files, a hub data set, or the demo."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.data import hub, readers
-from isobatch.data.readers import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from isobatch.data.readers import LocatedRows
 
 DEMO = "demo"
 DEMO_PACKAGES = ("email", "http", "json", "logging", "urllib")
 DEMO_LARGEST_FILE = 32_000
-HELD_OUT = "there is no validation split: the last 5 % of the training text is it"
+HELD_OUT_NOTE = "there is no validation split: the last 5 % of the training text is it"
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Texts per split, readable again and again. A stream is one text in pieces; otherwise documents."""
+    """The texts of each split."""
 
     splits: Mapping[str, Callable[[], Iterable[str]]]
+    """Split -> a function that reads its texts from the beginning, at every call."""
     is_stream: bool = False
+    """Whether the texts are chunks of one text; otherwise each is a document."""
     notes: tuple[str, ...] = ()
+    """What the user should know, one line each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Rows per split, readable again and again."""
+class RowCorpus:
+    """The rows of each split."""
 
-    splits: Mapping[str, Callable[[], Rows]]
+    splits: Mapping[str, Callable[[], LocatedRows]]
+    """Split -> a function that reads its rows from the beginning, at every call."""
     columns: tuple[str, ...]
     """The names of the training rows' columns."""
     notes: tuple[str, ...] = ()
 
 
 def demo_files() -> list[Path]:
-    """Source files of the running interpreter's standard library, about 2 MB, in a fixed order."""
+    """Source files of the running Python's standard library, about 2 MB, in a fixed order.
+
+    Raises UserError where Python has no source files.
+    """
     library = Path(os.__file__).parent
     folders = [library, *(library / name for name in DEMO_PACKAGES)]
     files = [f for folder in folders for f in sorted(folder.glob("*.py"))]
@@ -49,55 +59,68 @@ def demo_files() -> list[Path]:
     return small
 
 
-def demo() -> Corpus:
-    """Every tenth file is for validation."""
+def demo_corpus() -> Corpus:
+    """The demo: each file of `demo_files` is a document; every tenth is validation."""
     files = demo_files()
     valid = files[9::10]
     train = [f for f in files if f not in valid]
-    return Corpus({"train": partial(_whole, train), "valid": partial(_whole, valid)})
+    return Corpus({"train": partial(_read_files, train), "valid": partial(_read_files, valid)})
 
 
-def _whole(files: list[Path]) -> Iterator[str]:
+def _read_files(files: list[Path]) -> Iterator[str]:
     return (f.read_text(encoding="utf-8") for f in files)
 
 
-def of_files(parts: dict[str, readers.Part], column: str) -> Corpus:
-    """A corpus of files found by `readers.find`."""
-    parts, notes = _with_valid(parts)
-    splits = {split: partial(readers.texts, part, column) for split, part in parts.items()}
-    return Corpus(splits, parts["train"].is_stream, notes)
+def corpus_from_files(files: dict[str, readers.SplitFiles], column: str) -> Corpus:
+    """The texts in `column` of files that `readers.find_splits` found; of a txt file, all its text."""
+    files, notes = _with_validation(files)
+    splits = {split: partial(readers.read_texts, part, column) for split, part in files.items()}
+    return Corpus(splits, files["train"].is_stream, notes)
 
 
-def table_of_files(parts: dict[str, readers.Part]) -> Table:
-    """The rows of files found by `readers.find`."""
-    columns = tuple(readers.columns(parts["train"]))
-    parts, notes = _with_valid(parts)
-    return Table({split: partial(readers.rows, part) for split, part in parts.items()}, columns, notes)
+def rows_from_files(files: dict[str, readers.SplitFiles]) -> RowCorpus:
+    """The rows of files that `readers.find_splits` found."""
+    columns = tuple(readers.column_names(files["train"]))
+    files, notes = _with_validation(files)
+    return RowCorpus(
+        {split: partial(readers.read_rows, part) for split, part in files.items()}, columns, notes
+    )
 
 
-def _with_valid(parts: dict[str, readers.Part]) -> tuple[dict[str, readers.Part], tuple[str, ...]]:
-    if "valid" in parts:
-        return parts, ()
-    train, valid = readers.hold_out(parts["train"])
-    return {**parts, "train": train, "valid": valid}, (HELD_OUT,)
+def _with_validation(
+    files: dict[str, readers.SplitFiles],
+) -> tuple[dict[str, readers.SplitFiles], tuple[str, ...]]:
+    """The files with a validation split, and a note where it was taken from the training data."""
+    if "valid" in files:
+        return files, ()
+    train, valid = readers.hold_out(files["train"])
+    return {**files, "train": train, "valid": valid}, (HELD_OUT_NOTE,)
 
 
-def of_hub(name: str, config: str | None, column: str) -> Corpus:
-    """A hub data set with a text column, fetched through `datasets` or opened from its cache."""
-    splits, notes = _hub_splits(name, config)
+def corpus_from_hub(name: str, config: str | None, column: str) -> Corpus:
+    """The texts in `column` of a hub data set.
+
+    Raises UserError where it has no such column or no train split.
+    """
+    splits, notes = _load_hub_splits(name, config)
     if column not in (names := splits["train"].column_names):
         raise UserError(f"--text-column {column}: {name} has no such column; it has: {', '.join(names)}")
-    return Corpus({split: partial(_column, rows, column) for split, rows in splits.items()}, notes=notes)
+    return Corpus(
+        {split: partial(_column_texts, rows, column) for split, rows in splits.items()}, notes=notes
+    )
 
 
-def table_of_hub(name: str, config: str | None) -> Table:
-    """The rows of a hub data set."""
-    splits, notes = _hub_splits(name, config)
-    rows: dict[str, Callable[[], Rows]] = {k: partial(named_rows, name, found) for k, found in splits.items()}
-    return Table(rows, tuple(splits["train"].column_names), notes)
+def rows_from_hub(name: str, config: str | None) -> RowCorpus:
+    """The rows of a hub data set. Raises UserError where it has no train split."""
+    splits, notes = _load_hub_splits(name, config)
+    rows: dict[str, Callable[[], LocatedRows]] = {
+        k: partial(read_hub_rows, name, found) for k, found in splits.items()
+    }
+    return RowCorpus(rows, tuple(splits["train"].column_names), notes)
 
 
-def _hub_splits(name: str, config: str | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _load_hub_splits(name: str, config: str | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Split -> `datasets.Dataset`, always with a validation split, and notes for the user."""
     found = hub.load_dataset(name, config)
     splits = {readers.SPLITS[split]: rows for split, rows in found.items() if split in readers.SPLITS}
     if "train" not in splits:
@@ -105,13 +128,13 @@ def _hub_splits(name: str, config: str | None) -> tuple[dict[str, Any], tuple[st
     if "valid" in splits:
         return splits, ()
     rows = splits["train"]
-    border = len(rows) - max(1, len(rows) // readers.HELD_OUT)
+    border = len(rows) - max(1, len(rows) // readers.VALIDATION_ONE_IN)
     splits["train"], splits["valid"] = rows.select(range(border)), rows.select(range(border, len(rows)))
-    return splits, (HELD_OUT,)
+    return splits, (HELD_OUT_NOTE,)
 
 
-def named_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rows with their classes' names in place of numbers, where the data set says them."""
+def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(where, row) of a split's rows; class labels are given by name, as far as the data set has names."""
     classes = {k: f.names for k, f in rows.features.items() if hasattr(f, "names")}
     for number, row in enumerate(rows):
         named = {
@@ -120,6 +143,6 @@ def named_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"{name} row {number}", {**row, **named}
 
 
-def _column(rows: Any, column: str) -> Iterator[str]:
+def _column_texts(rows: Any, column: str) -> Iterator[str]:
     for batch in rows.select_columns([column]).iter(batch_size=1000):
         yield from (text for text in batch[column] if text and text.strip())

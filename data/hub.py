@@ -1,4 +1,4 @@
-"""Data sets of the hub: in the cache, or to be had."""
+"""Hub data sets: whether one can be had, and loading it through the library `datasets`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from isobatch.core.errors import UserError
 
 
 def require_dataset(name: str) -> None:
-    """Raise unless the data set called `name` is in a cache or the hub answers."""
-    close = _nearby(Path(name).expanduser())
+    """Raise UserError unless the data set `name` is in a cache, or the hub can be reached."""
+    close = _similar_path(Path(name).expanduser())
     if not hub_cache.is_id(name):
         raise UserError(f"--data {name}: there is no such file or folder{close}")
     if not is_cached_dataset(name) and not hub_cache.is_reachable():
@@ -25,19 +25,25 @@ def require_dataset(name: str) -> None:
 
 
 def is_cached_dataset(name: str) -> bool:
-    arrow = Path(os.environ.get("HF_DATASETS_CACHE", hub_cache.cache_home() / "datasets")).expanduser()
-    prepared = arrow / name.replace("/", "___").lower()
+    """Whether the data set lies in the cache of `datasets`, or its repository in the hub's cache."""
+    datasets_cache = Path(
+        os.environ.get("HF_DATASETS_CACHE", hub_cache.cache_home() / "datasets")
+    ).expanduser()
+    prepared = datasets_cache / name.replace("/", "___").lower()
     return prepared.is_dir() or hub_cache.snapshot("datasets", name) is not None
 
 
-def _nearby(path: Path) -> str:
+def _similar_path(path: Path) -> str:
     names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     return f" (did you mean {path.parent / close[0]}?)" if close else ""
 
 
 def load_dataset(name: str, config: str | None) -> Any:
-    """Splits by name. Without the hub: from the cached repository, or what `datasets` prepared before."""
+    """Split -> `datasets.Dataset`. Without a network it comes from the caches.
+
+    Raises UserError with one line where it cannot be had.
+    """
     try:
         import datasets
         import huggingface_hub.constants
@@ -46,9 +52,9 @@ def load_dataset(name: str, config: str | None) -> Any:
     folder = None
     if not hub_cache.is_reachable():
         folder = hub_cache.snapshot("datasets", name)
-        # Else every file is asked for over the network, with retries, before the cache is looked at.
+        # Otherwise `datasets` asks for every file over the network, with retries, before it uses the cache.
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         return datasets.load_dataset(str(folder or name), config)
-    except Exception as error:  # network, missing configuration, gated: all are one line to the user
+    except Exception as error:  # network, missing configuration, gated: each becomes one line for the user
         raise UserError(f"--data {name}: {str(error).splitlines()[0]}") from None

@@ -1,4 +1,4 @@
-"""Labelled texts, or pairs of texts, as token ids with special tokens and a class each."""
+"""Labelled texts: single texts or pairs, as token ids with special tokens, and the class of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,21 +16,24 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import hub, readers, tokenizers
 from isobatch.data.base import Column, Columns, Ragged, save
-from isobatch.data.corpora import DEMO, DEMO_PACKAGES, named_rows
-from isobatch.data.readers import Rows
-from isobatch.data.tokenized import Tokenized
+from isobatch.data.corpora import DEMO, DEMO_PACKAGES, read_hub_rows
+from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
     from tokenizers import Tokenizer
 
-TEXTS = ("sentence", "text", "sentence1", "premise", "question1", "question")
-"""Usual names of a text column; the first that is there is taken."""
-PAIRS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
-LABELS = ("label", "labels", "class", "category", "target")
-WITHHELD = (None, "-1")
-"""What GLUE's test splits have in place of labels."""
-MOST_CLASSES = 1000
-LONGEST_TEXT = 1_000_000
+    from isobatch.data.readers import LocatedRows
+
+TEXT_COLUMNS = ("sentence", "text", "sentence1", "premise", "question1", "question")
+"""Usual names of a text column; the first that the data has is taken."""
+PAIR_COLUMNS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
+LABEL_COLUMNS = ("label", "labels", "class", "category", "target")
+WITHHELD_LABELS = (None, "-1")
+"""Labels that mean none, as in GLUE's test splits."""
+MAX_CLASSES = 1000
+MAX_TEXT_CHARACTERS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,101 +53,101 @@ class LabelledOptions:
 
 
 class Example(NamedTuple):
-    """One row: a text, perhaps a second one, its class as written (None where a row has none)."""
+    """One labelled text or pair of texts."""
 
     where: str
+    """Its file and line, for error messages."""
     text: str
     pair: str | None
+    """The second text of a pair."""
     label: str | None
+    """The class as written; None where the row has none."""
 
 
-Splits = Mapping[str, Callable[[], Rows]]
-
-
-class Names(NamedTuple):
-    """The columns to read."""
+class ColumnNames(NamedTuple):
+    """The columns to read; `pair` is None for single texts."""
 
     text: str
     pair: str | None
     label: str
 
 
-class Labelled(Tokenized):
+class Labelled(TokenizedData):
     """Labelled texts from a folder, a file, a hub id, or the demo.
 
     Columns: `tokens` (n, up to max_length) with the tokenizer's special tokens, `types` of the same shape
     for pairs (0 for the first text, 1 for the second), and `label` (n,) int64, the number of the class.
-    The demo: which package of Python's own standard library a function comes from.
+    The demo classifies functions of Python's standard library by the package they come from.
     """
 
     Options: ClassVar[type] = LabelledOptions
     version: ClassVar[int] = 2
     cache_name: ClassVar[str] = "data.labelled.Labelled"
-    demo_vocabulary: ClassVar[int] = 2048
+    demo_vocabulary_size: ClassVar[int] = 2048
 
     def check(self) -> None:
         size = self.options.vocab_size
         if size is not None and size < 300:
             raise UserError(f"--vocab-size {size}: must be at least 300: characters and special tokens")
-        self._place()
-        path = self._path()
+        self._tokenizer_source()
+        path = self._data_path()
         if path is not None:
-            for part in readers.find(path, self.recipe.format).values():
+            for part in readers.find_splits(path, self.recipe.format).values():
                 if part.is_stream:
                     raise UserError(
                         f"--data {path}: a .txt file has no labels: give tsv, csv, jsonl, json or parquet"
                     )
-            self._names(readers.columns(readers.find(path, self.recipe.format)["train"]))
+            self._find_columns(readers.column_names(readers.find_splits(path, self.recipe.format)["train"]))
         elif self.recipe.data != DEMO:
             hub.require_dataset(self.recipe.data)
 
-    def _names(self, there: Sequence[str]) -> Names:
-        """The columns among those there are: the ones asked for, else the first of the usual names."""
+    def _find_columns(self, available: Sequence[str]) -> ColumnNames:
         options = self.options
-        return find_names(
-            self.recipe.data, there, options.text_column, options.pair_column, options.label_column
+        return find_columns(
+            self.recipe.data, available, options.text_column, options.pair_column, options.label_column
         )
 
     def identity(self) -> dict[str, Any]:
         return {
-            "data": self._content(),
+            "data": self._content_identity(),
             "format": self.recipe.format,
-            "tokenizer": self._place().identity(),
+            "tokenizer": self._tokenizer_source().identity(),
             "max_length": self.recipe.max_length,
             "columns": [self.options.text_column, self.options.pair_column, self.options.label_column],
             "vocab_size": self._vocabulary_size(),
         }
 
-    def _content(self) -> Any:
+    def _content_identity(self) -> Any:
         if self.recipe.data == DEMO:
             return [tokenizers.file_hash(file) for files in _demo_files().values() for file in files]
-        if (path := self._path()) is None:
+        if (path := self._data_path()) is None:
             return [self.recipe.data, self.options.data_config]
-        return readers.content(readers.find(path, self.recipe.format))
+        return readers.content_hashes(readers.find_splits(path, self.recipe.format))
 
     def read(self) -> Mapping[str, Columns]:
-        return self._read()[0]
+        return self.encode_splits()[0]
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        splits, tokenizer, extra = self._read()
+        splits, tokenizer, extra = self.encode_splits()
         for split, columns in splits.items():
             save(folder / split, columns)
         tokenizer.save(str(folder / "tokenizer.json"))
         return extra
 
-    def _read(self) -> tuple[dict[str, Columns], Tokenizer, dict[str, Any]]:
-        sources, notes = self._splits()
-        first = next(iter(sources["train"]()), None)
+    def encode_splits(self) -> tuple[dict[str, Columns], Tokenizer, dict[str, Any]]:
+        """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
+        row_readers, notes = self._rows_per_split()
+        first = next(iter(row_readers["train"]()), None)
         if first is None:
             raise UserError(f"--data {self.recipe.data}: the train split is empty")
-        names = self._names([str(k) for k in first[1]])
-        splits = {split: list(read_examples(rows(), names)) for split, rows in sources.items()}
-        notes += without_withheld(splits)
-        labels = labels_of(splits, names, self.recipe.data)
-        tokenizer, special = self._opened(splits["train"])
+        columns = self._find_columns([str(k) for k in first[1]])
+        splits = {split: list(read_examples(rows(), columns)) for split, rows in row_readers.items()}
+        notes += drop_unlabelled_test(splits)
+        labels = class_names(splits, columns, self.recipe.data)
+        tokenizer, special = self._open_tokenizer(splits["train"])
         found: dict[str, Columns] = {}
         for split, examples in splits.items():
-            found[split], cut = self._columns(examples, labels, tokenizer, special["pad"] or 0)
+            found[split], cut = self._encode_split(examples, labels, tokenizer, special["pad"] or 0)
             if cut:
                 notes.append(
                     f"{split}: {cut} of {len(examples)} texts are cut to {self.recipe.max_length} tokens"
@@ -156,39 +158,43 @@ class Labelled(Tokenized):
             tokenizer,
             {
                 "tokenizer": "tokenizer.json",
-                "vocabulary": tokenizers.size(tokenizer),
+                "vocabulary": tokenizers.vocabulary_size(tokenizer),
                 **special,
                 "labels": labels,
                 "label_counts": counts.tolist(),
-                "majority": {s: _largest_share(c["label"]) for s, c in found.items()},
+                "majority": {s: _majority_share(c["label"]) for s, c in found.items()},
                 "notes": notes,
             },
         )
 
-    def _splits(self) -> tuple[dict[str, Callable[[], Rows]], list[str]]:
-        """Rows per split, readable again and again; where none is for validation, every twentieth is."""
+    def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
         if self.recipe.data == DEMO:
-            return _demo(), []
-        return splits_of(self.recipe.data, self._path(), self.recipe.format, self.options.data_config)
+            return _demo_rows(), []
+        return rows_per_split(
+            self.recipe.data, self._data_path(), self.recipe.format, self.options.data_config
+        )
 
-    def _opened(self, examples: list[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
+    def _open_tokenizer(self, examples: list[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
+        """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""
         texts = (text for e in examples for text in (e.text, e.pair) if text)
-        tokenizer, special = self._tokenizer(lambda size: tokenizers.train_lowercase(texts, size))
-        tokenizers.require_template(tokenizer)
+        tokenizer, special = self._open_or_train_tokenizer(
+            lambda size: tokenizers.train_lowercase_bpe(texts, size)
+        )
+        tokenizers.ensure_special_tokens(tokenizer)
         return tokenizer, special
 
-    def _columns(
+    def _encode_split(
         self, examples: list[Example], labels: list[str], tokenizer: Tokenizer, pad: int
     ) -> tuple[dict[str, Column], int]:
-        """The columns of a split, and how many texts were too long."""
+        """The columns of a split, and the number of texts that were truncated."""
         tokenizer.enable_truncation(self.recipe.max_length, strategy="longest_first")
         pairs = examples[0].pair is not None if examples else False
         given = [(e.text, e.pair) if pairs else e.text for e in examples]
         encoded = tokenizer.encode_batch(given, add_special_tokens=True)
         tokenizer.no_truncation()
-        kind = np.uint16 if tokenizers.size(tokenizer) <= 1 << 16 else np.int32
+        dtype = np.uint16 if tokenizers.vocabulary_size(tokenizer) <= 1 << 16 else np.int32
         columns: dict[str, Column] = {
-            "tokens": Ragged.from_rows([np.array(e.ids, kind) for e in encoded], pad)
+            "tokens": Ragged.from_rows([np.array(e.ids, dtype) for e in encoded], pad)
         }
         if pairs:
             columns["types"] = Ragged.from_rows([np.array(e.type_ids, np.uint8) for e in encoded])
@@ -197,75 +203,94 @@ class Labelled(Tokenized):
         return columns, sum(bool(e.overflowing) for e in encoded)
 
 
-def find_names(
+def find_columns(
     data: str,
-    there: Sequence[str],
+    available: Sequence[str],
     text: str | None = None,
     pair: str | None = None,
     label: str | None = None,
-) -> Names:
-    """The columns asked for, else the first of the usual names."""
-    found = _column("--text-column", text, TEXTS, there, data)
-    classes = _column("--label-column", label, LABELS, there, data)
+) -> ColumnNames:
+    """The columns asked for, else the first of the usual names among those available.
+
+    Raises UserError where one is missing.
+    """
+    found = _find_column("--text-column", text, TEXT_COLUMNS, available, data)
+    classes = _find_column("--label-column", label, LABEL_COLUMNS, available, data)
     if pair is not None:
-        pair = _column("--pair-column", pair, (), there, data)
-    elif PAIRS.get(found) in there:
-        pair = PAIRS[found]
-    return Names(found, pair, classes)
+        pair = _find_column("--pair-column", pair, (), available, data)
+    elif PAIR_COLUMNS.get(found) in available:
+        pair = PAIR_COLUMNS[found]
+    return ColumnNames(found, pair, classes)
 
 
-def splits_of(
-    data: str, path: Path | None, form: str | None, config: str | None
-) -> tuple[dict[str, Callable[[], Rows]], list[str]]:
-    """Rows per split of a path or hub id; where none is for validation, every twentieth is."""
+def rows_per_split(
+    data: str, path: Path | None, file_format: str | None, config: str | None
+) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
+    """(split -> a function that reads its rows, notes) of a path or hub id.
+
+    Where there is no validation split, every twentieth training row goes into one.
+    """
     if path is None:
-        found = _of_hub(data, config)
+        found = _hub_rows(data, config)
     else:
-        parts = readers.find(path, form)
-        found = {split: partial(readers.rows, part) for split, part in parts.items()}
+        parts = readers.find_splits(path, file_format)
+        found = {split: partial(readers.read_rows, part) for split, part in parts.items()}
     if "valid" in found:
         return found, []
     rows = list(found["train"]())
-    held = {number for number in range(len(rows)) if number % readers.HELD_OUT == readers.HELD_OUT - 1}
-    found["train"] = lambda: [row for number, row in enumerate(rows) if number not in held]
-    found["valid"] = lambda: [row for number, row in enumerate(rows) if number in held]
+    held_out = {
+        number
+        for number in range(len(rows))
+        if number % readers.VALIDATION_ONE_IN == readers.VALIDATION_ONE_IN - 1
+    }
+    found["train"] = lambda: [row for number, row in enumerate(rows) if number not in held_out]
+    found["valid"] = lambda: [row for number, row in enumerate(rows) if number in held_out]
     return found, ["there is no validation split: every twentieth row of the training data is it"]
 
 
-def without_withheld(splits: dict[str, list[Example]]) -> list[str]:
-    """Take out a test split whose labels nobody knows; a note where there was one."""
-    if splits.get("test") and all(e.label in WITHHELD for e in splits["test"]):
+def drop_unlabelled_test(splits: dict[str, list[Example]]) -> list[str]:
+    """Remove a test split that has no labels, in place; returns a note for the user if it did."""
+    if splits.get("test") and all(e.label in WITHHELD_LABELS for e in splits["test"]):
         del splits["test"]
         return ["the test split has no labels and is left out"]
     return []
 
 
-def _column(flag: str, asked: str | None, usual: tuple[str, ...], there: Sequence[str], data: str) -> str:
+def _find_column(
+    flag: str, asked: str | None, usual: tuple[str, ...], available: Sequence[str], data: str
+) -> str:
     found = (
-        asked if asked in there else next((n for n in usual if n in there), None) if asked is None else None
+        asked
+        if asked in available
+        else next((n for n in usual if n in available), None)
+        if asked is None
+        else None
     )
     if found is None:
-        has = f"it has: {', '.join(there[:20]) or 'no columns'}"
+        has = f"it has: {', '.join(available[:20]) or 'no columns'}"
         if asked is None:
             raise UserError(f"--data {data}: which column? {flag} says; {has}")
-        raise UserError(f"{flag} {asked}: {data} has no such column{readers.nearest(asked, there)}; {has}")
+        raise UserError(
+            f"{flag} {asked}: {data} has no such column{readers.did_you_mean(asked, available)}; {has}"
+        )
     return found
 
 
-def read_examples(rows: Rows, names: Names) -> Iterator[Example]:
+def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
+    """The example in each row. Raises UserError for a text that is missing, not a string, or very long."""
     for where, row in rows:
-        text = _text(row, names.text, where, "--text-column")
-        pair = None if names.pair is None else _text(row, names.pair, where, "--pair-column")
-        yield Example(where, text, pair, _label(row.get(names.label)))
+        text = _text_field(row, columns.text, where, "--text-column")
+        pair = None if columns.pair is None else _text_field(row, columns.pair, where, "--pair-column")
+        yield Example(where, text, pair, _parse_label(row.get(columns.label)))
 
 
-def _text(row: Mapping[str, Any], column: str, where: str, flag: str) -> str:
+def _text_field(row: Mapping[str, Any], column: str, where: str, flag: str) -> str:
     text = row.get(column)
     if text is not None and not isinstance(text, str):
         raise UserError(f"{where}: {column} holds {type(text).__name__}, not text: choose another {flag}")
     if not text or not text.strip():
         raise UserError(f"{where}: {column} is empty: leave the row out, or choose another {flag}")
-    if len(text) > LONGEST_TEXT:
+    if len(text) > MAX_TEXT_CHARACTERS:
         raise UserError(
             f"{where}: {column} has {len(text):,} characters: a quote that is never closed swallows all rows"
             " behind it; mend it, or shorten the text"
@@ -273,27 +298,33 @@ def _text(row: Mapping[str, Any], column: str, where: str, flag: str) -> str:
     return text
 
 
-def _label(value: Any) -> str | None:
-    """As written; None where there is none."""
+def _parse_label(value: Any) -> str | None:
+    """The label as text, whole floats without their point; None where there is none."""
     if value is None or value == "":
         return None
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
 
 
-def labels_of(splits: Mapping[str, list[Example]], names: Names, data: str) -> list[str]:
-    """The classes in order: by number where all are whole numbers, else by name."""
+def class_names(splits: Mapping[str, list[Example]], columns: ColumnNames, data: str) -> list[str]:
+    """The classes of the training split: in numeric order where all are whole numbers, else by name.
+
+    Raises UserError for missing labels, fewer than two classes, more than MAX_CLASSES, and labels that only
+    another split has.
+    """
     for split, examples in splits.items():
         if blank := next((e for e in examples if e.label is None), None):
-            raise UserError(f"{blank.where}: {names.label} is empty in the {split} split: leave the row out")
+            raise UserError(
+                f"{blank.where}: {columns.label} is empty in the {split} split: leave the row out"
+            )
     counts = Counter(e.label for e in splits["train"] if e.label is not None)
     if len(counts) < 2:
         raise UserError(
-            f"--data {data}: {names.label} is {next(iter(counts), 'empty')} in every training row:"
+            f"--data {data}: {columns.label} is {next(iter(counts), 'empty')} in every training row:"
             " at least two classes are needed"
         )
-    if len(counts) > MOST_CLASSES:
+    if len(counts) > MAX_CLASSES:
         raise UserError(
-            f"--data {data}: {names.label} has {len(counts):,} different values: at most {MOST_CLASSES}"
+            f"--data {data}: {columns.label} has {len(counts):,} different values: at most {MAX_CLASSES}"
             " classes; choose another --label-column"
         )
     for split, examples in splits.items():
@@ -305,11 +336,12 @@ def labels_of(splits: Mapping[str, list[Example]], names: Names, data: str) -> l
     return sorted(counts, key=int) if whole else sorted(counts)
 
 
-def _largest_share(labels: Any) -> float:
+def _majority_share(labels: Any) -> float:
+    """The share of the largest class: the accuracy of always answering it."""
     return round(float(np.bincount(np.asarray(labels)).max() / len(labels)), 6)
 
 
-def _of_hub(name: str, config: str | None) -> dict[str, Callable[[], Rows]]:
+def _hub_rows(name: str, config: str | None) -> dict[str, Callable[[], LocatedRows]]:
     found = {
         readers.SPLITS[split]: rows
         for split, rows in hub.load_dataset(name, config).items()
@@ -317,7 +349,7 @@ def _of_hub(name: str, config: str | None) -> dict[str, Callable[[], Rows]]:
     }
     if "train" not in found:
         raise UserError(f"--data {name}: has no train split")
-    return {split: partial(named_rows, name, rows) for split, rows in found.items()}
+    return {split: partial(read_hub_rows, name, rows) for split, rows in found.items()}
 
 
 def _demo_files() -> dict[str, list[Path]]:
@@ -325,13 +357,13 @@ def _demo_files() -> dict[str, list[Path]]:
     return {package: sorted((library / package).glob("*.py")) for package in DEMO_PACKAGES}
 
 
-def _demo() -> dict[str, Callable[[], Rows]]:
-    """Functions of five packages; every fifth is for validation."""
+def _demo_rows() -> dict[str, Callable[[], LocatedRows]]:
+    """Functions of five packages, labelled by package; every fifth is validation."""
     rows = [
         (f"{file.name} line {node.lineno}", {"text": text, "label": package})
         for package, files in _demo_files().items()
         for file in files
-        for node, text in _functions(file.read_text(encoding="utf-8"))
+        for node, text in _function_sources(file.read_text(encoding="utf-8"))
     ]
     if len({row["label"] for _, row in rows}) < 2:
         raise UserError(f"--data demo: {Path(os.__file__).parent} holds no source: give --data PATH")
@@ -341,7 +373,7 @@ def _demo() -> dict[str, Callable[[], Rows]]:
     }
 
 
-def _functions(source: str) -> Iterator[tuple[ast.FunctionDef, str]]:
+def _function_sources(source: str) -> Iterator[tuple[ast.FunctionDef, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and (text := ast.get_source_segment(source, node)):
             yield node, text

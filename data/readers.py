@@ -1,4 +1,4 @@
-"""Text files as splits of strings: .txt as one stream; csv, tsv, jsonl, json and parquet by rows."""
+"""Readers of text files: .txt as one stream of text; csv, tsv, jsonl, json and parquet row by row."""
 
 from __future__ import annotations
 
@@ -9,75 +9,86 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.data.tokenizers import file_hash
 
-PIECE_BYTES = 1 << 15
-LONGEST_LINE = 1 << 20
-HELD_OUT = 20
-"""One part in this many becomes the validation split where there is none."""
+if TYPE_CHECKING:
+    from pathlib import Path
 
-FORMS = {".txt": "txt", ".text": "txt", ".raw": "txt", ".tokens": "txt", ".csv": "csv", ".tsv": "tsv"}
-FORMS |= {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
+CHUNK_BYTES = 1 << 15
+MAX_LINE_BYTES = 1 << 20
+VALIDATION_ONE_IN = 20
+"""Where there is no validation split, one part in this many of the training data becomes it."""
+
+FORMATS = {".txt": "txt", ".text": "txt", ".raw": "txt", ".tokens": "txt", ".csv": "csv", ".tsv": "tsv"}
+FORMATS |= {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 SPLITS = {"train": "train", "training": "train", "valid": "valid", "validation": "valid", "val": "valid"}
 SPLITS |= {"dev": "valid", "test": "test"}
-Rows = Iterable[tuple[str, Mapping[str, Any]]]
-"""(where it stands, the row) of each."""
+LocatedRows = Iterable[tuple[str, Mapping[str, Any]]]
+"""(where, row) of each row; `where` names its file and line, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A stretch of one or more files of one form: bytes `start` to `stop` of a txt file, else rows."""
+class SplitFiles:
+    """The files of one split, all of one format, and the range of them that belongs to it.
+
+    `start` and `stop` are bytes of a single txt file; of other formats, rows counted over all files.
+    """
 
     files: tuple[Path, ...]
-    form: str
+    format: str
     start: int = 0
     stop: int | None = None
 
     @property
     def is_stream(self) -> bool:
-        return self.form == "txt"
+        return self.format == "txt"
 
 
-def find(path: Path, form: str | None) -> dict[str, Part]:
-    """The splits in a folder, or a single file as `train`."""
-    if form is not None and form not in FORMS.values():
-        raise UserError(f"--format {form}: is not one of {', '.join(dict.fromkeys(FORMS.values()))}")
+def find_splits(path: Path, file_format: str | None) -> dict[str, SplitFiles]:
+    """The splits in a folder, by the words in its files' names; a single file is `train`.
+
+    Raises UserError for an unknown format, several formats, no training file, or no permission.
+    """
+    if file_format is not None and file_format not in FORMATS.values():
+        raise UserError(f"--format {file_format}: is not one of {', '.join(dict.fromkeys(FORMATS.values()))}")
     try:
         if path.is_dir():
-            return _find_in_folder(path, form)
+            return _find_in_folder(path, file_format)
         with path.open("rb"):
-            return {"train": Part((path,), form or _form_of(path))}
+            return {"train": SplitFiles((path,), file_format or _format_of(path))}
     except PermissionError as error:
         raise UserError(f"--data {path}: {error.filename} cannot be read: no permission") from None
 
 
-def content(parts: Mapping[str, Part]) -> dict[str, list[str]]:
-    """Each split's form and its files' hashes."""
-    return {split: [part.form, *map(file_hash, part.files)] for split, part in parts.items()}
+def content_hashes(splits: Mapping[str, SplitFiles]) -> dict[str, list[str]]:
+    """Split -> [format, the hash of each file]."""
+    return {split: [part.format, *map(file_hash, part.files)] for split, part in splits.items()}
 
 
-def _form_of(path: Path) -> str:
-    if path.suffix.lower() not in FORMS:
+def _format_of(path: Path) -> str:
+    if path.suffix.lower() not in FORMATS:
         raise UserError(
-            f"--data {path}: has no known ending ({' '.join(FORMS)}): say what it is with --format"
+            f"--data {path}: has no known ending ({' '.join(FORMATS)}): say what it is with --format"
         )
-    return FORMS[path.suffix.lower()]
+    return FORMATS[path.suffix.lower()]
 
 
-def _find_in_folder(folder: Path, form: str | None) -> dict[str, Part]:
+def _find_in_folder(folder: Path, file_format: str | None) -> dict[str, SplitFiles]:
     names = sorted(f for f in folder.iterdir() if f.is_file())
-    known = [f for f in names if f.suffix.lower() in FORMS and _split_of(f)]
-    forms = sorted({_form_of(f) for f in known})
-    if form is None and len(forms) > 1:
-        raise UserError(f"--data {folder}: holds {' and '.join(forms)} files: choose with --format")
-    known = [f for f in known if form in (None, _form_of(f))]
-    found = {split: tuple(f for f in known if _split_of(f) == split) for split in ("train", "valid", "test")}
+    known = [f for f in names if f.suffix.lower() in FORMATS and _split_from_name(f)]
+    formats = sorted({_format_of(f) for f in known})
+    if file_format is None and len(formats) > 1:
+        raise UserError(f"--data {folder}: holds {' and '.join(formats)} files: choose with --format")
+    known = [f for f in known if file_format in (None, _format_of(f))]
+    found = {
+        split: tuple(f for f in known if _split_from_name(f) == split) for split in ("train", "valid", "test")
+    }
     if not found["train"]:
         there = ", ".join(f.name for f in names[:5]) or "nothing"
         raise UserError(
@@ -86,80 +97,88 @@ def _find_in_folder(folder: Path, form: str | None) -> dict[str, Part]:
     for file in known:
         with file.open("rb"):
             pass
-    return {split: Part(files, form or forms[0]) for split, files in found.items() if files}
+    return {split: SplitFiles(files, file_format or formats[0]) for split, files in found.items() if files}
 
 
-def _split_of(file: Path) -> str | None:
+def _split_from_name(file: Path) -> str | None:
     words = re.split(r"[^a-z]+", file.stem.lower())
     return next((SPLITS[w] for w in words if w in SPLITS), None)
 
 
-def hold_out(part: Part) -> tuple[Part, Part]:
-    """The part without its last twentieth, and that: bytes up to a line's end, whole files, or rows."""
+def hold_out(part: SplitFiles) -> tuple[SplitFiles, SplitFiles]:
+    """(train, validation): the last twentieth is validation.
+
+    A single txt file is cut at the end of a line, several are parted by whole files, other formats by rows.
+    """
     if not part.is_stream:
-        count = sum(1 for _ in rows(part))
+        count = sum(1 for _ in read_rows(part))
         if not count:
             raise UserError(f"--data {part.files[0]}: holds no rows")
-        border = count - max(1, count // HELD_OUT)
+        border = count - max(1, count // VALIDATION_ONE_IN)
     elif len(part.files) > 1:
         return dataclasses.replace(part, files=part.files[:-1]), dataclasses.replace(
             part, files=part.files[-1:]
         )
     else:
-        border = _line_border(part.files[0])
+        border = _split_offset(part.files[0])
     return dataclasses.replace(part, stop=border), dataclasses.replace(part, start=border)
 
 
-def _line_border(file: Path) -> int:
-    """A line's end at or after 95 % of the file, else the last before, else the last space, else 95 %."""
+def _split_offset(file: Path) -> int:
+    """The byte at which validation begins, never inside a character.
+
+    The first line's end at or after 95 % of the file; else the last line's end before; else the last space;
+    else 95 %.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
-        stream.seek(size - size // HELD_OUT - 1)
-        stream.readline(LONGEST_LINE)
+        stream.seek(size - size // VALIDATION_ONE_IN - 1)
+        stream.readline(MAX_LINE_BYTES)
         if stream.tell() < size:
             return stream.tell()
-        stream.seek(max(0, size - LONGEST_LINE))
+        stream.seek(max(0, size - MAX_LINE_BYTES))
         tail = stream.read().rstrip()
     cut = tail.rfind(b"\n")
     cut = cut if cut >= 0 else tail.rfind(b" ")
-    cut = cut + 1 if cut >= 0 else len(tail) - len(tail) // HELD_OUT
+    cut = cut + 1 if cut >= 0 else len(tail) - len(tail) // VALIDATION_ONE_IN
     while cut < len(tail) and tail[cut] & 0xC0 == 0x80:  # inside a character
         cut += 1
-    return max(0, size - LONGEST_LINE) + cut
+    return max(0, size - MAX_LINE_BYTES) + cut
 
 
-def texts(part: Part, column: str) -> Iterator[str]:
-    """The texts of a part: pieces of a stream that end at line borders, or one per row."""
+def read_texts(part: SplitFiles, column: str) -> Iterator[str]:
+    """The texts of a split: of a stream in chunks of whole lines, otherwise one per row that is not empty."""
     if part.is_stream:
         for file in part.files:
-            yield from _pieces(file, part.start, part.stop)
+            yield from _read_stream(file, part.start, part.stop)
     else:
-        for where, row in rows(part):
-            if (text := _cell(row, column, where)).strip():
+        for where, row in read_rows(part):
+            if (text := _text_cell(row, column, where)).strip():
                 yield text
 
 
-def columns(part: Part) -> list[str]:
-    """The names of a part's columns, from its first row."""
-    return next(([str(k) for k in row] for _, row in rows(part)), [])
+def column_names(part: SplitFiles) -> list[str]:
+    """The names of the columns, from the first row; empty where there is no row."""
+    return next(([str(k) for k in row] for _, row in read_rows(part)), [])
 
 
-def require_column(part: Part, column: str) -> None:
-    names = columns(part)
+def require_column(part: SplitFiles, column: str) -> None:
+    """Raise UserError unless the rows have this column."""
+    names = column_names(part)
     if names and column not in names:
         raise UserError(
-            f"--text-column {column}: {part.files[0]} has no such column{nearest(column, names)}; "
+            f"--text-column {column}: {part.files[0]} has no such column{did_you_mean(column, names)}; "
             f"it has: {', '.join(names[:20])}"
         )
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
-    """A question after the name that was perhaps meant, or nothing."""
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """The hint `(did you mean X?)` with the closest of `names`; empty where none is close."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _cell(row: Mapping[str, Any], column: str, where: str) -> str:
+def _text_cell(row: Mapping[str, Any], column: str, where: str) -> str:
     text = row.get(column, "")
     if not isinstance(text, str | None):
         raise UserError(
@@ -168,89 +187,95 @@ def _cell(row: Mapping[str, Any], column: str, where: str) -> str:
     return text or ""
 
 
-def _pieces(file: Path, start: int, stop: int | None) -> Iterator[str]:
+def _read_stream(file: Path, start: int, stop: int | None) -> Iterator[str]:
+    """The text between two bytes, in chunks that end where a line ends, unless a line is very long."""
     stop = file.stat().st_size if stop is None else stop
     with file.open("rb") as stream:
         stream.seek(start)
-        while (place := stream.tell()) < stop:
-            block = stream.read(min(PIECE_BYTES, stop - place))
+        while (offset := stream.tell()) < stop:
+            block = stream.read(min(CHUNK_BYTES, stop - offset))
             if stream.tell() < stop:
-                block += stream.readline(LONGEST_LINE)
+                block += stream.readline(MAX_LINE_BYTES)
             while (following := stream.peek(1)[:1]) and following[0] & 0xC0 == 0x80:
-                block += stream.read(1)  # a line too long to wait for was cut inside a character
-            yield decode(block, file, place)
+                block += stream.read(1)  # a very long line was cut inside a character
+            yield decode(block, file, offset)
 
 
-def decode(block: bytes, file: Path, place: int = 0) -> str:
-    """Text from bytes at `place` of a file; names the byte that is not UTF-8."""
+def decode(block: bytes, file: Path, offset: int = 0) -> str:
+    """The text of bytes that begin at `offset` of a file, without a byte order mark.
+
+    Raises UserError with the first byte that is not UTF-8.
+    """
     try:
-        return block.decode("utf-8").removeprefix("\ufeff" if place == 0 else "")
+        return block.decode("utf-8").removeprefix("\ufeff" if offset == 0 else "")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{file}: byte {place + error.start} is not UTF-8: convert it (iconv -f latin1 -t utf-8)"
+            f"{file}: byte {offset + error.start} is not UTF-8: convert it (iconv -f latin1 -t utf-8)"
         ) from None
 
 
-def _lines(file: Path) -> Iterator[str]:
-    place = 0
+def _read_lines(file: Path) -> Iterator[str]:
+    offset = 0
     with file.open("rb") as stream:
         for line in stream:
-            yield decode(line, file, place)
-            place += len(line)
+            yield decode(line, file, offset)
+            offset += len(line)
 
 
-def rows(part: Part) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(where, row) of every row from `start` to `stop`, file after file."""
-    reader = {"csv": _csv, "tsv": _csv, "jsonl": _jsonl, "json": _json, "parquet": _parquet}[part.form]
-    found = itertools.chain.from_iterable(reader(file, part.form) for file in part.files)
+def read_rows(part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(where, row) of every row from `start` to `stop`, file after file.
+
+    Raises UserError with the line for a row that cannot be read.
+    """
+    found = itertools.chain.from_iterable(map(_READERS[part.format], part.files))
     return itertools.islice(found, part.start, part.stop)
 
 
-def _csv(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_csv(file: Path, file_format: str = "csv") -> Iterator[tuple[str, Mapping[str, Any]]]:
     csv.field_size_limit(1 << 30)
-    plain: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if form == "tsv" else {}
-    reader = csv.DictReader(_lines(file), **plain)
+    plain: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file_format == "tsv" else {}
+    reader = csv.DictReader(_read_lines(file), **plain)
     try:
         for row in reader:
             where = f"{file} line {reader.line_num}"
-            if None in row:  # where csv puts what the header has no name for
+            if None in row:  # csv collects fields without a header under None
                 names = len(row) - 1
                 raise UserError(
                     f"{where}: has {names + len(row[None])} fields and the header {names}"
-                    + (": quote a field that holds a comma" if form == "csv" else "")
+                    + (": quote a field that holds a comma" if file_format == "csv" else "")
                 )
             yield where, row
     except csv.Error as error:
-        raise UserError(f"{file} line {reader.line_num}: is not {form}: {error}") from None
+        raise UserError(f"{file} line {reader.line_num}: is not {file_format}: {error}") from None
 
 
-def _jsonl(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, line in enumerate(_lines(file), 1):
+def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for number, line in enumerate(_read_lines(file), 1):
         if line.strip():
-            yield _record(_parsed(line, f"{file} line {number}"), f"{file} line {number}")
+            yield _require_object(_parse_json(line, f"{file} line {number}"), f"{file} line {number}")
 
 
-def _json(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    records = _parsed(decode(file.read_bytes(), file), str(file))
+def _read_json(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    records = _parse_json(decode(file.read_bytes(), file), str(file))
     if isinstance(records, dict):
         records = next((v for v in records.values() if isinstance(v, list)), [])
-    return (_record(record, f"{file} record {number}") for number, record in enumerate(records, 1))
+    return (_require_object(record, f"{file} record {number}") for number, record in enumerate(records, 1))
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: is not JSON: {error.msg} at character {error.pos + 1}") from None
 
 
-def _record(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:
+def _require_object(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(record, dict):
         raise UserError(f'{where}: is {type(record).__name__}, not an object such as {{"text": "..."}}')
     return where, record
 
 
-def _parquet(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -263,3 +288,12 @@ def _parquet(file: Path, form: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"{file} row {number}", record
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file}: is no whole parquet file: {error}") from None
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
+    "csv": _read_csv,
+    "tsv": partial(_read_csv, file_format="tsv"),
+    "jsonl": _read_jsonl,
+    "json": _read_json,
+    "parquet": _read_parquet,
+}

@@ -1,9 +1,8 @@
-"""What all data made of text shares: where it lies, and the tokenizer it goes through."""
+"""The base class of data that contains text: its path, and its tokenizer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,48 +12,56 @@ from isobatch.data.base import Data
 from isobatch.data.corpora import DEMO
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tokenizers import Tokenizer
 
-VOCABULARY = 8192
+DEFAULT_VOCABULARY_SIZE = 8192
 
 
 def path_of(data: str) -> Path | None:
-    """The file or folder of this name, if there is one."""
+    """The file or folder that `data` names; None for the demo and for hub ids."""
     path = Path(data).expanduser()
-    # Path.exists raises where it may not look
-    return path if data != DEMO and os.path.exists(path) else None
+    # Path.exists would raise PermissionError.
+    return path if data != DEMO and os.path.exists(path) else None  # noqa: PTH110
 
 
-class Tokenized(Data):
-    """Data with texts; its options have a `vocab_size`."""
+class TokenizedData(Data):
+    """Data with texts. Its options have a `vocab_size`, for a tokenizer that is trained on them."""
 
-    demo_vocabulary: ClassVar[int]
+    demo_vocabulary_size: ClassVar[int]
+    """The size of the tokenizer that is trained on the demo."""
 
-    def _place(self) -> tokenizers.Place:
+    def _tokenizer_source(self) -> tokenizers.TokenizerSource:
         return tokenizers.locate(self.recipe.tokenizer, self.recipe.model, self.recipe.revision)
 
-    def _path(self) -> Path | None:
+    def _data_path(self) -> Path | None:
         """The file or folder that --data names, if it names one."""
         return path_of(self.recipe.data)
 
     def _vocabulary_size(self) -> int:
-        by_default = self.demo_vocabulary if self.recipe.data == DEMO else VOCABULARY
-        return self.options.vocab_size or by_default
+        default = self.demo_vocabulary_size if self.recipe.data == DEMO else DEFAULT_VOCABULARY_SIZE
+        return self.options.vocab_size or default
 
     def _tokenizer_folder(self) -> Path | None:
-        """Where the model's tokenizer lies on this machine, fetched where it must be; None: to be trained."""
-        place = self._place()
-        return place.path if place.hub_id is None else tokenizers.download(place.hub_id, place.revision)
+        """The folder or file of the tokenizer, downloaded if necessary; None where one is to be trained."""
+        source = self._tokenizer_source()
+        return source.path if source.hub_id is None else tokenizers.download(source.hub_id, source.revision)
 
-    def _tokenizer(self, train: Callable[[int], Tokenizer]) -> tuple[Tokenizer, dict[str, int | None]]:
-        """The model's tokenizer, or one trained to a size; and its special ids."""
+    def _open_or_train_tokenizer(
+        self, train: Callable[[int], Tokenizer]
+    ) -> tuple[Tokenizer, dict[str, int | None]]:
+        """The tokenizer, opened or made by `train(vocabulary size)`, and its special tokens' ids."""
         path = self._tokenizer_folder()
         tokenizer = tokenizers.open_tokenizer(path) if path is not None else train(self._vocabulary_size())
-        self._require_models_own(tokenizer)
-        return tokenizer, tokenizers.special_ids(tokenizer, path)
+        self._require_same_vocabulary(tokenizer)
+        return tokenizer, tokenizers.special_token_ids(tokenizer, path)
 
-    def _require_models_own(self, tokenizer: Tokenizer) -> None:
-        """A pretrained model knows its own tokens only; another tokenizer's numbers mean others to it."""
+    def _require_same_vocabulary(self, tokenizer: Tokenizer) -> None:
+        """Raise UserError where --tokenizer has another vocabulary than the pretrained model.
+
+        The model's embeddings belong to its own token ids, unless they are to be resized.
+        """
         recipe, options = self.recipe, getattr(self.recipe, "options", {})
         if recipe.tokenizer is None or options.get("resize_embeddings"):
             return

@@ -1,10 +1,9 @@
-"""Tokenizers: opened from files of several kinds, or trained on the text. Without transformers."""
+"""Tokenizers, by the library of that name: found, opened from files of three formats, or trained on text."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,39 +15,44 @@ from isobatch.core.errors import UserError
 from isobatch.core.hub_cache import explain_hub_error
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from tokenizers import Tokenizer
 
 BATCH_CHARACTERS = 1 << 20
 TRAINING_CHARACTERS = 20_000_000
-END = "<|endoftext|>"
-FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.bpe", "merges.txt", "vocab.txt")
-SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
-CHAT_TEMPLATE = "chat_template.jinja"
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.bpe", "merges.txt", "vocab.txt")
+SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-USUAL = {
-    "eos": (END, "</s>", "<|end_of_text|>", "<eos>", "[SEP]"),
-    "bos": (END, "<s>", "<|begin_of_text|>", "<bos>", "[CLS]"),
+USUAL_SPECIAL_TOKENS = {
+    "eos": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]"),
+    "bos": (END_OF_TEXT, "<s>", "<|begin_of_text|>", "<bos>", "[CLS]"),
     "pad": ("<pad>", "[PAD]", "<|pad|>"),
     "unk": ("<unk>", "[UNK]"),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tokenizer comes from: a folder or file, a hub id, or (neither) training."""
+class TokenizerSource:
+    """Where a tokenizer comes from: a folder or file, or a hub id; with neither it is to be trained."""
 
     path: Path | None = None
     hub_id: str | None = None
     revision: str | None = None
 
     def identity(self) -> Any:
-        """What the tokens depend on, in JSON form; hashes of the content where there are files."""
+        """What the tokens depend on, as JSON: file name -> hash, [hub id, revision], or "trained"."""
         if self.path is not None:
-            return {f.name: file_hash(f) for f in (_kind(self.path)[1] + _settings(self.path))}
+            return {
+                f.name: file_hash(f) for f in (_format_and_files(self.path)[1] + _settings_files(self.path))
+            }
         return [self.hub_id, self.revision] if self.hub_id else "trained"
 
 
 def file_hash(file: Path) -> str:
+    """BLAKE2b of a file's content, 128 bits as 32 hex digits."""
     digest = hashlib.blake2b(digest_size=16)
     with file.open("rb") as stream:
         while block := stream.read(1 << 22):
@@ -56,50 +60,59 @@ def file_hash(file: Path) -> str:
     return digest.hexdigest()
 
 
-def locate(tokenizer: str | None, model: str | None, revision: str | None) -> Place:
-    """--tokenizer, else the model's own where --model is a folder or hub id with one, else training."""
+def locate(tokenizer: str | None, model: str | None, revision: str | None) -> TokenizerSource:
+    """The source that --tokenizer names, else the model's own tokenizer, else one to be trained.
+
+    Raises UserError where the named one is neither a file, a folder nor a hub id that can be had.
+    """
     if tokenizer is not None:
         path = Path(tokenizer).expanduser()
         if path.exists():
-            _kind(path)
-            return Place(path=path)
-        return _on_hub("--tokenizer", tokenizer, None)
+            _format_and_files(path)
+            return TokenizerSource(path=path)
+        return _hub_source("--tokenizer", tokenizer, None)
     if model is not None and (folder := Path(model).expanduser()).is_dir():
-        return Place(path=folder) if _present(folder) else Place()
-    # Names of one word are presets, which bring no tokenizer.
-    return _on_hub("--model", model, revision) if model and "/" in model else Place()
+        return TokenizerSource(path=folder) if _existing_files(folder) else TokenizerSource()
+    # A model name without a slash is a built-in preset, which has no tokenizer.
+    return _hub_source("--model", model, revision) if model and "/" in model else TokenizerSource()
 
 
-def _on_hub(flag: str, name: str, revision: str | None) -> Place:
+def _hub_source(flag: str, name: str, revision: str | None) -> TokenizerSource:
     if not hub_cache.is_id(name):
         raise UserError(f"{flag} {name}: there is no such folder or file")
     if folder := hub_cache.snapshot("models", name, revision):
-        return Place(path=folder) if _present(folder) else Place(hub_id=name, revision=revision)
+        return (
+            TokenizerSource(path=folder)
+            if _existing_files(folder)
+            else TokenizerSource(hub_id=name, revision=revision)
+        )
     if not hub_cache.is_reachable():
         raise UserError(
             f"{flag} {name}: no such folder, not in the cache {hub_cache.cache_home()}, and the hub cannot be"
             " reached: give a folder, set HF_HOME to a cache that holds it, or run `prepare` on a machine"
             " with internet"
         )
-    return Place(hub_id=name, revision=revision)
+    return TokenizerSource(hub_id=name, revision=revision)
 
 
-def _present(path: Path) -> list[Path]:
-    return [path / n for n in FILES if (path / n).is_file()] if path.is_dir() else [path]
+def _existing_files(path: Path) -> list[Path]:
+    return [path / n for n in TOKENIZER_FILES if (path / n).is_file()] if path.is_dir() else [path]
 
 
-def _settings(path: Path) -> list[Path]:
+def _settings_files(path: Path) -> list[Path]:
     folder = path if path.is_dir() else path.parent
-    return [folder / n for n in SETTINGS if (folder / n).is_file()]
+    return [folder / n for n in SETTINGS_FILES if (folder / n).is_file()]
 
 
-def _kind(path: Path) -> tuple[str, list[Path]]:
-    """json, bpe or wordpiece, with its files."""
-    names = {f.name: f for f in _present(path)}
-    if path.is_file() and (path.name not in FILES or path.name in ("tokenizer.json", "vocab.txt")):
+def _format_and_files(path: Path) -> tuple[str, list[Path]]:
+    """The format (json, bpe or wordpiece) and the files that hold the vocabulary."""
+    names = {f.name: f for f in _existing_files(path)}
+    if path.is_file() and (path.name not in TOKENIZER_FILES or path.name in ("tokenizer.json", "vocab.txt")):
         names = {{".json": "tokenizer.json", ".txt": "vocab.txt"}.get(path.suffix, ""): path}
     elif path.is_file():
-        names = {f.name: f for f in _present(path.parent) if f.name not in ("tokenizer.json", "vocab.txt")}
+        names = {
+            f.name: f for f in _existing_files(path.parent) if f.name not in ("tokenizer.json", "vocab.txt")
+        }
     if "tokenizer.json" in names:
         return "json", [names["tokenizer.json"]]
     pair = [names[n] for n in ("encoder.json", "vocab.json") if n in names][:1]
@@ -115,15 +128,18 @@ def _kind(path: Path) -> tuple[str, list[Path]]:
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a folder or file, without truncation or padding."""
+    """The tokenizer in a folder or file, without truncation or padding.
+
+    Raises UserError where there is none or it cannot be read.
+    """
     from tokenizers import Tokenizer
 
-    kind, files = _kind(path)
+    file_format, files = _format_and_files(path)
     try:
-        if kind == "bpe":
-            tokenizer = _byte_level(files[0], files[1])
+        if file_format == "bpe":
+            tokenizer = _byte_level_bpe(files[0], files[1])
         else:
-            tokenizer = Tokenizer.from_file(str(files[0])) if kind == "json" else _word_pieces(files[0])
+            tokenizer = Tokenizer.from_file(str(files[0])) if file_format == "json" else _wordpiece(files[0])
     except Exception as error:  # the library raises bare Exception for every fault in a file
         raise UserError(f"--tokenizer {path}: cannot be read: {error}") from None
     tokenizer.no_truncation()
@@ -131,23 +147,23 @@ def open_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _byte_level(vocabulary: Path | None, merges: Path | None) -> Tokenizer:
+def _byte_level_bpe(vocabulary: Path | None, merges: Path | None) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     model = models.BPE.from_file(str(vocabulary), str(merges)) if vocabulary else models.BPE()
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    if tokenizer.token_to_id(END) is not None:
-        tokenizer.add_special_tokens([END])
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
 
 
-def _word_pieces(file: Path) -> Tokenizer:
+def _wordpiece(file: Path) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {token: i for i, token in enumerate(file.read_text(encoding="utf-8").splitlines())}
-    # Nothing beside a vocabulary says whether it is cased; only a cased one has tokens that begin with A-Z.
+    # The file does not say whether it is cased; only a cased vocabulary has tokens that begin with A-Z.
     lowercase = not any("A" <= token[:1] <= "Z" for token in vocabulary)
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -158,50 +174,62 @@ def _word_pieces(file: Path) -> Tokenizer:
 
 
 def download(name: str, revision: str | None) -> Path:
-    """The cached folder of a hub tokenizer, after fetching it."""
+    """Fetch a hub tokenizer; returns its folder in the cache. Raises UserError where that fails."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=[*FILES, *SETTINGS, CHAT_TEMPLATE])
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=[*TOKENIZER_FILES, *SETTINGS_FILES, CHAT_TEMPLATE_FILE],
+            )
         )
-    except Exception as error:  # network, missing repository, gated: all are one line to the user
+    except Exception as error:  # network, missing repository, gated: each becomes one line for the user
         raise UserError(f"the tokenizer of {name}: {explain_hub_error(error, revision)}") from None
 
 
-def train(texts: Iterable[str], size: int) -> Tokenizer:
-    """A byte-level BPE of at most `size` tokens, from the first 20 million characters."""
+def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE, as of GPT-2, of at most `vocab_size` tokens.
+
+    It reads the first 20 million characters. The same texts give the same tokenizer.
+    """
     from tokenizers import pre_tokenizers, trainers
 
-    tokenizer = _byte_level(None, None)
+    tokenizer = _byte_level_bpe(None, None)
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[END],
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_first(texts, TRAINING_CHARACTERS), trainer)
+    tokenizer.train_from_iterator(_first_characters(texts, TRAINING_CHARACTERS), trainer)
     return tokenizer
 
 
-def train_lowercase(texts: Iterable[str], size: int) -> Tokenizer:
-    """A lowercase BPE for encoders of at most `size` tokens, from the first 20 million characters.
+def train_lowercase_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a lowercase BPE with BERT's special tokens, of at most `vocab_size` tokens.
 
-    Not WordPiece: its trainer numbers the alphabet in the order of a hash map, so that no two runs of it
-    agree (tokenizers 0.22).
+    It reads the first 20 million characters. It is not WordPiece, because that trainer numbers the alphabet
+    in the order of a hash map: two runs give different ids (tokenizers 0.22).
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(BERT_TOKENS), show_progress=False)
-    tokenizer.train_from_iterator(_first(texts, TRAINING_CHARACTERS), trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(BERT_TOKENS), show_progress=False
+    )
+    tokenizer.train_from_iterator(_first_characters(texts, TRAINING_CHARACTERS), trainer)
     return tokenizer
 
 
-def require_template(tokenizer: Tokenizer) -> None:
-    """An encoder reads [CLS] text [SEP], or <s> text </s>: see to it where the file does not say so."""
+def ensure_special_tokens(tokenizer: Tokenizer) -> None:
+    """Make the tokenizer write [CLS] text [SEP] (or <s> text </s>) where it adds no special tokens itself.
+
+    A tokenizer that already adds some, or that has neither pair of tokens, stays as it is.
+    """
     from tokenizers import processors
 
     if tokenizer.num_special_tokens_to_add(False):
@@ -218,7 +246,8 @@ def require_template(tokenizer: Tokenizer) -> None:
     )
 
 
-def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+def _first_characters(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Texts up to that many characters in all; the last one is cut."""
     for text in texts:
         yield text[:characters]
         characters -= len(text)
@@ -226,32 +255,43 @@ def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
-def size(tokenizer: Tokenizer) -> int:
-    """One more than the largest id: the rows an embedding needs. Some vocabularies have holes."""
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """The rows that an embedding table needs: the largest id + 1, because some vocabularies skip ids."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
-def special_ids(tokenizer: Tokenizer, path: Path | None) -> dict[str, int | None]:
-    """Ids of eos, bos, pad and unk: as the settings beside the tokenizer say, else by their usual names."""
+def special_token_ids(tokenizer: Tokenizer, path: Path | None) -> dict[str, int | None]:
+    """Role (eos, bos, pad, unk) -> id; None for a token that the vocabulary lacks.
+
+    The settings files beside the tokenizer name the tokens; otherwise the usual names are looked up.
+    """
     declared: dict[str, Any] = {}
-    for file in _settings(path) if path else []:
+    for file in _settings_files(path) if path else []:
         declared |= {k: v for k, v in json.loads(file.read_text(encoding="utf-8")).items() if v}
-    named = {role: declared.get(f"{role}_token") for role in USUAL}
-    names = {r: (v["content"] if isinstance(v, dict) else v,) if v else USUAL[r] for r, v in named.items()}
+    named = {role: declared.get(f"{role}_token") for role in USUAL_SPECIAL_TOKENS}
+    names = {
+        r: (v["content"] if isinstance(v, dict) else v,) if v else USUAL_SPECIAL_TOKENS[r]
+        for r, v in named.items()
+    }
     return {
         r: next((i for n in ns if (i := tokenizer.token_to_id(n)) is not None), None)
         for r, ns in names.items()
     }
 
 
-def encode(tokenizer: Tokenizer, texts: Iterable[str], after: list[int], kind: type) -> Iterator[np.ndarray]:
-    """Token ids of each text, with `after` behind it; a megabyte of text at a time, on all cores."""
-    for batch in _batches(texts):
+def encode_texts(
+    tokenizer: Tokenizer, texts: Iterable[str], suffix: list[int], dtype: type
+) -> Iterator[np.ndarray]:
+    """Yield each text's token ids (tokens,) of `dtype`, with the ids `suffix` appended.
+
+    A megabyte of text is tokenized at a time, on all cores. No special tokens are added.
+    """
+    for batch in _batch_texts(texts):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            yield np.array(encoding.ids + after, kind)
+            yield np.array(encoding.ids + suffix, dtype)
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def _batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     characters = 0
     for text in texts:

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from isobatch.core.errors import UserError
 from isobatch.data.cleaning import html
 from isobatch.data.cleaning.near_duplicates import NearDuplicates
-from isobatch.data.readers import nearest
+from isobatch.data.readers import did_you_mean
 
 CHANGES = ("html", "unicode", "control")
 DROPS = {"short": 10.0, "duplicates": None, "near": 0.8}
@@ -51,7 +51,7 @@ def steps_of(words: Sequence[str]) -> tuple[Step, ...]:
 def _step(word: str) -> Step:
     name, equals, number = word.partition("=")
     if name not in (*CHANGES, *DROPS):
-        hint = nearest(name, [*CHANGES, *DROPS])
+        hint = did_you_mean(name, [*CHANGES, *DROPS])
         raise UserError(
             f"--clean {word}: there is no such step{hint}; steps: {', '.join((*CHANGES, *DROPS))}"
         )

@@ -30,7 +30,7 @@ from isobatch.data.interactions.splits import (
     validated,
 )
 from isobatch.data.interactions.tables import numbered
-from isobatch.data.tokenized import Tokenized
+from isobatch.data.tokenized import TokenizedData
 from isobatch.data.tokenizers import file_hash
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class InteractionOptions:
     """Size of a tokenizer trained on the texts, where no model brings one; by default 8192."""
 
 
-class Interactions(Tokenized):
+class Interactions(TokenizedData):
     """Interactions from MovieLens' files, the NCF protocol's, tables, or the demo.
 
     Columns: `user`, `item` (n,) int32; held-out splits also `rivals` (n, eval_negatives) int32, the items
@@ -79,14 +79,14 @@ class Interactions(Tokenized):
     Options: ClassVar[type] = InteractionOptions
     version: ClassVar[int] = 3
     cache_name: ClassVar[str] = "data.interactions.Interactions"
-    demo_vocabulary: ClassVar[int] = 512
+    demo_vocabulary_size: ClassVar[int] = 512
 
     def check(self) -> None:
-        self._place()
+        self._tokenizer_source()
         options = self.options
         if options.eval_negatives < 1:
             raise UserError(f"--eval-negatives {options.eval_negatives}: must be at least 1")
-        path = self._path()
+        path = self._data_path()
         if path is not None:
             for file in self._files(path):
                 if not file.is_file():
@@ -96,11 +96,11 @@ class Interactions(Tokenized):
             raise UserError(f"--data {self.recipe.data}: give a folder or file; hub data has no one form")
 
     def identity(self) -> dict[str, Any]:
-        path = self._path()
+        path = self._data_path()
         return {
             "data": DEMO if path is None else [[f.name, file_hash(f)] for f in self._files(path)],
             "format": self.recipe.format,
-            "tokenizer": self._place().identity(),
+            "tokenizer": self._tokenizer_source().identity(),
             "max_length": self.recipe.max_length,
             "vocab_size": self._vocabulary_size(),
             "options": [getattr(self.options, name) for name in InteractionOptions.__slots__],
@@ -121,7 +121,7 @@ class Interactions(Tokenized):
         return form.files(path) if form else formats.tables_in(path, self.recipe.format)
 
     def _found(self) -> formats.Found:
-        path = self._path()
+        path = self._data_path()
         if path is None:
             return demo.demo()
         if form := self._form(path):
@@ -139,7 +139,9 @@ class Interactions(Tokenized):
         for split, columns in splits.items():
             save(folder / split, columns)
         texts, of_users, of_items = texts_of(found, users, items)
-        tokenizer, special = self._tokenizer(lambda size: tokenizers.train(texts, size))
+        tokenizer, special = self._open_or_train_tokenizer(
+            lambda size: tokenizers.train_byte_level_bpe(texts, size)
+        )
         tokens = self._tokens(tokenizer, texts, special["pad"] or 0)
         place = folder / CATALOGUE
         train = splits["train"]
@@ -161,7 +163,7 @@ class Interactions(Tokenized):
             "text_tokens": len(tokens.values),
             "longest_text": int(tokens.lengths.max(initial=1)),
             "tokenizer": "tokenizer.json",
-            "vocabulary": tokenizers.size(tokenizer),
+            "vocabulary": tokenizers.vocabulary_size(tokenizer),
             **special,
             "notes": notes,
         }
@@ -170,7 +172,7 @@ class Interactions(Tokenized):
         tokenizer.enable_truncation(self.recipe.max_length)
         encoded = tokenizer.encode_batch(texts, add_special_tokens=True)
         tokenizer.no_truncation()
-        kind = np.uint16 if tokenizers.size(tokenizer) <= 1 << 16 else np.int32
+        kind = np.uint16 if tokenizers.vocabulary_size(tokenizer) <= 1 << 16 else np.int32
         return Ragged.from_rows([np.array(e.ids or [pad], kind) for e in encoded], pad)
 
     def _read(self, found: formats.Found) -> tuple[dict[str, Columns], list[str], list[str], dict[str, Any]]:

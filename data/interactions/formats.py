@@ -12,7 +12,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.tables import parquet, parsed, rows
-from isobatch.data.readers import nearest
+from isobatch.data.readers import did_you_mean
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -135,7 +135,7 @@ def _table(file: Path, asked: Columns) -> pa.Table:
         if column not in there:
             flag = f"--{name}-column"
             looked = f"{flag} {given}: is no column" if given else f"has no column {' or '.join(usual[:3])}"
-            hint = nearest(given, there) if given else f": say which with {flag}"
+            hint = did_you_mean(given, there) if given else f": say which with {flag}"
             raise UserError(f"{file}: {looked} (there are {', '.join(there[:8])}){hint}")
         chosen[name] = table[column]
     for name in ("rating", "time"):
@@ -178,7 +178,7 @@ def _words(file: Path, ids: Sequence[str], asked: str | None) -> Iterator[tuple[
             key = next((name for name in (*ids, "id") if name in there), there[0])
             named = asked.split(",") if asked else [n for n in there if n != key]
             if missing := [n for n in named if n not in there]:
-                raise UserError(f"{file}: has no column {missing[0]}{nearest(missing[0], there)}")
+                raise UserError(f"{file}: has no column {missing[0]}{did_you_mean(missing[0], there)}")
             title = next((n for n in TITLES if n in there), named[0] if named else key)
         text = ". ".join(str(row[n]).replace("|", ", ") for n in named if row[n] not in (None, ""))
         yield str(row[key]), Item(str(row[title] or row[key]), text)

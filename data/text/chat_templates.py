@@ -224,8 +224,8 @@ def _closed(template: Template, tokenizer: Tokenizer) -> Template:
 def own_template(folder: Path) -> str | None:
     """The chat template beside a tokenizer: of its own file, else of tokenizer_config.json."""
     folder = folder if folder.is_dir() else folder.parent
-    if (folder / tokenizers.CHAT_TEMPLATE).is_file():
-        return (folder / tokenizers.CHAT_TEMPLATE).read_text(encoding="utf-8")
+    if (folder / tokenizers.CHAT_TEMPLATE_FILE).is_file():
+        return (folder / tokenizers.CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
     settings = folder / "tokenizer_config.json"
     found = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
     template = found.get("chat_template")
@@ -238,7 +238,7 @@ def identity(folder: Path | None) -> str | None:
     """The hash of the template's own file; tokenizer_config.json counts for the tokenizer's identity."""
     folder = folder.parent if folder is not None and folder.is_file() else folder
     return (
-        tokenizers.file_hash(folder / tokenizers.CHAT_TEMPLATE)
-        if folder and (folder / tokenizers.CHAT_TEMPLATE).is_file()
+        tokenizers.file_hash(folder / tokenizers.CHAT_TEMPLATE_FILE)
+        if folder and (folder / tokenizers.CHAT_TEMPLATE_FILE).is_file()
         else None
     )

@@ -14,9 +14,9 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
 from isobatch.data.base import Column, Ragged
-from isobatch.data.chat_formats import LeftOut, Message
+from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning.pipeline import Cleaning
-from isobatch.data.readers import Rows
+from isobatch.data.readers import LocatedRows
 from isobatch.data.text import chat_templates
 from isobatch.data.text.chat_templates import Piece, Template
 from isobatch.data.text.plain_text import Encoder, Spool
@@ -86,7 +86,7 @@ class Conversations:
 
     FORM: ClassVar[str] = "conversations"
     name: str
-    rows: Mapping[str, Callable[[], Rows]]
+    rows: Mapping[str, Callable[[], LocatedRows]]
     """Split -> its rows."""
     read: Read
     """Row and where it stands -> its messages."""
@@ -177,7 +177,7 @@ class Conversations:
                 cleaned = clean(messages)
                 if cleaned is not None:
                     chat_formats.require_answers(cleaned)
-            except LeftOut as reason:
+            except SkippedRowError as reason:
                 tally.left_out[str(reason)] += 1
             else:
                 if cleaned is not None:
@@ -225,7 +225,7 @@ def _from_question(messages: list[Message]) -> tuple[list[Message], bool]:
     asked = next((n for n, m in enumerate(messages) if m["role"] == "user"), len(messages))
     kept = [m for m in messages[:asked] if m["role"] != "assistant"] + messages[asked:]
     if not any(m["role"] == "assistant" for m in kept):
-        raise LeftOut("no question before the answer")
+        raise SkippedRowError("no question before the answer")
     return kept, len(kept) < len(messages)
 
 

@@ -20,7 +20,7 @@ from isobatch.data.text import chat_templates, conversations
 from isobatch.data.text.mixture import SET, Mixture
 from isobatch.data.text.plain_text import Encoder
 from isobatch.data.text.sources import TEXT, Given, TextSet, names_of
-from isobatch.data.tokenized import Tokenized
+from isobatch.data.tokenized import TokenizedData
 
 SMALLEST_VOCABULARY = 257
 
@@ -50,7 +50,7 @@ class TextOptions:
     """The configuration of a hub data set that has several, such as wikitext-2-raw-v1."""
 
 
-class Text(Tokenized):
+class Text(TokenizedData):
     """Text from folders, files, hub ids, or the demo: source code of Python's own standard library.
 
     Columns: those of PlainText; of Conversations where the rows are such; of Mixture for several sets.
@@ -58,7 +58,7 @@ class Text(Tokenized):
 
     Options: ClassVar[type] = TextOptions
     cache_name: ClassVar[str] = "data.text.Text"
-    demo_vocabulary: ClassVar[int] = 1024
+    demo_vocabulary_size: ClassVar[int] = 1024
 
     @property
     def given(self) -> list[Given]:
@@ -84,7 +84,7 @@ class Text(Tokenized):
             )
         if any(step.name == "near" for step in self._steps()):
             near_duplicates.require()
-        self._place()
+        self._tokenizer_source()
         given = self.given
         self._check_mix(len(given))
         for one in given:
@@ -121,7 +121,7 @@ class Text(Tokenized):
         return {
             "data": contents[0] if len(given) == 1 else contents,
             "format": self.recipe.format,
-            "tokenizer": self._place().identity(),
+            "tokenizer": self._tokenizer_source().identity(),
             "max_length": self.recipe.max_length,
             "text_column": self.options.text_column or TEXT,
             "vocab_size": self._vocabulary_size(),
@@ -134,7 +134,7 @@ class Text(Tokenized):
         """What answers depend on beside. A hub data set, which is not at hand, may hold some."""
         if all(one.kind() == TEXT for one in given) and len(given) == 1:
             return {}
-        options, template = self.options, chat_templates.identity(self._place().path)
+        options, template = self.options, chat_templates.identity(self._tokenizer_source().path)
         found = [conversations.RULES, options.template, options.response_only, template]
         return {"conversations": found} | ({"sets": [one.name for one in given]} if len(given) > 1 else {})
 
@@ -162,7 +162,7 @@ class Text(Tokenized):
         encoder.tokenizer.save(str(folder / "tokenizer.json"))
         return {
             "tokenizer": "tokenizer.json",
-            "vocabulary": tokenizers.size(encoder.tokenizer),
+            "vocabulary": tokenizers.vocabulary_size(encoder.tokenizer),
             **encoder.special,
             "splits": sizes,
             "prompt": "def" if self.recipe.data == DEMO else found.prompt(),
@@ -179,7 +179,9 @@ class Text(Tokenized):
             raise UserError(
                 f"--stride {self.options.stride}: is for running text; conversations are judged one by one"
             )
-        tokenizer, special = self._tokenizer(lambda size: tokenizers.train(found.texts(), size))
+        tokenizer, special = self._open_or_train_tokenizer(
+            lambda size: tokenizers.train_byte_level_bpe(found.texts(), size)
+        )
         encoder = Encoder(tokenizer, special, self.recipe.max_length, self.options.stride, folder)
         found.open(encoder)
         return found, encoder

@@ -37,7 +37,7 @@ class Encoder:
     @property
     def kind(self) -> type:
         """The numbers that hold its tokens; counting its words takes a moment."""
-        return np.uint16 if tokenizers.size(self.tokenizer) <= 1 << 16 else np.int32
+        return np.uint16 if tokenizers.vocabulary_size(self.tokenizer) <= 1 << 16 else np.int32
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class PlainText:
         eos, counts = encoder.special["eos"], Counts()
         after = [eos] if eos is not None and not self.corpus.is_stream else []
         texts = counts.of(self._read(split, self.cleaning), "" if self.corpus.is_stream or after else "\n")
-        chunks = tokenizers.encode(encoder.tokenizer, texts, after, encoder.kind)
+        chunks = tokenizers.encode_texts(encoder.tokenizer, texts, after, encoder.kind)
         tokens = spooled(chunks, encoder.kind, encoder.spool)
         if len(tokens) < 2:
             raise UserError(

@@ -15,7 +15,7 @@ from isobatch.data import chat_formats, corpora, hub, labelled, readers, tokeniz
 from isobatch.data.chat_formats import Message
 from isobatch.data.cleaning.pipeline import Cleaning
 from isobatch.data.cleaning.steps import Step
-from isobatch.data.corpora import DEMO, Table
+from isobatch.data.corpora import DEMO, RowCorpus
 from isobatch.data.text.conversations import Conversations
 from isobatch.data.text.plain_text import PlainText
 from isobatch.data.tokenized import path_of
@@ -44,9 +44,11 @@ def kind_of(columns: Sequence[str], text_column: str | None, alone: bool) -> str
     """
     if text_column is not None and (alone or text_column in columns):
         return TEXT
-    if form := chat_formats.form_of(columns):
+    if form := chat_formats.detect_chat_format(columns):
         return form
-    usual = [any(name in columns for name in names) for names in (labelled.TEXTS, labelled.LABELS)]
+    usual = [
+        any(name in columns for name in names) for names in (labelled.TEXT_COLUMNS, labelled.LABEL_COLUMNS)
+    ]
     return LABELS if all(usual) and not alone else TEXT
 
 
@@ -81,13 +83,13 @@ class Given:
             self._check_files(self.path)
 
     def _check_files(self, path: Path) -> None:
-        parts = readers.find(path, self.form)
+        parts = readers.find_splits(path, self.form)
         if not any(file.stat().st_size for file in parts["train"].files):
             raise UserError(f"--data {path}: {parts['train'].files[0]} is empty")
         if self.kind() == TEXT:
             for part in parts.values():
                 if not part.is_stream:
-                    readers.require_column(part, self._column(readers.columns(parts["train"])))
+                    readers.require_column(part, self._column(readers.column_names(parts["train"])))
 
     def kind(self) -> str | None:
         """The kind of its rows; None where only fetching it would tell."""
@@ -95,8 +97,8 @@ class Given:
             return TEXT
         if self.path is None:
             return None
-        part = readers.find(self.path, self.form)["train"]
-        return TEXT if part.is_stream else self._kind_of(readers.columns(part))
+        part = readers.find_splits(self.path, self.form)["train"]
+        return TEXT if part.is_stream else self._kind_of(readers.column_names(part))
 
     def _kind_of(self, columns: Sequence[str]) -> str:
         return kind_of(columns, self.options.text_column, self.alone)
@@ -111,11 +113,13 @@ class Given:
         """Whether it has columns: not the demo, nor a stream of text."""
         if self.path is None:
             return not self.is_demo
-        return not readers.find(self.path, self.form)["train"].is_stream
+        return not readers.find_splits(self.path, self.form)["train"].is_stream
 
     def has_column(self, column: str) -> bool:
         """Whether its rows have such a column; a hub data set, which is not at hand, may."""
-        return self.path is None or column in readers.columns(readers.find(self.path, self.form)["train"])
+        return self.path is None or column in readers.column_names(
+            readers.find_splits(self.path, self.form)["train"]
+        )
 
     def content(self) -> Any:
         """Hashes of the files; a hub data set, whose files are not at hand, goes by its name."""
@@ -123,30 +127,32 @@ class Given:
             return [platform.python_version(), *(tokenizers.file_hash(f) for f in corpora.demo_files())]
         if self.path is None:
             return [self.place, self.options.data_config]
-        return readers.content(readers.find(self.path, self.form))
+        return readers.content_hashes(readers.find_splits(self.path, self.form))
 
     def open(self, steps: Sequence[Step], folder: Path | None) -> TextSet:
         """Its texts, with a validation split; `folder` is where the tokenizer lies."""
         if self.is_demo:
-            return PlainText(self.name, corpora.demo(), steps)
+            return PlainText(self.name, corpora.demo_corpus(), steps)
         kind = self.kind()
         if self.path is not None and kind == TEXT:
-            parts = readers.find(self.path, self.form)
-            column = self._column([] if parts["train"].is_stream else readers.columns(parts["train"]))
-            return PlainText(self.name, corpora.of_files(parts, column), steps)
+            parts = readers.find_splits(self.path, self.form)
+            column = self._column([] if parts["train"].is_stream else readers.column_names(parts["train"]))
+            return PlainText(self.name, corpora.corpus_from_files(parts, column), steps)
         table = self._table()
         kind = kind or self._kind_of(table.columns)
         if kind == TEXT:
             config, column = self.options.data_config, self._column(table.columns)
-            return PlainText(self.name, corpora.of_hub(self.place, config, column), steps)
+            return PlainText(self.name, corpora.corpus_from_hub(self.place, config, column), steps)
         return self._labelled(table, steps) if kind == LABELS else self._chats(table, kind, steps, folder)
 
-    def _table(self) -> Table:
+    def _table(self) -> RowCorpus:
         if self.path is None:
-            return corpora.table_of_hub(self.place, self.options.data_config)
-        return corpora.table_of_files(readers.find(self.path, self.form))
+            return corpora.rows_from_hub(self.place, self.options.data_config)
+        return corpora.rows_from_files(readers.find_splits(self.path, self.form))
 
-    def _chats(self, table: Table, kind: str, steps: Sequence[Step], folder: Path | None) -> Conversations:
+    def _chats(
+        self, table: RowCorpus, kind: str, steps: Sequence[Step], folder: Path | None
+    ) -> Conversations:
         remarks = [*table.notes]
         if TEXT in table.columns:
             remarks.append(
@@ -155,7 +161,7 @@ class Given:
         return Conversations(
             name=self.name,
             rows=table.splits,
-            read=partial(chat_formats.messages_of, form=kind),
+            read=partial(chat_formats.parse_messages, chat_format=kind),
             wanted=self.options.template,
             by_default="alpaca" if kind == "instruction" else "chatml",
             response_only=self.options.response_only,
@@ -164,15 +170,15 @@ class Given:
             cleaning=Cleaning(steps, "conversations"),
         )
 
-    def _labelled(self, table: Table, steps: Sequence[Step]) -> Conversations:
+    def _labelled(self, table: RowCorpus, steps: Sequence[Step]) -> Conversations:
         """Texts whose answer is their label, as it is written."""
-        names = labelled.find_names(self.place, table.columns)
-        splits, remarks = labelled.splits_of(self.place, self.path, self.form, self.options.data_config)
+        names = labelled.find_columns(self.place, table.columns)
+        splits, remarks = labelled.rows_per_split(self.place, self.path, self.form, self.options.data_config)
         examples = {split: list(labelled.read_examples(rows(), names)) for split, rows in splits.items()}
-        remarks += labelled.without_withheld(examples)
+        remarks += labelled.drop_unlabelled_test(examples)
         plain = f"--text-column {names.text} reads plain text"
         try:
-            labels = labelled.labels_of(examples, names, self.place)
+            labels = labelled.class_names(examples, names, self.place)
         except UserError as error:
             raise UserError(f"{error}; {plain}") from None
         return Conversations(

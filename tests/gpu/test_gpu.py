@@ -69,8 +69,8 @@ def conversations(folder: Path) -> Path:
         for n in draw.integers(1, 60, 400).tolist()
     ]
     (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
-    tokenizer = tokenizers.train(corpora.demo().splits["train"](), 600)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END).save_pretrained(
+    tokenizer = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 600)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END_OF_TEXT).save_pretrained(
         folder / "base"
     )
     torch.manual_seed(0)

@@ -32,13 +32,13 @@ WAYS = {
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a pretrained model, `base`."""
     folder = tmp_path_factory.mktemp("adapters")
-    tokenizer = tokenizers.train(corpora.demo().splits["train"](), 600)
+    tokenizer = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 600)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64}  # bitsandbytes rounds 64 at a time
     config = GPT2Config(vocab_size=tokenizer.get_vocab_size(), **sizes, **ends)
     GPT2LMHeadModel(config).save_pretrained(folder / "base")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END_OF_TEXT)
     fast.save_pretrained(folder / "base")
     return folder
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_is_answered_in_a_line(flags: list[str], said: str, home:
 
 
 def test_another_tokenizer_needs_new_embeddings(home: Path, tmp_path: Path) -> None:
-    other = tokenizers.train(corpora.demo().splits["train"](), 700)
+    other = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 700)
     other.save(str(tmp_path / "tokenizer.json"))
     words = [*TASK, "--tokenizer", str(tmp_path), "--max-length", "64", "--steps", "2", "--name", "resized"]
     said = complaint(launch(*words, cwd=home))

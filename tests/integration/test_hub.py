@@ -73,8 +73,10 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment of a program that should ask this hub; its cache is empty."""
     folder = tmp_path_factory.mktemp("hub") / "model"
-    tokenizer = tokenizers.train(corpora.demo().splits["train"](), 300)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END).save_pretrained(folder)
+    tokenizer = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 300)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END_OF_TEXT).save_pretrained(
+        folder
+    )
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}

@@ -40,8 +40,10 @@ TASK = ["auto", "--task", "causal-lm", "--model", "mine", "--max-length", "32", 
 def home(tmp_path: Path) -> Path:
     """A folder with the model, `mine`."""
     folder = tmp_path / "mine"
-    tokenizer = tokenizers.train(corpora.demo().splits["train"](), 300)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END).save_pretrained(folder)
+    tokenizer = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 300)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END_OF_TEXT).save_pretrained(
+        folder
+    )
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(

@@ -17,7 +17,7 @@ from isobatch.data.text.chat_templates import Template
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.truncation import Row
 
-END = tokenizers.END
+END = tokenizers.END_OF_TEXT
 ADD = {"instruction": "Add.", "input": "1 2", "output": "3"}
 HELLO = {"instruction": "Say hello.", "input": "", "output": "hello"}
 CHAT = [
@@ -193,7 +193,7 @@ def test_a_hub_data_set_may_hold_conversations(tmp_path: Path, monkeypatch: pyte
 
 def test_objects_of_lists_are_messages_too() -> None:
     row = {"messages": {"role": ["user", "assistant"], "content": ["he?", "Hi!"]}}
-    assert chat_formats.messages_of(row, "here", "messages") == CHAT[1:3]
+    assert chat_formats.parse_messages(row, "here", "messages") == CHAT[1:3]
 
 
 def test_a_named_text_column_wins(tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_a_named_text_column_wins(tmp_path: Path) -> None:
     extra, columns, _ = prepared(tmp_path / "b", rows)
     assert "learn" in columns
     assert any("--text-column text" in note for note in extra["notes"])
-    assert chat_formats.form_of(["text", "instruction"]) is None
-    assert chat_formats.form_of(["instruction", "response"]) == "instruction"
+    assert chat_formats.detect_chat_format(["text", "instruction"]) is None
+    assert chat_formats.detect_chat_format(["instruction", "response"]) == "instruction"
 
 
 def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
 
 def test_the_vocabulary_is_not_counted_for_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
-    size = tokenizers.size
-    monkeypatch.setattr(tokenizers, "size", lambda tokenizer: counted.append(1) or size(tokenizer))
+    size = tokenizers.vocabulary_size
+    monkeypatch.setattr(tokenizers, "vocabulary_size", lambda tokenizer: counted.append(1) or size(tokenizer))
     make(tmp_path, [HELLO] * 100).prepare(tmp_path / "out")
     assert len(counted) < 10  # a real one takes 20 ms
 

@@ -57,7 +57,7 @@ def test_pairs_have_types_and_are_cut_to_the_length(tmp_path: Path) -> None:
     rows = [("one two three", "four five", "0"), ("one", "two " * 30, "1")]
     write(tmp_path, "train", rows, "premise\thypothesis\tlabel")
     write(tmp_path, "valid", rows, "premise\thypothesis\tlabel")
-    found, _, extra = make(tmp_path)._read()
+    found, _, extra = make(tmp_path).encode_splits()
     tokens, types = found["train"]["tokens"], found["train"]["types"]
     assert isinstance(tokens, Ragged)
     assert isinstance(types, Ragged)
@@ -70,12 +70,12 @@ def test_pairs_have_types_and_are_cut_to_the_length(tmp_path: Path) -> None:
 def test_whole_numbers_keep_their_order(tmp_path: Path) -> None:
     write(tmp_path, "train", [(f"text {n}", str(n)) for n in (10, 9, 2)])
     write(tmp_path, "valid", [("text", "2")])
-    assert make(tmp_path)._read()[2]["labels"] == ["2", "9", "10"]
+    assert make(tmp_path).encode_splits()[2]["labels"] == ["2", "9", "10"]
 
 
 def test_every_twentieth_row_is_held_out_where_nothing_is(tmp_path: Path) -> None:
     write(tmp_path, "train", [(f"text {n}", "ab"[n < 50]) for n in range(100)])
-    found, _, extra = make(tmp_path)._read()
+    found, _, extra = make(tmp_path).encode_splits()
     assert [len(found[s]["label"]) for s in ("train", "valid")] == [95, 5]
     assert set(np.asarray(found["valid"]["label"]).tolist()) == {0, 1}, "also of data sorted by class"
     assert "every twentieth row" in extra["notes"][0]
@@ -83,7 +83,7 @@ def test_every_twentieth_row_is_held_out_where_nothing_is(tmp_path: Path) -> Non
 
 def test_a_test_split_without_labels_is_left_out(folder: Path) -> None:
     write(folder, "test", [("a film", "-1"), ("no film", "-1")])
-    found, _, extra = make(folder)._read()
+    found, _, extra = make(folder).encode_splits()
     assert found.keys() == {"train", "valid"}
     assert "the test split has no labels and is left out" in extra["notes"]
 
@@ -102,13 +102,13 @@ def test_bad_rows_are_one_line(rows: list[tuple[str, ...]], says: str, tmp_path:
     write(tmp_path, "train", rows)
     write(tmp_path, "valid", rows[:1])
     with pytest.raises(UserError, match=says):
-        make(tmp_path)._read()
+        make(tmp_path).encode_splits()
 
 
 def test_a_label_that_no_training_row_has_is_named(folder: Path) -> None:
     write(folder, "dev", [("a film", "pos"), ("some film", "odd")])
     with pytest.raises(UserError, match=r"dev\.tsv line 3: the valid split has the label odd"):
-        make(folder)._read()
+        make(folder).encode_splits()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_plain_text_has_no_labels(tmp_path: Path) -> None:
 
 
 def test_the_demo_has_every_class_in_both_splits() -> None:
-    found, _, extra = make("demo")._read()
+    found, _, extra = make("demo").encode_splits()
     assert len(extra["labels"]) == 5
     assert all(len(set(np.asarray(c["label"]).tolist())) == 5 for c in found.values())
 
@@ -147,7 +147,7 @@ def test_a_trained_tokenizer_is_the_same_in_every_process(tmp_path: Path) -> Non
     code = REGISTER + (
         "import hashlib; from isobatch.data import tokenizers;"
         " words = [f'{a}{b} {b}{a}{a}' for a in 'abcdefghij' for b in 'klmnopqrstuvwxyz0123456789'];"
-        " print(hashlib.sha256(tokenizers.train_lowercase(words, 400).to_str().encode()).hexdigest())"
+        " print(hashlib.sha256(tokenizers.train_lowercase_bpe(words, 400).to_str().encode()).hexdigest())"
     )
     found = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -162,11 +162,11 @@ def test_minus_one_is_a_class_where_not_all_of_a_split_has_it(tmp_path: Path) ->
     for name in ("train.tsv", "dev.tsv"):
         (tmp_path / name).write_text("sentence\tlabel\n" + rows)
     (tmp_path / "test.tsv").write_text("sentence\tlabel\na text\t-1\nanother\t-1\n")
-    splits, _, extra = make(tmp_path)._read()
+    splits, _, extra = make(tmp_path).encode_splits()
     assert extra["labels"] == ["-1", "1"]
     assert "test" not in splits
 
 
 def test_labels_that_only_look_like_numbers_are_names(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "a text\t²\nanother text\t3\n" * 30)
-    assert make(tmp_path)._read()[2]["labels"] == ["3", "²"]
+    assert make(tmp_path).encode_splits()[2]["labels"] == ["3", "²"]

@@ -87,14 +87,14 @@ def test_windows_predict_every_token_but_the_first_once(count: int, width: int, 
 def test_gpt2_files_give_gpt2_tokens() -> None:
     tokenizer = tokenizers.open_tokenizer(shared("gpt2-bpe"))
     assert tokenizer.encode("Hello world").ids == [15496, 995]
-    assert tokenizers.size(tokenizer) == 50257
-    assert tokenizers.special_ids(tokenizer, shared("gpt2-bpe"))["eos"] == 50256
+    assert tokenizers.vocabulary_size(tokenizer) == 50257
+    assert tokenizers.special_token_ids(tokenizer, shared("gpt2-bpe"))["eos"] == 50256
 
 
 def test_bert_vocabulary_gives_word_pieces() -> None:
     tokenizer = tokenizers.open_tokenizer(shared("bert-vocab") / "vocab.txt")
     assert tokenizer.encode("Hello world", add_special_tokens=False).tokens == ["hello", "world"]
-    assert tokenizers.special_ids(tokenizer, None) == {"eos": 102, "bos": 101, "pad": 0, "unk": 100}
+    assert tokenizers.special_token_ids(tokenizer, None) == {"eos": 102, "bos": 101, "pad": 0, "unk": 100}
 
 
 @pytest.mark.parametrize("name", ["", "vocab.json", "merges.txt"])
@@ -108,9 +108,9 @@ def test_byte_level_files_open_from_a_folder_or_either_file(tmp_path: Path, name
 def test_settings_beside_a_tokenizer_name_the_special_tokens(tmp_path: Path) -> None:
     folder = byte_tokenizer(tmp_path, "<end>")
     tokenizer = tokenizers.open_tokenizer(folder)
-    assert tokenizers.special_ids(tokenizer, folder)["eos"] is None
+    assert tokenizers.special_token_ids(tokenizer, folder)["eos"] is None
     write(folder, tokenizer_config__json=json.dumps({"eos_token": {"content": "<end>"}}))
-    assert tokenizers.special_ids(tokenizer, folder)["eos"] == 257
+    assert tokenizers.special_token_ids(tokenizer, folder)["eos"] == 257
 
 
 def test_a_trained_tokenizer_is_saved_repeatable_and_lossless(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_trained_tokenizer_is_saved_repeatable_and_lossless(tmp_path: Path) ->
 
 
 def test_a_txt_file_is_one_stream_counted_in_words_and_bytes(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer(tmp_path / "t", tokenizers.END)
+    tokenizer = byte_tokenizer(tmp_path / "t", tokenizers.END_OF_TEXT)
     data = write(tmp_path / "d", train__txt="he é\nhe\n", valid__txt="ab")
     values, extra = tokens_of(make(data, tokenizer, max_length=4), "train", tmp_path / "out")
     # he | space | two bytes of é | newline | he | newline
@@ -140,7 +140,7 @@ def test_a_txt_file_is_one_stream_counted_in_words_and_bytes(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "json", "parquet"])
 def test_rows_are_documents_with_an_end_token_behind_each(tmp_path: Path, form: str) -> None:
-    tokenizer = byte_tokenizer(tmp_path / "t", tokenizers.END)
+    tokenizer = byte_tokenizer(tmp_path / "t", tokenizers.END_OF_TEXT)
     data = tmp_path / "d"
     for split, texts in {"train": ["ab", "", "he"], "dev": ["he"]}.items():
         write_rows(data / f"{split}.{form}", texts)
@@ -175,13 +175,13 @@ def test_rows_end_with_a_newline_where_the_tokenizer_has_no_end_token(tmp_path: 
     tokenizer = tokenizers.open_tokenizer(tmp_path / "t")
     assert tokenizer.decode(values) == "he\nab\n"  # the last row is the validation split
     assert extra["splits"]["train"]["bytes"] == 6
-    assert extra["notes"] == [corpora.HELD_OUT]
+    assert extra["notes"] == [corpora.HELD_OUT_NOTE]
 
 
 def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None:
     file = write(tmp_path, book__txt=LINES) / "book.txt"
-    train, valid = readers.hold_out(readers.find(file, None)["train"])
-    head, tail = ("".join(readers.texts(part, "text")) for part in (train, valid))
+    train, valid = readers.hold_out(readers.find_splits(file, None)["train"])
+    head, tail = ("".join(readers.read_texts(part, "text")) for part in (train, valid))
     assert head + tail == LINES
     assert head.endswith("\n")
     assert 0 < len(tail) <= 0.05 * len(LINES)
@@ -190,8 +190,8 @@ def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None
 @pytest.mark.parametrize("text", ["a b\nc d\n", "one line without end", "字" * 40, "字" * 30 + "\n"])
 def test_something_is_held_out_of_tiny_files(tmp_path: Path, text: str) -> None:
     file = write(tmp_path, tiny__txt=text) / "tiny.txt"
-    parts = readers.hold_out(readers.find(file, None)["train"])
-    head, tail = ("".join(readers.texts(part, "text")) for part in parts)
+    parts = readers.hold_out(readers.find_splits(file, None)["train"])
+    head, tail = ("".join(readers.read_texts(part, "text")) for part in parts)
     assert head + tail == text
     assert head
     assert tail
@@ -200,11 +200,11 @@ def test_something_is_held_out_of_tiny_files(tmp_path: Path, text: str) -> None:
 def test_a_long_file_is_read_in_pieces_without_losing_a_character(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "PIECE_BYTES", 10)
-    monkeypatch.setattr(readers, "LONGEST_LINE", 7)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 7)
     text = "\ufeffé" * 30 + "\nshort\n\n" + "字" * 50
     file = write(tmp_path, long__txt=text) / "long.txt"
-    pieces = list(readers.texts(readers.find(file, None)["train"], "text"))
+    pieces = list(readers.read_texts(readers.find_splits(file, None)["train"], "text"))
     assert len(pieces) > 10
     assert "".join(pieces) == text.removeprefix("\ufeff")
 
@@ -274,7 +274,7 @@ def test_a_row_longer_than_the_header_is_named_by_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.csv line 42: has 3 fields and the header 2: quote a field"):
         make(data).read()
     (tmp_path / "train.csv").write_text('text,label\n"two, words",1\n')
-    assert list(readers.texts(readers.find(data, None)["train"], "text")) == ["two, words"]
+    assert list(readers.read_texts(readers.find_splits(data, None)["train"], "text")) == ["two, words"]
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_identity_follows_content_and_settings_and_not_the_place(tmp_path: Path)
     first = write(tmp_path / "a", train__txt=LINES, valid__txt="one\n")
     copy = write(tmp_path / "b", train__txt=LINES, valid__txt="one\n")
     changed = write(tmp_path / "c", train__txt=LINES, valid__txt="two\n")
-    tokenizer, other = byte_tokenizer(tmp_path / "t"), byte_tokenizer(tmp_path / "u", tokenizers.END)
+    tokenizer, other = byte_tokenizer(tmp_path / "t"), byte_tokenizer(tmp_path / "u", tokenizers.END_OF_TEXT)
     same = make(first, tokenizer).identity()
     assert same == make(copy, tokenizer, seed=5).identity()
     json.dumps(same)
@@ -331,7 +331,7 @@ def test_the_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
 
 def test_the_demo_is_source_code_of_the_library() -> None:
     files = corpora.demo_files()
-    splits = {name: list(texts()) for name, texts in corpora.demo().splits.items()}
+    splits = {name: list(texts()) for name, texts in corpora.demo_corpus().splits.items()}
     assert len(splits["valid"]) == len(files) // 10
     assert len(splits["train"]) + len(splits["valid"]) == len(files)
     assert 1_000_000 < sum(len(t) for texts in splits.values() for t in texts) < 2_500_000
@@ -372,11 +372,11 @@ def test_a_hub_data_set_is_split_and_its_column_checked(monkeypatch: pytest.Monk
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"text": f"he {i}"} for i in range(40)])
     monkeypatch.setattr(hub, "load_dataset", lambda *_: {"train": rows})
-    corpus = corpora.of_hub("a-team/a-corpus", None, "text")
+    corpus = corpora.corpus_from_hub("a-team/a-corpus", None, "text")
     assert len(list(corpus.splits["train"]())) == 38
     assert list(corpus.splits["valid"]()) == ["he 38", "he 39"]
     with pytest.raises(UserError, match="--text-column body"):
-        corpora.of_hub("a-team/a-corpus", None, "body")
+        corpora.corpus_from_hub("a-team/a-corpus", None, "body")
 
 
 def test_nothing_heavy_is_imported() -> None:
