@@ -1,1 +1,1 @@
-"""Steps that clean text."""
+"""Cleaning of text: the steps of --clean."""

@@ -1,150 +1,164 @@
-"""--clean: what texts lose before they become tokens, and which are dropped. Every step counts what it did.
+"""The cleaning pipeline of --clean: changes and drops texts before they are tokenized, and counts both.
 
 The steps, in this order whatever order was typed: `html` (tags, scripts, entities), `unicode` (NFC),
 `control` (control and zero-width characters), `short=10` (texts of so many words or fewer), `duplicates`
 (white space aside), `near=0.8` (near-duplicates: the share of word pairs in common, estimated by MinHash).
-Duplicates are looked for within a split. The text of a .txt file is its line.
+Duplicates are looked for within a split. In a .txt file every line counts as a text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from isobatch.data.chat_formats import Message
 from isobatch.data.cleaning import html
-from isobatch.data.cleaning.steps import CHANGES, DROPS, Step, dropping
-from isobatch.data.cleaning.steps import changed as changed_by
+from isobatch.data.cleaning.steps import FILTERS, TRANSFORMS, CleaningStep, make_filter, transform
 
-RULES = 1
-"""Raise it when the same texts come out otherwise: old caches are then left alone."""
-SHOWN = 60
-"""Characters of a sample."""
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from isobatch.data.chat_formats import Message
+
+CLEANING_VERSION = 1
+"""Part of the cache key: raise it when the same texts come out differently."""
+SAMPLE_CHARACTERS = 60
+"""Most characters of a text that a note shows."""
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """What a step did over all splits."""
 
     seen: int = 0
-    touched: int = 0
+    affected: int = 0
+    """Texts that it changed or dropped."""
     sample: str = ""
+    """An excerpt of the first of them."""
 
 
-class Cleaning:
-    """The steps over one split after another."""
+class CleaningPipeline:
+    """Runs the steps over the texts of one split after another. `unit` is what notes call a text."""
 
-    def __init__(self, steps: Sequence[Step], unit: str = "texts") -> None:
+    def __init__(self, steps: Sequence[CleaningStep], unit: str = "texts") -> None:
         self.steps, self.unit = steps, unit
-        self.outcomes = {step: Outcome() for step in steps}
+        self.outcomes = {step: StepOutcome() for step in steps}
 
-    def without_drops(self) -> Cleaning:
-        """Only what changes texts: enough for training a tokenizer. It counts apart."""
-        return Cleaning([step for step in self.steps if step.name in CHANGES], self.unit)
+    def transforms_only(self) -> CleaningPipeline:
+        """A pipeline without the steps that drop texts, with its own counts; for training a tokenizer."""
+        return CleaningPipeline([step for step in self.steps if step.name in TRANSFORMS], self.unit)
 
-    def texts(self, texts: Iterable[str]) -> Iterator[str]:
-        """Documents."""
-        keeps = self._keeper()
+    def clean_texts(self, texts: Iterable[str]) -> Iterator[str]:
+        """The documents that are kept, cleaned."""
+        is_kept = self._filter()
         for text in texts:
-            changed = self.change(text)
-            if changed.strip() and keeps(changed):
+            changed = self.transform_text(text)
+            if changed.strip() and is_kept(changed):
                 yield changed
 
-    def lines(self, pieces: Iterable[str]) -> Iterator[str]:
-        """A stream in pieces that end at lines' ends. The blank lines behind a dropped line go with it."""
-        keeps = self._keeper()
+    def clean_lines(self, chunks: Iterable[str]) -> Iterator[str]:
+        """The lines of a stream that are kept, cleaned; `chunks` are whole lines.
+
+        Blank lines that follow a dropped line are dropped with it.
+        """
+        is_kept = self._filter()
         dropped = False
-        for piece in self._without_blocks(pieces):
+        for chunk in self._remove_html_blocks(chunks):
             kept = []
-            for line in re.findall("[^\n]*\n|[^\n]+", piece):
+            for line in re.findall("[^\n]*\n|[^\n]+", chunk):
                 if line.isspace():
                     if not dropped:
                         kept.append(line)
                     continue
-                changed = self.change(line.removesuffix("\n"), " ")
-                dropped = not changed.strip() or not keeps(changed)
+                changed = self.transform_text(line.removesuffix("\n"), " ")
+                dropped = not changed.strip() or not is_kept(changed)
                 if not dropped:
                     kept.append(changed + "\n" * line.endswith("\n"))
             if kept:
                 yield "".join(kept)
 
-    def conversations(self) -> Callable[[list[Message]], list[Message] | None]:
-        """A function for a split's conversations: the messages cleaned, or None for one that is dropped."""
-        keeps = self._keeper(without="short")
+    def conversation_cleaner(self) -> Callable[[list[Message]], list[Message] | None]:
+        """A function for the conversations of one split: their cleaned messages, or None to drop them."""
+        is_kept = self._filter(skip="short")
 
         def clean(messages: list[Message]) -> list[Message] | None:
-            changed = [{k: v if k == "role" else self.change(v) for k, v in m.items()} for m in messages]
+            changed = [
+                {k: v if k == "role" else self.transform_text(v) for k, v in m.items()} for m in messages
+            ]
             whole = "\n".join(v for m in changed for k, v in m.items() if k != "role" and v)
-            return changed if keeps(whole) else None
+            return changed if is_kept(whole) else None
 
         return clean
 
-    def change(self, text: str, gap: str = "\n") -> str:
-        """The text after the steps that change one; `gap` stands where an element of a page ended."""
+    def transform_text(self, text: str, line_break: str = "\n") -> str:
+        """The text after the steps that change texts; `line_break` replaces the end of an HTML block."""
         for step in self.steps:
-            if step.name in CHANGES:
-                changed = changed_by(step.name, text, gap)
+            if step.name in TRANSFORMS:
+                changed = transform(step.name, text, line_break)
                 outcome = self.outcomes[step]
                 outcome.seen += 1
                 if changed != text:
-                    outcome.touched += 1
+                    outcome.affected += 1
                     outcome.sample = outcome.sample or _difference(text, changed)
                 text = changed
         return text
 
-    def _without_blocks(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The pieces of a stream without scripts, styles and comments, which may span lines."""
+    def _remove_html_blocks(self, chunks: Iterable[str]) -> Iterator[str]:
+        """The chunks of a stream without HTML scripts, styles and comments, which may span lines."""
         step = next((step for step in self.steps if step.name == "html"), None)
         if step is None:
-            yield from pieces
+            yield from chunks
             return
-        for piece, blocks in html.without_blocks(pieces):
+        for chunk, blocks in html.remove_blocks(chunks):
             if blocks:
-                self.outcomes[step].touched += len(blocks)
-                self.outcomes[step].sample = self.outcomes[step].sample or f"{_short(blocks[0])} -> nothing"
-            yield piece
+                self.outcomes[step].affected += len(blocks)
+                self.outcomes[step].sample = self.outcomes[step].sample or f"{_excerpt(blocks[0])} -> nothing"
+            yield chunk
 
-    def _keeper(self, without: str = "") -> Callable[[str], bool]:
-        """Whether a text stays, asked once for each text of a split."""
-        tests = [(step, dropping(step)) for step in self.steps if step.name in DROPS and step.name != without]
+    def _filter(self, skip: str = "") -> Callable[[str], bool]:
+        """A function that says whether a text is kept; to be called once for each text of a split."""
+        filters = [
+            (step, make_filter(step)) for step in self.steps if step.name in FILTERS and step.name != skip
+        ]
 
-        def keeps(text: str) -> bool:
-            for step, drops in tests:
+        def is_kept(text: str) -> bool:
+            for step, drops in filters:
                 outcome = self.outcomes[step]
                 outcome.seen += 1
                 if drops(text):
-                    outcome.touched += 1
-                    outcome.sample = outcome.sample or _short(text)
+                    outcome.affected += 1
+                    outcome.sample = outcome.sample or _excerpt(text)
                     return False
             return True
 
-        return keeps
+        return is_kept
 
     def notes(self) -> Iterator[str]:
-        """A line for each step."""
+        """What each step did, one line each."""
         chats = self.unit == "conversations"
         for step, outcome in self.outcomes.items():
-            changes = step.name in CHANGES
+            changes = step.name in TRANSFORMS
             unit = "fields" if chats and changes else self.unit
             if chats and step.name == "short":
                 yield f"clean {step}: does not apply to conversations"
-            elif not outcome.touched:
+            elif not outcome.affected:
                 yield f"clean {step}: nothing to do in {outcome.seen:,} {unit}"
             else:
-                did = f"{unit} {'changed' if changes else 'dropped'}, such as {outcome.sample}"
-                yield f"clean {step}: {outcome.touched:,} of {outcome.seen:,} {did}"
+                effect = f"{unit} {'changed' if changes else 'dropped'}, such as {outcome.sample}"
+                yield f"clean {step}: {outcome.affected:,} of {outcome.seen:,} {effect}"
 
 
 def _difference(before: str, after: str) -> str:
-    """Both texts around the first place where they differ."""
+    """An excerpt of both texts around the first character where they differ."""
     pairs = enumerate(zip(before, after, strict=False))
-    place = next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
-    start = max(0, place - SHOWN // 3)
-    return f"{_short(before[start:])} -> {_short(after[start:])}"
+    position = next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
+    start = max(0, position - SAMPLE_CHARACTERS // 3)
+    return f"{_excerpt(before[start:])} -> {_excerpt(after[start:])}"
 
 
-def _short(text: str) -> str:
-    """The beginning, on one line, with a code in place of what does not show."""
-    shown = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text[:SHOWN].replace("\n", " "))
-    return f"«{shown.strip()}{'…' if len(text) > SHOWN else ''}»"
+def _excerpt(text: str) -> str:
+    """The beginning on one line; characters that are not printable are written as their code."""
+    shown = "".join(
+        c if c.isprintable() else f"\\u{ord(c):04x}" for c in text[:SAMPLE_CHARACTERS].replace("\n", " ")
+    )
+    return f"«{shown.strip()}{'…' if len(text) > SAMPLE_CHARACTERS else ''}»"

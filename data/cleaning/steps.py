@@ -1,111 +1,125 @@
-"""The steps of --clean: their names and numbers, and what each does to one text."""
+"""The steps of --clean: parsing them, and what each does to one text."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
 from isobatch.data.cleaning import html
 from isobatch.data.cleaning.near_duplicates import NearDuplicates
 from isobatch.data.readers import did_you_mean
 
-CHANGES = ("html", "unicode", "control")
-DROPS = {"short": 10.0, "duplicates": None, "near": 0.8}
-"""Steps that drop whole texts, with their usual numbers."""
-# Joiners shape letters of Persian or Hindi, and emoji; behind Latin letters and white space they do nothing.
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+TRANSFORMS = ("html", "unicode", "control")
+"""Steps that change texts."""
+FILTERS = {"short": 10.0, "duplicates": None, "near": 0.8}
+"""Steps that drop whole texts, with the default of their number; None where they take none."""
+# The zero-width joiners matter between letters of Persian or Hindi and in emoji; after Latin letters and
+# white space they have no effect.
 CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
     "|(?<![\u0590-\U0010ffff])[\u200c\u200d]"
 )
-LETTER_WORDS = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f]")
-"""Han and kana, of which each counts as a word."""
-UNSPACED = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff]")
-"""Thai, Lao, Tibetan, Burmese and Khmer: no spaces between words, of about four characters each."""
+CHARACTER_WORDS = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f]")
+"""Han and kana characters: each counts as a word."""
+UNSPACED_SCRIPTS = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff]")
+"""Thai, Lao, Tibetan, Burmese and Khmer: no spaces between words; four characters count as a word."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One step, with its number where it has one."""
+class CleaningStep:
+    """One step of --clean."""
 
     name: str
     number: float | None = None
+    """Most words of a text that `short` drops; the threshold of `near`; other steps have none."""
 
     def __str__(self) -> str:
         return self.name if self.number is None else f"{self.name}={self.number:g}"
 
 
-def steps_of(words: Sequence[str]) -> tuple[Step, ...]:
-    """The steps that --clean names, in their order."""
-    order = [*CHANGES, *DROPS]
-    steps = sorted((_step(word.strip()) for word in words), key=lambda step: order.index(step.name))
-    for step, following in zip(steps, steps[1:], strict=False):
+def parse_steps(words: Sequence[str]) -> tuple[CleaningStep, ...]:
+    """The steps that --clean names, in the order in which they run.
+
+    Raises UserError for an unknown step, one that is named twice, or a wrong number.
+    """
+    order = [*TRANSFORMS, *FILTERS]
+    steps = sorted((_parse_step(word.strip()) for word in words), key=lambda step: order.index(step.name))
+    for step, following in itertools.pairwise(steps):
         if step.name == following.name:
             raise UserError(f"--clean {','.join(words)}: {step.name} is named twice")
     return tuple(steps)
 
 
-def _step(word: str) -> Step:
+def _parse_step(word: str) -> CleaningStep:
     name, equals, number = word.partition("=")
-    if name not in (*CHANGES, *DROPS):
-        hint = did_you_mean(name, [*CHANGES, *DROPS])
+    if name not in (*TRANSFORMS, *FILTERS):
+        hint = did_you_mean(name, [*TRANSFORMS, *FILTERS])
         raise UserError(
-            f"--clean {word}: there is no such step{hint}; steps: {', '.join((*CHANGES, *DROPS))}"
+            f"--clean {word}: there is no such step{hint}; steps: {', '.join((*TRANSFORMS, *FILTERS))}"
         )
-    usual = DROPS.get(name)
-    if not equals or usual is None:
+    default = FILTERS.get(name)
+    if not equals or default is None:
         if equals:
             raise UserError(f"--clean {word}: {name} takes no number")
-        return Step(name, usual)
+        return CleaningStep(name, default)
     try:
         value = float(number)
     except ValueError:
         raise UserError(
-            f"--clean {word}: {number or 'nothing'} is not a number, as in {name}={usual:g}"
+            f"--clean {word}: {number or 'nothing'} is not a number, as in {name}={default:g}"
         ) from None
     if name == "short" and not (value >= 1 and value.is_integer()):
         raise UserError(f"--clean {word}: must be a whole number of words, as in short=10")
     if name == "near" and not 0 < value <= 1:
         raise UserError(f"--clean {word}: must be a share above 0 and at most 1, as in near=0.8")
-    return Step(name, value)
+    return CleaningStep(name, value)
 
 
-def changed(name: str, text: str, gap: str) -> str:
+def transform(name: str, text: str, line_break: str) -> str:
+    """The text after a step of TRANSFORMS; `line_break` is written where an HTML element ends a line."""
     if name == "html":
-        return html.plain(text, gap)
+        return html.to_text(text, line_break)
     if name == "unicode":
         return text if unicodedata.is_normalized("NFC", text) else unicodedata.normalize("NFC", text)
     return CONTROL.sub("", text)
 
 
-def dropping(step: Step) -> Callable[[str], bool]:
-    """A function that says whether to drop a text; it may remember those it was asked before."""
+def make_filter(step: CleaningStep) -> Callable[[str], bool]:
+    """A function that says whether a step of FILTERS drops a text; `duplicates` and `near` remember texts."""
     if step.name == "short":
         assert step.number is not None
-        most = step.number
-        return lambda text: count_words(text) <= most
+        most_words = step.number
+        return lambda text: count_words(text) <= most_words
     if step.name == "duplicates":
-        return Duplicates()
+        return ExactDuplicates()
     assert step.number is not None
     return NearDuplicates(step.number)
 
 
 def count_words(text: str) -> int:
-    """Words separated by white space; where a script has none between words, by its characters."""
+    """Words separated by white space; of scripts without spaces they are estimated from the characters."""
     if text.isascii():
         return len(text.split())
-    letters, unspaced = len(LETTER_WORDS.findall(text)), len(UNSPACED.findall(text))
+    letters, unspaced = len(CHARACTER_WORDS.findall(text)), len(UNSPACED_SCRIPTS.findall(text))
     if not letters and not unspaced:
         return len(text.split())
-    rest = UNSPACED.sub(" ", LETTER_WORDS.sub(" ", text)).split()
+    rest = UNSPACED_SCRIPTS.sub(" ", CHARACTER_WORDS.sub(" ", text)).split()
     return letters + -(-unspaced // 4) + sum(any(c.isalnum() for c in word) for word in rest)
 
 
-class Duplicates:
-    """Whether a text was seen before, by 8 bytes of a hash: 97 % to tell a billion apart."""
+class ExactDuplicates:
+    """Says of each text whether it was seen before, white space aside.
+
+    It keeps 8 bytes of a hash of each: among a billion different texts the chance of any collision is 3 %.
+    """
 
     def __init__(self) -> None:
         self.seen: set[int] = set()

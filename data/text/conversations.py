@@ -15,7 +15,7 @@ from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
 from isobatch.data.base import Column, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
-from isobatch.data.cleaning.pipeline import Cleaning
+from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.readers import LocatedRows
 from isobatch.data.text import chat_templates
 from isobatch.data.text.chat_templates import Piece, Template
@@ -104,7 +104,7 @@ class Conversations:
     """Each label's tokens, with the end."""
     remarks: list[str] = field(default_factory=list)
     """What a person should know of the rows."""
-    cleaning: Cleaning = field(default_factory=lambda: Cleaning((), "conversations"))
+    cleaning: CleaningPipeline = field(default_factory=lambda: CleaningPipeline((), "conversations"))
     prompts: list[list[str]] = field(default_factory=list)
     """Of the validation split: [prompt, answer] of the first that are whole."""
     template: Template | None = None
@@ -121,7 +121,7 @@ class Conversations:
     def texts(self) -> Iterator[str]:
         """What a tokenizer is trained on."""
         template = chat_templates.for_training(self.by_default if self.wanted == "auto" else self.wanted)
-        for pieces in self._pieces("train", template, Tally(), self.cleaning.without_drops()):
+        for pieces in self._pieces("train", template, Tally(), self.cleaning.transforms_only()):
             yield from (piece.text for piece in pieces)
 
     def open(self, encoder: Encoder) -> None:
@@ -168,9 +168,9 @@ class Conversations:
         return columns, tally.sizes()
 
     def _pieces(
-        self, split: str, template: Template, tally: Tally, cleaning: Cleaning
+        self, split: str, template: Template, tally: Tally, cleaning: CleaningPipeline
     ) -> Iterator[list[Piece]]:
-        clean = cleaning.conversations()
+        clean = cleaning.conversation_cleaner()
         for where, row in self.rows[split]():
             try:
                 messages, greeted = _from_question(self.read(row, where))

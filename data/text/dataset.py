@@ -14,7 +14,7 @@ from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource, Columns, load, save
 from isobatch.data.cleaning import near_duplicates, pipeline
-from isobatch.data.cleaning.steps import Step, steps_of
+from isobatch.data.cleaning.steps import CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
 from isobatch.data.text import chat_templates, conversations
 from isobatch.data.text.mixture import SET, Mixture
@@ -83,7 +83,7 @@ class Text(TokenizedData):
                 f"--vocab-size {size}: must be at least {SMALLEST_VOCABULARY}: 256 bytes and an end token"
             )
         if any(step.name == "near" for step in self._steps()):
-            near_duplicates.require()
+            near_duplicates.require_datasketch()
         self._tokenizer_source()
         given = self.given
         self._check_mix(len(given))
@@ -112,8 +112,8 @@ class Text(TokenizedData):
         if not all(share > 0 and math.isfinite(share) for share in mix):
             raise UserError(f"{typed}: every share must be above 0; leave a set out of --data to do without")
 
-    def _steps(self) -> tuple[Step, ...]:
-        return steps_of(self.options.clean or ())
+    def _steps(self) -> tuple[CleaningStep, ...]:
+        return parse_steps(self.options.clean or ())
 
     def identity(self) -> dict[str, Any]:
         given = self.given
@@ -140,8 +140,8 @@ class Text(TokenizedData):
 
     def _cleaning_identity(self) -> dict[str, Any]:
         steps = self._steps()
-        version = [near_duplicates.require()] if any(step.name == "near" for step in steps) else []
-        return {"clean": [pipeline.RULES, *map(str, steps), *version]} if steps else {}
+        version = [near_duplicates.require_datasketch()] if any(step.name == "near" for step in steps) else []
+        return {"clean": [pipeline.CLEANING_VERSION, *map(str, steps), *version]} if steps else {}
 
     def text_set(self) -> TextSet | Mixture:
         """The texts, with a validation split."""

@@ -13,8 +13,8 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
 from isobatch.data.base import Column, Ragged
-from isobatch.data.cleaning.pipeline import Cleaning
-from isobatch.data.cleaning.steps import Step
+from isobatch.data.cleaning.pipeline import CleaningPipeline
+from isobatch.data.cleaning.steps import CleaningStep
 from isobatch.data.corpora import Corpus
 
 if TYPE_CHECKING:
@@ -66,20 +66,20 @@ class PlainText:
 
     form = "text"
 
-    def __init__(self, name: str, corpus: Corpus, steps: Sequence[Step] = ()) -> None:
+    def __init__(self, name: str, corpus: Corpus, steps: Sequence[CleaningStep] = ()) -> None:
         self.name, self.corpus = name, corpus
         self.splits: Sequence[str] = list(corpus.splits)
-        self.cleaning = Cleaning(steps, "lines" if corpus.is_stream else "texts")
+        self.cleaning = CleaningPipeline(steps, "lines" if corpus.is_stream else "texts")
 
     def texts(self) -> Iterator[str]:
         """What a tokenizer is trained on."""
-        return self._read("train", self.cleaning.without_drops())
+        return self._read("train", self.cleaning.transforms_only())
 
-    def _read(self, split: str, cleaning: Cleaning) -> Iterator[str]:
+    def _read(self, split: str, cleaning: CleaningPipeline) -> Iterator[str]:
         texts = iter(self.corpus.splits[split]())
         if not cleaning.steps:
             return texts
-        return cleaning.lines(texts) if self.corpus.is_stream else cleaning.texts(texts)
+        return cleaning.clean_lines(texts) if self.corpus.is_stream else cleaning.clean_texts(texts)
 
     @property
     def notes(self) -> list[str]:
@@ -110,7 +110,7 @@ class PlainText:
 
     def prompt(self) -> str:
         """The first words of the validation text."""
-        return _first_words(self._read("valid", self.cleaning.without_drops()))
+        return _first_words(self._read("valid", self.cleaning.transforms_only()))
 
 
 def blocks(tokens: np.ndarray, width: int) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, corpora, hub, labelled, readers, tokenizers
 from isobatch.data.chat_formats import Message
-from isobatch.data.cleaning.pipeline import Cleaning
-from isobatch.data.cleaning.steps import Step
+from isobatch.data.cleaning.pipeline import CleaningPipeline
+from isobatch.data.cleaning.steps import CleaningStep
 from isobatch.data.corpora import DEMO, RowCorpus
 from isobatch.data.text.conversations import Conversations
 from isobatch.data.text.plain_text import PlainText
@@ -129,7 +129,7 @@ class Given:
             return [self.place, self.options.data_config]
         return readers.content_hashes(readers.find_splits(self.path, self.form))
 
-    def open(self, steps: Sequence[Step], folder: Path | None) -> TextSet:
+    def open(self, steps: Sequence[CleaningStep], folder: Path | None) -> TextSet:
         """Its texts, with a validation split; `folder` is where the tokenizer lies."""
         if self.is_demo:
             return PlainText(self.name, corpora.demo_corpus(), steps)
@@ -151,7 +151,7 @@ class Given:
         return corpora.rows_from_files(readers.find_splits(self.path, self.form))
 
     def _chats(
-        self, table: RowCorpus, kind: str, steps: Sequence[Step], folder: Path | None
+        self, table: RowCorpus, kind: str, steps: Sequence[CleaningStep], folder: Path | None
     ) -> Conversations:
         remarks = [*table.notes]
         if TEXT in table.columns:
@@ -167,10 +167,10 @@ class Given:
             response_only=self.options.response_only,
             folder=folder,
             remarks=remarks,
-            cleaning=Cleaning(steps, "conversations"),
+            cleaning=CleaningPipeline(steps, "conversations"),
         )
 
-    def _labelled(self, table: RowCorpus, steps: Sequence[Step]) -> Conversations:
+    def _labelled(self, table: RowCorpus, steps: Sequence[CleaningStep]) -> Conversations:
         """Texts whose answer is their label, as it is written."""
         names = labelled.find_columns(self.place, table.columns)
         splits, remarks = labelled.rows_per_split(self.place, self.path, self.form, self.options.data_config)
@@ -192,7 +192,7 @@ class Given:
             folder=None,
             labels=labels,
             remarks=[f"the rows are texts with a label ({names.label}): {plain}", *remarks],
-            cleaning=Cleaning(steps, "conversations"),
+            cleaning=CleaningPipeline(steps, "conversations"),
         )
 
 
