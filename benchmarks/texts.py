@@ -101,7 +101,7 @@ def helped(quick: bool, data: Path, model: str) -> Iterator[Row]:
 
 def thinned(data: Path, place: Path) -> tuple[Path, np.ndarray]:
     """The same protocol with less to learn from; and the (n, 2) users and items of what was taken away."""
-    found = movielens.FORMS["ncf"].read(data)
+    found = movielens.FORMATS["ncf"].read(data)
     draw = np.random.default_rng(0)
     user, item = (found.splits["train"][name].to_numpy() for name in ("user", "item"))
     worded = np.array([int(name) for name in found.items])

@@ -1,1 +1,1 @@
-"""Interactions of users with items."""
+"""Data for recommenders: interactions of users with items."""

@@ -1,18 +1,18 @@
-"""The recommender's demo: a library whose readers have tastes that their and the books' words tell of.
+"""The recommender's demo: made-up loans of a library, in which the texts of readers and books tell of tastes.
 
-Whole numbers from a seeded generator only, so that every machine makes the same.
+All is drawn as whole numbers from a seeded generator, so that every machine makes the same data.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from isobatch.data.interactions.formats import Found, Item
+from isobatch.data.interactions.formats import ItemText, RawInteractions
 
 READERS, BOOKS, LOANS = 600, 400, 24
-"""LOANS: on average, of each reader."""
+"""LOANS is the average number of a reader."""
 GENRES = ("cooking", "crime", "fantasy", "gardens", "history", "poems", "science", "travel")
-THINGS = {
+GENRE_WORDS = {
     "cooking": "bread kitchen pepper table oven salt feast broth",
     "crime": "murder knife alibi detective corpse theft witness trial",
     "fantasy": "dragon sword wizard crown spell quest giant castle",
@@ -22,8 +22,14 @@ THINGS = {
     "science": "atom comet enzyme proof orbit neuron crystal wave",
     "travel": "harbour desert railway border island caravan monsoon map",
 }
-FORMS = ("The {} and the {}", "A {} without {}", "{} of the {}", "Notes on {} and {}", "The last {}, the {}")
-JOBS = {
+TITLE_PATTERNS = (
+    "The {} and the {}",
+    "A {} without {}",
+    "{} of the {}",
+    "Notes on {} and {}",
+    "The last {}, the {}",
+)
+GENRE_JOBS = {
     "cooking": ("baker", "nurse"),
     "crime": ("clerk", "lawyer"),
     "fantasy": ("student", "programmer"),
@@ -33,46 +39,50 @@ JOBS = {
     "science": ("engineer", "programmer"),
     "travel": ("engineer", "retired"),
 }
-"""The two trades that like a genre best."""
+"""Genre -> the occupations of readers whose first taste it is."""
 AGES = ("young", "middle-aged", "old")
 
 
-def demo() -> Found:
-    """600 readers, 400 books; three loans of four follow a reader's taste, most go to well-known books."""
+def demo_interactions() -> RawInteractions:
+    """600 readers, 400 books; three loans of four are of the reader's two genres; a few books are popular."""
     import pyarrow as pa
 
-    draw = np.random.Generator(np.random.PCG64(0))
-    genre = draw.integers(len(GENRES), size=BOOKS)
-    taste = draw.integers(len(GENRES), size=(READERS, 2))
-    counts = draw.integers(LOANS // 2, LOANS * 3 // 2 + 1, size=READERS)
+    rng = np.random.Generator(np.random.PCG64(0))
+    genre = rng.integers(len(GENRES), size=BOOKS)
+    taste = rng.integers(len(GENRES), size=(READERS, 2))
+    counts = rng.integers(LOANS // 2, LOANS * 3 // 2 + 1, size=READERS)
     user = np.repeat(np.arange(READERS), counts)
     kind = np.where(
-        draw.integers(4, size=len(user)) > 0,
-        taste[user, draw.integers(2, size=len(user))],
-        draw.integers(len(GENRES), size=len(user)),
+        rng.integers(4, size=len(user)) > 0,
+        taste[user, rng.integers(2, size=len(user))],
+        rng.integers(len(GENRES), size=len(user)),
     )
-    shelves = [np.flatnonzero(genre == g) for g in range(len(GENRES))]
-    # The lesser of three draws: the front of a shelf is lent most.
-    place = draw.integers(1 << 16, size=(len(user), 3)).min(1)
-    item = np.array([shelves[k][len(shelves[k]) * p >> 16] for k, p in zip(kind, place, strict=True)])
-    time = draw.permutation(len(user))
+    books_of_genre = [np.flatnonzero(genre == g) for g in range(len(GENRES))]
+    # The least of three draws makes the first books of each genre the popular ones.
+    position = rng.integers(1 << 16, size=(len(user), 3)).min(1)
+    item = np.array(
+        [books_of_genre[k][len(books_of_genre[k]) * p >> 16] for k, p in zip(kind, position, strict=True)]
+    )
+    time = rng.permutation(len(user))
     table = pa.table({"user": user, "item": item, "time": time})
-    return Found({"all": table}, _readers(taste, draw), _books(genre, draw))
+    return RawInteractions({"all": table}, _reader_texts(taste, rng), _book_texts(genre, rng))
 
 
-def _readers(taste: np.ndarray, draw: np.random.Generator) -> dict[str, str]:
+def _reader_texts(taste: np.ndarray, rng: np.random.Generator) -> dict[str, str]:
     found = {}
     for reader, (first, _) in enumerate(taste):
-        job = JOBS[GENRES[first]][draw.integers(2)]
-        found[str(reader)] = f"{AGES[draw.integers(len(AGES))]} {job}"
+        job = GENRE_JOBS[GENRES[first]][rng.integers(2)]
+        found[str(reader)] = f"{AGES[rng.integers(len(AGES))]} {job}"
     return found
 
 
-def _books(genre: np.ndarray, draw: np.random.Generator) -> dict[str, Item]:
+def _book_texts(genre: np.ndarray, rng: np.random.Generator) -> dict[str, ItemText]:
     found = {}
     for book, number in enumerate(genre):
-        words = THINGS[GENRES[number]].split()
-        title = FORMS[draw.integers(len(FORMS))].format(*(words[w] for w in draw.choice(8, 2, replace=False)))
+        words = GENRE_WORDS[GENRES[number]].split()
+        title = TITLE_PATTERNS[rng.integers(len(TITLE_PATTERNS))].format(
+            *(words[w] for w in rng.choice(8, 2, replace=False))
+        )
         shown = title[0].upper() + title[1:]
-        found[str(book)] = Item(shown, f"{shown}. {GENRES[number]}")
+        found[str(book)] = ItemText(shown, f"{shown}. {GENRES[number]}")
     return found

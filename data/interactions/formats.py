@@ -1,86 +1,98 @@
-"""Who took what, and the words for both, from the forms that such data comes in; arrays from end to end."""
+"""File formats of interactions: what a format reads, and the reader of csv, tsv and parquet tables."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from isobatch.core.errors import UserError
-from isobatch.data.interactions.tables import parquet, parsed, rows
+from isobatch.data.interactions.tables import read_delimited, read_parquet, read_rows
 from isobatch.data.readers import did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    import numpy as np
     import pyarrow as pa
 
-TABLES = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
-USERS = ("user", "user_id", "userId", "uid", "ncf_user")
-ITEMS = ("item", "item_id", "itemId", "movieId", "movie_id", "product_id", "ncf_item")
-RATINGS = ("rating", "score", "stars")
-TIMES = ("timestamp", "time", "date", "datetime")
-TITLES = ("title", "name")
-WHOLE = ("interactions", "ratings", "log")
-"""Stems of a file that is not split."""
+TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+USER_COLUMNS = ("user", "user_id", "userId", "uid", "ncf_user")
+ITEM_COLUMNS = ("item", "item_id", "itemId", "movieId", "movie_id", "product_id", "ncf_item")
+RATING_COLUMNS = ("rating", "score", "stars")
+TIME_COLUMNS = ("timestamp", "time", "date", "datetime")
+TITLE_COLUMNS = ("title", "name")
+UNSPLIT_STEMS = ("interactions", "ratings", "log")
+"""Words in the name of a file that holds all interactions, not yet split."""
 SPLITS = ("train", "valid", "test")
 
 
-class Columns(NamedTuple):
-    """What the user calls the columns of tables; None where the usual names are looked for."""
+class TableColumns(NamedTuple):
+    """The columns of tables that flags name; None where the usual names are looked for."""
 
     user: str | None = None
     item: str | None = None
     rating: str | None = None
     time: str | None = None
     user_text: str | None = None
-    """The columns of the users' table that make the text, between commas."""
+    """The columns of the users' table that make the text, separated by commas."""
     item_text: str | None = None
 
 
-class Item(NamedTuple):
-    """What is known of an item."""
+class ItemText(NamedTuple):
+    """The title of an item, and the text that the model reads."""
 
     title: str
     text: str
 
 
 @dataclass
-class Found:
-    """Interactions as they lie in files."""
+class RawInteractions:
+    """Interactions as they are in the files: ids are not numbered, repeats are not removed."""
 
     splits: dict[str, pa.Table]
-    """Columns user, item and perhaps rating and time; one split called `all` where the files make none."""
+    """Columns user, item and perhaps rating and time; one split `all` where the files are not split."""
     users: dict[str, str] = field(default_factory=dict)
-    """Id -> text."""
-    items: dict[str, Item] = field(default_factory=dict)
+    """User id -> text."""
+    items: dict[str, ItemText] = field(default_factory=dict)
+    """Item id -> its title and text."""
     negatives: np.ndarray | None = None
     """(test rows, n) ids of items that each test row is ranked against."""
 
 
-class Form(NamedTuple):
-    """One way in which such data lies in a folder."""
+class FolderFormat(NamedTuple):
+    """A format whose data is a folder of several files."""
 
     pattern: str
-    """A file that only folders of this form have."""
+    """The name (glob) of a file that only folders of this format have."""
     files: Callable[[Path], list[Path]]
-    """All that `read` opens."""
-    read: Callable[[Path], Found]
+    """The files that `read` opens."""
+    read: Callable[[Path], RawInteractions]
 
 
-def tables_in(path: Path, form: str | None) -> list[Path]:
-    """The tables of a folder, of one form, or a single one: interactions, splits, users and items."""
+def find_tables(path: Path, file_format: str | None) -> list[Path]:
+    """The tables of a folder (interactions or splits, users, items), or the single file `path`.
+
+    Raises UserError where there are no interactions, or tables of several formats and none was chosen.
+    """
     if path.is_file():
         return [path]
     stems = ("users", "items", "movies")
-    known = [f for f in sorted(path.iterdir()) if f.suffix in TABLES and (_split(f) or f.stem in stems)]
-    forms = sorted({TABLES[f.suffix] for f in known if _split(f)})
-    if form is None and len(forms) > 1:
-        raise UserError(f"--data {path}: holds {' and '.join(forms)} files: choose with --format")
-    found = [f for f in known if f.stem in stems or TABLES[f.suffix] == (form or forms[0])] if forms else []
-    if not any(_split(f) for f in found):
+    known = [
+        f
+        for f in sorted(path.iterdir())
+        if f.suffix in TABLE_FORMATS and (_split_from_name(f) or f.stem in stems)
+    ]
+    formats = sorted({TABLE_FORMATS[f.suffix] for f in known if _split_from_name(f)})
+    if file_format is None and len(formats) > 1:
+        raise UserError(f"--data {path}: holds {' and '.join(formats)} files: choose with --format")
+    found = (
+        [f for f in known if f.stem in stems or TABLE_FORMATS[f.suffix] == (file_format or formats[0])]
+        if formats
+        else []
+    )
+    if not any(_split_from_name(f) for f in found):
         there = ", ".join(sorted(f.name for f in path.iterdir())[:6]) or "nothing"
         raise UserError(
             f"--data {path}: there is no ratings.dat, u.data or *.test.negative, and no table called"
@@ -89,54 +101,59 @@ def tables_in(path: Path, form: str | None) -> list[Path]:
     return found
 
 
-def _split(file: Path) -> str | None:
+def _split_from_name(file: Path) -> str | None:
     words = re.split(r"[^a-z]+", file.stem.lower())
-    if any(word in words for word in WHOLE):
+    if any(word in words for word in UNSPLIT_STEMS):
         return "all"
     return next((split for split in SPLITS for word in words if word in (split, f"{split}ation")), None)
 
 
-def read_tables(path: Path, form: str | None, asked: Columns) -> Found:
-    """Interactions in one table or one a split, and tables of users and items beside them."""
-    files = tables_in(path, form)
+def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> RawInteractions:
+    """Read interactions from one table, or one per split, and the texts from tables of users and items.
+
+    Raises UserError for a missing column, missing or unreadable values, or two files of one split.
+    """
+    files = find_tables(path, file_format)
     if path.is_file():
-        return Found({"all": _table(path, asked)})
-    splits = {split: [f for f in files if _split(f) == split] for split in ("all", *SPLITS)}
+        return RawInteractions({"all": _read_interactions(path, asked)})
+    splits = {split: [f for f in files if _split_from_name(f) == split] for split in ("all", *SPLITS)}
     if splits["train"]:
         splits["all"] = []
     if twice := next((fs for fs in splits.values() if len(fs) > 1), None):
         raise UserError(f"--data {path}: {twice[0].name} and {twice[1].name} are the same split: keep one")
-    found = Found({split: _table(fs[0], asked) for split, fs in splits.items() if fs})
+    found = RawInteractions({split: _read_interactions(fs[0], asked) for split, fs in splits.items() if fs})
     for file in files:
         if file.stem == "users":
-            found.users = {key: item.text for key, item in _words(file, USERS, asked.user_text)}
+            found.users = {
+                key: item.text for key, item in _read_id_texts(file, USER_COLUMNS, asked.user_text)
+            }
         elif file.stem in ("items", "movies"):
-            found.items = dict(_words(file, ITEMS, asked.item_text))
+            found.items = dict(_read_id_texts(file, ITEM_COLUMNS, asked.item_text))
     return found
 
 
-def _table(file: Path, asked: Columns) -> pa.Table:
-    """The columns user, item, and rating and time where there are such."""
+def _read_interactions(file: Path, asked: TableColumns) -> pa.Table:
+    """The columns user and item, and rating and time where the table has them."""
     import pyarrow as pa
 
-    ids = [name for name in (asked.user, asked.item, *USERS, *ITEMS) if name]
+    ids = [name for name in (asked.user, asked.item, *USER_COLUMNS, *ITEM_COLUMNS) if name]
     if file.suffix == ".parquet":
-        table = parquet(file)
+        table = read_parquet(file)
     else:
-        table = parsed(file, "," if file.suffix == ".csv" else "\t", ids=ids)
-    there = table.column_names
-    wanted = {"user": (asked.user, USERS), "item": (asked.item, ITEMS)}
-    wanted |= {"rating": (asked.rating, RATINGS), "time": (asked.time, TIMES)}
+        table = read_delimited(file, "," if file.suffix == ".csv" else "\t", ids=ids)
+    available = table.column_names
+    wanted = {"user": (asked.user, USER_COLUMNS), "item": (asked.item, ITEM_COLUMNS)}
+    wanted |= {"rating": (asked.rating, RATING_COLUMNS), "time": (asked.time, TIME_COLUMNS)}
     chosen = {}
     for name, (given, usual) in wanted.items():
-        column = given or next((u for u in usual if u in there), None)
+        column = given or next((u for u in usual if u in available), None)
         if column is None and name in ("rating", "time"):
             continue
-        if column not in there:
+        if column not in available:
             flag = f"--{name}-column"
             looked = f"{flag} {given}: is no column" if given else f"has no column {' or '.join(usual[:3])}"
-            hint = did_you_mean(given, there) if given else f": say which with {flag}"
-            raise UserError(f"{file}: {looked} (there are {', '.join(there[:8])}){hint}")
+            hint = did_you_mean(given, available) if given else f": say which with {flag}"
+            raise UserError(f"{file}: {looked} (there are {', '.join(available[:8])}){hint}")
         chosen[name] = table[column]
     for name in ("rating", "time"):
         if name in chosen:
@@ -145,7 +162,7 @@ def _table(file: Path, asked: Columns) -> pa.Table:
 
 
 def _require_numbers(file: Path, name: str, column: str, values: pa.ChunkedArray) -> None:
-    """Words would be sorted as words, and what is missing would come last."""
+    """Raise UserError unless all values are numbers or dates: text would be sorted alphabetically."""
     import pyarrow as pa
 
     kind = values.type
@@ -169,16 +186,16 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _words(file: Path, ids: Sequence[str], asked: str | None) -> Iterator[tuple[str, Item]]:
-    """(id, title and text) of each row of a table of users or items."""
-    there: list[str] = []
-    for _, row in rows(file):
-        if not there:
-            there = list(row)
-            key = next((name for name in (*ids, "id") if name in there), there[0])
-            named = asked.split(",") if asked else [n for n in there if n != key]
-            if missing := [n for n in named if n not in there]:
-                raise UserError(f"{file}: has no column {missing[0]}{did_you_mean(missing[0], there)}")
-            title = next((n for n in TITLES if n in there), named[0] if named else key)
+def _read_id_texts(file: Path, ids: Sequence[str], asked: str | None) -> Iterator[tuple[str, ItemText]]:
+    """(id, title and text) of each row of a table of users or items. `asked`: its text columns."""
+    available: list[str] = []
+    for _, row in read_rows(file):
+        if not available:
+            available = list(row)
+            key = next((name for name in (*ids, "id") if name in available), available[0])
+            named = asked.split(",") if asked else [n for n in available if n != key]
+            if missing := [n for n in named if n not in available]:
+                raise UserError(f"{file}: has no column {missing[0]}{did_you_mean(missing[0], available)}")
+            title = next((n for n in TITLE_COLUMNS if n in available), named[0] if named else key)
         text = ". ".join(str(row[n]).replace("|", ", ") for n in named if row[n] not in (None, ""))
-        yield str(row[key]), Item(str(row[title] or row[key]), text)
+        yield str(row[key]), ItemText(str(row[title] or row[key]), text)

@@ -1,19 +1,23 @@
-"""MovieLens and the NCF paper's protocol: their files, and their codes in words."""
+"""Readers of MovieLens 1M and 100K, and of the evaluation files of the NCF paper (He et al. 2017).
+
+The codes of age, occupation and genre become words: the texts of users and items.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.data.interactions.formats import Form, Found, Item
-from isobatch.data.interactions.tables import fields, parsed, rows
+from isobatch.data.interactions.formats import FolderFormat, ItemText, RawInteractions
+from isobatch.data.interactions.tables import read_delimited, read_fields, read_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     import pyarrow as pa
 
 AGES = {"1": "under 18", "18": "18 to 24", "25": "25 to 34", "35": "35 to 44", "45": "45 to 49"}
@@ -37,58 +41,63 @@ FILES_100K = ("u.data", "u.user", "u.item", "u.genre")
 SEXES = {"F": "female", "M": "male"}
 
 
-def _ml_1m(path: Path) -> Found:
+def _read_ml_1m(path: Path) -> RawInteractions:
     """ratings.dat, users.dat and movies.dat: fields between double colons, ISO-8859-1."""
     names = ["user", "_1", "item", "_2", "rating", "_3", "time"]
-    table = parsed(path / "ratings.dat", ":", names, ["user", "item", "rating", "time"])
-    return Found({"all": table}, _ml_1m_users(path / "users.dat"), _ml_1m_movies(path / "movies.dat"))
+    table = read_delimited(path / "ratings.dat", ":", names, ["user", "item", "rating", "time"])
+    return RawInteractions(
+        {"all": table}, _read_ml_1m_users(path / "users.dat"), _read_ml_1m_movies(path / "movies.dat")
+    )
 
 
-def _ml_1m_users(file: Path) -> dict[str, str]:
-    """Sex, age and occupation in words; not the zip code, with which hardly two users would be alike."""
+def _read_ml_1m_users(file: Path) -> dict[str, str]:
+    """User id -> sex, age and occupation in words. Without the zip code, which is almost unique to a user."""
     found = {}
-    for where, (user, sex, age, occupation, _) in fields(file, "::", 5):
-        kind, years = _numbered(OCCUPATIONS, occupation, where), AGES.get(age, age)
+    for where, (user, sex, age, occupation, _) in read_fields(file, "::", 5):
+        kind, years = _occupation_name(occupation, where), AGES.get(age, age)
         found[user] = f"{SEXES.get(sex, sex)}, {years}, {kind}"
     return found
 
 
-def _numbered(words: Sequence[str], number: str, where: str) -> str:
-    if not number.isdigit() or int(number) >= len(words):
+def _occupation_name(number: str, where: str) -> str:
+    if not number.isdigit() or int(number) >= len(OCCUPATIONS):
         raise UserError(f"{where}: there is no occupation {number}")
-    return words[int(number)]
+    return OCCUPATIONS[int(number)]
 
 
-def _ml_1m_movies(file: Path) -> dict[str, Item]:
-    return {movie: _movie(title, genres.split("|")) for _, (movie, title, genres) in fields(file, "::", 3)}
+def _read_ml_1m_movies(file: Path) -> dict[str, ItemText]:
+    return {
+        movie: _movie_text(title, genres.split("|"))
+        for _, (movie, title, genres) in read_fields(file, "::", 3)
+    }
 
 
-def _movie(title: str, genres: Iterable[str]) -> Item:
-    """A title with its article in front: "Matrix, The (1999)" is filed, "The Matrix (1999)" is read."""
+def _movie_text(title: str, genres: Iterable[str]) -> ItemText:
+    """The title with its article in front ("Matrix, The (1999)" -> "The Matrix (1999)"), and its genres."""
     shown = re.sub(r"^(.*), (The|A|An|Le|La|Les|Il|Das|Der|Die|El)( \(.*)?$", r"\2 \1\3", title)
     kinds = ", ".join(g for g in genres if g)
-    return Item(shown, f"{shown}. {kinds}" if kinds else shown)
+    return ItemText(shown, f"{shown}. {kinds}" if kinds else shown)
 
 
-def _ml_100k(path: Path) -> Found:
-    """u.data between tabs; u.user and u.item between bars, u.genre's names for the flags of u.item."""
-    table = parsed(
+def _read_ml_100k(path: Path) -> RawInteractions:
+    """u.data with tabs; u.user and u.item with bars; u.genre names the 0/1 columns of u.item."""
+    table = read_delimited(
         path / "u.data", "\t", ["user", "item", "rating", "time"], ["user", "item", "rating", "time"]
     )
-    genres = [name for _, (name, _) in fields(path / "u.genre", "|", 2)]
+    genres = [name for _, (name, _) in read_fields(path / "u.genre", "|", 2)]
     users = {
         user: f"{SEXES.get(sex, sex)}, {age} years old, {occupation}"
-        for _, (user, age, sex, occupation, _) in fields(path / "u.user", "|", 5)
+        for _, (user, age, sex, occupation, _) in read_fields(path / "u.user", "|", 5)
     }
     items = {}
-    for _, row in fields(path / "u.item", "|", 5 + len(genres)):
+    for _, row in read_fields(path / "u.item", "|", 5 + len(genres)):
         flags = [name for name, flag in zip(genres, row[5:], strict=True) if flag == "1"]
-        items[row[0]] = _movie(row[1], [g for g in flags if g != "unknown"])
-    return Found({"all": table}, users, items)
+        items[row[0]] = _movie_text(row[1], [g for g in flags if g != "unknown"])
+    return RawInteractions({"all": table}, users, items)
 
 
 def _ncf_files(path: Path) -> tuple[Path, Path, Path]:
-    """train, test and negatives."""
+    """The files of training, test and negatives. Raises UserError where one is missing."""
     negatives = next(iter(sorted(path.glob("*.test.negative"))), path / "*.test.negative")
     stem = negatives.name.removesuffix(".test.negative")
     train = next(iter(sorted(path.glob(f"{stem}.train.*"))), path / f"{stem}.train.rating")
@@ -98,47 +107,50 @@ def _ncf_files(path: Path) -> tuple[Path, Path, Path]:
     return train, path / f"{stem}.test.rating", negatives
 
 
-def _ncf_words(path: Path) -> tuple[Path | None, Path | None]:
-    """The table that names the items, and the users of MovieLens 1M in the folder beside."""
+def _ncf_text_files(path: Path) -> tuple[Path | None, Path | None]:
+    """The table of item titles, and users.dat of a folder `ml-1m` beside; None for what is not there."""
     items, users = path / "item_map.tsv", path.resolve().parent / "ml-1m" / "users.dat"
     return (items if items.is_file() else None), (
         users if users.is_file() and "ml-1m" in path.resolve().name else None
     )
 
 
-def _ncf(path: Path) -> Found:
-    """The NCF paper's protocol: train, one test row a user, and the 99 items it is ranked against."""
+def _read_ncf(path: Path) -> RawInteractions:
+    """The NCF paper's protocol: train, one test row per user, and the 99 negatives it is ranked against."""
     train, test, negatives = _ncf_files(path)
     names = ["user", "item", "rating", "time"]
     headed = not train.open().readline()[:1].isdigit()
     width = len(train.open().readline().split("\t"))
     splits = {
-        "train": parsed(train, "\t", names[:width], ["user", "item"], skip=int(headed)),
-        "test": parsed(test, "\t", names, ["user", "item"]),
+        "train": read_delimited(train, "\t", names[:width], ["user", "item"], skip=int(headed)),
+        "test": read_delimited(test, "\t", names, ["user", "item"]),
     }
-    found = Found(splits, negatives=_ncf_negatives(negatives, splits["test"]))
-    items, users = _ncf_words(path)
+    found = RawInteractions(splits, negatives=_read_ncf_negatives(negatives, splits["test"]))
+    items, users = _ncf_text_files(path)
     if items is not None:
-        named = [row for _, row in rows(items) if row["title"]]
-        found.items = {row["ncf_item"]: _movie(row["title"], row["genres"].split("|")) for row in named}
-    if users is not None:  # numbered from 0 in the order of MovieLens' numbers
-        words = _ml_1m_users(users)
+        named = [row for _, row in read_rows(items) if row["title"]]
+        found.items = {row["ncf_item"]: _movie_text(row["title"], row["genres"].split("|")) for row in named}
+    if users is not None:  # the protocol numbers users from 0, in the order of MovieLens' ids
+        words = _read_ml_1m_users(users)
         found.users = {str(n): words[user] for n, user in enumerate(sorted(words, key=int))}
     return found
 
 
-def _ncf_negatives(file: Path, test: pa.Table) -> np.ndarray:
+def _read_ncf_negatives(file: Path, test: pa.Table) -> np.ndarray:
+    """(test rows, negatives) item ids. Raises UserError where the rows are not those of `test`."""
     width = len(file.open().readline().rstrip("\n").split("\t")) - 1
     names = ["pair", *(f"n{n}" for n in range(width))]
-    table = parsed(file, "\t", names, names)
+    table = read_delimited(file, "\t", names, names)
     pairs = [f"({u},{i})" for u, i in zip(test["user"].to_pylist(), test["item"].to_pylist(), strict=True)]
     if table["pair"].to_pylist() != pairs:
         raise UserError(f"{file}: its rows are not those of the test file, in the same order")
     return np.stack([table[n].to_numpy() for n in names[1:]], 1)
 
 
-FORMS = {
-    "ml-1m": Form("ratings.dat", lambda path: [path / name for name in FILES_1M], _ml_1m),
-    "ml-100k": Form("u.data", lambda path: [path / name for name in FILES_100K], _ml_100k),
-    "ncf": Form("*.test.negative", lambda path: [*_ncf_files(path), *filter(None, _ncf_words(path))], _ncf),
+FORMATS = {
+    "ml-1m": FolderFormat("ratings.dat", lambda path: [path / name for name in FILES_1M], _read_ml_1m),
+    "ml-100k": FolderFormat("u.data", lambda path: [path / name for name in FILES_100K], _read_ml_100k),
+    "ncf": FolderFormat(
+        "*.test.negative", lambda path: [*_ncf_files(path), *filter(None, _ncf_text_files(path))], _read_ncf
+    ),
 }

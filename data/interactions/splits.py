@@ -1,4 +1,4 @@
-"""Interactions as numbers: repeats, splits, and the items that a held-out one is ranked against."""
+"""Splits of interactions: removal of repeats, leave-one-out or by time, and negatives for evaluation."""
 
 from __future__ import annotations
 
@@ -6,54 +6,60 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-HELD_USERS = 5
-"""One user in this many gives a training interaction to validation where none is given."""
-TIME_SHARES = (0.8, 0.9)
-"""Where train and valid end of a split by time."""
-NOTHING = -1
-"""In place of an item or a text."""
+VALIDATION_ONE_USER_IN = 5
+"""Where no validation split is given, one user in this many gives a training interaction to it."""
+TIME_SPLIT_ENDS = (0.8, 0.9)
+"""The shares of all interactions at which train and valid end in a split by time."""
+MISSING = -1
+"""Stands for no item or no text."""
 
 
-class Pairs(NamedTuple):
-    """Interactions by number, (n,) each."""
+class InteractionArrays(NamedTuple):
+    """Interactions as arrays (n,): numbers of users and items; time and rating, 0 where there are none."""
 
     user: np.ndarray
     item: np.ndarray
     time: np.ndarray
     rating: np.ndarray
 
-    def at(self, rows: np.ndarray) -> Pairs:
-        return Pairs(*(column[rows] for column in self))
+    def take(self, rows: np.ndarray) -> InteractionArrays:
+        """The interactions at these indices, or where this mask is true."""
+        return InteractionArrays(*(column[rows] for column in self))
 
 
-def keys(user: np.ndarray, item: np.ndarray, items: int) -> np.ndarray:
-    """(n,) int64: one number for a pair."""
+def pair_keys(user: np.ndarray, item: np.ndarray, items: int) -> np.ndarray:
+    """(n,) int64: a number for each pair, user * items + item."""
     return user.astype(np.int64) * items + item
 
 
-def pairs_of(table: Any, user: np.ndarray, item: np.ndarray) -> Pairs:
+def interaction_arrays(table: Any, user: np.ndarray, item: np.ndarray) -> InteractionArrays:
+    """Numbered users and items with the times and ratings of a pyarrow table; dates become integers."""
+
     def column(name: str) -> np.ndarray:
         if name not in table.column_names:
             return np.zeros(len(user), np.int64)
         found: np.ndarray = table[name].to_numpy()
         return found.astype(np.int64) if found.dtype.kind == "M" else found
 
-    return Pairs(user, item, column("time"), column("rating"))
+    return InteractionArrays(user, item, column("time"), column("rating"))
 
 
-def unrepeated(pairs: Pairs, items: int, split: str, notes: list[str]) -> Pairs:
-    """Each pair once, as it was last, in the order of the file."""
-    key = keys(pairs.user, pairs.item, items)
+def drop_repeats(pairs: InteractionArrays, items: int, split: str, notes: list[str]) -> InteractionArrays:
+    """Keep the latest interaction of each pair, in the order of the file; add a note of those dropped."""
+    key = pair_keys(pairs.user, pairs.item, items)
     order = np.lexsort((pairs.time, key))
     last = np.append(key[order][1:] != key[order][:-1], True) if len(key) else np.empty(0, bool)
     if repeats := len(key) - int(last.sum()):
         where = "" if split == "all" else f"{split}: "
         notes.append(f"{where}{repeats:,} repeated interactions count once")
-    return pairs.at(np.sort(order[last]))
+    return pairs.take(np.sort(order[last]))
 
 
-def last_out(pairs: Pairs, notes: list[str]) -> dict[str, Pairs]:
-    """A user's last is test, the last but one valid; something must stay to train on."""
+def split_leave_one_out(pairs: InteractionArrays, notes: list[str]) -> dict[str, InteractionArrays]:
+    """Leave-one-out: a user's last interaction is test, the last but one validation.
+
+    Training keeps at least one: a user with two has no validation item, a user with one no test item.
+    """
     order = np.lexsort((pairs.time, pairs.user))
     user = pairs.user[order]
     counts = np.bincount(user)
@@ -64,71 +70,74 @@ def last_out(pairs: Pairs, notes: list[str]) -> dict[str, Pairs]:
     if single := int((counts == 1).sum()):
         notes.append(f"{single} users have one interaction: they are trained on and not evaluated")
     return {
-        "train": pairs.at(np.sort(order[~(test | valid)])),
-        "valid": pairs.at(order[valid]),
-        "test": pairs.at(order[test]),
+        "train": pairs.take(np.sort(order[~(test | valid)])),
+        "valid": pairs.take(order[valid]),
+        "test": pairs.take(order[test]),
     }
 
 
-def by_time(pairs: Pairs) -> dict[str, Pairs]:
+def split_by_time(pairs: InteractionArrays) -> dict[str, InteractionArrays]:
+    """The earliest 80 % of all interactions are train, the next 10 % valid, the last 10 % test."""
     order = np.argsort(pairs.time, kind="stable")
-    first, second = (round(share * len(order)) for share in TIME_SHARES)
+    first, second = (round(share * len(order)) for share in TIME_SPLIT_ENDS)
     parts = {"train": order[:first], "valid": order[first:second], "test": order[second:]}
-    return {split: pairs.at(rows) for split, rows in parts.items()}
+    return {split: pairs.take(rows) for split, rows in parts.items()}
 
 
-def validated(parts: dict[str, Pairs], notes: list[str]) -> dict[str, Pairs]:
-    """Given splits without a valid one: some training interaction of every fifth user with two is it."""
+def hold_out_validation(
+    parts: dict[str, InteractionArrays], notes: list[str]
+) -> dict[str, InteractionArrays]:
+    """Add a validation split: a random training interaction of every fifth user, if they have two or more."""
     train = parts["train"]
     any_order = np.random.Generator(np.random.PCG64(0)).permutation(len(train.user))
     order = np.lexsort((any_order, train.user))
     user = train.user[order]
     last = np.append(user[1:] != user[:-1], True)
-    held = last & (user % HELD_USERS == 0) & (np.bincount(user)[user] >= 2)
+    held_out = last & (user % VALIDATION_ONE_USER_IN == 0) & (np.bincount(user)[user] >= 2)
     notes.append("there is no validation split: one training interaction of every fifth user is it")
-    return {**parts, "train": train.at(np.sort(order[~held])), "valid": train.at(order[held])}
+    return {**parts, "train": train.take(np.sort(order[~held_out])), "valid": train.take(order[held_out])}
 
 
-def rivals_of(user: np.ndarray, seen: np.ndarray, items: int, count: int, seed: int) -> np.ndarray:
-    """(n, count) int32 of different items that the users have not seen, evenly drawn; -1 where too few.
+def draw_eval_negatives(user: np.ndarray, seen: np.ndarray, items: int, count: int, seed: int) -> np.ndarray:
+    """Draw, for each of `user` (n,), `count` different items that the user has not seen, uniformly.
 
-    `seen` are sorted `keys`.
+    `seen` are sorted `pair_keys`. Returns (n, count) int32; -1 fills the rows of users with too few items.
     """
-    draw = np.random.Generator(np.random.PCG64(seed))
+    rng = np.random.Generator(np.random.PCG64(seed))
     found = np.empty((len(user), count), np.int32)
     known = np.searchsorted(seen, (user + 1).astype(np.int64) * items) - np.searchsorted(
         seen, user.astype(np.int64) * items
     )
-    few = items - known <= 2 * count
+    has_few = items - known <= 2 * count
     for start in range(0, len(user), 1 << 14):
         rows = np.arange(start, min(start + (1 << 14), len(user)))
-        rows = rows[~few[rows]]
-        found[rows] = _rejected(user[rows], seen, items, count, draw)
-    for row in np.flatnonzero(few):
+        rows = rows[~has_few[rows]]
+        found[rows] = _draw_with_rejection(user[rows], seen, items, count, rng)
+    for row in np.flatnonzero(has_few):
         first, last = np.searchsorted(seen, [user[row] * items, (user[row] + 1) * items])
         unseen = np.setdiff1d(np.arange(items), seen[first:last] - int(user[row]) * items)
-        some = draw.permutation(unseen)[:count]
-        found[row] = np.append(some, np.full(count - len(some), NOTHING))
+        some = rng.permutation(unseen)[:count]
+        found[row] = np.append(some, np.full(count - len(some), MISSING))
     return found
 
 
-def _rejected(
-    user: np.ndarray, seen: np.ndarray, items: int, count: int, draw: np.random.Generator
+def _draw_with_rejection(
+    user: np.ndarray, seen: np.ndarray, items: int, count: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draws again what is seen or drawn twice, until nothing is."""
-    found = draw.integers(items, size=(len(user), count)).astype(np.int32)
+    """Rejection sampling: draw again whatever is seen or drawn twice, until nothing is. (n, count) int32."""
+    found = rng.integers(items, size=(len(user), count)).astype(np.int32)
     rows = np.arange(len(user))
     while len(rows):
         drawn = found[rows]
-        key = keys(np.repeat(user[rows], count), drawn.reshape(-1), items)
-        place = np.minimum(np.searchsorted(seen, key), len(seen) - 1)
-        bad = (seen[place] == key).reshape(drawn.shape)
+        key = pair_keys(np.repeat(user[rows], count), drawn.reshape(-1), items)
+        position = np.minimum(np.searchsorted(seen, key), len(seen) - 1)
+        bad = (seen[position] == key).reshape(drawn.shape)
         order = np.argsort(drawn, axis=1, kind="stable")
         ordered = np.take_along_axis(drawn, order, 1)
         again = np.zeros_like(bad)
         again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
         np.put_along_axis(bad, order, again | np.take_along_axis(bad, order, 1), 1)
-        drawn[bad] = draw.integers(items, size=int(bad.sum()))
+        drawn[bad] = rng.integers(items, size=int(bad.sum()))
         found[rows] = drawn
         rows = rows[bad.any(1)]
     return found

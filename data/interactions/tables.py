@@ -1,12 +1,10 @@
-"""Tables of numbers and words from files: columns that stay arrays, and rows where there are few."""
+"""Readers of tables: large ones as pyarrow columns, small ones row by row."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,43 +12,53 @@ import numpy as np
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
     import pyarrow as pa
 
 
-def text(file: Path) -> str:
-    """A file's text; MovieLens' are ISO-8859-1."""
-    block = readable(file).read_bytes()
+def read_text(file: Path) -> str:
+    """A file's text: UTF-8, or else ISO-8859-1, as MovieLens' files are."""
+    block = require_file(file).read_bytes()
     try:
         return block.decode("utf-8-sig")
     except UnicodeDecodeError:
         return block.decode("latin-1")
 
 
-def readable(file: Path) -> Path:
+def require_file(file: Path) -> Path:
+    """The file itself. Raises UserError where it does not exist."""
     if not file.is_file():
         raise UserError(f"--data {file.parent}: there is no {file.name}")
     return file
 
 
-def fields(file: Path, between: str, count: int) -> Iterator[tuple[str, list[str]]]:
-    """(where, fields) of every line that is not empty."""
-    for number, line in enumerate(text(file).split("\n"), 1):
+def read_fields(file: Path, delimiter: str, count: int) -> Iterator[tuple[str, list[str]]]:
+    """(where, fields) of every line that is not empty; the delimiter may have several characters.
+
+    Raises UserError for a line that does not have `count` fields.
+    """
+    for number, line in enumerate(read_text(file).split("\n"), 1):
         if line.strip():
-            row = line.rstrip("\r").split(between)
+            row = line.rstrip("\r").split(delimiter)
             if len(row) != count:
                 raise UserError(
-                    f"{file} line {number}: has {len(row)} fields between {between!r}, not {count}"
+                    f"{file} line {number}: has {len(row)} fields between {delimiter!r}, not {count}"
                 )
             yield f"{file} line {number}", row
 
 
-def rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row by column) of a small csv, tsv or parquet table."""
+def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, column -> value) of each row of a small csv, tsv or parquet table.
+
+    Raises UserError for a row that does not fit the header.
+    """
     if file.suffix == ".parquet":
-        yield from ((str(file), row) for row in parquet(file).to_pylist())
+        yield from ((str(file), row) for row in read_parquet(file).to_pylist())
         return
     quoting: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
-    reader = csv.DictReader(io.StringIO(text(file), newline=""), **quoting)
+    reader = csv.DictReader(io.StringIO(read_text(file), newline=""), **quoting)
     for row in reader:
         where = f"{file} line {reader.line_num}"
         if None in row or None in row.values():
@@ -58,20 +66,24 @@ def rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, row
 
 
-def parsed(
+def read_delimited(
     file: Path,
-    between: str,
+    delimiter: str,
     names: list[str] | None = None,
     wanted: list[str] | None = None,
     skip: int = 0,
     ids: Sequence[str] = (),
 ) -> pa.Table:
-    """A table of numbers or words from a text file, in arrays from end to end; `ids` stay as written."""
+    """Read a delimited text file as pyarrow columns.
+
+    `names` are the columns of a file without header, `wanted` those to keep, `skip` lines to pass over, and
+    `ids` columns that are read as text. Raises UserError with the line that cannot be read.
+    """
     import pyarrow as pa
     from pyarrow import csv as arrow
 
-    readable(file)
-    parse = arrow.ParseOptions(delimiter=between, quote_char='"' if between == "," else False)
+    require_file(file)
+    parse = arrow.ParseOptions(delimiter=delimiter, quote_char='"' if delimiter == "," else False)
     numbers = {n: pa.int64() for n in ("user", "item", "time") if names and n in names}
     words = dict.fromkeys(ids, pa.dictionary(pa.int32(), pa.string()))
     convert = arrow.ConvertOptions(
@@ -87,19 +99,19 @@ def parsed(
         return attempt(True)
     except pa.ArrowInvalid:
         pass
-    try:  # on one thread it counts rows
+    try:  # pyarrow names the row of an error only on a single thread
         return attempt(False)
     except pa.ArrowInvalid as error:
-        told = str(error).splitlines()[0]
-        row = re.search(r"Row #(\d+): ", told)
+        message = str(error).splitlines()[0]
+        row = re.search(r"Row #(\d+): ", message)
         if row is None:
-            raise UserError(f"{file}: {told}") from None
-        reason = told[row.end() :].replace("CSV conversion error to", "cannot be read as")
+            raise UserError(f"{file}: {message}") from None
+        reason = message[row.end() :].replace("CSV conversion error to", "cannot be read as")
         raise UserError(f"{file} line {row.group(1)}: {reason}") from None
 
 
-def parquet(file: Path) -> pa.Table:
-    """All of a parquet file."""
+def read_parquet(file: Path) -> pa.Table:
+    """All of a parquet file, as a table. Raises UserError where it cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as reader
 
@@ -109,8 +121,11 @@ def parquet(file: Path) -> pa.Table:
         raise UserError(f"{file}: is no whole parquet file: {error}") from None
 
 
-def numbered(columns: Sequence[Any], named: Iterable[str] = ()) -> tuple[list[np.ndarray], list[str]]:
-    """Each column as numbers (int32) into one sorted list of all ids, which holds `named` too."""
+def number_ids(columns: Sequence[Any], named: Iterable[str] = ()) -> tuple[list[np.ndarray], list[str]]:
+    """Number the ids of several columns. Returns each column as (n,) int32 indices, and the sorted ids.
+
+    `named` are ids to number although no column has them. Raises UserError for an empty value.
+    """
     coded = []
     for column in columns:
         whole = column.unify_dictionaries().combine_chunks()

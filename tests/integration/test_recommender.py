@@ -159,7 +159,7 @@ def test_lists_for_a_user(home: Path) -> None:
 
 
 def test_lists_leave_out_all_that_a_user_had_held_out_or_not(home: Path) -> None:
-    table = demo.demo().splits["all"].to_pandas()
+    table = demo.demo_interactions().splits["all"].to_pandas()
     found = Recommendations(home / "runs" / "one" / "final")
     had = table[table.user == 7].item.nunique()
     assert len(found.top("7", 9999)) == len(found.items) - had

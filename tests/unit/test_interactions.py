@@ -182,25 +182,25 @@ def test_given_splits_and_time(tmp_path: Path) -> None:
     assert len(splits["train"]["user"]) == 16
 
 
-def test_rivals_are_unseen_different_and_seeded() -> None:
+def test_negatives_are_unseen_different_and_seeded() -> None:
     draw = np.random.default_rng(0)
     user, item = draw.integers(50, size=2000), draw.integers(40, size=2000)
-    seen = np.unique(splitting.keys(user, item, 40))
+    seen = np.unique(splitting.pair_keys(user, item, 40))
     rows = np.arange(50)
-    rivals = splitting.rivals_of(rows, seen, 40, 8, 7)
-    assert np.array_equal(rivals, splitting.rivals_of(rows, seen, 40, 8, 7))
-    assert not np.array_equal(rivals, splitting.rivals_of(rows, seen, 40, 8, 8))
+    negatives = splitting.draw_eval_negatives(rows, seen, 40, 8, 7)
+    assert np.array_equal(negatives, splitting.draw_eval_negatives(rows, seen, 40, 8, 7))
+    assert not np.array_equal(negatives, splitting.draw_eval_negatives(rows, seen, 40, 8, 8))
     for u in rows:
-        there = rivals[u][rivals[u] >= 0]
+        there = negatives[u][negatives[u] >= 0]
         assert len(set(there)) == len(there)
         assert not set(there) & set(seen[seen // 40 == u] % 40)
         unseen = 40 - int((seen // 40 == u).sum())
         assert len(there) == min(8, unseen)
 
 
-def test_rivals_are_evenly_drawn() -> None:
-    rivals = splitting.rivals_of(np.arange(20000), np.array([-1]), 100, 10, 0)
-    counts = np.bincount(rivals.reshape(-1), minlength=100)
+def test_negatives_are_evenly_drawn() -> None:
+    negatives = splitting.draw_eval_negatives(np.arange(20000), np.array([-1]), 100, 10, 0)
+    counts = np.bincount(negatives.reshape(-1), minlength=100)
     assert abs(counts - 2000).max() < 5 * 2000**0.5
 
 
