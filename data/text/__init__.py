@@ -1,1 +1,1 @@
-"""Text to learn a language model from."""
+"""Data for language models: plain text, conversations, and mixtures of them."""

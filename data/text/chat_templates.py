@@ -1,6 +1,6 @@
-"""Chat templates: a conversation as text in pieces, those to be learnt told from those that ask.
+"""Chat templates: write a conversation as text, in segments that are answers or prompts.
 
-All are Jinja, as transformers renders it: the tokenizer's own, or one of a few that are built in.
+A template is Jinja, rendered as transformers does: the tokenizer's own, or one of three that are built in.
 """
 
 from __future__ import annotations
@@ -8,24 +8,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.data.chat_formats import Message
 from isobatch.data.text import jinja_sandbox
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
     from tokenizers import Tokenizer
 
-OWN = "tokenizer"
+    from isobatch.data.chat_formats import Message
+
+TOKENIZER_TEMPLATE = "tokenizer"
 """The name of a template that came with the tokenizer."""
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom|>", "[SEP]")
-"""What closes a turn in models whose settings name no end of text."""
-_PROBE = "0a1b2c the answer 3d4e5f"
+TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom|>", "[SEP]")
+"""Usual tokens at the end of a turn, for tokenizers whose settings name no end of text."""
+_PROBE_ANSWER = "0a1b2c the answer 3d4e5f"
 
 _ALPACA = """\
 {{ BEGIN }}{% if not messages or messages[0].role != 'system' %}Below is an instruction that describes a task\
@@ -52,146 +54,160 @@ _PLAIN = """\
 _BUILT_IN = {"alpaca": _ALPACA, "chatml": _CHATML, "plain": _PLAIN}
 
 
-class Piece(NamedTuple):
-    """A stretch of a rendered conversation. The end token follows every answer's tokens."""
+class ChatSegment(NamedTuple):
+    """A part of a rendered conversation: an answer of the assistant, or the text before or after one.
+
+    An answer's text lacks the token that ends it, which is appended to its tokens.
+    """
 
     text: str
     answer: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
-    """How a conversation is written. Its fields are all that a program needs to write prompts alike."""
+class ChatTemplate:
+    """How conversations are written as text. Its fields suffice to write prompts as in training."""
 
     name: str
-    """alpaca, chatml, plain, or tokenizer for the tokenizer's own."""
+    """alpaca, chatml, plain; or tokenizer, for the tokenizer's own."""
     jinja: str
-    """Also right as `chat_template` of a transformers tokenizer."""
+    """The template; also valid as `chat_template` of a transformers tokenizer."""
     end: str
-    """The token that closes an answer."""
+    """The token that ends an answer."""
     end_id: int
+    """Its id."""
     closing: str = ""
-    """What the template itself writes for `end`; empty where it closes answers with nothing."""
+    """The text that the template writes after an answer as `end`; empty where it writes none."""
     tokens: Mapping[str, str] = field(default_factory=dict)
-    """What the template may ask for: bos_token, eos_token, ..."""
+    """Variables of the template: bos_token, eos_token, ..."""
 
-    def pieces(self, messages: Sequence[Message], where: str) -> list[Piece]:
-        """The conversation's text in order, cut where answers begin and end.
+    def segments(self, messages: Sequence[Message], where: str) -> list[ChatSegment]:
+        """The text of a whole conversation, split where answers begin and end.
 
-        An answer begins where the prompt that asks for it ends: what is learnt is what `prompt` leaves open.
+        An answer begins where its prompt, rendered for generation, ends. `where` names the conversation in
+        errors. Raises UserError where the template does not render prompts as beginnings of the whole.
         """
-        return self._cut(messages, self.whole(messages, where), where)
+        return self._split_answers(messages, self.render(messages, where), where)
 
-    def asking(self, messages: Sequence[Message], where: str = "the prompt") -> list[Piece]:
-        """The same up to where the next answer begins: to be tokenized piece by piece, as in training."""
-        return self._cut(messages, self.prompt(messages, where), where)
+    def prompt_segments(self, messages: Sequence[Message], where: str = "the prompt") -> list[ChatSegment]:
+        """The segments up to where the next answer begins; to be tokenized one by one, as in training."""
+        return self._split_answers(messages, self.render_prompt(messages, where), where)
 
-    def _cut(self, messages: Sequence[Message], whole: str, where: str) -> list[Piece]:
-        pieces, done = [], 0
+    def _split_answers(self, messages: Sequence[Message], whole: str, where: str) -> list[ChatSegment]:
+        segments, position = [], 0
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt = self._render(messages[:number], where, add_generation_prompt=True)
-                if not whole.startswith(prompt) or len(prompt) < done:
-                    raise _unlike(where)
-                stop = self._stop(whole, len(prompt), message["content"], where)
-                pieces += [Piece(whole[done : len(prompt)], False), Piece(whole[len(prompt) : stop], True)]
-                done = stop + len(self.closing)
-        return [*pieces, Piece(whole[done:], False)]
+                if not whole.startswith(prompt) or len(prompt) < position:
+                    raise _cannot_split_error(where)
+                stop = self._answer_end(whole, len(prompt), message["content"], where)
+                segments += [
+                    ChatSegment(whole[position : len(prompt)], False),
+                    ChatSegment(whole[len(prompt) : stop], True),
+                ]
+                position = stop + len(self.closing)
+        return [*segments, ChatSegment(whole[position:], False)]
 
-    def _stop(self, whole: str, start: int, content: str, where: str) -> int:
-        """Where the answer that begins at `start` ends: before its closing, else behind its content."""
+    def _answer_end(self, whole: str, start: int, content: str, where: str) -> int:
+        """Where the answer that begins at `start` ends: before the closing text, else after its content."""
         content = content.strip()
-        place = whole.find(content, start)
+        position = whole.find(content, start)
         if not self.closing:
-            stop = place + len(content) if place >= 0 else -1
+            stop = position + len(content) if position >= 0 else -1
         else:
-            quoted = place >= 0 and self.closing in content  # by the answer itself
-            stop = whole.find(self.closing, place + len(content) if quoted else start)
+            # The answer itself may contain the closing text.
+            quoted = position >= 0 and self.closing in content
+            stop = whole.find(self.closing, position + len(content) if quoted else start)
         if stop < 0:
-            raise _unlike(where)
+            raise _cannot_split_error(where)
         return stop
 
-    def prompt(self, messages: Sequence[Message], where: str = "the prompt") -> str:
+    def render_prompt(self, messages: Sequence[Message], where: str = "the prompt") -> str:
         """The text up to where the assistant's answer begins."""
         return self._render(messages, where, add_generation_prompt=True)
 
-    def whole(self, messages: Sequence[Message], where: str = "the conversation") -> str:
-        """The text of all of it."""
+    def render(self, messages: Sequence[Message], where: str = "the conversation") -> str:
+        """The text of the whole conversation."""
         return self._render(messages, where)
 
     def _render(self, messages: Sequence[Message], where: str, add_generation_prompt: bool = False) -> str:
         values = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
         try:
             return jinja_sandbox.render(self.jinja, {**self.tokens, **values})
-        except jinja_sandbox.Refused as error:
+        except jinja_sandbox.ChatTemplateError as error:
             raise UserError(
                 f"{where}: the tokenizer's chat template refuses this conversation ({error}): mend it, or"
                 f" choose --template {'|'.join(_BUILT_IN)}"
             ) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, for `from_dict`."""
+        """The fields as a JSON object."""
         return {**dataclasses.asdict(self), "tokens": dict(self.tokens)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Template:
+    def from_dict(cls, values: Mapping[str, Any]) -> ChatTemplate:
+        """The template that `to_dict` wrote."""
         return cls(**values)
 
 
-def _unlike(where: str) -> UserError:
+def _cannot_split_error(where: str) -> UserError:
     return UserError(
         f"{where}: the tokenizer's chat template writes this conversation otherwise once it goes on, so that"
         f" answers cannot be told from prompts: choose --template {'|'.join(_BUILT_IN)}"
     )
 
 
-def choose(
+def choose_template(
     name: str,
-    by_default: str,
+    default: str,
     tokenizer: Tokenizer,
     special: Mapping[str, int | None],
     folder: Path | None,
-) -> Template:
-    """The template called `name`; `auto` is the tokenizer's own where it has one, else `by_default`.
+) -> ChatTemplate:
+    """The template called `name`; `auto` is the tokenizer's own where it has one, else `default`.
 
-    The tokenizer is taught to see the special tokens in text, for templates write them there.
+    `special` are the ids of special tokens, `folder` is the tokenizer's. The special tokens are registered
+    with it, in place, so that it recognizes them in rendered text. Raises UserError where no token can end an
+    answer.
     """
     tokens = _special_tokens(tokenizer, special)
     known = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
-    special_too = [t for t in ("<|im_start|>", *TURN_ENDS) if tokenizer.token_to_id(t) is not None]
-    tokenizer.add_special_tokens([t for t in (*tokens.values(), *special_too) if t not in known])
-    own = own_template(folder) if name == "auto" and folder else None
+    in_vocabulary = [t for t in ("<|im_start|>", *TURN_END_TOKENS) if tokenizer.token_to_id(t) is not None]
+    tokenizer.add_special_tokens([t for t in (*tokens.values(), *in_vocabulary) if t not in known])
+    own = read_tokenizer_template(folder) if name == "auto" and folder else None
     if own is not None:
         eos = tokens["eos_token"]
-        return _closed(Template(OWN, own, eos, _id(tokenizer, eos), "", tokens), tokenizer)
-    begins = _puts_in_front(tokenizer, special.get("bos"))
-    return _built_in(by_default if name == "auto" else name, tokenizer, tokens, begins)
+        return _detect_closing(
+            ChatTemplate(TOKENIZER_TEMPLATE, own, eos, _token_id(tokenizer, eos), "", tokens), tokenizer
+        )
+    prepends_bos = _prepends_bos(tokenizer, special.get("bos"))
+    return _built_in(default if name == "auto" else name, tokenizer, tokens, prepends_bos)
 
 
-def _built_in(name: str, tokenizer: Tokenizer, tokens: Mapping[str, str], begins: bool) -> Template:
-    """One of BUILT_IN, with the special tokens that this tokenizer has."""
-    turn = name == "chatml" and tokenizer.token_to_id(TURN_ENDS[0]) is not None
-    end = TURN_ENDS[0] if turn else tokens["eos_token"]
-    text = _BUILT_IN[name].replace("{{ BEGIN }}", "{{ bos_token }}" if begins else "")
-    text = text.replace("{{ END }}", end if turn else "{{ eos_token }}")
-    return Template(name, text, end, _id(tokenizer, end), end, tokens)
+def _built_in(name: str, tokenizer: Tokenizer, tokens: Mapping[str, str], prepends_bos: bool) -> ChatTemplate:
+    """A built-in template, with the special tokens that this tokenizer has."""
+    has_turn_end = name == "chatml" and tokenizer.token_to_id(TURN_END_TOKENS[0]) is not None
+    end = TURN_END_TOKENS[0] if has_turn_end else tokens["eos_token"]
+    text = _BUILT_IN[name].replace("{{ BEGIN }}", "{{ bos_token }}" if prepends_bos else "")
+    text = text.replace("{{ END }}", end if has_turn_end else "{{ eos_token }}")
+    return ChatTemplate(name, text, end, _token_id(tokenizer, end), end, tokens)
 
 
-def for_training(name: str) -> Template:
-    """A built-in template for texts that a tokenizer is yet to be trained on: without special tokens."""
+def tokenizer_training_template(name: str) -> ChatTemplate:
+    """A built-in template without special tokens, for the texts that a tokenizer is trained on."""
     text = _BUILT_IN[name].replace("{{ BEGIN }}", "").replace("{{ END }}", "")
-    return Template(name, text, "", 0, tokens={"eos_token": ""})
+    return ChatTemplate(name, text, "", 0, tokens={"eos_token": ""})
 
 
-def _id(tokenizer: Tokenizer, token: str) -> int:
+def _token_id(tokenizer: Tokenizer, token: str) -> int:
     found = tokenizer.token_to_id(token)
     assert found is not None, f"{token} is a token"
     return found
 
 
 def _special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | None]) -> dict[str, str]:
-    """The special tokens as templates name them; what ends an answer is always among them, as eos_token."""
-    usual = [tokenizer.token_to_id(name) for name in TURN_ENDS]
+    """The special tokens by the names that templates use; eos_token, which ends an answer, always."""
+    usual = [tokenizer.token_to_id(name) for name in TURN_END_TOKENS]
     ids = [special.get("eos"), *usual, special.get("bos"), special.get("pad")]
     end = next((i for i in ids if i is not None), None)
     if end is None:
@@ -203,26 +219,26 @@ def _special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | None]) -> 
     return {f"{role}_token": token for role, token in named.items() if token is not None}
 
 
-def _puts_in_front(tokenizer: Tokenizer, bos: int | None) -> bool:
-    """Whether the tokenizer itself begins every text with `bos`, as its model then expects."""
+def _prepends_bos(tokenizer: Tokenizer, bos: int | None) -> bool:
+    """Whether the tokenizer begins every text with `bos`, as its model then expects."""
     return bos is not None and tokenizer.encode("a").ids[:1] == [bos]
 
 
-def _closed(template: Template, tokenizer: Tokenizer) -> Template:
-    """The template with what it closes answers with, found out by an answer that nothing else looks like."""
-    asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": _PROBE}]
-    _, found, tail = template.whole(asked, "--template auto").partition(_PROBE)
+def _detect_closing(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template with the token that it writes after an answer, found by rendering a unique answer."""
+    asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": _PROBE_ANSWER}]
+    _, found, tail = template.render(asked, "--template auto").partition(_PROBE_ANSWER)
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     closing = re.match(rf"\s*({names})", tail) if found else None
     if closing is None:
         return template
     end = closing[1]
-    return dataclasses.replace(template, end=end, end_id=_id(tokenizer, end), closing=end)
+    return dataclasses.replace(template, end=end, end_id=_token_id(tokenizer, end), closing=end)
 
 
-def own_template(folder: Path) -> str | None:
-    """The chat template beside a tokenizer: of its own file, else of tokenizer_config.json."""
+def read_tokenizer_template(folder: Path) -> str | None:
+    """The template in chat_template.jinja beside a tokenizer, else in tokenizer_config.json; or None."""
     folder = folder if folder.is_dir() else folder.parent
     if (folder / tokenizers.CHAT_TEMPLATE_FILE).is_file():
         return (folder / tokenizers.CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
@@ -235,7 +251,7 @@ def own_template(folder: Path) -> str | None:
 
 
 def identity(folder: Path | None) -> str | None:
-    """The hash of the template's own file; tokenizer_config.json counts for the tokenizer's identity."""
+    """The hash of chat_template.jinja, or None. tokenizer_config.json is part of the tokenizer's identity."""
     folder = folder.parent if folder is not None and folder.is_file() else folder
     return (
         tokenizers.file_hash(folder / tokenizers.CHAT_TEMPLATE_FILE)

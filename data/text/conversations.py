@@ -1,4 +1,4 @@
-"""Conversations as rows of tokens, with a mask of those to be learnt."""
+"""Conversations as rows of tokens, with a mask of the tokens to be learnt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -16,41 +15,51 @@ from isobatch.data import chat_formats
 from isobatch.data.base import Column, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning.pipeline import CleaningPipeline
-from isobatch.data.readers import LocatedRows
 from isobatch.data.text import chat_templates
-from isobatch.data.text.chat_templates import Piece, Template
-from isobatch.data.text.plain_text import Encoder, Spool
-from isobatch.data.text.truncation import Cut, Row, fit, learnt_of
+from isobatch.data.text.plain_text import SpooledArray, TokenizationSettings
+from isobatch.data.text.truncation import TokenRow, TruncatedRow, learn_mask, truncate
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tokenizers import Tokenizer
 
-RULES = 2
-"""Raise it when the same rows become other tokens: old caches are then left alone."""
+    from isobatch.data.readers import LocatedRows
+    from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
+
+TOKENIZATION_VERSION = 2
+"""Part of the cache key: raise it when the same rows become other tokens."""
 SHOWN_PROMPTS = 3
-BATCH = 512
-"""Conversations tokenized together."""
-Read = Callable[[Mapping[str, Any], str], list[Message]]
+"""Validation prompts that facts keep, to be answered by the trained model."""
+BATCH_CONVERSATIONS = 512
+"""Conversations that are tokenized together."""
+ParseMessages = Callable[[Mapping[str, Any], str], list[Message]]
+"""(row, where it lies) -> its messages."""
 
 
 @dataclass(slots=True)
-class Tally:
-    """What a split's conversations came to."""
+class ConversationCounts:
+    """Counts of a split's conversations."""
 
     rows: int = 0
+    """Conversations that are learnt from."""
     left_out: Counter[str] = field(default_factory=Counter)
-    greetings: int = 0
-    """Conversations that began with an answer to nothing."""
-    heads: int = 0
-    answers: int = 0
+    """Reason -> rows that are not."""
+    leading_answers: int = 0
+    """Conversations that began with an answer before any question; it is dropped."""
+    prompts_cut: int = 0
+    answers_cut: int = 0
     tokens: int = 0
     response_tokens: int = 0
     learnt: int = 0
+    """Tokens of the texts that are learnt."""
     predicted: int = 0
+    """Those of them that are predicted: without the first of a row."""
     words: int = 0
     bytes: int = 0
 
     def sizes(self) -> dict[str, int]:
+        """The counts that facts keep, by the names they have there."""
         return {
             "tokens": self.learnt,
             "predicted": self.predicted,
@@ -61,53 +70,54 @@ class Tally:
             "response_tokens": self.response_tokens,
         }
 
-    def notes(self, split: str, width: int) -> Iterator[str]:
-        """What a person should know, a line each."""
+    def notes(self, split: str, max_length: int) -> Iterator[str]:
+        """What the user should know, one line each."""
         if self.left_out:
             reasons = ", ".join(f"{count:,} with {reason}" for reason, count in self.left_out.most_common())
             yield f"{split}: rows left out: {reasons}"
-        if self.greetings:
-            yield f"{split}: {self.greetings:,} conversations began with an answer to nothing: it is left out"
+        if self.leading_answers:
+            what = "conversations began with an answer to nothing: it is left out"
+            yield f"{split}: {self.leading_answers:,} {what}"
         for count, what in (
-            (self.heads, "the prompt loses its beginning"),
-            (self.answers, "answers are cut"),
+            (self.prompts_cut, "the prompt loses its beginning"),
+            (self.answers_cut, "answers are cut"),
         ):
             if count:
-                yield f"{split}: in {count:,} of {self.rows:,} rows {what} to fit --max-length {width}"
+                yield f"{split}: in {count:,} of {self.rows:,} rows {what} to fit --max-length {max_length}"
 
 
 @dataclass(slots=True)
 class Conversations:
     """One set of conversations.
 
-    Columns: `tokens` (n, up to width); `learn`, uint8 of the same shape, 1 where a token is to be predicted
-    from those before it (never a row's first); `token.weight` (n,), the number of those.
+    Columns: `tokens` (n, up to max_length); `learn`, uint8 of the same shape, 1 where a token is to be
+    predicted from those before it (never a row's first); `token.weight` (n,), the number of those.
     """
 
     FORM: ClassVar[str] = "conversations"
     name: str
     rows: Mapping[str, Callable[[], LocatedRows]]
-    """Split -> its rows."""
-    read: Read
-    """Row and where it stands -> its messages."""
-    wanted: str
+    """Split -> a function that reads its rows."""
+    parse: ParseMessages
+    template_name: str
     """--template."""
-    by_default: str
-    """The template where `auto` finds none of the tokenizer's own."""
+    default_template: str
+    """The template that `auto` takes where the tokenizer has none."""
     response_only: bool
     folder: Path | None
-    """Where the tokenizer lies, if it lies somewhere."""
+    """The tokenizer's folder; None where it is trained."""
     form: str = FORM
-    """`labels` where the answers are labels."""
+    """What facts call the set: `conversations`, or `labels` where the answers are labels."""
     labels: list[str] = field(default_factory=list)
     label_tokens: list[list[int]] = field(default_factory=list)
-    """Each label's tokens, with the end."""
+    """The token ids of each label, with the end token."""
     remarks: list[str] = field(default_factory=list)
-    """What a person should know of the rows."""
+    """What the user should know of the rows."""
     cleaning: CleaningPipeline = field(default_factory=lambda: CleaningPipeline((), "conversations"))
     prompts: list[list[str]] = field(default_factory=list)
-    """Of the validation split: [prompt, answer] of the first that are whole."""
-    template: Template | None = None
+    """[prompt, answer] of the first validation conversations that are not truncated."""
+    template: ChatTemplate | None = None
+    """Set by `bind_tokenizer`, as are `eos` and `label_tokens`."""
     eos: int | None = None
 
     @property
@@ -119,93 +129,114 @@ class Conversations:
         return list(self.rows)
 
     def texts(self) -> Iterator[str]:
-        """What a tokenizer is trained on."""
-        template = chat_templates.for_training(self.by_default if self.wanted == "auto" else self.wanted)
-        for pieces in self._pieces("train", template, Tally(), self.cleaning.transforms_only()):
-            yield from (piece.text for piece in pieces)
-
-    def open(self, encoder: Encoder) -> None:
-        """Choose the template, now that the tokenizer is known."""
-        self.template = chat_templates.choose(
-            self.wanted, self.by_default, encoder.tokenizer, encoder.special, self.folder
+        """The texts that a tokenizer is trained on."""
+        template = chat_templates.tokenizer_training_template(
+            self.default_template if self.template_name == "auto" else self.template_name
         )
-        self.eos = encoder.tokenizer.token_to_id(self.template.tokens["eos_token"])
-        found = encoder.tokenizer.encode_batch(self.labels, add_special_tokens=False)
+        for segments in self._render_segments(
+            "train", template, ConversationCounts(), self.cleaning.transforms_only()
+        ):
+            yield from (segment.text for segment in segments)
+
+    def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
+        """Choose the template for this tokenizer; to be called before `encode`."""
+        self.template = chat_templates.choose_template(
+            self.template_name,
+            self.default_template,
+            tokenization.tokenizer,
+            tokenization.special_ids,
+            self.folder,
+        )
+        self.eos = tokenization.tokenizer.token_to_id(self.template.tokens["eos_token"])
+        found = tokenization.tokenizer.encode_batch(self.labels, add_special_tokens=False)
         self.label_tokens = [[*label.ids, self.template.end_id] for label in found]
 
-    def encode(self, split: str, encoder: Encoder) -> tuple[dict[str, Column], dict[str, int]]:
-        """A split's columns and sizes."""
-        assert self.template is not None, "open comes first"
-        tally, lengths, weights = Tally(), [0], []
-        tokens, learnt = Spool(encoder.kind, encoder.spool), Spool(np.uint8, encoder.spool)
-        pieces = self._pieces(split, self.template, tally, self.cleaning)
-        for conversation, row in _encoded(pieces, encoder, self.template.end_id):
-            # A label is a row's end, where the accuracy looks for it.
-            cut = fit(row, encoder.width, self.response_only or bool(self.labels))
-            learn = learnt_of(cut.row, self.response_only)
+    def encode(
+        self, split: str, tokenization: TokenizationSettings
+    ) -> tuple[dict[str, Column], dict[str, int]]:
+        """(columns, sizes) of a split. Raises UserError where no conversation is left to learn from."""
+        assert self.template is not None, "bind_tokenizer comes first"
+        counts, lengths, weights = ConversationCounts(), [0], []
+        tokens = SpooledArray(tokenization.dtype, tokenization.spool_folder)
+        learn_masks = SpooledArray(np.uint8, tokenization.spool_folder)
+        segments = self._render_segments(split, self.template, counts, self.cleaning)
+        for conversation, row in _encode_conversations(segments, tokenization, self.template.end_id):
+            # A row ends with its label: the accuracy is measured at the end of the row.
+            cut = truncate(row, tokenization.max_length, self.response_only or bool(self.labels))
+            learn = learn_mask(cut.row, self.response_only)
             if not learn.any():
-                tally.left_out["no token to learn"] += 1
+                counts.left_out["no token to learn"] += 1
                 continue
-            self._count(tally, conversation, cut, learn, encoder.tokenizer)
-            if split == "valid" and len(self.prompts) < SHOWN_PROMPTS and not (cut.head or cut.answers):
+            self._add_counts(counts, conversation, cut, learn, tokenization.tokenizer)
+            if (
+                split == "valid"
+                and len(self.prompts) < SHOWN_PROMPTS
+                and not (cut.prompt_cut or cut.answer_cut)
+            ):
                 self.prompts.append([conversation[0].text, conversation[1].text.strip()])
             tokens.add(cut.row.tokens)
-            learnt.add(learn)
+            learn_masks.add(learn)
             lengths.append(len(learn))
             weights.append(int(learn.sum()))
-        self.remarks += tally.notes(split, encoder.width)
+        self.remarks += counts.notes(split, tokenization.max_length)
         if not weights:
             raise UserError(
                 f"--data {self.name}: the {split} split has no conversation to learn from"
-                + "".join(f"; {note}" for note in tally.notes(split, encoder.width))
+                + "".join(f"; {note}" for note in counts.notes(split, tokenization.max_length))
             )
         offsets = np.cumsum(lengths, dtype=np.int64)
         columns: dict[str, Column] = {
-            "tokens": Ragged(tokens.array(), offsets, encoder.special.get("pad") or 0),
-            "learn": Ragged(learnt.array(), offsets),
+            "tokens": Ragged(tokens.array(), offsets, tokenization.special_ids.get("pad") or 0),
+            "learn": Ragged(learn_masks.array(), offsets),
             "token.weight": np.array(weights, np.int32),
         }
-        return columns, tally.sizes()
+        return columns, counts.sizes()
 
-    def _pieces(
-        self, split: str, template: Template, tally: Tally, cleaning: CleaningPipeline
-    ) -> Iterator[list[Piece]]:
+    def _render_segments(
+        self, split: str, template: ChatTemplate, counts: ConversationCounts, cleaning: CleaningPipeline
+    ) -> Iterator[list[ChatSegment]]:
         clean = cleaning.conversation_cleaner()
         for where, row in self.rows[split]():
             try:
-                messages, greeted = _from_question(self.read(row, where))
+                messages, had_leading_answer = _drop_leading_answers(self.parse(row, where))
                 cleaned = clean(messages)
                 if cleaned is not None:
                     chat_formats.require_answers(cleaned)
             except SkippedRowError as reason:
-                tally.left_out[str(reason)] += 1
+                counts.left_out[str(reason)] += 1
             else:
                 if cleaned is not None:
-                    tally.greetings += greeted
-                    yield template.pieces(cleaned, where)
+                    counts.leading_answers += had_leading_answer
+                    yield template.segments(cleaned, where)
 
-    def _count(
-        self, tally: Tally, conversation: list[Piece], cut: Cut, learn: np.ndarray, tokenizer: Tokenizer
+    def _add_counts(
+        self,
+        counts: ConversationCounts,
+        conversation: list[ChatSegment],
+        cut: TruncatedRow,
+        learn: np.ndarray,
+        tokenizer: Tokenizer,
     ) -> None:
-        tally.rows += 1
-        tally.heads += cut.head
-        tally.answers += cut.answers
-        tally.tokens += len(learn)
-        tally.response_tokens += int(cut.row.answer.sum())
-        tally.predicted += int(learn.sum())
+        counts.rows += 1
+        counts.prompts_cut += cut.prompt_cut
+        counts.answers_cut += cut.answer_cut
+        counts.tokens += len(learn)
+        counts.response_tokens += int(cut.row.answer.sum())
+        counts.predicted += int(learn.sum())
         kept = cut.row.answer.astype(bool) if self.response_only else np.ones(len(learn), bool)
-        tally.learnt += int(kept.sum())
-        if cut.head or cut.answers:
+        counts.learnt += int(kept.sum())
+        if cut.prompt_cut or cut.answer_cut:
             texts = [tokenizer.decode(cut.row.tokens[kept].tolist())]
         elif self.response_only:
             texts = [p.text for p in conversation if p.answer]
         else:
             texts = ["".join(p.text for p in conversation)]
-        tally.words += sum(len(text.split()) for text in texts)
-        tally.bytes += sum(len(text.encode()) for text in texts)
+        counts.words += sum(len(text.split()) for text in texts)
+        counts.bytes += sum(len(text.encode()) for text in texts)
 
     def facts(self) -> dict[str, Any]:
-        assert self.template is not None, "open comes first"
+        """What Facts should know of the set."""
+        assert self.template is not None, "bind_tokenizer comes first"
         return {
             "form": self.form,
             "eos": self.eos,
@@ -216,12 +247,12 @@ class Conversations:
         }
 
     def prompt(self) -> str:
-        """The first held-out prompt."""
+        """The first prompt of the validation split; empty where there is none."""
         return self.prompts[0][0] if self.prompts else ""
 
 
-def _from_question(messages: list[Message]) -> tuple[list[Message], bool]:
-    """The conversation from its first question on, and whether answers to nothing stood before it."""
+def _drop_leading_answers(messages: list[Message]) -> tuple[list[Message], bool]:
+    """The conversation without answers before its first question, and whether there were any."""
     asked = next((n for n, m in enumerate(messages) if m["role"] == "user"), len(messages))
     kept = [m for m in messages[:asked] if m["role"] != "assistant"] + messages[asked:]
     if not any(m["role"] == "assistant" for m in kept):
@@ -229,19 +260,22 @@ def _from_question(messages: list[Message]) -> tuple[list[Message], bool]:
     return kept, len(kept) < len(messages)
 
 
-def _encoded(
-    conversations: Iterable[list[Piece]], encoder: Encoder, end: int
-) -> Iterator[tuple[list[Piece], Row]]:
-    """Each conversation with its row: pieces are tokenized apart, so that no token spans their border."""
-    waiting, kind = iter(conversations), encoder.kind
-    while batch := list(itertools.islice(waiting, BATCH)):
-        texts = [piece.text for conversation in batch for piece in conversation]
-        encodings = iter(encoder.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+def _encode_conversations(
+    conversations: Iterable[list[ChatSegment]], tokenization: TokenizationSettings, end_id: int
+) -> Iterator[tuple[list[ChatSegment], TokenRow]]:
+    """Yield each conversation with its tokens.
+
+    Segments are tokenized separately, so that no token spans the border of prompt and answer.
+    """
+    waiting, dtype = iter(conversations), tokenization.dtype
+    while batch := list(itertools.islice(waiting, BATCH_CONVERSATIONS)):
+        texts = [segment.text for conversation in batch for segment in conversation]
+        encodings = iter(tokenization.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         for conversation in batch:
             ids: list[int] = []
             answer: list[int] = []
-            for piece in conversation:
-                found = next(encodings).ids + ([end] if piece.answer else [])
+            for segment in conversation:
+                found = next(encodings).ids + ([end_id] if segment.answer else [])
                 ids += found
-                answer += [int(piece.answer)] * len(found)
-            yield conversation, Row(np.array(ids, kind), np.array(answer, np.uint8))
+                answer += [int(segment.answer)] * len(found)
+            yield conversation, TokenRow(np.array(ids, dtype), np.array(answer, np.uint8))

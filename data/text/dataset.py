@@ -1,12 +1,11 @@
-"""Text for language models: plain text in blocks, conversations with a mask of what is learnt, or several."""
+"""Text for language models: plain text, conversations with a mask of what is learnt, or a mixture."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -17,12 +16,15 @@ from isobatch.data.cleaning import near_duplicates, pipeline
 from isobatch.data.cleaning.steps import CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
 from isobatch.data.text import chat_templates, conversations
-from isobatch.data.text.mixture import SET, Mixture
-from isobatch.data.text.plain_text import Encoder
-from isobatch.data.text.sources import TEXT, Given, TextSet, names_of
+from isobatch.data.text.mixture import SET_COLUMN, Mixture
+from isobatch.data.text.plain_text import TokenizationSettings
+from isobatch.data.text.sources import TEXT, TextSet, TextSetSpec, split_set_names
 from isobatch.data.tokenized import TokenizedData
 
-SMALLEST_VOCABULARY = 257
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MIN_VOCABULARY_SIZE = 257
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,7 @@ class TextOptions:
 class Text(TokenizedData):
     """Text from folders, files, hub ids, or the demo: source code of Python's own standard library.
 
-    Columns: those of PlainText; of Conversations where the rows are such; of Mixture for several sets.
+    Columns: those of PlainText, of Conversations where the rows hold such, or of Mixture for several sets.
     """
 
     Options: ClassVar[type] = TextOptions
@@ -61,14 +63,14 @@ class Text(TokenizedData):
     demo_vocabulary_size: ClassVar[int] = 1024
 
     @property
-    def given(self) -> list[Given]:
-        """The sets that --data names."""
-        places = names_of(self.recipe.data)
-        short = [Path(place).stem for place in places]
-        names = short if len(places) > 1 and len(set(short)) == len(short) else places
+    def set_specs(self) -> list[TextSetSpec]:
+        """The sets that --data names; called by their file's stem where those differ."""
+        locations = split_set_names(self.recipe.data)
+        short = [Path(location).stem for location in locations]
+        names = short if len(locations) > 1 and len(set(short)) == len(short) else locations
         return [
-            Given(place, name, self.recipe.format, self.options, alone=len(places) == 1)
-            for place, name in zip(places, names, strict=True)
+            TextSetSpec(location, name, self.recipe.format, self.options, is_only_set=len(locations) == 1)
+            for location, name in zip(locations, names, strict=True)
         ]
 
     def check(self) -> None:
@@ -78,29 +80,30 @@ class Text(TokenizedData):
                 f"--stride {self.options.stride}: must be at least 1 and at most --max-length"
                 f" {self.recipe.max_length}"
             )
-        if size is not None and size < SMALLEST_VOCABULARY:
+        if size is not None and size < MIN_VOCABULARY_SIZE:
             raise UserError(
-                f"--vocab-size {size}: must be at least {SMALLEST_VOCABULARY}: 256 bytes and an end token"
+                f"--vocab-size {size}: must be at least {MIN_VOCABULARY_SIZE}: 256 bytes and an end token"
             )
-        if any(step.name == "near" for step in self._steps()):
+        if any(step.name == "near" for step in self._cleaning_steps()):
             near_duplicates.require_datasketch()
         self._tokenizer_source()
-        given = self.given
-        self._check_mix(len(given))
-        for one in given:
-            one.check()
-        self._check_column(given)
+        set_specs = self.set_specs
+        self._check_mix(len(set_specs))
+        for spec in set_specs:
+            spec.check()
+        self._check_column(set_specs)
 
-    def _check_column(self, given: list[Given]) -> None:
-        """Of several sets at least one has the column that was named; one alone was asked for its own."""
+    def _check_column(self, set_specs: list[TextSetSpec]) -> None:
+        """Raise UserError unless one of several sets has --text-column; a single set checks it itself."""
         column = self.options.text_column
-        tables = [one for one in given if one.has_rows]
-        if column is not None and len(given) > 1 and not any(one.has_column(column) for one in tables):
+        tables = [spec for spec in set_specs if spec.has_rows]
+        if column is not None and len(set_specs) > 1 and not any(spec.has_column(column) for spec in tables):
             raise UserError(
                 f"--text-column {column}: none of the sets of --data {self.recipe.data} has such a column"
             )
 
     def _check_mix(self, sets: int) -> None:
+        """Raise UserError unless --mix has a positive share for each of several sets."""
         mix = self.options.mix
         if mix is None:
             return
@@ -112,86 +115,92 @@ class Text(TokenizedData):
         if not all(share > 0 and math.isfinite(share) for share in mix):
             raise UserError(f"{typed}: every share must be above 0; leave a set out of --data to do without")
 
-    def _steps(self) -> tuple[CleaningStep, ...]:
+    def _cleaning_steps(self) -> tuple[CleaningStep, ...]:
         return parse_steps(self.options.clean or ())
 
     def identity(self) -> dict[str, Any]:
-        given = self.given
-        contents = [one.content() for one in given]
+        set_specs = self.set_specs
+        contents = [spec.content_identity() for spec in set_specs]
         return {
-            "data": contents[0] if len(given) == 1 else contents,
+            "data": contents[0] if len(set_specs) == 1 else contents,
             "format": self.recipe.format,
             "tokenizer": self._tokenizer_source().identity(),
             "max_length": self.recipe.max_length,
             "text_column": self.options.text_column or TEXT,
             "vocab_size": self._vocabulary_size(),
             **({"stride": self.options.stride} if self.options.stride else {}),
-            **self._answers_identity(given),
+            **self._conversations_identity(set_specs),
             **self._cleaning_identity(),
         }
 
-    def _answers_identity(self, given: list[Given]) -> dict[str, Any]:
-        """What answers depend on beside. A hub data set, which is not at hand, may hold some."""
-        if all(one.kind() == TEXT for one in given) and len(given) == 1:
+    def _conversations_identity(self, set_specs: list[TextSetSpec]) -> dict[str, Any]:
+        """What else conversations depend on. A hub data set counts as such: its rows are not known."""
+        if all(spec.kind() == TEXT for spec in set_specs) and len(set_specs) == 1:
             return {}
         options, template = self.options, chat_templates.identity(self._tokenizer_source().path)
-        found = [conversations.RULES, options.template, options.response_only, template]
-        return {"conversations": found} | ({"sets": [one.name for one in given]} if len(given) > 1 else {})
+        found = [conversations.TOKENIZATION_VERSION, options.template, options.response_only, template]
+        return {"conversations": found} | (
+            {"sets": [spec.name for spec in set_specs]} if len(set_specs) > 1 else {}
+        )
 
     def _cleaning_identity(self) -> dict[str, Any]:
-        steps = self._steps()
+        steps = self._cleaning_steps()
         version = [near_duplicates.require_datasketch()] if any(step.name == "near" for step in steps) else []
         return {"clean": [pipeline.CLEANING_VERSION, *map(str, steps), *version]} if steps else {}
 
-    def text_set(self) -> TextSet | Mixture:
-        """The texts, with a validation split."""
+    def open_sets(self) -> TextSet | Mixture:
+        """The sets, each with a validation split; a Mixture where there are several."""
         folder = self._tokenizer_folder()
-        sets = [one.open(self._steps(), folder) for one in self.given]
+        sets = [spec.open(self._cleaning_steps(), folder) for spec in self.set_specs]
         return sets[0] if len(sets) == 1 else Mixture(sets)
 
     def read(self) -> Mapping[str, Columns]:
-        found, encoder = self._opened()
-        return {split: found.encode(split, encoder)[0] for split in found.splits}
+        found, tokenization = self._open_sets_and_encoder()
+        return {split: found.encode(split, tokenization)[0] for split in found.splits}
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        found, encoder = self._opened(folder)
+        found, tokenization = self._open_sets_and_encoder(folder)
         sizes = {}
         for split in found.splits:
-            columns, sizes[split] = found.encode(split, encoder)
+            columns, sizes[split] = found.encode(split, tokenization)
             save(folder / split, columns)
-        encoder.tokenizer.save(str(folder / "tokenizer.json"))
+        tokenization.tokenizer.save(str(folder / "tokenizer.json"))
         return {
             "tokenizer": "tokenizer.json",
-            "vocabulary": tokenizers.vocabulary_size(encoder.tokenizer),
-            **encoder.special,
+            "vocabulary": tokenizers.vocabulary_size(tokenization.tokenizer),
+            **tokenization.special_ids,
             "splits": sizes,
             "prompt": "def" if self.recipe.data == DEMO else found.prompt(),
             **found.facts(),
             "notes": found.notes,
         }
 
-    def _opened(self, folder: Path | None = None) -> tuple[TextSet | Mixture, Encoder]:
+    def _open_sets_and_encoder(
+        self, folder: Path | None = None
+    ) -> tuple[TextSet | Mixture, TokenizationSettings]:
         if self.recipe.max_length < 2:
             raise UserError(f"--max-length {self.recipe.max_length}: a row needs at least 2 tokens")
-        found = self.text_set()
+        found = self.open_sets()
         sets = found.sets if isinstance(found, Mixture) else [found]
-        if self.options.stride and all(isinstance(one, conversations.Conversations) for one in sets):
+        if self.options.stride and all(isinstance(spec, conversations.Conversations) for spec in sets):
             raise UserError(
                 f"--stride {self.options.stride}: is for running text; conversations are judged one by one"
             )
         tokenizer, special = self._open_or_train_tokenizer(
             lambda size: tokenizers.train_byte_level_bpe(found.texts(), size)
         )
-        encoder = Encoder(tokenizer, special, self.recipe.max_length, self.options.stride, folder)
-        found.open(encoder)
-        return found, encoder
+        tokenization = TokenizationSettings(
+            tokenizer, special, self.recipe.max_length, self.options.stride, folder
+        )
+        found.bind_tokenizer(tokenization)
+        return found, tokenization
 
     def open(self, folder: Path, split: str) -> ArraySource:
-        """The samples of a prepared split; of several sets, with the share of each."""
+        """The samples of a prepared split; those of a mixture have `parts`, the share of each set."""
         source = ArraySource(load(folder / split))
-        if SET in source.columns:
+        if SET_COLUMN in source.columns:
             sizes = np.bincount(
-                np.asarray(source.columns[SET]), minlength=len(self.options.mix or ())
+                np.asarray(source.columns[SET_COLUMN]), minlength=len(self.options.mix or ())
             ).tolist()
             source.parts = tuple(zip(sizes, self.options.mix or map(float, sizes), strict=True))
         return source

@@ -1,28 +1,32 @@
-"""Several sets of text as one: every split's samples lie end to end, set after set."""
+"""A mixture: several sets of text as one, the samples of each split one set after another."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isobatch.data.base import Column, Ragged
 from isobatch.data.text.conversations import SHOWN_PROMPTS, Conversations
-from isobatch.data.text.plain_text import Encoder, Spool
-from isobatch.data.text.sources import TextSet
+from isobatch.data.text.plain_text import SpooledArray, TokenizationSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from isobatch.data.text.sources import TextSet
 
 SPLITS = ("train", "valid", "test")
-SET = "set"
+SET_COLUMN = "set"
+"""The column with the number of a sample's set."""
 
 
 class Mixture:
-    """Several sets.
+    """Several sets of text.
 
-    Columns: `tokens`, `learn` and `token.weight` as of Conversations, where plain text learns all tokens of
-    a block but the first; and `set` (n,) int64, which set a sample is of.
+    Columns: `tokens`, `learn` and `token.weight` as of Conversations (of plain text all tokens of a block but
+    the first are learnt), and `set` (n,) int64, the number of a sample's set.
     """
 
     def __init__(self, sets: Sequence[TextSet]) -> None:
@@ -32,25 +36,29 @@ class Mixture:
         self.sizes: list[dict[str, dict[str, int]]] = [{} for _ in sets]
 
     def texts(self) -> Iterator[str]:
-        """What a tokenizer is trained on: of each set as many characters, while it lasts."""
-        return in_turn([s.texts() for s in self.sets])
+        """The texts that a tokenizer is trained on: of each set as many characters, until it ends."""
+        return interleave_by_characters([s.texts() for s in self.sets])
 
-    def open(self, encoder: Encoder) -> None:
+    def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
+        """Let every set choose its template for this tokenizer."""
         for one in self.sets:
-            one.open(encoder)
+            one.bind_tokenizer(tokenization)
 
-    def encode(self, split: str, encoder: Encoder) -> tuple[dict[str, Column], dict[str, int]]:
-        """A split's columns, and its sizes summed over the sets."""
-        tokens, learn = Spool(encoder.kind, encoder.spool), Spool(np.uint8, encoder.spool)
+    def encode(
+        self, split: str, tokenization: TokenizationSettings
+    ) -> tuple[dict[str, Column], dict[str, int]]:
+        """(columns, sizes) of a split; the sizes are summed over the sets."""
+        tokens = SpooledArray(tokenization.dtype, tokenization.spool_folder)
+        learn = SpooledArray(np.uint8, tokenization.spool_folder)
         lengths, weights, numbers = [], [], []
         total: Counter[str] = Counter()
         for number, one in enumerate(self.sets):
             if split in one.splits:
-                columns, sizes = one.encode(split, encoder)
+                columns, sizes = one.encode(split, tokenization)
                 rows = columns["tokens"]
                 assert isinstance(rows, Ragged)
                 tokens.add(rows.values)
-                learn.add(_learn(columns))
+                learn.add(_learn_mask(columns))
                 lengths.append(rows.lengths)
                 weights.append(np.asarray(columns["token.weight"]))
                 numbers.append(np.full(len(rows), number))
@@ -58,25 +66,26 @@ class Mixture:
                 total.update(sizes)
         offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
         return {
-            "tokens": Ragged(tokens.array(), offsets, encoder.special.get("pad") or 0),
+            "tokens": Ragged(tokens.array(), offsets, tokenization.special_ids.get("pad") or 0),
             "learn": Ragged(learn.array(), offsets),
             "token.weight": np.concatenate(weights),
-            SET: np.concatenate(numbers).astype(np.int64),
+            SET_COLUMN: np.concatenate(numbers).astype(np.int64),
         }, dict(total)
 
     @property
-    def _answering(self) -> list[Conversations]:
-        """The sets with answers: conversations before labelled texts."""
+    def _conversation_sets(self) -> list[Conversations]:
+        """The sets that have answers: conversations first, then labelled texts."""
         found = [s for s in self.sets if isinstance(s, Conversations)]
         return sorted(found, key=lambda s: s.form != Conversations.FORM)
 
     def facts(self) -> dict[str, Any]:
-        answering = self._answering
-        shared: dict[str, Any] = answering[0].facts() if answering else {}
-        groups = itertools.zip_longest(*(s.prompts for s in answering))
+        """What Facts should know: the template that all share, prompts of all sets, and each set's own."""
+        conversation_sets = self._conversation_sets
+        shared: dict[str, Any] = conversation_sets[0].facts() if conversation_sets else {}
+        groups = itertools.zip_longest(*(s.prompts for s in conversation_sets))
         prompts = [prompt for group in groups for prompt in group if prompt is not None][:SHOWN_PROMPTS]
         sets = [
-            {"name": s.name, "form": s.form, "samples": samples, "splits": sizes} | self._own(s)
+            {"name": s.name, "form": s.form, "samples": samples, "splits": sizes} | self._set_facts(s)
             for s, samples, sizes in zip(self.sets, self.samples, self.sizes, strict=True)
         ]
         common: dict[str, Any] = {
@@ -84,20 +93,22 @@ class Mixture:
         }
         return {"form": "mixture", **common, "prompts": prompts, "sets": sets}
 
-    def _own(self, one: TextSet) -> dict[str, Any]:
+    def _set_facts(self, one: TextSet) -> dict[str, Any]:
         kept = ("template", "labels", "label_tokens", "prompts")
         return {key: value for key, value in one.facts().items() if key in kept}
 
     @property
     def notes(self) -> list[str]:
+        """What the user should know, one line each, with the set's name."""
         return [f"{s.name}: {note}" for s in self.sets for note in s.notes]
 
     def prompt(self) -> str:
-        """What a sample starts with: a question where there is one."""
-        return next((found for s in (*self._answering, *self.sets) if (found := s.prompt())), "")
+        """A prompt to try the model with: of a conversation if there is any, else words of plain text."""
+        return next((found for s in (*self._conversation_sets, *self.sets) if (found := s.prompt())), "")
 
 
-def _learn(columns: dict[str, Column]) -> np.ndarray:
+def _learn_mask(columns: dict[str, Column]) -> np.ndarray:
+    """(all tokens,) uint8: the column `learn`; without one, every token of a row but the first."""
     rows, learn = columns["tokens"], columns.get("learn")
     assert isinstance(rows, Ragged)
     if isinstance(learn, Ragged):
@@ -107,14 +118,14 @@ def _learn(columns: dict[str, Column]) -> np.ndarray:
     return all_but_first
 
 
-def in_turn(streams: Iterable[Iterator[str]]) -> Iterator[str]:
-    """The texts of all, always from the stream that has given the fewest characters."""
+def interleave_by_characters(streams: Iterable[Iterator[str]]) -> Iterator[str]:
+    """The texts of all streams, each time from the one that has given the fewest characters so far."""
     waiting = [[0, number, stream] for number, stream in enumerate(streams)]
     while waiting:
-        least: Any = min(waiting, key=lambda w: (w[0], w[1]))
-        text = next(least[2], None)
+        shortest: Any = min(waiting, key=lambda w: (w[0], w[1]))
+        text = next(shortest[2], None)
         if text is None:
-            waiting.remove(least)
+            waiting.remove(shortest)
         else:
-            least[0] += max(1, len(text))
+            shortest[0] += max(1, len(text))
             yield text

@@ -1,11 +1,9 @@
-"""Plain text as independent blocks of tokens."""
+"""Plain text as independent blocks of tokens, or as overlapping windows for evaluation."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,43 +12,47 @@ from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
 from isobatch.data.base import Column, Ragged
 from isobatch.data.cleaning.pipeline import CleaningPipeline
-from isobatch.data.cleaning.steps import CleaningStep
-from isobatch.data.corpora import Corpus
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
     from tokenizers import Tokenizer
+
+    from isobatch.data.cleaning.steps import CleaningStep
+    from isobatch.data.corpora import Corpus
 
 
 @dataclass(frozen=True, slots=True)
-class Encoder:
-    """What turns texts into rows of tokens."""
+class TokenizationSettings:
+    """The tokenizer, and how its tokens are laid out in rows."""
 
     tokenizer: Tokenizer
-    special: Mapping[str, int | None]
-    width: int
+    special_ids: Mapping[str, int | None]
+    max_length: int
     """Most tokens of a row."""
     stride: int = 0
-    """Tokens between the beginnings of held-out windows; 0: they do not overlap."""
-    spool: Path | None = None
-    """Where tokens pass through a file, so that memory stays flat."""
+    """Tokens between the beginnings of held-out windows; 0: held-out text is in blocks too."""
+    spool_folder: Path | None = None
+    """The folder of temporary files in which tokens are collected, so that memory use stays small."""
 
     @property
-    def kind(self) -> type:
-        """The numbers that hold its tokens; counting its words takes a moment."""
+    def dtype(self) -> type:
+        """uint16 where it holds every token id, else int32. Every access takes milliseconds: keep it."""
         return np.uint16 if tokenizers.vocabulary_size(self.tokenizer) <= 1 << 16 else np.int32
 
 
 @dataclass(slots=True)
-class Counts:
-    """The size of a split's text, before it became tokens."""
+class TextCounts:
+    """Words and bytes of a split's text."""
 
     words: int = 0
-    """Separated by white space; ends of lines are no words."""
+    """Separated by white space; the end of a line is not a word."""
     bytes: int = 0
     """In UTF-8."""
 
-    def of(self, texts: Iterable[str], end: str) -> Iterator[str]:
-        """The same texts, each with `end` behind it, counted as they pass."""
+    def count(self, texts: Iterable[str], end: str) -> Iterator[str]:
+        """Yield the texts, each with `end` appended, and count them on the way."""
         for text in texts:
             self.words += len(text.split())
             self.bytes += len(text.encode()) + len(end)
@@ -72,7 +74,7 @@ class PlainText:
         self.cleaning = CleaningPipeline(steps, "lines" if corpus.is_stream else "texts")
 
     def texts(self) -> Iterator[str]:
-        """What a tokenizer is trained on."""
+        """The texts that a tokenizer is trained on."""
         return self._read("train", self.cleaning.transforms_only())
 
     def _read(self, split: str, cleaning: CleaningPipeline) -> Iterator[str]:
@@ -83,29 +85,42 @@ class PlainText:
 
     @property
     def notes(self) -> list[str]:
+        """What the user should know, one line each."""
         return [*self.corpus.notes, *self.cleaning.notes()]
 
-    def open(self, encoder: Encoder) -> None:
-        return
+    def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
+        """Nothing to prepare: plain text has no template."""
 
-    def encode(self, split: str, encoder: Encoder) -> tuple[dict[str, Column], dict[str, int]]:
-        """A split's columns and sizes."""
-        eos, counts = encoder.special["eos"], Counts()
-        after = [eos] if eos is not None and not self.corpus.is_stream else []
-        texts = counts.of(self._read(split, self.cleaning), "" if self.corpus.is_stream or after else "\n")
-        chunks = tokenizers.encode_texts(encoder.tokenizer, texts, after, encoder.kind)
-        tokens = spooled(chunks, encoder.kind, encoder.spool)
+    def encode(
+        self, split: str, tokenization: TokenizationSettings
+    ) -> tuple[dict[str, Column], dict[str, int]]:
+        """(columns, sizes) of a split: training in blocks, held-out splits in windows if there is a stride.
+
+        Raises UserError for a text of fewer than two tokens.
+        """
+        eos, counts = tokenization.special_ids["eos"], TextCounts()
+        suffix = [eos] if eos is not None and not self.corpus.is_stream else []
+        texts = counts.count(
+            self._read(split, self.cleaning), "" if self.corpus.is_stream or suffix else "\n"
+        )
+        chunks = tokenizers.encode_texts(tokenization.tokenizer, texts, suffix, tokenization.dtype)
+        tokens = spool_to_array(chunks, tokenization.dtype, tokenization.spool_folder)
         if len(tokens) < 2:
             raise UserError(
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
             )
-        overlap = encoder.stride and split != "train"
-        columns = windows(tokens, encoder.width, encoder.stride) if overlap else blocks(tokens, encoder.width)
+        overlap = tokenization.stride and split != "train"
+        columns = (
+            windows(tokens, tokenization.max_length, tokenization.stride)
+            if overlap
+            else blocks(tokens, tokenization.max_length)
+        )
         predicted = int(columns["token.weight"].sum())
         sizes = {"tokens": len(tokens), "predicted": predicted, "words": counts.words, "bytes": counts.bytes}
         return columns, sizes
 
     def facts(self) -> dict[str, Any]:
+        """What Facts should know of the set: nothing more than its sizes."""
         return {}
 
     def prompt(self) -> str:
@@ -114,7 +129,7 @@ class PlainText:
 
 
 def blocks(tokens: np.ndarray, width: int) -> dict[str, Any]:
-    """Columns of independent blocks; a last block of one token is dropped, for it predicts nothing."""
+    """The columns of blocks of `width` tokens. A last block of one token predicts nothing and is dropped."""
     if len(tokens) % width == 1:
         tokens = tokens[:-1]
     ragged = Ragged.from_blocks(tokens, width)
@@ -122,10 +137,10 @@ def blocks(tokens: np.ndarray, width: int) -> dict[str, Any]:
 
 
 def windows(tokens: np.ndarray, width: int, stride: int) -> dict[str, Any]:
-    """Columns of windows that begin every `stride` tokens, of which each learns what none before it did.
+    """The columns of windows of `width` tokens that begin every `stride` tokens, for perplexity.
 
-    All tokens but the first are predicted once, those behind the first window from at least width - stride
-    others. `learn` as of Conversations.
+    Every token but the first is predicted once, by the first window that contains it: after the first window
+    that is from at least width - stride tokens of context. `learn` is the mask of those, as in Conversations.
     """
     starts = np.arange(0, max(1, len(tokens) - width + stride), stride)
     stops = np.minimum(starts + width, len(tokens))
@@ -133,39 +148,40 @@ def windows(tokens: np.ndarray, width: int, stride: int) -> dict[str, Any]:
     lengths = stops - starts
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     row = np.repeat(np.arange(len(starts)), lengths)
-    place = np.arange(offsets[-1]) - offsets[row] + starts[row]
-    learn = (place >= before[row]).astype(np.uint8)
+    position = np.arange(offsets[-1]) - offsets[row] + starts[row]
+    learn = (position >= before[row]).astype(np.uint8)
     return {
-        "tokens": Ragged(np.asarray(tokens)[place], offsets),
+        "tokens": Ragged(np.asarray(tokens)[position], offsets),
         "learn": Ragged(learn, offsets),
         "token.weight": (stops - before).astype(np.int32),
     }
 
 
-class Spool:
-    """An array that grows in a file that nobody else sees."""
+class SpooledArray:
+    """An array that is collected in an unnamed temporary file, and then memory-mapped."""
 
-    def __init__(self, kind: type, folder: Path | None) -> None:
+    def __init__(self, dtype: type, folder: Path | None) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        self.kind, self.file = kind, tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self.dtype, self.file = dtype, tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
 
     def add(self, values: np.ndarray) -> None:
-        self.file.write(values.astype(self.kind, copy=False).tobytes())
+        """Append values (n,)."""
+        self.file.write(values.astype(self.dtype, copy=False).tobytes())
 
     def array(self) -> np.ndarray:
-        """All that was added; the end of adding."""
+        """All values that were added; nothing can be added after this."""
         with self.file:
             self.file.flush()
-            return np.memmap(self.file, self.kind, "r") if self.file.tell() else np.empty(0, self.kind)
+            return np.memmap(self.file, self.dtype, "r") if self.file.tell() else np.empty(0, self.dtype)
 
 
-def spooled(chunks: Iterable[np.ndarray], kind: type, folder: Path | None) -> np.ndarray:
-    """The chunks end to end."""
-    spool = Spool(kind, folder)
+def spool_to_array(chunks: Iterable[np.ndarray], dtype: type, folder: Path | None) -> np.ndarray:
+    """The chunks joined, by way of a temporary file in `folder`."""
+    spooled = SpooledArray(dtype, folder)
     for chunk in chunks:
-        spool.add(chunk)
-    return spool.array()
+        spooled.add(chunk)
+    return spooled.array()
 
 
 def _first_words(texts: Iterable[str], count: int = 8) -> str:

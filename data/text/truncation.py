@@ -1,4 +1,4 @@
-"""Which tokens of a row are learnt, and how a row is made to fit without losing all of them."""
+"""Truncation of conversations to the row length, and the mask of the tokens that are learnt."""
 
 from __future__ import annotations
 
@@ -7,50 +7,52 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Row(NamedTuple):
-    """A conversation's tokens, and which of them are an answer's."""
+class TokenRow(NamedTuple):
+    """A conversation as tokens."""
 
     tokens: np.ndarray
+    """(tokens,) ids."""
     answer: np.ndarray
+    """(tokens,) 1 where a token belongs to an answer, else 0."""
 
 
-class Cut(NamedTuple):
-    """A row that fits, and what that cost."""
+class TruncatedRow(NamedTuple):
+    """A row that fits, and what was cut off."""
 
-    row: Row
-    head: bool
-    """Whether its beginning is lost."""
-    answers: bool
-    """Whether something of its answers is lost."""
+    row: TokenRow
+    prompt_cut: bool
+    """Whether the beginning is cut off."""
+    answer_cut: bool
+    """Whether tokens of an answer are cut off."""
 
 
-def fit(row: Row, width: int, response_only: bool) -> Cut:
-    """A row of at most `width` tokens that has something to learn.
+def truncate(row: TokenRow, max_length: int, response_only: bool) -> TruncatedRow:
+    """Truncate a row to `max_length` tokens so that something remains to be learnt.
 
-    Of a first exchange that is too long the prompt loses its beginning, but no more than the answer needs,
-    of which half a row is sure; what is still too much goes at the end.
+    The prompt before the first answer is cut from the left until that answer fits, but not to less than half
+    of `max_length`. What is still too long is cut off at the end.
     """
-    whole = _without_tail(row) if response_only else row
-    if len(whole.tokens) <= width:
-        return Cut(whole, False, False)
+    whole = _drop_after_last_answer(row) if response_only else row
+    if len(whole.tokens) <= max_length:
+        return TruncatedRow(whole, False, False)
     first = int(whole.answer.argmax())
-    behind = np.flatnonzero(whole.answer[first:] == 0)
-    answer = int(behind[0]) if len(behind) else len(whole.answer) - first
-    room = min(answer, max(width - first, width // 2))
-    start = max(0, first + room - width)
-    kept = Row(*(part[start : start + width] for part in whole))
-    kept = _without_tail(kept) if response_only else kept
-    return Cut(kept, start > 0, bool(kept.answer.sum() < whole.answer.sum()))
+    after_answer = np.flatnonzero(whole.answer[first:] == 0)
+    answer = int(after_answer[0]) if len(after_answer) else len(whole.answer) - first
+    answer_room = min(answer, max(max_length - first, max_length // 2))
+    start = max(0, first + answer_room - max_length)
+    kept = TokenRow(*(part[start : start + max_length] for part in whole))
+    kept = _drop_after_last_answer(kept) if response_only else kept
+    return TruncatedRow(kept, start > 0, bool(kept.answer.sum() < whole.answer.sum()))
 
 
-def _without_tail(row: Row) -> Row:
-    """The row up to its last answer's end: behind that there is nothing to learn."""
+def _drop_after_last_answer(row: TokenRow) -> TokenRow:
+    """The row up to the end of its last answer: after that there is nothing to learn."""
     stop = len(row.answer) - int(row.answer[::-1].argmax())
-    return Row(*(part[:stop] for part in row))
+    return TokenRow(*(part[:stop] for part in row))
 
 
-def learnt_of(row: Row, response_only: bool) -> np.ndarray:
-    """(tokens,) uint8: 1 where a token is to be predicted. Nothing stands before the first."""
+def learn_mask(row: TokenRow, response_only: bool) -> np.ndarray:
+    """(tokens,) uint8: 1 where a token is to be predicted. The first never is: nothing precedes it."""
     learn = row.answer.copy() if response_only else np.ones_like(row.answer)
     learn[:1] = 0
     return learn

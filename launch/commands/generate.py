@@ -10,7 +10,7 @@ from typing import Any
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
-from isobatch.data.text.chat_templates import Piece, Template
+from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.arguments import command_options, split_words
@@ -69,7 +69,9 @@ def generate(words: Sequence[str]) -> int:
     if template is None and own.system is not None:
         raise UserError(f"--system: {run.folder} was not trained on conversations: leave it out")
     write = require_capability(run, "writer", "continues no text").writer(run.final)
-    asked = own.prompt if template is None else template.asking(_told(own.system) + [_user(own.prompt)])
+    asked = (
+        own.prompt if template is None else template.prompt_segments(_told(own.system) + [_user(own.prompt)])
+    )
     pieces = write(asked, _sampling(own, template))
     shown = own.prompt if template is None else ""
     if own.json:
@@ -97,7 +99,9 @@ def chat(words: Sequence[str]) -> int:
     return 0
 
 
-def _talk(template: Template, own: ChatOptions, write: Callable[[list[Piece]], Iterable[str]]) -> None:
+def _talk(
+    template: ChatTemplate, own: ChatOptions, write: Callable[[list[ChatSegment]], Iterable[str]]
+) -> None:
     messages = _told(own.system)
     for line in _lines():
         if line == QUIT:
@@ -106,7 +110,7 @@ def _talk(template: Template, own: ChatOptions, write: Callable[[list[Piece]], I
             messages = _told(own.system)
             continue
         messages.append(_user(line))
-        answer = _show(write(template.asking(messages)))
+        answer = _show(write(template.prompt_segments(messages)))
         messages.append({"role": "assistant", "content": answer})
 
 
@@ -134,9 +138,9 @@ def _show(pieces: Iterable[str], before: str = "") -> str:
     return text
 
 
-def _template(run: RunFolder) -> Template | None:
+def _template(run: RunFolder) -> ChatTemplate | None:
     found = run.facts.extra.get("template")
-    return Template.from_dict(found) if found else None
+    return ChatTemplate.from_dict(found) if found else None
 
 
 def _told(system: str | None) -> list[dict[str, str]]:
@@ -147,7 +151,7 @@ def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def _sampling(own: Any, template: Template | None) -> Sampling:
+def _sampling(own: Any, template: ChatTemplate | None) -> Sampling:
     return Sampling(
         tokens=own.tokens,
         temperature=own.temperature,

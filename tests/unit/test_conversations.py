@@ -13,9 +13,9 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, hub, tokenizers
 from isobatch.data.text import chat_templates, jinja_sandbox, truncation
-from isobatch.data.text.chat_templates import Template
+from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.dataset import Text, TextOptions
-from isobatch.data.text.truncation import Row
+from isobatch.data.text.truncation import TokenRow
 
 END = tokenizers.END_OF_TEXT
 ADD = {"instruction": "Add.", "input": "1 2", "output": "3"}
@@ -227,12 +227,14 @@ def test_the_vocabulary_is_not_counted_for_every_row(tmp_path: Path, monkeypatch
     assert len(counted) < 10  # a real one takes 20 ms
 
 
-def row(text: str) -> Row:
+def row(text: str) -> TokenRow:
     """A token for each letter; capitals are an answer's."""
-    return Row(np.array([ord(c) for c in text], np.uint16), np.array([c.isupper() for c in text], np.uint8))
+    return TokenRow(
+        np.array([ord(c) for c in text], np.uint16), np.array([c.isupper() for c in text], np.uint8)
+    )
 
 
-def text_of(found: Row) -> str:
+def text_of(found: TokenRow) -> str:
     return "".join(map(chr, found.tokens.tolist()))
 
 
@@ -251,18 +253,18 @@ def text_of(found: Row) -> str:
     ],
 )
 def test_rows_are_made_to_fit(given: str, width: int, kept: str, head: bool, answers: bool) -> None:
-    cut = truncation.fit(row(given), width, response_only=True)
-    assert (text_of(cut.row), cut.head, cut.answers) == (kept, head, answers)
-    assert truncation.learnt_of(cut.row, True).sum() >= 1
+    cut = truncation.truncate(row(given), width, response_only=True)
+    assert (text_of(cut.row), cut.prompt_cut, cut.answer_cut) == (kept, head, answers)
+    assert truncation.learn_mask(cut.row, True).sum() >= 1
 
 
 def test_every_width_keeps_something_to_learn() -> None:
     for width in range(2, 30):
         for prompt in range(12):
             for answer in range(2, 12):
-                cut = truncation.fit(row("a" * prompt + "Z" * answer), width, response_only=True)
+                cut = truncation.truncate(row("a" * prompt + "Z" * answer), width, response_only=True)
                 assert len(cut.row.tokens) <= width
-                assert truncation.learnt_of(cut.row, True).any()
+                assert truncation.learn_mask(cut.row, True).any()
 
 
 def test_cuts_are_counted_and_never_lose_all_of_an_answer(tmp_path: Path) -> None:
@@ -421,12 +423,12 @@ def test_the_tokenizers_own_template_comes_first(tmp_path: Path) -> None:
     tokenizer = own(tmp_path / "t", MISTRAL, eos_token="</s>", bos_token="<s>")
     extra, columns, opened = prepared(tmp_path / "d", [{"messages": CHAT[1:]}], tokenizer)
     assert marked(columns, opened) == "<s>[INST] he? [/INST]« Hi!</s>»[INST] Bye [/INST]« See you.</s>»"
-    assert extra["template"]["name"] == chat_templates.OWN
+    assert extra["template"]["name"] == chat_templates.TOKENIZER_TEMPLATE
     assert extra["template"]["jinja"] == MISTRAL
     # The same text as the prompt that a program writes with what facts say.
-    again = Template.from_dict(json.loads(json.dumps(extra["template"])))
-    assert again.prompt(CHAT[1:2]) == extra["prompts"][0][0] == "<s>[INST] he? [/INST]"
-    assert again.prompt(CHAT[1:4]).endswith("Hi!</s>[INST] Bye [/INST]")
+    again = ChatTemplate.from_dict(json.loads(json.dumps(extra["template"])))
+    assert again.render_prompt(CHAT[1:2]) == extra["prompts"][0][0] == "<s>[INST] he? [/INST]"
+    assert again.render_prompt(CHAT[1:4]).endswith("Hi!</s>[INST] Bye [/INST]")
 
 
 def test_a_template_file_comes_before_the_settings_and_counts_for_the_identity(tmp_path: Path) -> None:
@@ -434,11 +436,11 @@ def test_a_template_file_comes_before_the_settings_and_counts_for_the_identity(t
     text = make(tmp_path / "d", [{"messages": CHAT[1:]}], tokenizer)
     before = text.identity()
     (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}|")
-    assert chat_templates.own_template(tokenizer) == "{{ messages[0].content }}|"
+    assert chat_templates.read_tokenizer_template(tokenizer) == "{{ messages[0].content }}|"
     assert text.identity() != before
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "y"}]
-    assert chat_templates.own_template(own(tmp_path / "u", named)) == "y"
-    assert chat_templates.own_template(byte_tokenizer(tmp_path / "v")) is None
+    assert chat_templates.read_tokenizer_template(own(tmp_path / "u", named)) == "y"
+    assert chat_templates.read_tokenizer_template(byte_tokenizer(tmp_path / "v")) is None
 
 
 def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
@@ -490,7 +492,7 @@ def test_a_template_that_closes_nothing_gets_an_end(tmp_path: Path) -> None:
 
 def test_a_template_reaches_nothing_outside_and_knows_no_today() -> None:
     for escape in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include 'x' %}"):
-        with pytest.raises(jinja_sandbox.Refused):
+        with pytest.raises(jinja_sandbox.ChatTemplateError):
             jinja_sandbox.render(escape, {"messages": []})
     assert jinja_sandbox.render("{{ strftime_now('%d %b %Y') }}", {}) == "26 Jul 2024"
     assert jinja_sandbox.render("{{ x | tojson }}", {"x": {"é": "<"}}) == '{"é": "<"}'

@@ -15,8 +15,8 @@ from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.data.text.dataset import Text, TextOptions
-from isobatch.data.text.mixture import in_turn
-from isobatch.data.text.sources import kind_of, names_of
+from isobatch.data.text.mixture import interleave_by_characters
+from isobatch.data.text.sources import detect_row_kind, split_set_names
 from isobatch.engine.training.evaluate import _first
 from isobatch.engine.training.session import make_sampler
 from isobatch.engine.training.teacher_cache import samples_used
@@ -184,25 +184,25 @@ def test_kinds_are_told_by_columns() -> None:
         ("instruction", "output", "text"): "instruction",
         ("body",): "text",
     }
-    assert {columns: kind_of(columns, None, alone=False) for columns in told} == told
-    assert kind_of(("text", "label"), None, alone=True) == "text"
-    assert kind_of(("text", "label"), "text", alone=False) == "text"
-    assert kind_of(("messages", "label"), "text", alone=False) == "messages"
+    assert {columns: detect_row_kind(columns, None, is_only_set=False) for columns in told} == told
+    assert detect_row_kind(("text", "label"), None, is_only_set=True) == "text"
+    assert detect_row_kind(("text", "label"), "text", is_only_set=False) == "text"
+    assert detect_row_kind(("messages", "label"), "text", is_only_set=False) == "messages"
 
 
 def test_a_path_with_a_comma_is_one_set(tmp_path: Path) -> None:
     (tmp_path / "a,b").mkdir()
-    assert names_of(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
-    assert names_of("x, y/z ,demo") == ["x", "y/z", "demo"]
+    assert split_set_names(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
+    assert split_set_names("x, y/z ,demo") == ["x", "y/z", "demo"]
 
 
 def test_names_are_short_where_they_differ(tmp_path: Path, make: Make) -> None:
     for folder in ("a", "b"):
         jsonl(tmp_path / folder / "train.jsonl", CHATS)
     place = [str(tmp_path / folder / "train.jsonl") for folder in ("a", "b")]
-    assert [one.name for one in make(",".join(place)).given] == place
-    assert [one.name for one in make(f"{place[0]},{tmp_path / 'b'}").given] == ["train", "b"]
-    assert make(place[0]).given[0].name == place[0]
+    assert [one.name for one in make(",".join(place)).set_specs] == place
+    assert [one.name for one in make(f"{place[0]},{tmp_path / 'b'}").set_specs] == ["train", "b"]
+    assert make(place[0]).set_specs[0].name == place[0]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_shares_change_no_prepared_data_and_sets_do(sets: str, make: Make) -> No
 
 def test_a_tokenizer_is_trained_on_all_sets_alike() -> None:
     long, short = iter(["a" * 10] * 5), iter(["b"] * 12)
-    found = "".join(text[0] for text in in_turn([long, short]))
+    found = "".join(text[0] for text in interleave_by_characters([long, short]))
     # Ten letters of one are worth ten texts of the other.
     assert found == "ab" + "b" * 9 + "a" + "bb" + "aaa"
 
