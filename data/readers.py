@@ -106,9 +106,10 @@ def _split_from_name(file: Path) -> str | None:
 
 
 def hold_out(part: SplitFiles) -> tuple[SplitFiles, SplitFiles]:
-    """(train, validation): the last twentieth is validation.
+    """(train, validation): the last 1 / VALIDATION_ONE_IN is validation.
 
-    A single txt file is cut at the end of a line, several are parted by whole files, other formats by rows.
+    A single txt file is cut at the end of a line, other formats between rows. Of several txt files the last
+    one is validation.
     """
     if not part.is_stream:
         count = sum(1 for _ in read_rows(part))

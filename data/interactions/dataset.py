@@ -120,15 +120,16 @@ class Interactions(TokenizedData):
         return next((f for f in movielens.FORMATS.values() if any(path.glob(f.pattern))), None)
 
     def _files(self, path: Path) -> list[Path]:
-        form = self._folder_format(path)
-        return form.files(path) if form else formats.find_tables(path, self.recipe.format)
+        folder_format = self._folder_format(path)
+        return folder_format.files(path) if folder_format else formats.find_tables(path, self.recipe.format)
 
     def _load(self) -> formats.RawInteractions:
+        """The interactions as they are in the files, or the demo."""
         path = self._data_path()
         if path is None:
             return demo.demo_interactions()
-        if form := self._folder_format(path):
-            return form.read(path)
+        if folder_format := self._folder_format(path):
+            return folder_format.read(path)
         o = self.options
         columns = (o.user_column, o.item_column, o.rating_column, o.time_column, o.user_text, o.item_text)
         return formats.read_tables(path, self.recipe.format, formats.TableColumns(*columns))
@@ -146,19 +147,19 @@ class Interactions(TokenizedData):
             lambda size: tokenizers.train_byte_level_bpe(texts, size)
         )
         tokens = self._encode_texts(tokenizer, texts, special["pad"] or 0)
-        place = folder / CATALOGUE
+        catalogue = folder / CATALOGUE
         train = splits["train"]
         seen, all_pairs = unique_pair_keys([train], len(items)), unique_pair_keys(splits.values(), len(items))
         counts = np.bincount(np.asarray(train["item"]), minlength=len(items))
-        place.mkdir()
+        catalogue.mkdir()
         arrays = {"tokens": tokens.values, "offsets": tokens.offsets, "user_text": of_users}
         arrays |= {"item_text": of_items, "counts": counts.astype(np.int64), "seen": seen, "had": all_pairs}
         for name, array in arrays.items():
-            np.save(place / f"{name}.npy", array)
+            np.save(catalogue / f"{name}.npy", array)
         tokenizer.save(str(folder / "tokenizer.json"))
         titles = [raw.items[name].title if name in raw.items else name for name in items]
         names = {"users": users, "items": items, "titles": titles}
-        (place / NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
+        (catalogue / NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
         notes = [*extra.pop("notes"), *_missing_text_notes(of_users, of_items)]
         return {
             **extra,
@@ -258,6 +259,7 @@ class Interactions(TokenizedData):
         given: np.ndarray | None,
         notes: list[str],
     ) -> Columns:
+        """The columns `rivals` and `hidden` of a held-out split. `given`: negatives that the data names."""
         hidden = np.full((len(pairs.user), 1), MISSING, np.int32)
         if split == "test" and len(np.unique(splits["valid"].user)) == len(splits["valid"].user):
             of_user = np.full(
@@ -270,9 +272,9 @@ class Interactions(TokenizedData):
                 raise UserError(
                     f"--data {self.recipe.data}: some test rows are the same, or below --min-rating"
                 )
-            place = {name: number for number, name in enumerate(items)}
+            index = {name: number for number, name in enumerate(items)}
             named, where = np.unique(given, return_inverse=True)
-            number = np.array([place[str(n)] for n in named], np.int32)
+            number = np.array([index[str(n)] for n in named], np.int32)
             return {"rivals": number[where].reshape(given.shape), "hidden": hidden}
         drawn = draw_eval_negatives(
             pairs.user, all_pairs, len(items), self.options.eval_negatives, EVAL_NEGATIVES_SEED

@@ -1,4 +1,4 @@
-"""The recommender's demo: made-up loans of a library, in which the texts of readers and books tell of tastes.
+"""The recommender's demo: made-up loans of a library, in which the texts of readers and books predict taste.
 
 All is drawn as whole numbers from a seeded generator, so that every machine makes the same data.
 """
@@ -10,7 +10,7 @@ import numpy as np
 from isobatch.data.interactions.formats import ItemText, RawInteractions
 
 READERS, BOOKS, LOANS = 600, 400, 24
-"""LOANS is the average number of a reader."""
+"""LOANS is the average number of loans of a reader."""
 GENRES = ("cooking", "crime", "fantasy", "gardens", "history", "poems", "science", "travel")
 GENRE_WORDS = {
     "cooking": "bread kitchen pepper table oven salt feast broth",

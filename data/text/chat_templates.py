@@ -61,7 +61,7 @@ class ChatSegment(NamedTuple):
     """
 
     text: str
-    answer: bool
+    is_answer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class ChatTemplate:
         return self._split_answers(messages, self.render_prompt(messages, where), where)
 
     def _split_answers(self, messages: Sequence[Message], whole: str, where: str) -> list[ChatSegment]:
+        """`whole` in segments; its beginnings are the prompts of the answers among `messages`."""
         segments, position = [], 0
         for number, message in enumerate(messages):
             if message["role"] == "assistant":

@@ -195,6 +195,7 @@ class Conversations:
     def _render_segments(
         self, split: str, template: ChatTemplate, counts: ConversationCounts, cleaning: CleaningPipeline
     ) -> Iterator[list[ChatSegment]]:
+        """Yield each conversation of a split, cleaned and rendered; count those that are skipped."""
         clean = cleaning.conversation_cleaner()
         for where, row in self.rows[split]():
             try:
@@ -217,18 +218,19 @@ class Conversations:
         learn: np.ndarray,
         tokenizer: Tokenizer,
     ) -> None:
+        """Count a row that is learnt from; words and bytes are those of the texts that are learnt."""
         counts.rows += 1
         counts.prompts_cut += cut.prompt_cut
         counts.answers_cut += cut.answer_cut
         counts.tokens += len(learn)
-        counts.response_tokens += int(cut.row.answer.sum())
+        counts.response_tokens += int(cut.row.answer_mask.sum())
         counts.predicted += int(learn.sum())
-        kept = cut.row.answer.astype(bool) if self.response_only else np.ones(len(learn), bool)
+        kept = cut.row.answer_mask.astype(bool) if self.response_only else np.ones(len(learn), bool)
         counts.learnt += int(kept.sum())
         if cut.prompt_cut or cut.answer_cut:
             texts = [tokenizer.decode(cut.row.tokens[kept].tolist())]
         elif self.response_only:
-            texts = [p.text for p in conversation if p.answer]
+            texts = [p.text for p in conversation if p.is_answer]
         else:
             texts = ["".join(p.text for p in conversation)]
         counts.words += sum(len(text.split()) for text in texts)
@@ -273,9 +275,9 @@ def _encode_conversations(
         encodings = iter(tokenization.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         for conversation in batch:
             ids: list[int] = []
-            answer: list[int] = []
+            answer_mask: list[int] = []
             for segment in conversation:
-                found = next(encodings).ids + ([end_id] if segment.answer else [])
+                found = next(encodings).ids + ([end_id] if segment.is_answer else [])
                 ids += found
-                answer += [int(segment.answer)] * len(found)
-            yield conversation, TokenRow(np.array(ids, dtype), np.array(answer, np.uint8))
+                answer_mask += [int(segment.is_answer)] * len(found)
+            yield conversation, TokenRow(np.array(ids, dtype), np.array(answer_mask, np.uint8))

@@ -155,11 +155,11 @@ class Text(TokenizedData):
         return sets[0] if len(sets) == 1 else Mixture(sets)
 
     def read(self) -> Mapping[str, Columns]:
-        found, tokenization = self._open_sets_and_encoder()
+        found, tokenization = self._open_sets_and_tokenizer()
         return {split: found.encode(split, tokenization)[0] for split in found.splits}
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        found, tokenization = self._open_sets_and_encoder(folder)
+        found, tokenization = self._open_sets_and_tokenizer(folder)
         sizes = {}
         for split in found.splits:
             columns, sizes[split] = found.encode(split, tokenization)
@@ -175,14 +175,15 @@ class Text(TokenizedData):
             "notes": found.notes,
         }
 
-    def _open_sets_and_encoder(
+    def _open_sets_and_tokenizer(
         self, folder: Path | None = None
     ) -> tuple[TextSet | Mixture, TokenizationSettings]:
+        """The sets, and the tokenizer with which they are bound. `folder` takes temporary files."""
         if self.recipe.max_length < 2:
             raise UserError(f"--max-length {self.recipe.max_length}: a row needs at least 2 tokens")
         found = self.open_sets()
         sets = found.sets if isinstance(found, Mixture) else [found]
-        if self.options.stride and all(isinstance(spec, conversations.Conversations) for spec in sets):
+        if self.options.stride and all(isinstance(one, conversations.Conversations) for one in sets):
             raise UserError(
                 f"--stride {self.options.stride}: is for running text; conversations are judged one by one"
             )

@@ -62,11 +62,12 @@ class TextCounts:
 class PlainText:
     """One set of plain text.
 
-    Columns: `tokens` (n, width), the last block of a split may be shorter, and `token.weight` (n,), the
+    Columns: `tokens` (n, max_length), the last block of a split may be shorter, and `token.weight` (n,), the
     number of tokens a causal model predicts in a block: its length - 1.
     """
 
     form = "text"
+    """What facts call the set."""
 
     def __init__(self, name: str, corpus: Corpus, steps: Sequence[CleaningStep] = ()) -> None:
         self.name, self.corpus = name, corpus
