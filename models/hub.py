@@ -1,34 +1,36 @@
-"""Models of the hub: in the cache, or to be had."""
+"""Hugging Face Hub models: finding them in the local cache, checking them, downloading them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.hub_cache import explain_hub_error
 
-ADAPTER = "adapter_config.json"
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-TOKENIZERS = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ADAPTER_CONFIG = "adapter_config.json"
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+TOKENIZER_FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
 
 
 def is_id(name: str) -> bool:
-    """Whether `name` has the form `owner/name`."""
+    """Whether `name` is a hub id of the form `owner/name`."""
     return hub_cache.is_id(name) and "/" in name
 
 
 def snapshot(name: str, revision: str | None = None) -> Path | None:
-    """The cached folder of a model, or None."""
+    """The snapshot folder of a model in the local cache, or None if there is none."""
     found = hub_cache.snapshot("models", name, revision)
     return found if found and (found / "config.json").is_file() else None
 
 
-def require(name: str, revision: str | None, flag: str = "--model") -> None:
-    """Raise unless the model is in the cache or the hub answers."""
+def require_available(name: str, revision: str | None, flag: str = "--model") -> None:
+    """Raise UserError unless the model is in the cache or the hub can be reached."""
     if snapshot(name, revision) is None and not hub_cache.is_reachable():
         raise UserError(
             f"{flag} {name}: there is no such folder; as a hub id it is not in the cache"
@@ -38,68 +40,74 @@ def require(name: str, revision: str | None, flag: str = "--model") -> None:
 
 
 def check_folder(folder: Path, tokenizer: str | None) -> None:
-    """Raise unless a saved model is there, and a tokenizer where none was given."""
-    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
-        base = json.loads((folder / ADAPTER).read_text()).get("base_model_name_or_path")
+    """Raise UserError unless the folder holds a model, and a tokenizer unless `tokenizer` is given."""
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        base = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
         raise UserError(
             f"--model {folder}: is an adapter for {base}: give that, or merge the two (export RUN --to"
             " merged)"
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"--model {folder}: holds no config.json, so it is no saved model")
-    if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZERS):
+    if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
             f"--model {folder}: holds no tokenizer (tokenizer.json, vocab.json...): add --tokenizer"
         )
 
 
-def check_vocabulary(name: str, rows: int | None, vocabulary: int, otherwise: str = "") -> None:
-    """Raise where the tokenizer has ids beyond the model's embeddings; `otherwise` is another way out."""
-    if rows is not None and rows < vocabulary:
+def check_vocabulary(name: str, embedding_rows: int | None, vocabulary: int, otherwise: str = "") -> None:
+    """Raise UserError if the tokenizer has more ids than the model has embeddings.
+
+    `otherwise` ends the message with another remedy.
+    """
+    if embedding_rows is not None and embedding_rows < vocabulary:
         raise UserError(
-            f"--model {name}: knows {rows} tokens, and the tokenizer has {vocabulary}: "
+            f"--model {name}: knows {embedding_rows} tokens, and the tokenizer has {vocabulary}: "
             f"give the tokenizer that it was trained with{otherwise}"
         )
 
 
 def check_architecture(name: str, config: Mapping[str, Any], remote_code: bool, revision: str | None) -> None:
-    """Raise unless transformers has a language model of this kind, or its own code may run."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+    """Raise UserError unless transformers has a causal LM of this model type or its own code may run."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known_types
 
-    kind, brought = config.get("model_type"), (config.get("auto_map") or {}).get("AutoModelForCausalLM")
-    if remote_code and brought:
+    model_type, custom_class = (
+        config.get("model_type"),
+        (config.get("auto_map") or {}).get("AutoModelForCausalLM"),
+    )
+    if remote_code and custom_class:
         if not Path(name).expanduser().is_dir() and revision is None:
             raise UserError(
                 f"--remote-code: the code of {name} may change after you have read it: add --revision COMMIT"
             )
-    elif brought and kind not in KNOWN:
+    elif custom_class and model_type not in known_types:
         raise UserError(
-            f"--model {name}: transformers knows no {kind}, and the model brings Python code of its own"
-            f" ({brought}): read it, then add --remote-code"
+            f"--model {name}: transformers knows no {model_type}, and the model brings Python code of its own"
+            f" ({custom_class}): read it, then add --remote-code"
         )
-    elif kind not in KNOWN:
+    elif model_type not in known_types:
         raise UserError(
-            f"--model {name}: transformers has no causal language model of type {kind}: take another, or a"
-            " newer transformers"
+            f"--model {name}: transformers has no causal language model of type {model_type}: take another,"
+            " or a newer transformers"
         )
 
 
-def trust(remote_code: bool) -> dict[str, bool]:
-    """For from_pretrained and from_config, which would ask on the terminal if nothing were said."""
+def remote_code_kwargs(remote_code: bool) -> dict[str, bool]:
+    """Arguments for from_pretrained and from_config, which ask on the terminal if they get none."""
     return {"trust_remote_code": remote_code}
 
 
-def place(name: str, revision: str | None) -> str:
-    """What opens for a config: a folder where there is one, so that no network is asked."""
+def local_path_or_id(name: str, revision: str | None) -> str:
+    """The local folder of a model if there is one, so that no network is needed; else its hub id."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder)
     return str(snapshot(name, revision) or name)
 
 
-def config(name: str, revision: str | None) -> dict[str, Any]:
-    """The model's config.json, fetched if need be."""
-    folder = Path(place(name, revision))
+def load_config(name: str, revision: str | None) -> dict[str, Any]:
+    """The model's config.json, downloaded if it is not cached. Raises UserError if it cannot be read."""
+    folder = Path(local_path_or_id(name, revision))
     file = folder / "config.json" if folder.is_dir() else _fetch_config(name, revision)
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -110,20 +118,23 @@ def config(name: str, revision: str | None) -> dict[str, Any]:
 def _fetch_config(name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
 
-    require(name, revision)
+    require_available(name, revision)
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except Exception as error:  # network, missing repository, gated: all are one line to the user
         raise UserError(f"--model {name}: {explain_hub_error(error, revision)}") from None
 
 
-def fetch(name: str, revision: str | None, flag: str = "--model") -> str:
-    """What from_pretrained should open for the weights: a folder, downloaded if need be."""
+def fetch_weights(name: str, revision: str | None, flag: str = "--model") -> str:
+    """The folder with a model's weights, downloaded if it is not cached: from_pretrained opens it.
+
+    Raises UserError if the hub refuses or cannot be reached.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder)
     found = snapshot(name, revision)
-    if found and _has_weights(found):
+    if found and has_weights(found):
         return str(found)
     if not hub_cache.is_reachable():
         raise UserError(
@@ -133,16 +144,16 @@ def fetch(name: str, revision: str | None, flag: str = "--model") -> str:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        there = HfApi().model_info(name, revision=revision)
-        wanted = _wanted([s.rfilename for s in there.siblings or []])
-        return snapshot_download(name, revision=revision, allow_patterns=wanted)
-    except Exception as error:
+        repository = HfApi().model_info(name, revision=revision)
+        patterns = files_to_download([s.rfilename for s in repository.siblings or []])
+        return snapshot_download(name, revision=revision, allow_patterns=patterns)
+    except Exception as error:  # as above
         raise UserError(f"{flag} {name}: {explain_hub_error(error, revision)}") from None
 
 
-def _has_weights(folder: Path) -> bool:
-    """A tokenizer or config fetched before leaves a folder without them."""
-    for name in WEIGHTS:
+def has_weights(folder: Path) -> bool:
+    """Whether all weight files are there: what is cached may be the tokenizer or the config alone."""
+    for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             return True
@@ -152,11 +163,11 @@ def _has_weights(folder: Path) -> bool:
     return False
 
 
-def _wanted(files: list[str]) -> list[str]:
-    """Of a repository: its small files and one form of its weights, safetensors before pickles."""
+def files_to_download(files: list[str]) -> list[str]:
+    """Of a repository's files: the small ones, and the weights in one format, safetensors before pickle."""
     own = [f for f in files if "/" not in f]
     small = [f for f in own if f.endswith((".json", ".txt", ".py", ".jinja", ".model"))]
-    for stem, suffix in (name.rsplit(".", 1) for name in WEIGHTS):
+    for stem, suffix in (name.rsplit(".", 1) for name in WEIGHT_FILES):
         if weights := [f for f in own if f.startswith(stem) and f.endswith(suffix)]:
             return small + weights
     return small

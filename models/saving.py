@@ -1,72 +1,74 @@
-"""A trained transformers model as a folder that AutoModel and AutoTokenizer open."""
+"""Saving a trained transformers model as a folder that AutoModel and AutoTokenizer open."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor, nn
 
-BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
-ROLES = ("eos", "bos", "pad", "unk")
+POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")
+"""Model types whose position ids start after the padding id."""
+SPECIAL_TOKEN_ROLES = ("eos", "bos", "pad", "unk")
 
 
 def save(model: nn.Module, facts: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Weights, or those given in their place, config.json and the tokenizer of the prepared data."""
+    """Write model.safetensors (of `weights` if given), config.json and the prepared data's tokenizer."""
     from safetensors.torch import save_file, save_model
 
-    # save_pretrained would import deepspeed, two seconds and a warning, to find that nothing is sharded.
-    file, form = str(folder / "model.safetensors"), {"format": "pt"}
+    # save_pretrained imports deepspeed (2 s and a warning) only to see that nothing is sharded.
+    file, metadata = str(folder / "model.safetensors"), {"format": "pt"}
     if weights is None:
-        save_model(model, file, metadata=form)
+        save_model(model, file, metadata=metadata)
     else:
-        save_file(dict(weights), file, metadata=form)
-    configured: Any = model
-    configured.config.architectures = [type(model).__name__]
-    configured.config.save_pretrained(folder)
-    if getattr(model, "_auto_class", None):  # its own code goes with it
+        save_file(dict(weights), file, metadata=metadata)
+    untyped_model: Any = model
+    untyped_model.config.architectures = [type(model).__name__]
+    untyped_model.config.save_pretrained(folder)
+    if getattr(model, "_auto_class", None):  # a model with custom code: save the code too
         from transformers.dynamic_module_utils import custom_object_save
 
         custom_object_save(model, folder)
-    save_tokenizer(configured.config.to_dict(), facts, folder)
+    save_tokenizer(untyped_model.config.to_dict(), facts, folder)
 
 
 def save_tokenizer(config: Mapping[str, Any], facts: Any, folder: Path) -> None:
-    """The prepared data's, as AutoTokenizer opens it for a model with this config; with its chat template."""
+    """Write the prepared data's tokenizer and chat template for a model with this config."""
     from transformers import PreTrainedTokenizerFast
 
-    prepared = tokenizer(facts)
-    special = {f"{role}_token": facts.extra.get(role) for role in ROLES}
+    prepared = load_tokenizer(facts)
+    special = {f"{role}_token": facts.extra.get(role) for role in SPECIAL_TOKEN_ROLES}
     template = facts.extra.get("template") or {}
     names = {**template.get("tokens", {})}
     names |= {k: prepared.id_to_token(v) for k, v in special.items() if v is not None}
-    limit = {} if longest(config) is None else {"model_max_length": longest(config)}
+    limit = {} if max_input_tokens(config) is None else {"model_max_length": max_input_tokens(config)}
     saved = PreTrainedTokenizerFast(
-        tokenizer_object=prepared, model_input_names=inputs_of(config), **limit, **names
+        tokenizer_object=prepared, model_input_names=model_input_names(config), **limit, **names
     )
     saved.chat_template = template.get("jinja")
     saved.save_pretrained(folder)
 
 
-def inputs_of(config: Mapping[str, Any]) -> list[str]:
-    """What the tokenizer must give this model: of pairs, which text a token is from, where it asks."""
+def model_input_names(config: Mapping[str, Any]) -> list[str]:
+    """The inputs that the tokenizer makes for this model; token_type_ids only if it has types."""
     types = ["token_type_ids"] if (config.get("type_vocab_size") or 0) > 1 else []
     return ["input_ids", *types, "attention_mask"]
 
 
-def longest(config: Mapping[str, Any]) -> int | None:
-    """The longest text a model reads, in tokens; RoBERTa counts positions from behind its padding id."""
+def max_input_tokens(config: Mapping[str, Any]) -> int | None:
+    """The longest input of a model in tokens, or None; RoBERTa's positions start after its padding id."""
     found = config.get("max_position_embeddings")
     if found is None:
         return None
-    behind = config.get("pad_token_id", 1) + 1 if config.get("model_type") in BEHIND_PADDING else 0
-    return int(found) - behind
+    offset = config.get("pad_token_id", 1) + 1 if config.get("model_type") in POSITIONS_AFTER_PADDING else 0
+    return int(found) - offset
 
 
-def tokenizer(facts: Any) -> Any:
-    """The prepared data's, of the tokenizers library."""
+def load_tokenizer(facts: Any) -> Any:
+    """The prepared data's tokenizer, as an object of the tokenizers library."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(Path(facts.folder) / facts.extra["tokenizer"]))

@@ -135,7 +135,7 @@ def load(
         revision=revision or "main",
         dtype=torch.float32,
         **given,
-        **hub.trust(remote_code),
+        **hub.remote_code_kwargs(remote_code),
     )
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
@@ -246,7 +246,7 @@ def counted(config: Any, options: Any) -> Counted:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **hub.trust(options.remote_code))
+        model = AutoModelForCausalLM.from_config(config, **hub.remote_code_kwargs(options.remote_code))
         matrices = sum(m.weight.numel() for m in _matrices(model).values())
         add(model, options, "", None)
     targets: dict[str, int] = {}
@@ -328,7 +328,7 @@ def opened(folder: Path, bits: int = 16, remote_code: bool = False) -> Any:
     base = str(known.base_model_name_or_path)
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise UserError(f"{folder}: its base model {base} is not there: name it in its {CONFIG_FILE}")
-    config = AutoConfig.from_pretrained(base, revision=known.revision, **hub.trust(remote_code))
+    config = AutoConfig.from_pretrained(base, revision=known.revision, **hub.remote_code_kwargs(remote_code))
     model = load(base, config, known.revision, bits, remote_code)
     try:
         return PeftModel.from_pretrained(model, str(folder))

@@ -48,7 +48,7 @@ def opened(folder: Path, bits: int = 16, remote_code: bool = False) -> tuple[nn.
     if (folder / adapters.CONFIG_FILE).is_file():
         model = adapters.opened(folder, bits, remote_code)
     elif (folder / "config.json").is_file():
-        model = AutoModelForCausalLM.from_pretrained(folder, **hub.trust(remote_code))
+        model = AutoModelForCausalLM.from_pretrained(folder, **hub.remote_code_kwargs(remote_code))
     else:
         raise UserError(f"{folder} holds no trained model (config.json): has the run finished?")
     return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -99,11 +99,11 @@ class CausalLM(Task):
             self._check_context(PRESETS[name].config(0, self.recipe.max_length))
         elif folder.is_dir():
             hub.check_folder(folder, self.recipe.tokenizer)
-            self._check_config(hub.config(str(folder), None))
+            self._check_config(hub.load_config(str(folder), None))
         elif hub.is_id(name):
-            hub.require(name, self.recipe.revision)
+            hub.require_available(name, self.recipe.revision)
             if hub.snapshot(name, self.recipe.revision):
-                self._check_config(hub.config(name, self.recipe.revision))
+                self._check_config(hub.load_config(name, self.recipe.revision))
         else:
             close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
             hint = f" (did you mean {close[0]}?)" if close else ""
@@ -129,7 +129,7 @@ class CausalLM(Task):
         name, vocabulary = self._name, facts.extra["vocabulary"]
         if name in PRESETS:
             return PRESETS[name].config(vocabulary, self.recipe.max_length)
-        config = hub.config(name, self.recipe.revision)
+        config = hub.load_config(name, self.recipe.revision)
         self._check_config(config)
         if self.options.resize_embeddings:
             return {**config, "vocab_size": vocabulary}
@@ -139,7 +139,7 @@ class CausalLM(Task):
 
     def fetch(self) -> None:
         if self._name not in PRESETS:
-            hub.fetch(self._name, self.recipe.revision)
+            hub.fetch_weights(self._name, self.recipe.revision)
 
     def build_model(self, facts: Any) -> nn.Module:
         from transformers import GPT2LMHeadModel
@@ -151,7 +151,7 @@ class CausalLM(Task):
         if self._name in PRESETS:
             model: nn.Module = GPT2LMHeadModel(config)
         else:
-            where, revision = hub.fetch(self._name, self.recipe.revision), self.recipe.revision
+            where, revision = hub.fetch_weights(self._name, self.recipe.revision), self.recipe.revision
             model = adapters.load(where, config, revision, options.load_bits, options.remote_code)
             if options.resize_embeddings:
                 from isobatch.models.causal_lm import resize_embeddings as embeddings
@@ -176,9 +176,11 @@ class CausalLM(Task):
             ids = {f"{role}_token_id": facts.extra.get(role) for role in ("eos", "bos")}
             config = GPT2Config(**numbers, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         else:
-            where = hub.place(self._name, self.recipe.revision)
+            where = hub.local_path_or_id(self._name, self.recipe.revision)
             config = AutoConfig.from_pretrained(
-                where, revision=self.recipe.revision or "main", **hub.trust(self.options.remote_code)
+                where,
+                revision=self.recipe.revision or "main",
+                **hub.remote_code_kwargs(self.options.remote_code),
             )
         for name, value in self._dropouts(config.to_dict()).items():
             setattr(config, name, value)
@@ -210,7 +212,9 @@ class CausalLM(Task):
     def _known(self, facts: Any) -> dict[int, int] | None:
         from isobatch.models.causal_lm import resize_embeddings as embeddings
 
-        return embeddings.known(hub.place(self._name, self.recipe.revision), saving.tokenizer(facts))
+        return embeddings.known(
+            hub.local_path_or_id(self._name, self.recipe.revision), saving.load_tokenizer(facts)
+        )
 
     def _resizing(self, facts: Any) -> str:
         """What becomes of the embeddings, for a person to know."""
@@ -231,7 +235,7 @@ class CausalLM(Task):
         from transformers import AutoModelForCausalLM
 
         config = self._transformers_config(facts).get_text_config()
-        trust = hub.trust(self.options.remote_code)
+        trust = hub.remote_code_kwargs(self.options.remote_code)
         with torch.device("meta"):
             count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config, **trust).parameters())
         hidden = config.hidden_size
@@ -323,7 +327,7 @@ class CausalLM(Task):
 
         if self.options.generate_tokens == 0:
             return None
-        tokenizer, template = saving.tokenizer(facts), facts.extra.get("template") or {}
+        tokenizer, template = saving.load_tokenizer(facts), facts.extra.get("template") or {}
         how = Sampling(tokens=self.options.generate_tokens, seed=self.recipe.seed, end=template.get("end_id"))
         asked = facts.extra.get("prompts")
         if not asked or self.options.generate_prompt:

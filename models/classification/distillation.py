@@ -99,13 +99,13 @@ class Distilled(Classifier):
     def fetch(self) -> None:
         super().fetch()
         if (place := self._teacher_place()) is not None:
-            hub.fetch(place, None, "--teacher")
+            hub.fetch_weights(place, None, "--teacher")
 
     def _teacher_place(self) -> str | None:
         return None if self.teacher_word is None else saved_model(self.teacher_word, "--teacher")
 
     def _widths_differ(self, place: str) -> bool:
-        mine, its = self._raw_config(), hub.config(place, None)
+        mine, its = self._raw_config(), hub.load_config(place, None)
         return width(mine) != width(its)
 
     def _config(self, facts: Any) -> Any:
@@ -180,7 +180,7 @@ def saved_model(word: str, flag: str) -> str:
             return word
         if not hub.is_id(word):
             raise UserError(f"{flag} {word}: is no run, folder or hub id (owner/name)")
-        hub.require(word, None, flag)
+        hub.require_available(word, None, flag)
         return word
     if not (folder / "final" / "config.json").is_file():
         raise UserError(f"{flag} {word}: that run has no final/ yet: finish it with `resume {word}`")
@@ -189,15 +189,15 @@ def saved_model(word: str, flag: str) -> str:
 
 def is_finished(name: str, revision: str | None) -> bool:
     """Whether a saved model is a classifier, not an encoder without a head."""
-    if not (Path(hub.place(name, revision)) / "config.json").is_file():
+    if not (Path(hub.local_path_or_id(name, revision)) / "config.json").is_file():
         return False
-    kinds = hub.config(name, revision).get("architectures") or []
+    kinds = hub.load_config(name, revision).get("architectures") or []
     return any(str(kind).endswith("ForSequenceClassification") for kind in kinds)
 
 
 def weights_hash(place: str) -> str:
     """Of a folder's weights and configuration; a hub id stands for itself."""
-    folder = Path(hub.place(place, None))
+    folder = Path(hub.local_path_or_id(place, None))
     if not folder.is_dir():
         return place
     digest = hashlib.sha256()
@@ -214,7 +214,7 @@ def width(config: Mapping[str, Any] | None) -> Any:
 
 
 def _refuse_other_labels(place: str, flag: str, labels: list[str]) -> None:
-    named = hub.config(place, None).get("id2label") or {}
+    named = hub.load_config(place, None).get("id2label") or {}
     found = [named[k] for k in sorted(named, key=int)]
     if found != list(labels):
         raise UserError(
@@ -225,7 +225,7 @@ def _refuse_other_labels(place: str, flag: str, labels: list[str]) -> None:
 
 def _vocabulary(name: str) -> Any:
     """What tells tokenizers apart: the tokens; None where that cannot be seen here."""
-    file = Path(hub.place(name, None)) / "tokenizer.json"
+    file = Path(hub.local_path_or_id(name, None)) / "tokenizer.json"
     if not file.is_file():
         return None
     return json.loads(file.read_text(encoding="utf-8"))["model"].get("vocab")

@@ -66,7 +66,7 @@ class Classifier(Task):
         if Path(name).expanduser().is_dir():
             hub.check_folder(Path(name).expanduser(), self.recipe.tokenizer)
         elif hub.is_id(name):
-            hub.require(name, self.recipe.revision)
+            hub.require_available(name, self.recipe.revision)
             if hub.snapshot(name, self.recipe.revision) is None:
                 return
         else:
@@ -76,7 +76,7 @@ class Classifier(Task):
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name);"
                 f" presets: {', '.join(PRESETS)}"
             )
-        longest = saving.longest(hub.config(name, self.recipe.revision))
+        longest = saving.max_input_tokens(hub.load_config(name, self.recipe.revision))
         if longest is not None and length > longest:
             raise UserError(f"--max-length {length}: {name} reads at most {longest} tokens")
 
@@ -86,7 +86,7 @@ class Classifier(Task):
             return {"model_type": "bert", **PRESETS[self._name]}
         if hub.is_id(self._name) and hub.snapshot(self._name, self.recipe.revision) is None:
             return None
-        return hub.config(self._name, self.recipe.revision)
+        return hub.load_config(self._name, self.recipe.revision)
 
     def _config(self, facts: Any) -> Any:
         """The model's configuration with this data's classes, and the recipe's dropout where it has one."""
@@ -104,7 +104,7 @@ class Classifier(Task):
             }
             config = BertConfig(**PRESETS[self._name], **sizes, **named)
         else:
-            where = hub.place(self._name, self.recipe.revision)
+            where = hub.local_path_or_id(self._name, self.recipe.revision)
             config = AutoConfig.from_pretrained(where, revision=self.recipe.revision or "main", **named)
             hub.check_vocabulary(self._name, config.vocab_size, facts.extra["vocabulary"])
         if self.recipe.dropout is not None:
@@ -115,7 +115,7 @@ class Classifier(Task):
 
     def fetch(self) -> None:
         if self._name not in PRESETS:
-            hub.fetch(self._name, self.recipe.revision)
+            hub.fetch_weights(self._name, self.recipe.revision)
 
     def build_model(self, facts: Any) -> nn.Module:
         import torch
@@ -126,7 +126,7 @@ class Classifier(Task):
         if self._name in PRESETS:
             return BertForSequenceClassification(config)
         logging.disable_progress_bar()
-        where = hub.fetch(self._name, self.recipe.revision)
+        where = hub.fetch_weights(self._name, self.recipe.revision)
         return encoders.class_for(config).from_pretrained(
             where,
             config=config,

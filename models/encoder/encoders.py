@@ -171,6 +171,6 @@ def open_classifier(place: str) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    where = hub.fetch(place, None)
+    where = hub.fetch_weights(place, None)
     config = AutoConfig.from_pretrained(where)
     return class_for(config).from_pretrained(where, config=config, dtype=torch.float32).eval()

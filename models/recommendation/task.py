@@ -173,7 +173,7 @@ class Recommender(Task):
 
     def fetch(self) -> None:
         if self.options.text != "off" and self.recipe.model not in PRESETS:
-            hub.fetch(self.recipe.model, self.recipe.revision, "--text-model")
+            hub.fetch_weights(self.recipe.model, self.recipe.revision, "--text-model")
 
     def _check_text_model(self) -> None:
         name = self.recipe.model
@@ -183,7 +183,7 @@ class Recommender(Task):
         if folder.is_dir():
             hub.check_folder(folder, self.recipe.tokenizer)
         elif hub.is_id(name):
-            hub.require(name, self.recipe.revision, "--text-model")
+            hub.require_available(name, self.recipe.revision, "--text-model")
         else:
             raise UserError(
                 f"--text-model {name}: is no preset ({', '.join(PRESETS)}), folder or hub id (owner/name)"
@@ -208,7 +208,7 @@ class Recommender(Task):
         name, vocabulary = self.recipe.model, facts.extra.get("vocabulary", 0)
         if name in PRESETS:
             return PRESETS[name].config(vocabulary, self.recipe.max_length)
-        config = hub.config(name, self.recipe.revision)
+        config = hub.load_config(name, self.recipe.revision)
         longest = model_sizes.context(config)
         if longest is not None and self.recipe.max_length > longest:
             raise UserError(
@@ -272,7 +272,7 @@ class Recommender(Task):
         if name in PRESETS:
             net = make_net(AutoConfig.for_model(**numbers), None, None)
         else:
-            place = hub.fetch(name, self.recipe.revision, "--text-model")
+            place = hub.fetch_weights(name, self.recipe.revision, "--text-model")
             net = make_net(AutoConfig.from_pretrained(place), place, self.recipe.revision)
         encoder = TextEncoder(net, known, options.pooling, options.text_cache != "off", options.text_chunk)
         self._lowest = 0

@@ -15,7 +15,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from isobatch.data import corpora, tokenizers
-from isobatch.models.hub import _has_weights, _wanted
+from isobatch.models.hub import files_to_download, has_weights
 from isobatch.tests.integration.helpers import launch, summary
 from isobatch.tests.integration.test_bad_input import complaint
 
@@ -141,13 +141,15 @@ def test_what_the_hub_refuses_is_one_line(
 )
 def test_one_form_of_the_weights_is_enough(weights: list[str], wanted: list[str]) -> None:
     small = ["config.json", "generation_config.json", "merges.txt", "modeling_own.py"]
-    assert sorted(_wanted([*small, *weights, "README.md", "original/params.json"])) == sorted(small + wanted)
+    assert sorted(files_to_download([*small, *weights, "README.md", "original/params.json"])) == sorted(
+        small + wanted
+    )
 
 
 def test_half_of_the_weights_are_none(tmp_path: Path) -> None:
     parts = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
     (tmp_path / parts["a"]).write_text("")
-    assert not _has_weights(tmp_path)
+    assert not has_weights(tmp_path)
     (tmp_path / parts["b"]).write_text("")
-    assert _has_weights(tmp_path)
+    assert has_weights(tmp_path)
