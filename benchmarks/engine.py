@@ -104,7 +104,7 @@ def padding(machine: str, model: str) -> list[Row]:
         lengths=length_quantiles(lengths),
         extra={"vocabulary": 50257},
     )
-    shape = model_sizes.shape_of(PRESETS[model].config(50257, 1024))
+    shape = model_sizes.size_from_config(PRESETS[model].config(50257, 1024))
     assert shape is not None
     rows: list[Row] = []
     for batch in (8, 32, 128):

@@ -46,7 +46,7 @@ def scratch(folder: Path, quick: bool) -> Row:
     run = trained(folder, "BlockLM", "scratch", words, {"BENCHMARK_VOCABULARY": "512" if quick else "50257"})
     length = 64 if quick else 1024
     config = model_sizes.PRESETS["tiny" if quick else "gpt2-124m"].config(512 if quick else 50257, length)
-    shape, hardware = model_sizes.shape_of(config), detect()
+    shape, hardware = model_sizes.size_from_config(config), detect()
     assert shape is not None
     speed = tokens_per_second(run)
     peak = hardware.gpu.peak_flops["bf16"] if hardware.gpus else None

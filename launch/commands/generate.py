@@ -153,10 +153,10 @@ def _user(text: str) -> dict[str, str]:
 
 def _sampling(own: Any, template: ChatTemplate | None) -> Sampling:
     return Sampling(
-        tokens=own.tokens,
+        max_new_tokens=own.tokens,
         temperature=own.temperature,
         top_k=own.top_k,
         top_p=own.top_p,
         seed=own.seed,
-        end=None if template is None else template.end_id,
+        stop_token_id=None if template is None else template.end_id,
     )

@@ -1,11 +1,10 @@
-"""Text from a causal language model: one token at a time, with a cache, the same on every call."""
+"""Text generation by a causal language model: token by token with a KV cache, reproducible by its seed."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -13,32 +12,34 @@ from isobatch.models import hub
 from isobatch.models.causal_lm import adapters, model_sizes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
 
-UNFINISHED = "\ufffd"
-"""What a decoder writes for bytes that are not yet a character."""
+REPLACEMENT_CHARACTER = "\ufffd"
+"""What a decoder writes for bytes that do not yet make a character."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How the next token is drawn; temperature 0 takes the likeliest."""
 
-    tokens: int = 60
-    """Most to write."""
+    max_new_tokens: int = 60
+    """Most tokens to write."""
     temperature: float = 0.8
     top_k: int = 0
-    """Only among so many of the likeliest; 0 for all."""
+    """Draw among so many of the likeliest tokens; 0 for all."""
     top_p: float = 1.0
-    """Only among the likeliest that have this probability together (Holtzman et al. 2020, nucleus)."""
+    """Draw among the likeliest tokens that have this probability together (nucleus, Holtzman et al. 2020)."""
     seed: int = 0
-    end: int | None = None
-    """A token that ends the text, beside the model's own."""
+    stop_token_id: int | None = None
+    """A token that ends the text, beside the model's own end tokens."""
 
 
-def opened(folder: Path, bits: int = 16, remote_code: bool = False) -> tuple[nn.Module, Any]:
-    """The model, or the adapter on its base, and the tokenizer of a folder such as a run's final/.
+def open_for_generation(folder: Path, bits: int = 16, remote_code: bool = False) -> tuple[nn.Module, Any]:
+    """The model (or the adapter on its base) and the tokenizer of a folder such as a run's final/.
 
-    Errors: UserError where the folder holds neither.
+    Raises UserError if the folder holds neither. `bits` is the precision of an adapter's base.
     """
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
@@ -46,7 +47,7 @@ def opened(folder: Path, bits: int = 16, remote_code: bool = False) -> tuple[nn.
 
     disable_progress_bar()
     if (folder / adapters.CONFIG_FILE).is_file():
-        model = adapters.opened(folder, bits, remote_code)
+        model = adapters.open_adapted_model(folder, bits, remote_code)
     elif (folder / "config.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(folder, **hub.remote_code_kwargs(remote_code))
     else:
@@ -54,89 +55,93 @@ def opened(folder: Path, bits: int = 16, remote_code: bool = False) -> tuple[nn.
     return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def continuation(model: nn.Module, tokenizer: Any, prompt: str, how: Sampling) -> str:
-    """The prompt with new tokens behind it; fewer than asked for at an end token or the model's context."""
-    return prompt + "".join(pieces(model, tokenizer, prompt, how))
+def continue_text(model: nn.Module, tokenizer: Any, prompt: str, sampling: Sampling) -> str:
+    """The prompt and what the model writes after it; it may end early at an end token or a full context."""
+    return prompt + "".join(stream_text(model, tokenizer, prompt, sampling))
 
 
 Prompt = str | Sequence[tuple[str, bool]]
-"""A text, or (text, whether it is an answer) in order: an answer is closed by the sampling's end token."""
+"""A text, or (text, whether it is an answer) in order: an answer ends with the sampling's stop token."""
 
 
-def pieces(model: nn.Module, tokenizer: Any, prompt: Prompt, how: Sampling) -> Iterator[str]:
-    """What comes after the prompt, as it is written: whole characters only."""
+def stream_text(model: nn.Module, tokenizer: Any, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
+    """What the model writes after the prompt, as it is written, in whole characters.
+
+    A prompt longer than half the model's context is truncated from the left, with a warning.
+    """
     config: Any = model.config
-    longest = model_sizes.context(config.to_dict()) or 1 << 30
-    ids = _encoded(tokenizer, prompt, how.end) or [_first(config.eos_token_id)]
-    kept = max(1, longest // 2)
-    if len(ids) > kept:
+    context = model_sizes.context_length(config.to_dict()) or 1 << 30
+    ids = _encode_prompt(tokenizer, prompt, sampling.stop_token_id) or [_first_id(config.eos_token_id)]
+    max_prompt = max(1, context // 2)
+    if len(ids) > max_prompt:
         logging.getLogger(__name__).warning(
             "the prompt has %s tokens; the first %s are left out: the model reads %s, half for its answer",
-            *(f"{n:,}" for n in (len(ids), len(ids) - kept, longest)),
+            *(f"{n:,}" for n in (len(ids), len(ids) - max_prompt, context)),
         )
-    ids = ids[-kept:]
-    before, written = tokenizer.decode(ids), []
-    for token in _tokens(model, ids, min(how.tokens, longest - len(ids)), how):
+    ids = ids[-max_prompt:]
+    decoded, written = tokenizer.decode(ids), []
+    for token in _generate_ids(model, ids, min(sampling.max_new_tokens, context - len(ids)), sampling):
         written.append(token)
         text = tokenizer.decode(ids + written)
-        if len(text) > len(before) and not text.endswith(UNFINISHED):
-            yield text[len(before) :]
-            before = text
+        if len(text) > len(decoded) and not text.endswith(REPLACEMENT_CHARACTER):
+            yield text[len(decoded) :]
+            decoded = text
 
 
-def _encoded(tokenizer: Any, prompt: Prompt, end: int | None) -> list[int]:
-    """Each part by itself, as conversations are tokenized for training."""
+def _encode_prompt(tokenizer: Any, prompt: Prompt, stop_id: int | None) -> list[int]:
+    """Token ids; each part is tokenized by itself, as conversations are for training."""
     ids: list[int] = []
-    for text, answer in [(prompt, False)] if isinstance(prompt, str) else prompt:
+    for text, is_answer in [(prompt, False)] if isinstance(prompt, str) else prompt:
         ids += tokenizer.encode(text, add_special_tokens=False).ids
-        ids += [end] if answer and end is not None else []
+        ids += [stop_id] if is_answer and stop_id is not None else []
     return ids
 
 
-def _first(ids: int | Sequence[int] | None) -> int:
+def _first_id(ids: int | Sequence[int] | None) -> int:
     return (ids if isinstance(ids, int) else next(iter(ids or ()), 0)) or 0
 
 
-def _tokens(model: nn.Module, ids: list[int], most: int, how: Sampling) -> Iterator[int]:
-    """New tokens until an end token. The model is as it was whenever the caller gets one."""
+def _generate_ids(model: nn.Module, ids: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+    """New token ids until a stop token. Between two of them the model is in the caller's mode."""
     import torch
 
-    # A generator of its own on the CPU: training's random state stays as it is, and any device draws alike.
-    generator = torch.Generator().manual_seed(how.seed)
-    ends = model.config.eos_token_id  # type: ignore[union-attr]
-    stops = {how.end, *(ends if isinstance(ends, list) else [ends])}
-    row = torch.tensor([ids], device=next(model.parameters()).device)
+    # Its own generator on the CPU: training's random state stays as it is, and every device draws alike.
+    generator = torch.Generator().manual_seed(sampling.seed)
+    eos = model.config.eos_token_id  # type: ignore[union-attr]
+    stop_ids = {sampling.stop_token_id, *(eos if isinstance(eos, list) else [eos])}
+    input_ids = torch.tensor([ids], device=next(model.parameters()).device)
     cache = None
-    for _ in range(most):
-        logits, cache = _next(model, row, cache)
-        token = _draw(logits, how, generator)
-        if token in stops:
+    for _ in range(max_new_tokens):
+        logits, cache = _next_logits(model, input_ids, cache)
+        token = _sample_id(logits, sampling, generator)
+        if token in stop_ids:
             return
         yield token
-        row = row.new_tensor([[token]])
+        input_ids = input_ids.new_tensor([[token]])
 
 
-def _next(model: nn.Module, row: Tensor, cache: Any) -> tuple[Tensor, Any]:
+def _next_logits(model: nn.Module, input_ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
     import torch
 
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            output = model(input_ids=row, past_key_values=cache, use_cache=True)
+            output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
     finally:
         model.train(was_training)
     return output.logits[0, -1].float().cpu(), output.past_key_values
 
 
-def _draw(logits_V: Tensor, how: Sampling, generator: Any) -> int:
+def _sample_id(logits_V: Tensor, sampling: Sampling, generator: Any) -> int:
+    """One token id from (V,) logits."""
     import torch
 
-    if how.temperature == 0:
+    if sampling.temperature == 0:
         return int(logits_V.argmax())
-    chances, tokens = (logits_V / how.temperature).softmax(-1).sort(descending=True, stable=True)
-    if how.top_k:
-        chances = chances[: how.top_k]
-    before = chances.cumsum(0) - chances
-    chances = chances[before < how.top_p]  # the likeliest is always among them
-    return int(tokens[torch.multinomial(chances, 1, generator=generator)])
+    probabilities, tokens = (logits_V / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+    if sampling.top_k:
+        probabilities = probabilities[: sampling.top_k]
+    before = probabilities.cumsum(0) - probabilities  # of all likelier tokens
+    probabilities = probabilities[before < sampling.top_p]  # keeps at least the likeliest
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])

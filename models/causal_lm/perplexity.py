@@ -1,70 +1,78 @@
-"""What a language model's loss comes to: by token, by word and by byte, and what it is a mean over.
+"""Metrics of a language model: perplexity by token and by word, bits per byte, accuracy of labels.
 
-`loss` is in nats a predicted token, `perplexity` its exponential. `word_perplexity` and `bits_per_byte`
-spread it over all tokens of a text, then over its words or UTF-8 bytes.
+`loss` is the mean in nats per predicted token, `perplexity` its exponential. `word_perplexity` and
+`bits_per_byte` multiply that mean by all tokens of a text and divide by its words or its UTF-8 bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-LARGEST_EXPONENT = 700.0
-TEXT = "text"
-"""The form of a set of running text."""
-LONGEST_WORD = 24
-"""Bytes of a text for each of its words, above which white space does not separate them (Chinese, Thai)."""
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_EXPONENT = 700.0
+RUNNING_TEXT = "text"
+"""The form of a dataset of running text, as the data's facts name it."""
+MAX_BYTES_PER_WORD = 24
+"""Bytes per word above which a text has no words separated by white space (Chinese, Thai)."""
 
 
-def metrics(parts: Mapping[str, Any], split: str, known: Mapping[str, Any], stride: int) -> dict[str, Any]:
-    """Of the reduced parts of a split: `nll`, or those of each set of a mixture apart.
+def metrics(
+    parts: Mapping[str, Any], split: str, facts_extra: Mapping[str, Any], stride: int
+) -> dict[str, Any]:
+    """Metrics of a split from its reduced parts: `nll`, or `nll.N` and `right.N` for a mixture.
 
-    `known` is the data's extra facts; `stride` the distance of the windows that running text is judged in.
+    `facts_extra`: the data's extra facts; `stride`: distance in tokens of the windows over running text.
     """
     losses = [part for name, part in parts.items() if name.startswith("nll")]
     weight = sum(float(part.weight) for part in losses)
     loss = sum(float(part.value) for part in losses) / max(1.0, weight)
     if "nll" in parts:
-        return _figures(loss, known, known, split, stride)
-    return _loss(loss) | _of_sets(parts, split, known, stride)
+        return _dataset_metrics(loss, facts_extra, facts_extra, split, stride)
+    return _loss_and_perplexity(loss) | _metrics_per_dataset(parts, split, facts_extra, stride)
 
 
-def _of_sets(parts: Mapping[str, Any], split: str, known: Mapping[str, Any], stride: int) -> dict[str, Any]:
-    """The same of each set that this split has and, where its answers are classes, the accuracy."""
-    found: dict[str, Any] = {}
-    for number, one in enumerate(known["sets"]):
-        nll, right = parts[f"nll.{number}"], parts.get(f"right.{number}")
-        own: dict[str, Any] = {}
-        if nll.weight:
-            own = _figures(float(nll.value) / float(nll.weight), one, known, split, stride)
-        if right is not None and right.weight:
-            own["accuracy"] = float(right.value) / float(right.weight)
-        found |= {f"{one['name']}_{name}": value for name, value in own.items()}
-    return found
-
-
-def _figures(
-    loss: float, one: Mapping[str, Any], known: Mapping[str, Any], split: str, stride: int
+def _metrics_per_dataset(
+    parts: Mapping[str, Any], split: str, facts_extra: Mapping[str, Any], stride: int
 ) -> dict[str, Any]:
-    """Of one set: its loss, what that is a mean over, and by its words and bytes."""
-    found: dict[str, Any] = _loss(loss)
-    if one.get("form", TEXT) == TEXT:
-        found["stride"] = stride
-    elif known["response_only"]:
-        found["unit"] = "response token"
-    if text := one.get("splits", {}).get(split):
-        nats = loss * text["tokens"]
-        found["bits_per_byte"] = nats / (math.log(2) * text["bytes"])
-        if text["bytes"] <= LONGEST_WORD * text["words"]:
-            found["word_perplexity"] = _exp(nats / max(1, text["words"]))
+    """Metrics of each dataset that this split has, named NAME_metric; accuracy if its answers are labels."""
+    found: dict[str, Any] = {}
+    for number, dataset in enumerate(facts_extra["sets"]):
+        nll, correct = parts[f"nll.{number}"], parts.get(f"right.{number}")
+        values: dict[str, Any] = {}
+        if nll.weight:
+            values = _dataset_metrics(
+                float(nll.value) / float(nll.weight), dataset, facts_extra, split, stride
+            )
+        if correct is not None and correct.weight:
+            values["accuracy"] = float(correct.value) / float(correct.weight)
+        found |= {f"{dataset['name']}_{name}": value for name, value in values.items()}
     return found
 
 
-def _loss(loss: float) -> dict[str, float]:
-    return {"loss": loss, "perplexity": _exp(loss)}
+def _dataset_metrics(
+    loss: float, dataset: Mapping[str, Any], facts_extra: Mapping[str, Any], split: str, stride: int
+) -> dict[str, Any]:
+    """Metrics of one dataset with this mean loss in nats per predicted token."""
+    found: dict[str, Any] = _loss_and_perplexity(loss)
+    if dataset.get("form", RUNNING_TEXT) == RUNNING_TEXT:
+        found["stride"] = stride
+    elif facts_extra["response_only"]:
+        found["unit"] = "response token"
+    if text_counts := dataset.get("splits", {}).get(split):
+        nats = loss * text_counts["tokens"]
+        found["bits_per_byte"] = nats / (math.log(2) * text_counts["bytes"])
+        if text_counts["bytes"] <= MAX_BYTES_PER_WORD * text_counts["words"]:
+            found["word_perplexity"] = _finite_exp(nats / max(1, text_counts["words"]))
+    return found
 
 
-def _exp(value: float) -> float:
-    """exp, finite for any loss: a diverged model must not make JSON that others cannot read."""
-    return math.exp(min(value, LARGEST_EXPONENT))
+def _loss_and_perplexity(loss: float) -> dict[str, float]:
+    return {"loss": loss, "perplexity": _finite_exp(loss)}
+
+
+def _finite_exp(value: float) -> float:
+    """exp, finite for any loss: JSON has no infinity, and a diverged model must not break other readers."""
+    return math.exp(min(value, MAX_EXPONENT))

@@ -1,4 +1,7 @@
-"""Another tokenizer for a trained model: tokens that it knows keep their vectors, others get the mean."""
+"""Resizing a trained model's embeddings for another tokenizer.
+
+Tokens that the model knows keep their vectors; all others start at the mean of the model's vectors.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
-def known(place: str, tokenizer: Any) -> dict[int, int] | None:
-    """A token's number -> its number in the model's own tokenizer; None where there is no tokenizer.json."""
+def match_token_ids(path: str, tokenizer: Any) -> dict[int, int] | None:
+    """New token id -> the same token's id in the model's own tokenizer; None if it has no tokenizer.json."""
     from tokenizers import Tokenizer
 
-    file = Path(place) / FILE
+    file = Path(path) / TOKENIZER_FILE
     if not file.is_file():
         return None
-    own = Tokenizer.from_file(str(file)).get_vocab()
-    return {number: own[token] for token, number in tokenizer.get_vocab().items() if token in own}
+    old_vocabulary = Tokenizer.from_file(str(file)).get_vocab()
+    return {
+        token_id: old_vocabulary[token]
+        for token, token_id in tokenizer.get_vocab().items()
+        if token in old_vocabulary
+    }
 
 
-def resize(model: Any, count: int, rows: dict[int, int] | None) -> None:
-    """Give a model `count` embeddings, and a head as wide; without `rows` numbers keep their vectors."""
+def resize_model_embeddings(model: Any, count: int, old_ids: dict[int, int] | None) -> None:
+    """Give a model `count` input and output embeddings, in place.
+
+    `old_ids`: new token id -> old token id, whose vector it takes; None keeps each id's vector.
+    """
     tables = (model.get_input_embeddings, model.get_output_embeddings)
     before = [table().weight.detach().clone() for table in tables]
     model.resize_token_embeddings(count, mean_resizing=False)
     with torch.no_grad():
-        for table, old in zip(tables, before, strict=True):  # where they are one, it is done twice alike
-            table().weight.copy_(_moved(old, count, {n: n for n in range(count)} if rows is None else rows))
+        for table, old in zip(
+            tables, before, strict=True
+        ):  # tied tables are written twice with the same values
+            table().weight.copy_(
+                _remap_rows(old, count, {n: n for n in range(count)} if old_ids is None else old_ids)
+            )
 
 
-def _moved(old: Tensor, count: int, rows: dict[int, int]) -> Tensor:
-    there = [(new, number) for new, number in rows.items() if number < len(old)]
+def _remap_rows(old: Tensor, count: int, old_ids: dict[int, int]) -> Tensor:
+    """(count, H): row `new` is the old row of `old_ids[new]`, or the mean of all old rows."""
+    pairs = [(new, token_id) for new, token_id in old_ids.items() if token_id < len(old)]
     table = old.mean(0).repeat(count, 1)
-    table[[new for new, _ in there]] = old[[number for _, number in there]]
+    table[[new for new, _ in pairs]] = old[[token_id for _, token_id in pairs]]
     return table

@@ -1,4 +1,4 @@
-"""Causal language models: GPT-2s trained from scratch, or any decoder that transformers opens, fine-tuned.
+"""The workload causal-lm: training a GPT-2 from scratch, or fine-tuning any decoder that transformers opens.
 
 python -m launch auto --task causal-lm --data FOLDER --model small
 python -m launch auto --task causal-lm --data FOLDER --model openai-community/gpt2 --preset finetune
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,15 +22,17 @@ from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.causal_lm.model_sizes import PRESETS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
     from torch import Tensor, nn
 
-LONGEST_WITH_ATTENTION_DROPOUT = 512
-"""Above it attention dropout is 0: keyed noise would take the kernel's speed and memory."""
+MAX_LENGTH_WITH_ATTENTION_DROPOUT = 512
+"""Above this length attention dropout is 0: keyed noise rules out the fused attention kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CausalLMOptions(adapters.AdapterOptions):
-    """The fields of causal language models."""
+    """The flags of causal language models."""
 
     generate_prompt: str | None = None
     """What the sample at the end of training starts with; by default the validation text's first words."""
@@ -48,13 +49,13 @@ class CausalLM(Task):
 
     The defaults suit training from scratch; `--preset finetune` has those for a loaded model.
 
-    Convention of the metrics: blocks are independent and the first token of each is not predicted, as in
-    Hugging Face's run_clm; with --stride they overlap, and all tokens but the first are. `loss` is the mean
-    over predicted tokens. `word_perplexity` and `bits_per_byte` spread that mean over ALL tokens of the
-    split's text (first ones included, so that the block length does not flatter it), then over its words
-    (separated by white space; ends of lines are none; left out where the script has no such words) or UTF-8
-    bytes. `stride` is what it was measured with.
-    With a fraction of the blocks evaluated, the mean is the fraction's, the ratios are the whole split's.
+    Metrics. Blocks are independent and the first token of each is not predicted, as in Hugging Face's
+    run_clm; with --stride they overlap, and all tokens but the very first are predicted. `loss` is the mean
+    in nats per predicted token. `word_perplexity` and `bits_per_byte` multiply it by the number of ALL tokens
+    of the split's text (with the first of each block, so that short blocks do not score better) and divide by
+    its words (split at white space; line ends are no words; left out for scripts without spaces) or its UTF-8
+    bytes. `stride` is the stride of the measurement. If a fraction of the blocks is evaluated, the mean is of
+    this fraction, the tokens per word and per byte are of the whole split.
     """
 
     Options: ClassVar[type] = CausalLMOptions
@@ -80,16 +81,16 @@ class CausalLM(Task):
     }
 
     @property
-    def _name(self) -> str:
+    def _model_name(self) -> str:
         return self.recipe.model or "small"
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return adapters.complete(values)
+        return adapters.implied_options(values)
 
     def check(self) -> None:
-        name = self._name
-        adapters.check(self.options, pretrained=name not in PRESETS)
+        name = self._model_name
+        adapters.check_options(self.options, pretrained=name not in PRESETS)
         if self.recipe.max_length < 2:
             raise UserError(f"--max-length {self.recipe.max_length}: a block needs at least 2 tokens")
         if self.options.generate_tokens < 0:
@@ -113,20 +114,20 @@ class CausalLM(Task):
             )
 
     def _check_config(self, config: Mapping[str, Any]) -> None:
-        if config.get("model_type") not in model_sizes.PLAIN_HEADS or "auto_map" in config:
-            hub.check_architecture(self._name, config, self.options.remote_code, self.recipe.revision)
+        if config.get("model_type") not in model_sizes.LINEAR_HEAD_TYPES or "auto_map" in config:
+            hub.check_architecture(self._model_name, config, self.options.remote_code, self.recipe.revision)
         self._check_context(config)
 
     def _check_context(self, config: Mapping[str, Any]) -> None:
-        longest = model_sizes.context(config)
-        if longest is not None and self.recipe.max_length > longest:
+        context = model_sizes.context_length(config)
+        if context is not None and self.recipe.max_length > context:
             raise UserError(
-                f"--max-length {self.recipe.max_length}: {self._name} reads at most {longest} tokens"
+                f"--max-length {self.recipe.max_length}: {self._model_name} reads at most {context} tokens"
             )
 
-    def _config(self, facts: Any) -> dict[str, Any]:
+    def _raw_config(self, facts: Any) -> dict[str, Any]:
         """The model's config.json as a mapping, checked against the tokenizer and the block length."""
-        name, vocabulary = self._name, facts.extra["vocabulary"]
+        name, vocabulary = self._model_name, facts.extra["vocabulary"]
         if name in PRESETS:
             return PRESETS[name].config(vocabulary, self.recipe.max_length)
         config = hub.load_config(name, self.recipe.revision)
@@ -138,8 +139,8 @@ class CausalLM(Task):
         return config
 
     def fetch(self) -> None:
-        if self._name not in PRESETS:
-            hub.fetch_weights(self._name, self.recipe.revision)
+        if self._model_name not in PRESETS:
+            hub.fetch_weights(self._model_name, self.recipe.revision)
 
     def build_model(self, facts: Any) -> nn.Module:
         from transformers import GPT2LMHeadModel
@@ -147,38 +148,38 @@ class CausalLM(Task):
         from isobatch.models.causal_lm import chunked_cross_entropy
 
         config, options = self._transformers_config(facts), self.options
-        self._answers = _answers(facts)
-        if self._name in PRESETS:
+        self._label_tokens = _label_tokens(facts)
+        if self._model_name in PRESETS:
             model: nn.Module = GPT2LMHeadModel(config)
         else:
-            where, revision = hub.fetch_weights(self._name, self.recipe.revision), self.recipe.revision
-            model = adapters.load(where, config, revision, options.load_bits, options.remote_code)
+            path, revision = hub.fetch_weights(self._model_name, self.recipe.revision), self.recipe.revision
+            model = adapters.load_base_model(path, config, revision, options.load_bits, options.remote_code)
             if options.resize_embeddings:
-                from isobatch.models.causal_lm import resize_embeddings as embeddings
+                from isobatch.models.causal_lm.resize_embeddings import resize_model_embeddings
 
-                embeddings.resize(model, facts.extra["vocabulary"], self._known(facts))
+                resize_model_embeddings(model, facts.extra["vocabulary"], self._token_id_map(facts))
             if options.adapter != "none":
-                adapters.add(model, options, self._base, self.recipe.revision)
-        chunked_cross_entropy.make_passable(model)
+                adapters.add_adapter(model, options, self._base_model_name, self.recipe.revision)
+        chunked_cross_entropy.make_head_bypassable(model)
         return model
 
     @property
-    def _base(self) -> str:
-        """What an adapter is for, as others can find it."""
-        folder = Path(self._name).expanduser()
-        return str(folder.resolve()) if folder.is_dir() else self._name
+    def _base_model_name(self) -> str:
+        """The base model's name in a saved adapter: a whole path, or a hub id."""
+        folder = Path(self._model_name).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else self._model_name
 
     def _transformers_config(self, facts: Any) -> Any:
         from transformers import AutoConfig, GPT2Config
 
-        numbers = self._config(facts)
-        if self._name in PRESETS:
+        values = self._raw_config(facts)
+        if self._model_name in PRESETS:
             ids = {f"{role}_token_id": facts.extra.get(role) for role in ("eos", "bos")}
-            config = GPT2Config(**numbers, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+            config = GPT2Config(**values, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         else:
-            where = hub.local_path_or_id(self._name, self.recipe.revision)
+            path = hub.local_path_or_id(self._model_name, self.recipe.revision)
             config = AutoConfig.from_pretrained(
-                where,
+                path,
                 revision=self.recipe.revision or "main",
                 **hub.remote_code_kwargs(self.options.remote_code),
             )
@@ -187,38 +188,41 @@ class CausalLM(Task):
         return config
 
     def _dropouts(self, config: Mapping[str, Any]) -> dict[str, float]:
-        """The dropout fields to set: all to the recipe's, attention's to 0 for long blocks."""
+        """Config fields -> dropout probability: the recipe's, but 0 for attention in long blocks."""
         names = [
             k for k, v in config.items() if isinstance(v, float | int) and ("pdrop" in k or "dropout" in k)
         ]
         chosen = self.recipe.dropout
         values = {} if chosen is None else dict.fromkeys(names, chosen)
-        if self.recipe.max_length > LONGEST_WITH_ATTENTION_DROPOUT:
+        if self.recipe.max_length > MAX_LENGTH_WITH_ATTENTION_DROPOUT:
             values |= {name: 0.0 for name in names if "att" in name}
         return values
 
     def model_size(self, facts: Any) -> ModelSize:
-        """Counted from the config's numbers; other architectures are built without storage."""
-        whole = model_sizes.shape_of(self._config(facts)) or self._counted(facts)
-        if self._name in PRESETS:
-            return whole
+        """From the config's numbers for GPT-2 and Llama-like models; others are built without storage."""
+        size = model_sizes.size_from_config(self._raw_config(facts)) or self._size_by_building(facts)
+        if self._model_name in PRESETS:
+            return size
         if self.options.adapter == "none":
-            said = [adapters.advice(whole, self.recipe.optimizer)]
+            remarks = [adapters.memory_remark(size, self.recipe.optimizer)]
             if self.options.resize_embeddings and not facts.extra.get("assumed"):
-                said.append(self._resizing(facts))
-            return dataclasses.replace(whole, remark="; ".join(filter(None, said)))
-        return adapters.shape(whole, self._transformers_config(facts), self.options, self.recipe.optimizer)
-
-    def _known(self, facts: Any) -> dict[int, int] | None:
-        from isobatch.models.causal_lm import resize_embeddings as embeddings
-
-        return embeddings.known(
-            hub.local_path_or_id(self._name, self.recipe.revision), saving.load_tokenizer(facts)
+                remarks.append(self._resize_remark(facts))
+            return dataclasses.replace(size, remark="; ".join(filter(None, remarks)))
+        return adapters.adapted_model_size(
+            size, self._transformers_config(facts), self.options, self.recipe.optimizer
         )
 
-    def _resizing(self, facts: Any) -> str:
-        """What becomes of the embeddings, for a person to know."""
-        if (rows := self._known(facts)) is None:
+    def _token_id_map(self, facts: Any) -> dict[int, int] | None:
+        """New token id -> the model's own id of the same token, for --resize-embeddings."""
+        from isobatch.models.causal_lm.resize_embeddings import match_token_ids
+
+        return match_token_ids(
+            hub.local_path_or_id(self._model_name, self.recipe.revision), saving.load_tokenizer(facts)
+        )
+
+    def _resize_remark(self, facts: Any) -> str:
+        """What --resize-embeddings does to this model, as a remark in the plan."""
+        if (rows := self._token_id_map(facts)) is None:
             return (
                 "the model brings no tokenizer.json: embeddings keep their numbers, whatever tokens they were"
             )
@@ -228,9 +232,10 @@ class CausalLM(Task):
         )
 
     def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
-        return {} if self._name in PRESETS else adapters.cheaper(self.options)
+        return {} if self._model_name in PRESETS else adapters.memory_saving_flags(self.options)
 
-    def _counted(self, facts: Any) -> ModelSize:
+    def _size_by_building(self, facts: Any) -> ModelSize:
+        """The size of another architecture, counted on a model without storage."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -239,45 +244,48 @@ class CausalLM(Task):
         with torch.device("meta"):
             count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config, **trust).parameters())
         hidden = config.hidden_size
-        inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
         layers, heads = config.num_hidden_layers, config.num_attention_heads
         kind = config.model_type
-        plain, packs = kind in model_sizes.PLAIN_HEADS, kind in model_sizes.PACKED
-        return model_sizes.shape(count, layers, hidden, heads, inner, config.vocab_size, plain, packs)
+        plain, packs = kind in model_sizes.LINEAR_HEAD_TYPES, kind in model_sizes.PACKABLE_TYPES
+        return model_sizes.make_model_size(
+            count, layers, hidden, heads, intermediate, config.vocab_size, plain, packs
+        )
 
-    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:  # noqa: ARG002  Task's
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
-        return {"loss": Loss(self._nll(model, batch), "token")}
+        return {"loss": Loss(self._nll_sum(model, batch), "token")}
 
-    def _nll(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _nll_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Sum of -log p over the predicted tokens, in nats: a 0-d tensor."""
         from isobatch.models.causal_lm import chunked_cross_entropy
 
-        # No attention mask: padding is on the right, and a token sees none to its right, so real positions
-        # never see it and the others' targets are ignored. It keeps SDPA on its causal path without a mask.
-        return chunked_cross_entropy.loss(model, batch["tokens"].long(), _targets(batch))
+        # No attention mask: padding is on the right, so causal attention never sees it from a real token, and
+        # the targets of padding are ignored. Without a mask SDPA takes its faster causal path.
+        return chunked_cross_entropy.next_token_loss(model, batch["tokens"].long(), _targets(batch))
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
-        """Of each set of a mixture apart: every process names all parts, with rows or without."""
+        """`nll`; in a mixture `nll.N` and `right.N` of each dataset, even if this batch has no row of it."""
         if "set" not in batch:
-            return {"nll": self._nll_of(model, batch)}
+            return {"nll": self._nll_part(model, batch)}
         parts: dict[str, Sum | Rows] = {}
-        for number, answers in enumerate(self._answers):
-            some = {name: values[batch["set"] == number] for name, values in batch.items()}
-            parts[f"nll.{number}"] = self._nll_of(model, some) if len(some["set"]) else Sum(0.0, 0)
-            if answers:
-                parts[f"right.{number}"] = self._right_of(model, some, answers)
+        for number, label_tokens in enumerate(self._label_tokens):
+            rows = {name: values[batch["set"] == number] for name, values in batch.items()}
+            parts[f"nll.{number}"] = self._nll_part(model, rows) if len(rows["set"]) else Sum(0.0, 0)
+            if label_tokens:
+                parts[f"right.{number}"] = self._accuracy_part(model, rows, label_tokens)
         return parts
 
-    def _nll_of(self, model: nn.Module, batch: Batch) -> Sum:
-        from isobatch.models.causal_lm.chunked_cross_entropy import IGNORED
+    def _nll_part(self, model: nn.Module, batch: Batch) -> Sum:
+        from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX
 
-        return Sum(self._nll(model, batch), (_targets(batch) != IGNORED).sum())
+        return Sum(self._nll_sum(model, batch), (_targets(batch) != IGNORE_INDEX).sum())
 
-    def _right_of(self, model: nn.Module, batch: Batch, answers: list[list[int]]) -> Sum:
-        from isobatch.models.causal_lm.label_accuracy import right
+    def _accuracy_part(self, model: nn.Module, batch: Batch, label_tokens: list[list[int]]) -> Sum:
+        from isobatch.models.causal_lm.label_accuracy import correct_predictions
 
         count = len(batch["tokens"])
-        return Sum(right(model, batch, answers).sum(), count) if count else Sum(0.0, 0)
+        return Sum(correct_predictions(model, batch, label_tokens).sum(), count) if count else Sum(0.0, 0)
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
         stride = self.recipe.options.get("stride") or self.recipe.max_length
@@ -290,7 +298,7 @@ class CausalLM(Task):
             saving.save(model, facts, folder)
             configured.generation_config.save_pretrained(folder)
         else:
-            adapters.save(model, folder)
+            adapters.save_adapter(model, folder)
             saving.save_tokenizer(configured.config.to_dict(), facts, folder)
 
     def export_as(
@@ -298,15 +306,15 @@ class CausalLM(Task):
     ) -> Mapping[str, Any]:
         if self.options.adapter == "none":
             raise UserError(f"--to {kind}: the run trained no adapter: final/ is the whole model")
-        reopened = partial(adapters.opened, remote_code=self.options.remote_code)
+        reopened = partial(adapters.open_adapted_model, remote_code=self.options.remote_code)
         adapted = reopened(final).eval()
         if kind == "adapter":
-            adapters.copy(final, folder)
-            return adapters.compared(adapted, reopened(folder).eval(), batches())
+            adapters.copy_adapter_files(final, folder)
+            return adapters.check_same_logits(adapted, reopened(folder).eval(), batches())
         merged = reopened(final).eval().merge_and_unload()
         saving.save(merged, facts, folder)
         merged.generation_config.save_pretrained(folder)
-        figures = adapters.compared(adapted, merged, batches())
+        figures = adapters.check_same_logits(adapted, merged, batches())
         if self.options.load_bits != 16:
             figures["remark"] = (
                 f"merged into the weights before they were rounded: the run's own figures are those of"
@@ -315,46 +323,52 @@ class CausalLM(Task):
         return figures
 
     def writer(self, final: Path) -> Callable[[Any, Sampling], Iterator[str]]:
+        """The model that is read once from `final`, as a function that streams text."""
         from isobatch.models.causal_lm import generation
 
         return partial(
-            generation.pieces, *generation.opened(final, self.options.load_bits, self.options.remote_code)
+            generation.stream_text,
+            *generation.open_for_generation(final, self.options.load_bits, self.options.remote_code),
         )
 
-    def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:
-        """A continuation; of a model trained on conversations, answers to held-out prompts."""
-        from isobatch.models.causal_lm.generation import continuation, pieces
+    def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:  # noqa: ARG002  Task's
+        """A continuation of a prompt; for a model trained on conversations, answers to held-out prompts."""
+        from isobatch.models.causal_lm.generation import continue_text, stream_text
 
         if self.options.generate_tokens == 0:
             return None
         tokenizer, template = saving.load_tokenizer(facts), facts.extra.get("template") or {}
-        how = Sampling(tokens=self.options.generate_tokens, seed=self.recipe.seed, end=template.get("end_id"))
-        asked = facts.extra.get("prompts")
-        if not asked or self.options.generate_prompt:
+        sampling = Sampling(
+            max_new_tokens=self.options.generate_tokens,
+            seed=self.recipe.seed,
+            stop_token_id=template.get("end_id"),
+        )
+        prompts = facts.extra.get("prompts")
+        if not prompts or self.options.generate_prompt:
             prompt = self.options.generate_prompt or facts.extra.get("prompt", "")
-            return continuation(model, tokenizer, prompt, how)
+            return continue_text(model, tokenizer, prompt, sampling)
         shown = []
-        for prompt, reference in asked:
-            answer = "".join(pieces(model, tokenizer, prompt, how))
+        for prompt, reference in prompts:
+            answer = "".join(stream_text(model, tokenizer, prompt, sampling))
             shown.append(f"{prompt}{answer.strip()}\n[reference: {reference.strip()}]")
         return "\n\n".join(shown)
 
 
-def _answers(facts: Any) -> list[list[list[int]]]:
-    """Set -> the tokens of its classes' names, each with the end token; none where answers are no classes."""
+def _label_tokens(facts: Any) -> list[list[list[int]]]:
+    """For each dataset its labels' token ids, each with the end token; empty if its answers are no labels."""
     return [one.get("label_tokens") or [] for one in facts.extra.get("sets") or []]
 
 
 def _targets(batch: Batch) -> Tensor:
-    """(B, T): the next token at each position that has one to learn, IGNORED elsewhere."""
+    """(B, T) int64: the next token at each position that predicts one, IGNORE_INDEX elsewhere."""
     import torch
 
-    from isobatch.models.causal_lm.chunked_cross_entropy import IGNORED
+    from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX
 
     tokens_BT, length_B = batch["tokens"], batch["length"]
-    shifted = torch.nn.functional.pad(tokens_BT[:, 1:].long(), (0, 1), value=IGNORED)
+    shifted = torch.nn.functional.pad(tokens_BT[:, 1:].long(), (0, 1), value=IGNORE_INDEX)
     position = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-    nothing = position >= (length_B - 1)[:, None]
+    ignored = position >= (length_B - 1)[:, None]
     if "learn" in batch:
-        nothing = nothing | torch.nn.functional.pad(batch["learn"][:, 1:] == 0, (0, 1), value=True)
-    return shifted.masked_fill(nothing, IGNORED)
+        ignored = ignored | torch.nn.functional.pad(batch["learn"][:, 1:] == 0, (0, 1), value=True)
+    return shifted.masked_fill(ignored, IGNORE_INDEX)

@@ -70,7 +70,7 @@ def _few_items(options: Any, items: int) -> str:
 
 def _encoder(config: Mapping[str, Any]) -> tuple[int, int]:
     """(parameters, hidden width) of a text model."""
-    if (known := model_sizes.shape_of(config)) is not None:
+    if (known := model_sizes.size_from_config(config)) is not None:
         return known.parameters, known.hidden
     hidden = int(config.get("hidden_size") or config.get("dim") or config["d_model"])
     layers = int(config.get("num_hidden_layers") or config.get("n_layers") or 12)

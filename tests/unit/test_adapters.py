@@ -35,8 +35,8 @@ def config_of(family: str) -> Any:
 def adapted(family: str, **asked: Any) -> Any:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config_of(family))
-    adapters.add(model, CausalLMOptions(adapter="lora", **asked), "base", None)
-    chunked_cross_entropy.make_passable(model)
+    adapters.add_adapter(model, CausalLMOptions(adapter="lora", **asked), "base", None)
+    chunked_cross_entropy.make_head_bypassable(model)
     return model
 
 
@@ -49,14 +49,14 @@ def test_every_family_learns_by_its_adapters_alone_and_merges(family: str) -> No
     model = adapted(family)
     before = copy.deepcopy(model.state_dict())
     trained = [p for p in model.parameters() if p.requires_grad]
-    found = adapters.counted(config_of(family), CausalLMOptions(adapter="lora"))
+    found = adapters.count_adapter(config_of(family), CausalLMOptions(adapter="lora"))
     assert found.targets == FAMILIES[family][1]
-    assert found.trained == sum(p.numel() for p in trained)
+    assert found.trainable == sum(p.numel() for p in trained)
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     losses = []
     model.train()
     for _ in range(8):
-        loss = chunked_cross_entropy.loss(model, tokens()[:, :-1], tokens()[:, 1:])
+        loss = chunked_cross_entropy.next_token_loss(model, tokens()[:, :-1], tokens()[:, 1:])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
@@ -83,7 +83,7 @@ def merge(model: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_linear_leaves_only_the_head_and_the_embeddings(family: str) -> None:
     options = CausalLMOptions(adapter="lora", lora_targets="all-linear")
-    found = adapters.counted(config_of(family), options)
+    found = adapters.count_adapter(config_of(family), options)
     assert sum(found.targets.values()) >= 2 * 4  # at least attention in and out, and two of the MLP, a layer
     assert not {"lm_head", "embed_out", "wte", "embed_tokens"} & set(found.targets)
 
@@ -91,18 +91,18 @@ def test_all_linear_leaves_only_the_head_and_the_embeddings(family: str) -> None
 def test_the_tutorials_count_is_what_it_is() -> None:
     """811,008, not the 524,288 that is often quoted for rank 8 on c_attn and c_proj of GPT-2."""
     options = CausalLMOptions(adapter="lora", lora_targets="c_attn,c_proj")
-    found = adapters.counted(AutoConfig.for_model("gpt2"), options)
-    assert (found.trained, found.targets) == (811_008, {"c_attn": 12, "c_proj": 24})
+    found = adapters.count_adapter(AutoConfig.for_model("gpt2"), options)
+    assert (found.trainable, found.targets) == (811_008, {"c_attn": 12, "c_proj": 24})
 
 
 def test_a_merge_that_changes_the_model_is_refused() -> None:
     one, other = adapted("gpt2").eval(), adapted("gpt2").eval()
     batch = [{"tokens": tokens()}]
-    assert adapters.compared(one, other, batch)["max_logit_difference"] == 0
+    assert adapters.check_same_logits(one, other, batch)["max_logit_difference"] == 0
     with torch.no_grad():
         other.transformer.h[0].mlp.c_fc.weight.mul_(1.01)
     with pytest.raises(ExportError, match="merged logits differ"):
-        adapters.compared(one, other, batch)
+        adapters.check_same_logits(one, other, batch)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_merge_that_changes_the_model_is_refused() -> None:
 )
 def test_contradictions_are_a_line(options: dict[str, Any], pretrained: bool, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        adapters.check(CausalLMOptions(**options), pretrained)
+        adapters.check_options(CausalLMOptions(**options), pretrained)
 
 
 def test_a_name_that_no_matrix_has_is_answered_with_those_there_are() -> None:
@@ -135,8 +135,8 @@ def test_only_matrices_of_the_blocks_are_adapted(target: str) -> None:
 
 def test_biases_that_train_are_counted_once() -> None:
     options = CausalLMOptions(adapter="lora", lora_bias="all")
-    whole = model_sizes.shape(1000, 2, 64, 4, 96, 67)
-    shape = adapters.shape(whole, config_of("gpt2"), options, "adamw")
+    whole = model_sizes.make_model_size(1000, 2, 64, 4, 96, 67)
+    shape = adapters.adapted_model_size(whole, config_of("gpt2"), options, "adamw")
     model = adapted("gpt2", lora_bias="all")
     added = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
     assert shape.parameters == 1000 + added
@@ -147,11 +147,11 @@ def test_what_is_saved_is_the_adapter(tmp_path: Path) -> None:
     from safetensors import safe_open
 
     model = adapted("llama")
-    adapters.save(model, tmp_path)
-    with safe_open(tmp_path / adapters.FILE, "pt") as file:
+    adapters.save_adapter(model, tmp_path)
+    with safe_open(tmp_path / adapters.ADAPTER_FILE, "pt") as file:
         names = list(file.keys())
     assert len(names) == 2 * 2 * 2
-    assert all(name.startswith(adapters.PREFIX) and "lora_" in name for name in names)
+    assert all(name.startswith(adapters.PEFT_PREFIX) and "lora_" in name for name in names)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -163,12 +163,12 @@ def test_an_evaluation_changes_nothing_of_rounded_weights(
     torch.manual_seed(0)
     config = config_of(family)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model: Any = adapters.load(str(tmp_path), config, None, bits)
-    adapters.add(model, CausalLMOptions(adapter="lora", lora_dropout=0.0), "base", None)
+    model: Any = adapters.load_base_model(str(tmp_path), config, None, bits)
+    adapters.add_adapter(model, CausalLMOptions(adapter="lora", lora_dropout=0.0), "base", None)
 
     def gradients() -> list[torch.Tensor]:
         model.train().zero_grad()
-        chunked_cross_entropy.loss(model, tokens()[:, :-1], tokens()[:, 1:]).backward()  # type: ignore[no-untyped-call]
+        chunked_cross_entropy.next_token_loss(model, tokens()[:, :-1], tokens()[:, 1:]).backward()  # type: ignore[no-untyped-call]
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     for name in vars(config):

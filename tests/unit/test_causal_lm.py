@@ -19,8 +19,8 @@ from isobatch.core.errors import UserError
 from isobatch.data.text.plain_text import windows
 from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.models.base import StepContext
-from isobatch.models.causal_lm.generation import Sampling, opened, pieces
-from isobatch.models.causal_lm.model_sizes import PRESETS, shape_of
+from isobatch.models.causal_lm.generation import Sampling, open_for_generation, stream_text
+from isobatch.models.causal_lm.model_sizes import PRESETS, size_from_config
 from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
 
 VOCABULARY = 257
@@ -111,7 +111,7 @@ def test_other_configs_are_counted_without_building(kind: str, more: dict[str, A
     )
     with torch.device("meta"):
         built = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    shape = shape_of(json.loads(config.to_json_string(use_diff=False)))
+    shape = size_from_config(json.loads(config.to_json_string(use_diff=False)))
     assert shape is not None
     assert (shape.parameters, shape.layers, shape.hidden, shape.heads) == (built, 3, 32, 4)
 
@@ -270,22 +270,22 @@ def test_windows_give_the_perplexity_of_the_usual_loop(model: Any) -> None:
     assert float(found.value) == pytest.approx(nll, rel=1e-5)
 
 
-def generate(folder: Path, prompt: str, **how: Any) -> str:
-    return prompt + "".join(pieces(*opened(folder), prompt, Sampling(**how)))
+def generate(folder: Path, prompt: str, **sampling: Any) -> str:
+    return prompt + "".join(stream_text(*open_for_generation(folder), prompt, Sampling(**sampling)))
 
 
 def test_generate_is_greedy_at_temperature_zero_and_stops_at_the_context(saved: Path, model: Any) -> None:
-    greedy = {generate(saved, "def f", tokens=5, temperature=0, seed=seed) for seed in (0, 1)}
+    greedy = {generate(saved, "def f", max_new_tokens=5, temperature=0, seed=seed) for seed in (0, 1)}
     tokenizer = tokenizer_of(saved)
     ids = torch.tensor([tokenizer.encode("def f").ids])
     theirs = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=256, pad_token_id=256)
     assert greedy == {tokenizer.decode(theirs[0].tolist())}
     # 64 positions in all: the last 32 tokens of a long prompt, and at most 32 written behind it.
-    text = generate(saved, "x" * 500, tokens=1000, temperature=1.0, seed=0)
+    text = generate(saved, "x" * 500, max_new_tokens=1000, temperature=1.0, seed=0)
     assert text.startswith("x" * 500)
     assert 500 < len(text) <= 532
     with pytest.raises(UserError, match=r"holds no trained model"):
-        generate(saved / "nothing", "x", tokens=1, temperature=0, seed=0)
+        generate(saved / "nothing", "x", max_new_tokens=1, temperature=0, seed=0)
 
 
 def bad_folders(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.planning.hardware import GIB, MACHINES, Hardware, parse_hardware
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan, with_smaller_budget
 from isobatch.models.base import ModelSize
-from isobatch.models.causal_lm.adapters import BYTES
+from isobatch.models.causal_lm.adapters import BYTES_PER_WEIGHT
 from isobatch.models.causal_lm.model_sizes import CHUNK_BYTES
 
 GPT2 = ModelSize(
@@ -73,7 +73,7 @@ WITH_QLORA = dataclasses.replace(
     parameters=SEVEN_B.parameters + 19_988_480,
     trainable=19_988_480,
     head_bytes=CHUNK_BYTES,
-    weight_bytes=4.0 * SEVEN_B.parameters - (4 - BYTES[4]) * ROUNDED + 4 * 19_988_480,
+    weight_bytes=4.0 * SEVEN_B.parameters - (4 - BYTES_PER_WEIGHT[4]) * ROUNDED + 4 * 19_988_480,
     why_unshardable="bitsandbytes' weights cannot be cut",
 )
 """Llama's 7B in 4 bits with LoRA of rank 8 on all its matrices."""

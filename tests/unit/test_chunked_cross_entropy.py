@@ -34,7 +34,7 @@ def made(family: str) -> Any:
 
 def learnt(model: Any, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
-    found = chunked_cross_entropy.loss(model, tokens, targets)
+    found = chunked_cross_entropy.next_token_loss(model, tokens, targets)
     (found * 0.37).backward()
     return float(found.detach()), {
         n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
@@ -46,7 +46,7 @@ def batch() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (3, 12), generator=draw)
     targets = torch.randint(VOCABULARY, (3, 12), generator=draw)
-    targets[0, 5:], targets[1, :3] = chunked_cross_entropy.IGNORED, chunked_cross_entropy.IGNORED
+    targets[0, 5:], targets[1, :3] = chunked_cross_entropy.IGNORE_INDEX, chunked_cross_entropy.IGNORE_INDEX
     return tokens, targets
 
 
@@ -57,8 +57,8 @@ def test_every_family_learns_the_same(
     monkeypatch.setattr(chunked_cross_entropy, "CHUNK_BYTES", 4 * VOCABULARY * 5)  # five tokens at a time
     model = made(family)
     whole = learnt(model, *batch)
-    chunked_cross_entropy.make_passable(model)
-    assert isinstance(model.get_output_embeddings(), chunked_cross_entropy.Head)
+    chunked_cross_entropy.make_head_bypassable(model)
+    assert isinstance(model.get_output_embeddings(), chunked_cross_entropy.BypassableHead)
     chunked = learnt(model, *batch)
     assert chunked[0] == pytest.approx(whole[0], rel=1e-6)
     assert chunked[1].keys() == whole[1].keys()
@@ -69,14 +69,14 @@ def test_every_family_learns_the_same(
 def test_logits_are_there_for_all_others(batch: tuple[Tensor, Tensor]) -> None:
     model = made("gpt2")
     before = model(input_ids=batch[0]).logits
-    chunked_cross_entropy.make_passable(model)
+    chunked_cross_entropy.make_head_bypassable(model)
     learnt(model, *batch)
     assert torch.equal(model(input_ids=batch[0]).logits, before)
 
 
 def test_a_frozen_head_gets_no_gradient(batch: tuple[Tensor, Tensor]) -> None:
     model = made("llama")
-    chunked_cross_entropy.make_passable(model)
+    chunked_cross_entropy.make_head_bypassable(model)
     model.get_output_embeddings().weight.requires_grad_(False)
     _, gradients = learnt(model, *batch)
     assert "lm_head.weight" not in gradients
@@ -87,20 +87,22 @@ def test_without_gradients_none_are_made(
     batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = made("gpt2")
-    chunked_cross_entropy.make_passable(model)
+    chunked_cross_entropy.make_head_bypassable(model)
     wanted = learnt(model, *batch)[0]
     made_for: list[Tensor] = []
     monkeypatch.setattr(torch, "zeros_like", made_for.append)
     with torch.no_grad():
-        assert float(chunked_cross_entropy.loss(model, *batch)) == pytest.approx(wanted, rel=1e-6)
+        assert float(chunked_cross_entropy.next_token_loss(model, *batch)) == pytest.approx(wanted, rel=1e-6)
     assert not made_for
 
 
 def test_logits_of_more_than_a_head_are_left_alone() -> None:
     config = AutoConfig.for_model("gemma2", vocab_size=VOCABULARY, head_dim=8, num_key_value_heads=4, **SMALL)
     model = AutoModelForCausalLM.from_config(config)
-    chunked_cross_entropy.make_passable(model)
-    assert not isinstance(model.get_output_embeddings(), chunked_cross_entropy.Head)  # it caps its logits
+    chunked_cross_entropy.make_head_bypassable(model)
+    assert not isinstance(
+        model.get_output_embeddings(), chunked_cross_entropy.BypassableHead
+    )  # it caps its logits
 
 
 def test_memory_is_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +120,7 @@ def test_memory_is_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     states = torch.randn(4000, 8, requires_grad=True)
     weight = torch.randn(20_000, 8, requires_grad=True)
     targets = torch.zeros(4000, dtype=torch.long)
-    found = chunked_cross_entropy._Chunked.apply(states, weight, None, targets)
+    found = chunked_cross_entropy.ChunkedCrossEntropy.apply(states, weight, None, targets)
     found.backward()
     assert 0 < largest <= 1 << 20
     assert float(found.detach()) == pytest.approx(

@@ -31,13 +31,13 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def test_vectors_go_with_their_tokens(model: Any, tmp_path: Path) -> None:
-    tokenizer(WORDS).save(str(tmp_path / resize_embeddings.FILE))
+    tokenizer(WORDS).save(str(tmp_path / resize_embeddings.TOKENIZER_FILE))
     other = ["x", "f", "b", "y", "a", "z", "c", "w"]
-    rows = resize_embeddings.known(str(tmp_path), tokenizer(other))
+    rows = resize_embeddings.match_token_ids(str(tmp_path), tokenizer(other))
     assert rows == {1: 5, 2: 1, 4: 0, 6: 2}
     tables = (model.get_input_embeddings, model.get_output_embeddings)
     before = [table().weight.detach().clone() for table in tables]
-    resize_embeddings.resize(model, len(other), rows)
+    resize_embeddings.resize_model_embeddings(model, len(other), rows)
     for table, old in zip(tables, before, strict=True):
         new = table().weight
         assert new.shape == (8, 16)
@@ -49,7 +49,7 @@ def test_vectors_go_with_their_tokens(model: Any, tmp_path: Path) -> None:
 
 
 def test_numbers_keep_their_vectors_where_no_token_is_known(model: Any, tmp_path: Path) -> None:
-    assert resize_embeddings.known(str(tmp_path), tokenizer(WORDS)) is None
+    assert resize_embeddings.match_token_ids(str(tmp_path), tokenizer(WORDS)) is None
     old = model.get_input_embeddings().weight.detach().clone()
-    resize_embeddings.resize(model, 4, None)
+    resize_embeddings.resize_model_embeddings(model, 4, None)
     assert torch.equal(model.get_input_embeddings().weight, old[:4])

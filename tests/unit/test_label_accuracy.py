@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from isobatch.models.causal_lm.label_accuracy import right
+from isobatch.models.causal_lm.label_accuracy import correct_predictions
 
 END = 30
 ANSWERS = [[5, END], [6, 7, END], [4, 6, 7, END]]
@@ -59,4 +59,4 @@ def test_it_is_the_answer_with_the_highest_probability(model: Any, response_only
         ),
     }
     with torch.no_grad():
-        assert right(model, batch, ANSWERS).tolist() == expected
+        assert correct_predictions(model, batch, ANSWERS).tolist() == expected
