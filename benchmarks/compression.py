@@ -28,7 +28,7 @@ from isobatch.models.encoder import (
     quantization,
     weight_surgery,
 )
-from isobatch.models.encoder.importance import Kept
+from isobatch.models.encoder.importance import KeepMasks
 
 SHAPES = {0: (12, 3072), 20: (10, 2432), 50: (6, 1536), 75: (3, 768)}
 """Per cent removed -> heads and neurons of each layer, of 12 and 3072."""
@@ -52,17 +52,17 @@ def distilbert(heads: int, neurons: int) -> Any:
 
 def _cut(model: Any, heads: int, neurons: int, head: int) -> None:
     layers = encoders.layers(model)
-    kept = Kept(
+    kept = KeepMasks(
         [torch.arange(layer.query.out_features // head) < heads for layer in layers],
         [torch.arange(layer.up.out_features) < neurons for layer in layers],
     )
-    weight_surgery.put_masks(layers, kept, head)
-    weight_surgery.cut(layers)
+    weight_surgery.set_masks(layers, kept, head)
+    weight_surgery.remove_masked(layers)
 
 
 def files_and_latency(quick: bool) -> list[Row]:
     rows: list[Row] = []
-    given = evaluation.example(1, VOCABULARY, pairs=False)
+    given = evaluation.example_inputs(1, VOCABULARY, pairs=False)
     with tempfile.TemporaryDirectory() as place, evaluation.one_thread():
         runners: dict[tuple[int, str], evaluation.Runner] = {}
         sizes: dict[tuple[int, str], float] = {}
@@ -93,15 +93,15 @@ def _forms(place: Path, percent: int, heads: int, neurons: int) -> list[tuple[st
     bytes_ = 4 * sum(p.numel() for p in model.parameters())
     found = [("torch fp32", evaluation.torch_runner(model), float(bytes_))]
     plain = place / f"{percent}.onnx"
-    onnx_graph.write(model, plain, pairs=False)
+    onnx_graph.write_onnx(model, plain, pairs=False)
     found.append(("onnxruntime fp32", evaluation.onnx_runner(plain, 1), float(plain.stat().st_size)))
     for bits in (8, 4):
         small, file = distilbert(heads, neurons), place / f"{percent}-{bits}.onnx"
-        quantization.quantize(small, 4, bits)
-        quantization.collecting(small)
-        evaluation.torch_runner(small)(evaluation.example(4, VOCABULARY, pairs=False))
-        quantization.choose_ranges(small)
-        onnx_graph.write(small, file, pairs=False)
+        quantization.quantize_model(small, 4, bits)
+        quantization.start_calibration(small)
+        evaluation.torch_runner(small)(evaluation.example_inputs(4, VOCABULARY, pairs=False))
+        quantization.finish_calibration(small)
+        onnx_graph.write_onnx(small, file, pairs=False)
         name = f"onnxruntime 4-bit, {bits}-bit embeddings"
         found.append((name, evaluation.onnx_runner(file, 1), float(file.stat().st_size)))
     return found
@@ -126,7 +126,7 @@ def steps(quick: bool, data: str, model: str) -> list[Row]:
         plain = session("classifier", {**common, "model": teacher})
         distilled = session("qat", {**common, "model": teacher})
         half = session("classifier", {**common, "model": teacher})
-        sizes = encoders.sizes(half.model.config.to_dict(), model)
+        sizes = encoders.sizes_from_config(half.model.config.to_dict(), model)
         _cut(half.model, sizes.heads // 2, sizes.neurons // 2, sizes.hidden // sizes.heads)
         half.enter(half.stretches[0])
         sessions = {"plain": plain, "4-bit with cached distillation": distilled, "half of it removed": half}

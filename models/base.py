@@ -315,7 +315,7 @@ class Task(ABC):
         raise NotImplementedError
 
     def forms(self, final: Path, exports: Path) -> Sequence[Any]:
-        """The ways in which a finished model runs and can be measured (models.encoder.evaluation.Form)."""
+        """The ways in which a finished model runs and can be measured (encoder.evaluation.ModelVariant)."""
         return []
 
     def writer(self, final: Path) -> Callable[[Any, Any], Iterable[str]]:

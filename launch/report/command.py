@@ -117,8 +117,8 @@ def _models(run: RunFolder) -> list[dict[str, Any]]:
     rows = []
     for form in task.forms(run.final, run.folder / "exports") if held_out else []:
         samples = data.open(Path(facts.folder), str(held_out))
-        found = evaluation.answers(form.open(), host_batches(samples))
-        right = int(found.right.sum())
+        found = evaluation.predict(form.open(), host_batches(samples))
+        right = int(found.is_correct.sum())
         rows.append(
             {
                 "run": run.folder.name,
@@ -127,11 +127,13 @@ def _models(run: RunFolder) -> list[dict[str, Any]]:
                 "split": held_out,
                 "samples": len(found.labels),
                 "accuracy": right / len(found.labels),
-                "accuracy_ci95": evaluation.interval(right, len(found.labels)),
-                **form.figures(),
-                **measured(form.kind, form.place, facts.extra["vocabulary"], evaluation.is_of_pairs(facts)),
+                "accuracy_ci95": evaluation.wilson_interval(right, len(found.labels)),
+                **form.size_metrics(),
+                **measured(
+                    form.runtime, form.model_path, facts.extra["vocabulary"], evaluation.has_text_pairs(facts)
+                ),
                 "train_seconds": (run.summary() or {}).get("train_seconds"),
-                "right": found.right.tolist(),
+                "right": found.is_correct.tolist(),
                 "labels": found.labels.tolist(),
             }
         )

@@ -44,9 +44,9 @@ def latency(words: Sequence[str]) -> int:
 
         torch.set_num_threads(1)
         run = evaluation.torch_runner(encoders.open_classifier(place))
-    found: dict[str, Any] = {"threads": 1, "tokens": evaluation.TOKENS}
+    found: dict[str, Any] = {"threads": 1, "tokens": evaluation.LATENCY_TOKENS}
     for rows in BATCHES:
-        times = evaluation.milliseconds(run, evaluation.example(rows, int(vocabulary), pairs == "1"))
+        times = evaluation.time_runs_ms(run, evaluation.example_inputs(rows, int(vocabulary), pairs == "1"))
         quantiles = np.percentile(times, (25, 50, 75, 95)).round(4).tolist()
         found[f"batch_{rows}"] = dict(zip(("p25", "p50", "p75", "p95"), quantiles, strict=True))
     found["samples_per_second"] = round(BATCHES[-1] / found[f"batch_{BATCHES[-1]}"]["p50"] * 1e3, 2)

@@ -15,7 +15,7 @@ from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import encoders, evaluation
 from isobatch.models.encoder import export as exporting
-from isobatch.models.encoder.evaluation import Form
+from isobatch.models.encoder.evaluation import ModelVariant
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -127,7 +127,7 @@ class Classifier(Task):
             return BertForSequenceClassification(config)
         logging.disable_progress_bar()
         where = hub.fetch_weights(self._name, self.recipe.revision)
-        return encoders.class_for(config).from_pretrained(
+        return encoders.classifier_class(config).from_pretrained(
             where,
             config=config,
             revision=self.recipe.revision or "main",
@@ -141,7 +141,7 @@ class Classifier(Task):
 
         config = self._config(facts)
         with torch.device("meta"):
-            count = sum(p.numel() for p in encoders.unloaded(config).parameters())
+            count = sum(p.numel() for p in encoders.new_classifier(config).parameters())
         hidden = config.hidden_size
         return ModelSize(
             parameters=count,
@@ -188,16 +188,20 @@ class Classifier(Task):
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
         right, count = float(parts["right"].sum()), len(parts["right"])
         loss = float(parts["nll"].value) / float(parts["nll"].weight)
-        return {"loss": loss, "accuracy": right / count, "accuracy_ci95": evaluation.interval(right, count)}
+        return {
+            "loss": loss,
+            "accuracy": right / count,
+            "accuracy_ci95": evaluation.wilson_interval(right, count),
+        }
 
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""
         saving.save(model, facts, folder)
-        encoders.describe_sizes(model, folder)
+        encoders.write_layer_sizes(model, folder)
 
-    def forms(self, final: Path, exports: Path) -> list[Form]:
+    def forms(self, final: Path, exports: Path) -> list[ModelVariant]:
         """In torch, and in each export for onnxruntime that was made."""
-        found = [Form("torch fp32", "torch", final, final / "model.safetensors", final)]
+        found = [ModelVariant("torch fp32", "torch", final, final / "model.safetensors", final)]
         return found + onnx_forms(final, exports)
 
     def export_as(
@@ -206,16 +210,16 @@ class Classifier(Task):
         """hf: as final/. dense: unpruned sizes, for any transformers. onnx: fp32, for onnxruntime."""
         model = encoders.open_classifier(str(final))
         if kind == "onnx":
-            file = exporting.as_onnx(model, final, folder, evaluation.is_of_pairs(facts))
+            file = exporting.export_onnx(model, final, folder, evaluation.has_text_pairs(facts))
             run = evaluation.onnx_runner(file, threads=1)
         else:
             if kind == "dense":
-                exporting.as_dense(model, final, folder)
+                exporting.export_dense(model, final, folder)
             else:
-                exporting.as_folder(final, folder)
+                exporting.export_transformers(final, folder)
             run = evaluation.torch_runner(encoders.open_classifier(str(folder)))
-        trained = evaluation.answers(evaluation.torch_runner(model), batches())
-        return exporting.check(kind, trained, evaluation.answers(run, batches()))
+        trained = evaluation.predict(evaluation.torch_runner(model), batches())
+        return exporting.check_agreement(kind, trained, evaluation.predict(run, batches()))
 
 
 def _other_classes(where: str, config: Any) -> bool:
@@ -225,11 +229,11 @@ def _other_classes(where: str, config: Any) -> bool:
     return AutoConfig.from_pretrained(where).num_labels != config.num_labels
 
 
-def onnx_forms(final: Path, exports: Path) -> list[Form]:
+def onnx_forms(final: Path, exports: Path) -> list[ModelVariant]:
     """What onnxruntime can run."""
     named = {
-        "onnx": ("onnxruntime fp32", exporting.ONNX),
-        "onnx-int4": ("onnxruntime 4-bit", exporting.ONNX_INT4),
+        "onnx": ("onnxruntime fp32", exporting.ONNX_FILE),
+        "onnx-int4": ("onnxruntime 4-bit", exporting.ONNX_INT4_FILE),
     }
     places = [(text, exports / kind / file) for kind, (text, file) in named.items()]
-    return [Form(text, "onnx", file, file, final) for text, file in places if file.is_file()]
+    return [ModelVariant(text, "onnx", file, file, final) for text, file in places if file.is_file()]

@@ -17,7 +17,7 @@ from isobatch.core.number_ranges import Fraction, Positive, Share
 from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelSize, Phase, StepContext
 from isobatch.models.classification.distillation import DistillationOptions, Distilled
 from isobatch.models.encoder import encoders, evaluation, importance, weight_surgery
-from isobatch.models.encoder.importance import Budget, Granularity, Kept, Scores
+from isobatch.models.encoder.importance import Granularity, ImportanceScores, KeepMasks, PruningBudget
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,10 +110,10 @@ class Pruning(Distilled):
             raise UserError(
                 f"{self._teacher_flag}: is pruned already; pruning starts from a dense classifier"
             )
-        refuse_sparsity(options, Budget(self._sizes(config), options.multiple, options.granularity))
+        refuse_sparsity(options, PruningBudget(self._sizes(config), options.multiple, options.granularity))
 
-    def _sizes(self, config: Mapping[str, Any]) -> encoders.Sizes:
-        return encoders.sizes(config, self._name)
+    def _sizes(self, config: Mapping[str, Any]) -> encoders.EncoderSizes:
+        return encoders.sizes_from_config(config, self._name)
 
     def model_size(self, facts: Any) -> ModelSize:
         return dataclasses.replace(super().model_size(facts), why_unshardable=CHANGES_SHAPE)
@@ -135,7 +135,7 @@ class Pruning(Distilled):
         return {"sparsity": self._sparsity(model)}
 
     def _remember_gates(self, model: Any) -> None:
-        head, fresh = encoders.head_size(model.config), 1 / self.options.importance_window
+        head, fresh = encoders.attention_head_size(model.config), 1 / self.options.importance_window
         for layer in encoders.layers(model):
             for linear, group in ((layer.output, head), (layer.down, 1)):
                 if linear.weight.grad is None or not linear.in_features:
@@ -150,9 +150,9 @@ class Pruning(Distilled):
             1, round(step.total_steps * min(1.0, self.options.ramp / (1 - self.options.recover + 1e-9)))
         )
 
-    def _budget(self, model: Any) -> Budget:
+    def _budget(self, model: Any) -> PruningBudget:
         sizes = self._sizes(model.config.to_dict())
-        return Budget(sizes, self.options.multiple, self.options.granularity)
+        return PruningBudget(sizes, self.options.multiple, self.options.granularity)
 
     def _sparsity(self, model: Any) -> float:
         """From sizes and masks; counted again only where they changed."""
@@ -174,10 +174,10 @@ class Pruning(Distilled):
         progress = done / ramp
         target = self.options.sparsity * (1 - (1 - progress) ** 3)
         keep = self._chosen(model, target, step)
-        layers, head = encoders.layers(model), encoders.head_size(model.config)
-        weight_surgery.put_masks(layers, keep, head)
+        layers, head = encoders.layers(model), encoders.attention_head_size(model.config)
+        weight_surgery.set_masks(layers, keep, head)
         before = math.floor(CUTS * max(0, done - every) / ramp)
-        cuts = weight_surgery.cut(layers) if math.floor(CUTS * progress) > before else {}
+        cuts = weight_surgery.remove_masked(layers) if math.floor(CUTS * progress) > before else {}
         if done == ramp:
             for layer in layers:
                 for linear in (layer.output, layer.down):
@@ -185,26 +185,28 @@ class Pruning(Distilled):
         self._counted = None
         return Change(self._decided(model, target, bool(cuts)), cuts)
 
-    def _chosen(self, model: Any, target: float, step: StepContext) -> Kept:
+    def _chosen(self, model: Any, target: float, step: StepContext) -> KeepMasks:
         import torch
 
-        layers, head = encoders.layers(model), encoders.head_size(model.config)
-        parts: list[Scores] = []
+        layers, head = encoders.layers(model), encoders.attention_head_size(model.config)
+        parts: list[ImportanceScores] = []
         if "l2" in self.options.importance:
-            parts.append(importance.l2(layers, head))
+            parts.append(importance.l2_scores(layers, head))
         if "gradient" in self.options.importance:
             heads = [layer.output.importance.view(-1, head)[:, 0] for layer in layers]
-            parts.append(Scores(heads, [layer.down.importance for layer in layers]))
+            parts.append(ImportanceScores(heads, [layer.down.importance for layer in layers]))
         # What was cut out before counts as removed: the masks are those of the model as it is now.
         gone = sparsity_of(model, self._budget(model), masks=False)
-        kept = weight_surgery.kept(layers, head)
-        found = importance.choose(importance.added(*parts), kept, self._budget(model), target - gone)
+        kept = weight_surgery.current_masks(layers, head)
+        found = importance.choose_kept(
+            importance.sum_of_shares(*parts), kept, self._budget(model), target - gone
+        )
         chosen = step.broadcast_object([[k.tolist() for k in part] for part in found])
-        return Kept(*([torch.tensor(k, dtype=torch.bool) for k in part] for part in chosen))
+        return KeepMasks(*([torch.tensor(k, dtype=torch.bool) for k in part] for part in chosen))
 
     def _decided(self, model: Any, target: float, was_cut: bool) -> dict[str, Any]:
-        head = encoders.head_size(model.config)
-        left = weight_surgery.kept(encoders.layers(model), head)
+        head = encoders.attention_head_size(model.config)
+        left = weight_surgery.current_masks(encoders.layers(model), head)
         return {
             "sparsity": round(sparsity_of(model, self._budget(model)), 6),
             "target": round(target, 6),
@@ -225,27 +227,29 @@ class Pruning(Distilled):
         sizes = encoders.heads_and_neurons(model)
         found |= {"heads_left": [h for h, _ in sizes], "neurons_left": [n for _, n in sizes]}
         mine = encoders.open_classifier(str(final))
-        found |= evaluation.latency(evaluation.torch_runner(mine), facts)
+        found |= evaluation.latency_metrics(evaluation.torch_runner(mine), facts)
         if (place := self._teacher_place()) is not None:
             teacher = encoders.open_classifier(place)
-            found |= evaluation.compared(
-                evaluation.answers(evaluation.torch_runner(mine), batches()),
-                evaluation.answers(evaluation.torch_runner(teacher), batches()),
+            found |= evaluation.compare_with_baseline(
+                evaluation.predict(evaluation.torch_runner(mine), batches()),
+                evaluation.predict(evaluation.torch_runner(teacher), batches()),
             )
         return found
 
 
-def sparsity_of(model: Any, budget: Budget, masks: bool = True) -> float:
+def sparsity_of(model: Any, budget: PruningBudget, masks: bool = True) -> float:
     """Weights of removed (and masked) heads and neurons over those of all that may go."""
     if masks:
-        left = weight_surgery.kept(encoders.layers(model), encoders.head_size(model.config))
+        left = weight_surgery.current_masks(
+            encoders.layers(model), encoders.attention_head_size(model.config)
+        )
         heads, neurons = (sum(int(k.sum()) for k in part) for part in left)
     else:
         heads, neurons = (sum(x) for x in zip(*encoders.heads_and_neurons(model), strict=True))
     return budget.sparsity(heads, neurons)
 
 
-def refuse_sparsity(options: PruningOptions, budget: Budget) -> None:
+def refuse_sparsity(options: PruningOptions, budget: PruningBudget) -> None:
     """A sparsity, multiple or granularity that cannot be had, in one line."""
     s = budget.sizes
     if s.neurons % options.multiple:
@@ -254,9 +258,9 @@ def refuse_sparsity(options: PruningOptions, budget: Budget) -> None:
             f"--multiple {options.multiple}: the layers have {s.neurons} neurons, which it does not divide;"
             f" {fits[0]} would"
         )
-    if options.sparsity > budget.most:
+    if options.sparsity > budget.max_sparsity:
         raise UserError(
-            f"--sparsity {options.sparsity:g}: at most {budget.most:.3f} can go with --granularity"
+            f"--sparsity {options.sparsity:g}: at most {budget.max_sparsity:.3f} can go with --granularity"
             f" {options.granularity} and --multiple {options.multiple}"
         )
 
@@ -273,13 +277,13 @@ def fit(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
             if width != linear.in_features:
                 changed = True
                 for maker in makers:
-                    weight_surgery.keep_rows(getattr(layer, maker), torch.arange(width))
-                weight_surgery.keep_columns(linear, torch.arange(width))
+                    weight_surgery.keep_outputs(getattr(layer, maker), torch.arange(width))
+                weight_surgery.keep_inputs(linear, torch.arange(width))
             for buffer in (weight_surgery.MASK, weight_surgery.IMPORTANCE):
                 if f"{name}.{buffer}" not in shapes:
                     linear.register_buffer(buffer, None)
                 elif buffer == weight_surgery.MASK:
-                    weight_surgery.mask(linear, torch.ones(width))
+                    weight_surgery.mask_inputs(linear, torch.ones(width))
                 else:
                     linear.register_buffer(buffer, torch.zeros_like(linear.weight[0]))
     return changed

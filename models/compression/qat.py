@@ -18,7 +18,7 @@ from isobatch.models.classification.distillation import DistillationOptions, Dis
 from isobatch.models.classification.task import onnx_forms
 from isobatch.models.encoder import encoders, evaluation, onnx_graph
 from isobatch.models.encoder import export as exporting
-from isobatch.models.encoder.evaluation import Form
+from isobatch.models.encoder.evaluation import ModelVariant
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,8 +68,8 @@ class QAT(Distilled):
     def check(self) -> None:
         super().check()
         if (config := self._raw_config()) is not None:
-            encoders.sizes(config, self._name)
-            onnx_graph.refuse(config)
+            encoders.sizes_from_config(config, self._name)
+            onnx_graph.check_activation(config)
 
     def model_size(self, facts: Any) -> ModelSize:
         """Two phases have two shapes, which shards could not follow."""
@@ -83,12 +83,12 @@ class QAT(Distilled):
 
         if phase != "qat" or quantization.is_quantized(model):
             return
-        quantization.quantize(model, self.options.bits, self.options.embedding_bits)
+        quantization.quantize_model(model, self.options.bits, self.options.embedding_bits)
         model.to(next(model.parameters()).device)  # with the quantizers
-        quantization.collecting(model)
+        quantization.start_calibration(model)
         for batch in first(CALIBRATION):
             self.outputs(model, batch)
-        quantization.choose_ranges(model)
+        quantization.finish_calibration(model)
 
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
         """The ONNX file; and the rounded weights as a folder for AutoModel, with the scales beside them."""
@@ -96,18 +96,20 @@ class QAT(Distilled):
 
         from isobatch.models.encoder import quantization
 
-        saving.save(model, facts, folder, quantization.rounded_state(model))
-        encoders.describe_sizes(model, folder)
+        saving.save(model, facts, folder, quantization.dequantized_state(model))
+        encoders.write_layer_sizes(model, folder)
         form = {"bits": str(self.options.bits), "embedding_bits": str(self.options.embedding_bits)}
-        extra = {k: v.contiguous() for k, v in quantization.extra_state(model).items()}
+        extra = {k: v.contiguous() for k, v in quantization.quantizer_state(model).items()}
         save_file(extra, folder / QUANTIZERS_FILE, metadata=form)
-        onnx_graph.write(open_quantized(folder), folder / exporting.ONNX_INT4, evaluation.is_of_pairs(facts))
+        onnx_graph.write_onnx(
+            open_quantized(folder), folder / exporting.ONNX_INT4_FILE, evaluation.has_text_pairs(facts)
+        )
 
-    def forms(self, final: Path, exports: Path) -> list[Form]:
+    def forms(self, final: Path, exports: Path) -> list[ModelVariant]:
         """The file that was trained for, and what was exported beside it."""
-        file = final / exporting.ONNX_INT4
+        file = final / exporting.ONNX_INT4_FILE
         others = [form for form in onnx_forms(final, exports) if form.file.name != file.name]
-        return [Form("onnxruntime 4-bit", "onnx", file, file, final), *others]
+        return [ModelVariant("onnxruntime 4-bit", "onnx", file, file, final), *others]
 
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
@@ -115,10 +117,10 @@ class QAT(Distilled):
         """onnx-int4: the file in final/. The other forms have the rounded weights, and fp32 activations."""
         if kind != "onnx-int4":
             return super().export_as(kind, final, folder, facts, batches)
-        file, pairs = folder / exporting.ONNX_INT4, evaluation.is_of_pairs(facts)
+        file, pairs = folder / exporting.ONNX_INT4_FILE, evaluation.has_text_pairs(facts)
         model = open_quantized(final)
-        onnx_graph.write(model, file, pairs)
-        for name in exporting.TEXTS:
+        onnx_graph.write_onnx(model, file, pairs)
+        for name in exporting.SIDE_FILES:
             shutil.copy(final / name, folder)
         return exporting.check_int4(model, file, pairs, batches)
 
@@ -126,17 +128,17 @@ class QAT(Distilled):
         self, model: nn.Module, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """The exported file against the trained model, and against the model that it came from."""
-        file = final / exporting.ONNX_INT4
+        file = final / exporting.ONNX_INT4_FILE
         run = evaluation.onnx_runner(file, threads=1)
         found: dict[str, Any] = {
             "bits": self.options.bits,
-            **exporting.check_int4(open_quantized(final), file, evaluation.is_of_pairs(facts), batches),
+            **exporting.check_int4(open_quantized(final), file, evaluation.has_text_pairs(facts), batches),
             "file_bytes": file.stat().st_size,
-            **evaluation.latency(run, facts),
+            **evaluation.latency_metrics(run, facts),
         }
         if (place := self._teacher_place()) is not None:
-            baseline = evaluation.answers(evaluation.torch_runner(encoders.open_classifier(place)), batches())
-            found |= evaluation.compared(evaluation.answers(run, batches()), baseline)
+            baseline = evaluation.predict(evaluation.torch_runner(encoders.open_classifier(place)), batches())
+            found |= evaluation.compare_with_baseline(evaluation.predict(run, batches()), baseline)
         return found
 
 
@@ -149,6 +151,6 @@ def open_quantized(folder: Path) -> Any:
     model = encoders.open_classifier(str(folder))
     with safe_open(folder / QUANTIZERS_FILE, framework="pt") as file:
         form = file.metadata()
-        quantization.quantize(model, int(form["bits"]), int(form["embedding_bits"]))
+        quantization.quantize_model(model, int(form["bits"]), int(form["embedding_bits"]))
         model.load_state_dict({k: file.get_tensor(k) for k in file.keys()}, strict=False)  # noqa: SIM118
     return model.eval()

@@ -1,9 +1,8 @@
-"""The prunable parts of encoders, and models whose layers have different sizes."""
+"""BERT-like encoders: their sizes, the prunable modules of their layers, loading and saving pruned ones."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,20 +10,28 @@ from isobatch.core.errors import UserError
 from isobatch.models import hub
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
 FAMILIES = ("bert", "roberta", "distilbert")
-"""Model types with a pruning map (models/encoder/modeling_pruned.py)."""
-SIZES = {
+"""Model types whose heads and neurons can be pruned (see models/encoder/modeling_pruned.py)."""
+SIZE_KEYS = {
     "bert": ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
     "roberta": ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
     "distilbert": ("n_layers", "dim", "n_heads", "hidden_dim"),
 }
-DEFAULTS = {"bert": (12, 768, 12, 3072), "roberta": (12, 768, 12, 3072), "distilbert": (6, 768, 12, 3072)}
+"""Model type -> config keys of EncoderSizes' fields."""
+DEFAULT_SIZES = {
+    "bert": (12, 768, 12, 3072),
+    "roberta": (12, 768, 12, 3072),
+    "distilbert": (6, 768, 12, 3072),
+}
+"""The sizes that a family's config leaves out."""
 
 
-class Sizes(NamedTuple):
-    """An unpruned encoder."""
+class EncoderSizes(NamedTuple):
+    """The sizes of an unpruned encoder: layers, hidden width, heads and neurons of a layer."""
 
     layers: int
     hidden: int
@@ -32,85 +39,97 @@ class Sizes(NamedTuple):
     neurons: int
 
     @property
-    def head_weights(self) -> int:
+    def weights_per_head(self) -> int:
         """Weights of one head: its rows of query, key and value, its columns of the output."""
         return 4 * self.hidden * (self.hidden // self.heads)
 
     @property
-    def neuron_weights(self) -> int:
+    def weights_per_neuron(self) -> int:
+        """Weights of one neuron: its row of the up, its column of the down projection."""
         return 2 * self.hidden
 
     @property
     def weights(self) -> int:
-        """Weights of all heads and neurons."""
-        return self.layers * (self.heads * self.head_weights + self.neurons * self.neuron_weights)
+        """Weights of all heads and neurons, biases apart."""
+        return self.layers * (self.heads * self.weights_per_head + self.neurons * self.weights_per_neuron)
 
 
-def sizes(config: Mapping[str, Any], name: str) -> Sizes:
-    """From a config.json. Raises UserError for families without a pruning map."""
-    kind = str(config.get("model_type"))
-    if kind not in FAMILIES:
-        raise UserError(f"--model {name}: is a {kind}; heads and neurons are known of {', '.join(FAMILIES)}")
-    found = (config.get(k, default) for k, default in zip(SIZES[kind], DEFAULTS[kind], strict=True))
-    return Sizes(*map(int, found))
+def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
+    """Sizes from a config.json. Raises UserError for a model type that cannot be pruned."""
+    model_type = str(config.get("model_type"))
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"--model {name}: is a {model_type}; heads and neurons are known of {', '.join(FAMILIES)}"
+        )
+    found = (
+        config.get(k, default)
+        for k, default in zip(SIZE_KEYS[model_type], DEFAULT_SIZES[model_type], strict=True)
+    )
+    return EncoderSizes(*map(int, found))
 
 
 def is_pruned(config: Mapping[str, Any]) -> bool:
+    """Whether this config.json is of a model from which heads or neurons were removed."""
     return bool(config.get("per_layer_config") or config.get("pruned_heads"))
 
 
-class Layer:
-    """One layer of a model: its parts, and their full names."""
+class EncoderLayer:
+    """One layer of a model: `query`, `key`, `value`, `output`, `up` and `down` give its modules."""
 
-    def __init__(self, model: nn.Module, prefix: str, parts: Any) -> None:
-        self.model, self.prefix, self.parts = model, prefix, parts
+    def __init__(self, model: nn.Module, prefix: str, names: Any) -> None:
+        self.model, self.prefix, self.names = model, prefix, names
 
     def __getattr__(self, part: str) -> Any:
         return self.model.get_submodule(self.name(part))
 
     def name(self, part: str) -> str:
-        """Full name of `query`, `key`, `value`, `output`, `up`, `down` or `attention`."""
-        if part not in self.parts._fields:
+        """Full name of one of these modules, or of `attention`. Raises AttributeError for another `part`."""
+        if part not in self.names._fields:
             raise AttributeError(part)
-        return f"{self.prefix}.{getattr(self.parts, part)}"
+        return f"{self.prefix}.{getattr(self.names, part)}"
 
-    def put(self, part: str, module: nn.Module) -> None:
+    def replace(self, part: str, module: nn.Module) -> None:
+        """Put another module in the place of this one."""
         self.model.set_submodule(self.name(part), module)
 
 
-def layers(model: Any) -> list[Layer]:
-    """The layers of a classifier of one of the families, in order."""
-    from isobatch.models.encoder.modeling_pruned import PARTS
+def layers(model: Any) -> list[EncoderLayer]:
+    """The layers of a classifier of one of the FAMILIES, in order."""
+    from isobatch.models.encoder.modeling_pruned import MODULE_NAMES
 
-    parts = PARTS[model.config.model_type]
-    count = len(model.get_submodule(parts.layers))
-    return [Layer(model, f"{parts.layers}.{number}", parts) for number in range(count)]
-
-
-INNER_HEADS = {"bert": "bert.pooler.dense", "roberta": "classifier.dense", "distilbert": "pre_classifier"}
-OUTER_HEADS = {"bert": "classifier", "roberta": "classifier.out_proj", "distilbert": "classifier"}
+    names = MODULE_NAMES[model.config.model_type]
+    count = len(model.get_submodule(names.layers))
+    return [EncoderLayer(model, f"{names.layers}.{number}", names) for number in range(count)]
 
 
-def inner_head(model: Any) -> str:
-    """Name of the linear layer between the encoder and the logits' own."""
-    return INNER_HEADS[model.config.model_type]
+CLASSIFIER_DENSE = {
+    "bert": "bert.pooler.dense",
+    "roberta": "classifier.dense",
+    "distilbert": "pre_classifier",
+}
+CLASSIFIER_OUTPUT = {"bert": "classifier", "roberta": "classifier.out_proj", "distilbert": "classifier"}
 
 
-def head_size(config: Any) -> int:
-    """Width of a head: pruning takes whole heads, so it is the unpruned model's."""
+def classifier_dense(model: Any) -> str:
+    """Name of the linear layer between the encoder and the output layer of the classification head."""
+    return CLASSIFIER_DENSE[model.config.model_type]
+
+
+def attention_head_size(config: Any) -> int:
+    """Width of an attention head: pruning removes whole heads, so it is the unpruned model's."""
     config.allow_global_per_layer_attribute_access = True
     return int(config.hidden_size // config.num_attention_heads)
 
 
 def heads_and_neurons(model: Any) -> list[tuple[int, int]]:
-    """What each layer has."""
-    size = head_size(model.config)
+    """(heads, neurons) of each layer, as they are now."""
+    size = attention_head_size(model.config)
     return [(layer.query.out_features // size, layer.up.out_features) for layer in layers(model)]
 
 
-def macs(model: Any, tokens: int) -> int:
-    """Multiply-adds of a text's forward: linear layers per token, attention, and the head once."""
-    size, hidden = head_size(model.config), model.config.hidden_size
+def count_macs(model: Any, tokens: int) -> int:
+    """Multiply-adds of one text's forward: linear layers and attention per token, the head once."""
+    size, hidden = attention_head_size(model.config), model.config.hidden_size
     total = hidden * hidden + hidden * model.config.num_labels
     for heads, neurons in heads_and_neurons(model):
         width = heads * size
@@ -118,45 +137,51 @@ def macs(model: Any, tokens: int) -> int:
     return int(total)
 
 
-def describe_sizes(model: Any, folder: Path) -> None:
-    """Write each layer's sizes into a saved model's config.json, and the file that reads them beside it."""
+def write_layer_sizes(model: Any, folder: Path) -> None:
+    """Write a pruned model's layer sizes into its saved config.json, and copy modeling_pruned.py beside it.
+
+    An unpruned model's folder is left as it is.
+    """
     import json
 
     from isobatch.models.encoder import modeling_pruned
 
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    kind = config["model_type"]
-    if kind not in FAMILIES:
+    model_type = config["model_type"]
+    if model_type not in FAMILIES:
         return
-    whole, neurons = sizes(config, str(folder)), modeling_pruned.PARTS[kind].neurons
-    own = {
+    unpruned, neurons = (
+        sizes_from_config(config, str(folder)),
+        modeling_pruned.MODULE_NAMES[model_type].neurons,
+    )
+    changed_layers = {
         str(number): {"num_attention_heads": heads, neurons: width}
         for number, (heads, width) in enumerate(heads_and_neurons(model))
-        if (heads, width) != (whole.heads, whole.neurons)
+        if (heads, width) != (unpruned.heads, unpruned.neurons)
     }
-    if not own:
+    if not changed_layers:
         return
-    architecture = modeling_pruned.CLASSES[kind].__name__
-    place = f"{Path(modeling_pruned.__file__).stem}.{architecture}"
+    architecture = modeling_pruned.CLASSES[model_type].__name__
+    class_path = f"{Path(modeling_pruned.__file__).stem}.{architecture}"
     config |= {
-        "per_layer_config": own,
+        "per_layer_config": changed_layers,
         "architectures": [architecture],
-        "auto_map": {"AutoModelForSequenceClassification": place},
+        "auto_map": {"AutoModelForSequenceClassification": class_path},
     }
     file.write_text(json.dumps(config, indent=2) + "\n")
     shutil.copy(modeling_pruned.__file__, folder)
 
 
-def unloaded(config: Any) -> Any:
-    """A classifier of this configuration with new weights."""
+def new_classifier(config: Any) -> Any:
+    """A classifier of this config with random weights."""
     if is_pruned(config.to_dict()):
-        return class_for(config)(config)
-    return class_for(config).from_config(config)
+        return classifier_class(config)(config)
+    return classifier_class(config).from_config(config)
 
 
-def class_for(config: Any) -> Any:
-    """The class that builds a classifier of this configuration."""
+def classifier_class(config: Any) -> Any:
+    """The class that builds a classifier of this config."""
     from transformers import AutoModelForSequenceClassification
 
     from isobatch.models.encoder.modeling_pruned import CLASSES
@@ -164,13 +189,13 @@ def class_for(config: Any) -> Any:
     return CLASSES[config.model_type] if is_pruned(config.to_dict()) else AutoModelForSequenceClassification
 
 
-def open_classifier(place: str) -> Any:
-    """A saved classifier in fp32, pruned or not."""
+def open_classifier(path: str) -> Any:
+    """A saved classifier in fp32 and evaluation mode, pruned or not."""
     import torch
     from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    where = hub.fetch_weights(place, None)
-    config = AutoConfig.from_pretrained(where)
-    return class_for(config).from_pretrained(where, config=config, dtype=torch.float32).eval()
+    folder = hub.fetch_weights(path, None)
+    config = AutoConfig.from_pretrained(folder)
+    return classifier_class(config).from_pretrained(folder, config=config, dtype=torch.float32).eval()

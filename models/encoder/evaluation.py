@@ -1,4 +1,7 @@
-"""A finished classifier from outside: its answers, how fast they come, and how two of them compare."""
+"""Evaluation of a finished classifier: predictions, latency, and statistics to compare two classifiers.
+
+Letters: B samples of a batch, T tokens, C classes, n samples of a split.
+"""
 
 from __future__ import annotations
 
@@ -12,107 +15,113 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isobatch.models.base import Batch
-
 if TYPE_CHECKING:
     from torch import nn
 
+    from isobatch.models.base import Batch
+
 Runner = Callable[[dict[str, np.ndarray]], np.ndarray]
-"""input_ids, attention_mask, and for pairs token_type_ids, all (B, T) int64 -> logits (B, C)."""
+"""input_ids, attention_mask and for pairs token_type_ids, all (B, T) int64 -> logits (B, C)."""
 Z_95 = 1.959963984540054
-TOKENS = 32
-SECONDS, LEAST_RUNS, WARM_RUNS = 1.0, 20, 5
+"""The 97.5 % quantile of the normal distribution: two-sided 95 %."""
+LATENCY_TOKENS = 32
+"""Tokens of the text whose latency is measured."""
+TIMING_SECONDS, MIN_TIMED_RUNS, WARM_UP_RUNS = 1.0, 20, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """To every sample of a split, in order."""
+class Predictions:
+    """A classifier's logits for all samples of a split, in order, beside their labels."""
 
     logits: np.ndarray
     """(n, C)"""
     labels: np.ndarray
-    """(n,)"""
+    """(n,) class numbers"""
 
     @property
-    def predicted(self) -> np.ndarray:
-        found: np.ndarray = self.logits.argmax(1)
-        return found
+    def predicted_labels(self) -> np.ndarray:
+        """(n,) class with the largest logit."""
+        predicted: np.ndarray = self.logits.argmax(1)
+        return predicted
 
     @property
-    def right(self) -> np.ndarray:
-        found: np.ndarray = self.predicted == self.labels
-        return found
+    def is_correct(self) -> np.ndarray:
+        """(n,) bool."""
+        correct: np.ndarray = self.predicted_labels == self.labels
+        return correct
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """A way in which a finished model runs."""
+class ModelVariant:
+    """One way to run a finished model: torch, or onnxruntime on one of its ONNX files."""
 
     name: str
-    kind: Literal["torch", "onnx"]
-    place: Path
+    runtime: Literal["torch", "onnx"]
+    model_path: Path
     """What is opened: a folder, or an ONNX file."""
     file: Path
-    """What a user of it must ship."""
+    """The file that a program which runs it must ship."""
     final: Path
-    """The run's final/, whose sizes it has."""
+    """The run's final/, whose number of parameters it has."""
 
     def open(self) -> Runner:
-        if self.kind == "onnx":
-            return onnx_runner(self.place)
+        """Load it."""
+        if self.runtime == "onnx":
+            return onnx_runner(self.model_path)
         from isobatch.models.encoder import encoders
 
-        return torch_runner(encoders.open_classifier(str(self.place)))
+        return torch_runner(encoders.open_classifier(str(self.model_path)))
 
-    def figures(self) -> dict[str, int]:
-        """parameters, macs of a text of TOKENS tokens, file_bytes."""
+    def size_metrics(self) -> dict[str, int]:
+        """parameters, file_bytes, and macs: multiply-adds of a text of LATENCY_TOKENS tokens."""
         from isobatch.models.encoder import encoders
 
         model = encoders.open_classifier(str(self.final))
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
-            "macs": encoders.macs(model, TOKENS),
+            "macs": encoders.count_macs(model, LATENCY_TOKENS),
             "file_bytes": self.file.stat().st_size,
         }
 
 
-def inputs(batch: Batch) -> dict[str, np.ndarray]:
-    """What a runner reads, of a batch from the prepared data."""
+def model_inputs(batch: Batch) -> dict[str, np.ndarray]:
+    """A runner's inputs, from a batch of the prepared data."""
     tokens = np.asarray(batch["tokens"], np.int64)
     inside = np.arange(tokens.shape[1]) < np.asarray(batch["length"])[:, None]
-    given = {"input_ids": tokens, "attention_mask": inside.astype(np.int64)}
-    return given | ({"token_type_ids": np.asarray(batch["types"], np.int64)} if "types" in batch else {})
+    inputs = {"input_ids": tokens, "attention_mask": inside.astype(np.int64)}
+    return inputs | ({"token_type_ids": np.asarray(batch["types"], np.int64)} if "types" in batch else {})
 
 
-def answers(run: Runner, batches: Iterable[Batch]) -> Answers:
-    found = [(run(inputs(batch)), np.asarray(batch["label"])) for batch in batches]
+def predict(run: Runner, batches: Iterable[Batch]) -> Predictions:
+    """Run a classifier over all batches."""
+    found = [(run(model_inputs(batch)), np.asarray(batch["label"])) for batch in batches]
     logits, labels = zip(*found, strict=True)
-    return Answers(np.concatenate(logits), np.concatenate(labels))
+    return Predictions(np.concatenate(logits), np.concatenate(labels))
 
 
 def torch_runner(model: nn.Module) -> Runner:
-    """A transformers classifier on the CPU."""
+    """Run a transformers classifier on the CPU."""
     import torch
 
-    quiet = model.eval()
-    knows_types = getattr(quiet.config, "type_vocab_size", 0) > 1
+    eval_model = model.eval()
+    has_types = getattr(eval_model.config, "type_vocab_size", 0) > 1
 
-    def run(given: dict[str, np.ndarray]) -> np.ndarray:
-        tensors = {k: torch.from_numpy(v) for k, v in given.items() if k != "token_type_ids" or knows_types}
+    def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
+        tensors = {k: torch.from_numpy(v) for k, v in inputs.items() if k != "token_type_ids" or has_types}
         with torch.inference_mode():
-            logits: np.ndarray = quiet(**tensors).logits.float().numpy()
+            logits: np.ndarray = eval_model(**tensors).logits.float().numpy()
         return logits
 
     return run
 
 
 def onnx_runner(file: Path, threads: int = 0) -> Runner:
-    """onnxruntime on the CPU."""
+    """Run an ONNX file with onnxruntime on the CPU; 0 `threads` lets onnxruntime choose."""
     session = onnx_session(file, threads)
-    wanted = {i.name for i in session.get_inputs()}
+    input_names = {i.name for i in session.get_inputs()}
 
-    def run(given: dict[str, np.ndarray]) -> np.ndarray:
-        (logits,) = session.run(None, {k: v for k, v in given.items() if k in wanted})
+    def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
+        (logits,) = session.run(None, {k: v for k, v in inputs.items() if k in input_names})
         found: np.ndarray = logits
         return found
 
@@ -120,7 +129,7 @@ def onnx_runner(file: Path, threads: int = 0) -> Runner:
 
 
 def onnx_session(file: Path, threads: int = 0, optimized: Path | None = None) -> Any:
-    """A session on the CPU; `optimized`: where to leave the graph that really runs."""
+    """An onnxruntime session on the CPU; `optimized`: where to save the graph after fusion."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -133,7 +142,7 @@ def onnx_session(file: Path, threads: int = 0, optimized: Path | None = None) ->
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """torch computes with one thread inside."""
+    """Inside, torch computes with one thread."""
     import torch
 
     before = torch.get_num_threads()
@@ -144,54 +153,57 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def example(rows: int, vocabulary: int, pairs: bool, tokens: int = TOKENS) -> dict[str, np.ndarray]:
-    """Inputs of one length; how long a forward takes does not depend on which tokens they are."""
+def example_inputs(
+    rows: int, vocabulary: int, pairs: bool, tokens: int = LATENCY_TOKENS
+) -> dict[str, np.ndarray]:
+    """Inputs of `rows` texts of equal length; a forward's time does not depend on the token ids."""
     ids = np.arange(rows * tokens, dtype=np.int64).reshape(rows, tokens) * 7919 % vocabulary
-    given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    return given | ({"token_type_ids": np.zeros_like(ids)} if pairs else {})
+    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    return inputs | ({"token_type_ids": np.zeros_like(ids)} if pairs else {})
 
 
-def milliseconds(run: Runner, given: dict[str, np.ndarray], seconds: float = SECONDS) -> np.ndarray:
-    """Wall time of each of many runs, after some to warm up."""
-    for _ in range(WARM_RUNS):
-        run(given)
+def time_runs_ms(run: Runner, inputs: dict[str, np.ndarray], seconds: float = TIMING_SECONDS) -> np.ndarray:
+    """Wall time in ms of each of many runs, after some runs to warm up. `seconds`: least total time."""
+    for _ in range(WARM_UP_RUNS):
+        run(inputs)
     times: list[float] = []
     end = time.perf_counter() + seconds
-    while len(times) < LEAST_RUNS or time.perf_counter() < end:
+    while len(times) < MIN_TIMED_RUNS or time.perf_counter() < end:
         began = time.perf_counter()
-        run(given)
+        run(inputs)
         times.append((time.perf_counter() - began) * 1e3)
     return np.array(times)
 
 
-def latency(run: Runner, facts: Any) -> dict[str, float]:
-    """latency_ms_p50 and _p95 of one text of 32 tokens on one thread."""
+def latency_metrics(run: Runner, facts: Any) -> dict[str, float]:
+    """latency_ms_p50 and latency_ms_p95 of one text of LATENCY_TOKENS tokens on one thread."""
     with one_thread():
-        times = milliseconds(run, example(1, facts.extra["vocabulary"], is_of_pairs(facts)))
+        times = time_runs_ms(run, example_inputs(1, facts.extra["vocabulary"], has_text_pairs(facts)))
     return {f"latency_ms_p{p}": round(float(np.percentile(times, p)), 4) for p in (50, 95)}
 
 
-def is_of_pairs(facts: Any) -> bool:
+def has_text_pairs(facts: Any) -> bool:
+    """Whether the samples of prepared data are pairs of texts."""
     return (Path(facts.folder) / "train" / "types-values.npy").is_file()
 
 
-def furthest(one: Answers, other: Answers) -> float:
-    """The largest difference of two logits."""
+def max_logit_difference(one: Predictions, other: Predictions) -> float:
+    """The largest absolute difference of two classifiers' logits."""
     return float(np.abs(one.logits - other.logits).max())
 
 
-def compared(mine: Answers, baseline: Answers) -> dict[str, float]:
-    """baseline_accuracy, and mcnemar_p of the difference."""
+def compare_with_baseline(mine: Predictions, baseline: Predictions) -> dict[str, float]:
+    """baseline_accuracy, and mcnemar_p: the p-value of the difference in accuracy."""
     return {
-        "baseline_accuracy": float(baseline.right.mean()),
-        "mcnemar_p": mcnemar(mine.right, baseline.right),
+        "baseline_accuracy": float(baseline.is_correct.mean()),
+        "mcnemar_p": mcnemar(mine.is_correct, baseline.is_correct),
     }
 
 
 def mcnemar(one: np.ndarray, other: np.ndarray) -> float:
-    """Exact two-sided p of McNemar's test (1947): whether two classifiers err on different samples by chance.
+    """Exact two-sided p-value of McNemar's test (1947): whether two classifiers differ in accuracy.
 
-    one, other: (n,) bool, right or not on the same samples.
+    one, other: (n,) bool, whether each was correct on the same samples.
     """
     only_one, only_other = int((one & ~other).sum()), int((~one & other).sum())
     count, fewer = only_one + only_other, min(only_one, only_other)
@@ -199,9 +211,13 @@ def mcnemar(one: np.ndarray, other: np.ndarray) -> float:
     return min(1.0, 2 * tail)
 
 
-def interval(right: float, count: int) -> list[float]:
-    """[low, high], Wilson's 95 % interval of a share."""
-    share, square = right / count, Z_95**2
-    middle = (share + square / (2 * count)) / (1 + square / count)
-    half = Z_95 / (1 + square / count) * math.sqrt(share * (1 - share) / count + square / (4 * count**2))
-    return [middle - half, middle + half]
+def wilson_interval(num_correct: float, count: int) -> list[float]:
+    """[low, high]: 95 % confidence interval of a proportion (Wilson 1927)."""
+    proportion, z_squared = num_correct / count, Z_95**2
+    center = (proportion + z_squared / (2 * count)) / (1 + z_squared / count)
+    half_width = (
+        Z_95
+        / (1 + z_squared / count)
+        * math.sqrt(proportion * (1 - proportion) / count + z_squared / (4 * count**2))
+    )
+    return [center - half_width, center + half_width]

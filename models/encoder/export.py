@@ -1,11 +1,10 @@
-"""A finished classifier in the forms that others open, each checked against the model that was trained."""
+"""Export of a finished classifier to other formats, each checked against the trained model."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,22 +12,25 @@ import numpy as np
 from isobatch.core.errors import ExportError
 from isobatch.models.base import Batch
 from isobatch.models.encoder import encoders, evaluation, onnx_graph
-from isobatch.models.encoder.evaluation import Answers
+from isobatch.models.encoder.evaluation import Predictions
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
-TOLERANCE = 1e-3
-"""Largest difference of a logit."""
-TIE = 1e-2
-"""How near to the middle between two levels, in levels, float noise may round either way."""
-ONNX, ONNX_INT4 = "model.onnx", "model-int4.onnx"
-TEXTS = ("config.json", "tokenizer.json", "tokenizer_config.json")
+LOGIT_TOLERANCE = 1e-3
+"""Largest allowed difference of a logit."""
+TIE_TOLERANCE = 1e-2
+"""How far from the middle between two levels a value may be, in levels, and still round either way."""
+ONNX_FILE, ONNX_INT4_FILE = "model.onnx", "model-int4.onnx"
+SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+"""Files that an ONNX file needs beside it: the classes' names and the tokenizer."""
 Batches = Callable[[], Iterable[Batch]]
 
 
-def dense(model: Any) -> Any:
-    """The family's own model of the unpruned size, zeros where something was removed: the same answers."""
+def pad_to_dense(model: Any) -> Any:
+    """The family's own model of the unpruned size, zeros where something was removed: the same logits."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -36,117 +38,129 @@ def dense(model: Any) -> Any:
     for name in ("per_layer_config", "auto_map", "architectures"):
         values.pop(name, None)
     kind = values.pop("model_type")
-    whole = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **values)).eval()
-    mine = model.state_dict()
+    dense_model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **values)).eval()
+    pruned_weights = model.state_dict()
     with torch.no_grad():
-        for name, target in whole.state_dict().items():
+        for name, target in dense_model.state_dict().items():
             target.zero_()
-            target[tuple(slice(n) for n in mine[name].shape)].copy_(mine[name])
-    return whole
+            target[tuple(slice(n) for n in pruned_weights[name].shape)].copy_(pruned_weights[name])
+    return dense_model
 
 
-def check(kind: str, trained: Answers, exported: Answers) -> dict[str, Any]:
-    """Raise ExportError unless two models answer alike; how far apart they are at most."""
-    apart = np.abs(trained.logits - exported.logits).max(1)
-    other = np.flatnonzero(trained.predicted != exported.predicted)
-    worst = int(other[0]) if len(other) else int(apart.argmax())
-    if len(other) or not apart[worst] <= TOLERANCE:  # not a number is no agreement either
+def check_agreement(kind: str, trained: Predictions, exported: Predictions) -> dict[str, Any]:
+    """Raise ExportError unless two models agree on all classes, and on logits within LOGIT_TOLERANCE.
+
+    Returns max_logit_difference and samples. `kind`: the format, for the message.
+    """
+    differences = np.abs(trained.logits - exported.logits).max(1)
+    disagreements = np.flatnonzero(trained.predicted_labels != exported.predicted_labels)
+    worst = int(disagreements[0]) if len(disagreements) else int(differences.argmax())
+    # `not <=` and not `>`, so that NaN is an error too.
+    if len(disagreements) or not differences[worst] <= LOGIT_TOLERANCE:
         raise ExportError(
             f"--to {kind}: held-out sample {worst} is answered {exported.logits[worst].round(4).tolist()},"
             f" and by the trained model {trained.logits[worst].round(4).tolist()} (difference"
-            f" {apart[worst]:.2g}, at most {TOLERANCE:g}; {len(other)} predictions differ): do not use it"
+            f" {differences[worst]:.2g}, at most {LOGIT_TOLERANCE:g}; {len(disagreements)} predictions"
+            " differ): do not use it"
         )
-    return {"max_logit_difference": float(apart.max()), "samples": len(apart)}
+    return {"max_logit_difference": float(differences.max()), "samples": len(differences)}
 
 
-def roundings_alike(model: nn.Module, exposed: Path, batches: Iterable[Batch]) -> tuple[Answers, float]:
-    """The trained model's answers where its activations are rounded as onnxruntime rounded them.
+def predict_with_onnx_levels(
+    model: nn.Module, levels_file: Path, batches: Iterable[Batch]
+) -> tuple[Predictions, float]:
+    """The trained model's predictions with its activations rounded as onnxruntime rounded them.
 
-    A value halfway between two levels goes up or down by float noise of 1e-7; that one step then moves many
-    others. So each rounding of the file is compared with the model's own value, in levels, and then taken.
-    Returns the answers, and by how much more than half a level a rounding was off at most.
+    A value halfway between two levels is rounded up or down by float noise of 1e-7, and that one level then
+    moves many others. So each of the file's roundings (`levels_file` has them as outputs) is compared with
+    the model's own value, in levels, and then taken over. Returns the predictions, and the most by which a
+    rounding was off beyond half a level.
     """
     import torch
 
-    session = evaluation.onnx_session(exposed, threads=1)
-    wanted = {i.name for i in session.get_inputs()}
-    places = in_order(model)
+    session = evaluation.onnx_session(levels_file, threads=1)
+    input_names = {i.name for i in session.get_inputs()}
+    quantizers = quantizers_in_order(model)
     logits, labels = [], []
     run = evaluation.torch_runner(model)
     for batch in batches:
-        given = evaluation.inputs(batch)
-        _, *levels = session.run(None, {k: v for k, v in given.items() if k in wanted})
-        for place, told in zip(places, levels, strict=True):
-            place.told = torch.from_numpy(told).float()
-        logits.append(run(given))
+        inputs = evaluation.model_inputs(batch)
+        _, *levels = session.run(None, {k: v for k, v in inputs.items() if k in input_names})
+        for quantizer, onnx_levels in zip(quantizers, levels, strict=True):
+            quantizer.given_levels = torch.from_numpy(onnx_levels).float()
+        logits.append(run(inputs))
         labels.append(np.asarray(batch["label"]))
-    for place in places:
-        place.told = None
-    return Answers(np.concatenate(logits), np.concatenate(labels)), float(np.max([p.doubt for p in places]))
+    for quantizer in quantizers:
+        quantizer.given_levels = None
+    rounding_excess = float(np.max([quantizer.max_rounding_excess for quantizer in quantizers]))
+    return Predictions(np.concatenate(logits), np.concatenate(labels)), rounding_excess
 
 
-def in_order(model: Any) -> list[Any]:
-    """The quantizers in the order in which a forward meets them."""
+def quantizers_in_order(model: Any) -> list[Any]:
+    """The quantizers in the order in which a forward uses them."""
     found = []
     for layer in encoders.layers(model):
         if layer.query.out_features:
-            found += [layer.query.reads, layer.output.reads]
-        found += [layer.up.reads, layer.down.reads]
-    inner = encoders.inner_head(model)
-    return [*found, model.get_submodule(inner).reads]
+            found += [layer.query.input_quantizer, layer.output.input_quantizer]
+        found += [layer.up.input_quantizer, layer.down.input_quantizer]
+    dense_layer = encoders.classifier_dense(model)
+    return [*found, model.get_submodule(dense_layer).input_quantizer]
 
 
 def check_int4(model: nn.Module, file: Path, pairs: bool, batches: Batches) -> dict[str, Any]:
-    """Raise ExportError unless the file computes what the trained model does, all but ties rounded alike."""
-    free = evaluation.answers(evaluation.torch_runner(model), batches())
-    exported = evaluation.answers(evaluation.onnx_runner(file, threads=1), batches())
-    exposed = file.with_name(f".{file.name}.roundings")
+    """Raise ExportError unless the file computes what the trained model does, ties rounded alike.
+
+    Returns the figures of the comparison.
+    """
+    unforced = evaluation.predict(evaluation.torch_runner(model), batches())
+    exported = evaluation.predict(evaluation.onnx_runner(file, threads=1), batches())
+    levels_file = file.with_name(f".{file.name}.roundings")
     try:
-        onnx_graph.write(model, exposed, pairs, roundings=True)
-        trained, doubt = roundings_alike(model, exposed, batches())
+        onnx_graph.write_onnx(model, levels_file, pairs, expose_levels=True)
+        trained, rounding_excess = predict_with_onnx_levels(model, levels_file, batches())
     finally:
-        exposed.unlink(missing_ok=True)
-    if not doubt <= TIE:
+        levels_file.unlink(missing_ok=True)
+    if not rounding_excess <= TIE_TOLERANCE:
         raise ExportError(
-            f"--to onnx-int4: an activation is rounded to a level {0.5 + doubt:.3f} away from the trained"
-            " model's: the file does not compute what was trained"
+            f"--to onnx-int4: an activation is rounded to a level {0.5 + rounding_excess:.3f} away from the"
+            " trained model's: the file does not compute what was trained"
         )
-    found = check("onnx-int4", trained, exported)
+    found = check_agreement("onnx-int4", trained, exported)
     return found | {
-        "fake_quant_accuracy": float(free.right.mean()),
-        "exported_accuracy": float(exported.right.mean()),
-        "rounding_doubt": doubt,
-        "max_logit_difference_with_ties": evaluation.furthest(free, exported),
-        "predictions_changed_by_ties": int((free.predicted != exported.predicted).sum()),
+        "fake_quant_accuracy": float(unforced.is_correct.mean()),
+        "exported_accuracy": float(exported.is_correct.mean()),
+        "rounding_doubt": rounding_excess,
+        "max_logit_difference_with_ties": evaluation.max_logit_difference(unforced, exported),
+        "predictions_changed_by_ties": int((unforced.predicted_labels != exported.predicted_labels).sum()),
     }
 
 
-def as_folder(final: Path, folder: Path) -> None:
-    """What final/ holds for transformers."""
+def export_transformers(final: Path, folder: Path) -> None:
+    """Copy the files of final/ that transformers reads."""
     for file in final.iterdir():
-        if file.name in (*TEXTS, "model.safetensors") or file.suffix == ".py":
+        if file.name in (*SIDE_FILES, "model.safetensors") or file.suffix == ".py":
             shutil.copy(file, folder)
 
 
-def as_dense(model: Any, final: Path, folder: Path) -> None:
-    """A folder that any transformers opens, without code of its own."""
+def export_dense(model: Any, final: Path, folder: Path) -> None:
+    """A folder that any transformers opens without custom code."""
     from safetensors.torch import save_model
 
-    whole = dense(model)
-    save_model(whole, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    for name in TEXTS[1:]:
+    dense_model = pad_to_dense(model)
+    save_model(dense_model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    for name in SIDE_FILES[1:]:
         shutil.copy(final / name, folder)
     config = json.loads((final / "config.json").read_text())
     for name in ("per_layer_config", "auto_map"):
         config.pop(name, None)
-    config["architectures"] = [type(whole).__name__]
+    config["architectures"] = [type(dense_model).__name__]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def as_onnx(model: Any, final: Path, folder: Path, pairs: bool) -> Path:
-    """The fp32 graph with what a program needs beside it: the tokenizer, and the classes' names."""
-    onnx_graph.refuse(model.config.to_dict())
-    onnx_graph.write(model, folder / ONNX, pairs)
-    for name in TEXTS:
+def export_onnx(model: Any, final: Path, folder: Path, pairs: bool) -> Path:
+    """The fp32 graph, and beside it the tokenizer and the classes' names. Returns the ONNX file."""
+    onnx_graph.check_activation(model.config.to_dict())
+    onnx_graph.write_onnx(model, folder / ONNX_FILE, pairs)
+    for name in SIDE_FILES:
         shutil.copy(final / name, folder)
-    return folder / ONNX
+    return folder / ONNX_FILE

@@ -1,8 +1,8 @@
-"""Encoders whose layers have different numbers of heads and neurons, after structured pruning.
+"""Pruned encoders: BERT, RoBERTa and DistilBERT whose layers have different numbers of heads and neurons.
 
-A copy of this file lies beside each pruned model, so that transformers alone opens it:
-AutoModelForSequenceClassification.from_pretrained(FOLDER, trust_remote_code=True).
-The sizes stand in config.json as `per_layer_config`; everything else is the family's own model.
+A copy of this file lies beside each pruned model, so that transformers alone can open it:
+AutoModelForSequenceClassification.from_pretrained(FOLDER, trust_remote_code=True). The sizes are in
+config.json as `per_layer_config`; everything else is the family's own model.
 """
 
 import warnings
@@ -16,8 +16,8 @@ from transformers import (
 )
 
 
-class Parts(NamedTuple):
-    """Where the prunable parts of a family are: the list of layers, and modules of each layer."""
+class ModuleNames(NamedTuple):
+    """Where a model family has its list of layers, and each layer its prunable modules."""
 
     layers: str
     attention: str
@@ -28,49 +28,54 @@ class Parts(NamedTuple):
     up: str
     down: str
     neurons: str = "intermediate_size"
-    """The config's name for a layer's neurons."""
+    """The config's name for the number of neurons of a layer."""
 
 
-_BERT = ("attention.self", "attention.self.query", "attention.self.key", "attention.self.value")
-_BERT_REST = ("attention.output.dense", "intermediate.dense", "output.dense")
-_DISTIL = ("attention", "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin")
-PARTS = {
-    "bert": Parts("bert.encoder.layer", *_BERT, *_BERT_REST),
-    "roberta": Parts("roberta.encoder.layer", *_BERT, *_BERT_REST),
-    "distilbert": Parts("distilbert.transformer.layer", *_DISTIL, "ffn.lin1", "ffn.lin2", "hidden_dim"),
+_BERT_ATTENTION = ("attention.self", "attention.self.query", "attention.self.key", "attention.self.value")
+_BERT_DENSE = ("attention.output.dense", "intermediate.dense", "output.dense")
+_DISTILBERT = ("attention", "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin")
+MODULE_NAMES = {
+    "bert": ModuleNames("bert.encoder.layer", *_BERT_ATTENTION, *_BERT_DENSE),
+    "roberta": ModuleNames("roberta.encoder.layer", *_BERT_ATTENTION, *_BERT_DENSE),
+    "distilbert": ModuleNames(
+        "distilbert.transformer.layer", *_DISTILBERT, "ffn.lin1", "ffn.lin2", "hidden_dim"
+    ),
 }
 
 
-def resize(layer: Any, parts: Parts, width: int, neurons: int) -> None:
-    """Give a layer attention of this inner width and this many neurons; new weights where it changes."""
-    hidden = layer.get_submodule(parts.output).out_features
+def resize(layer: Any, names: ModuleNames, attention_width: int, neurons: int) -> None:
+    """Give a layer this width of attention (heads x head size) and this many neurons.
+
+    Modules whose size changes get new weights.
+    """
+    hidden = layer.get_submodule(names.output).out_features
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # all heads may be gone
-        _resize(layer, parts, hidden, width, neurons)
+        _resize(layer, names, hidden, attention_width, neurons)
 
 
-def _resize(layer: Any, parts: Parts, hidden: int, width: int, neurons: int) -> None:
-    if layer.get_submodule(parts.query).out_features != width:
-        for name in (parts.query, parts.key, parts.value):
-            layer.set_submodule(name, nn.Linear(hidden, width))
-        layer.set_submodule(parts.output, nn.Linear(width, hidden))
-    if layer.get_submodule(parts.up).out_features != neurons:
-        layer.set_submodule(parts.up, nn.Linear(hidden, neurons))
-        layer.set_submodule(parts.down, nn.Linear(neurons, hidden))
+def _resize(layer: Any, names: ModuleNames, hidden: int, attention_width: int, neurons: int) -> None:
+    if layer.get_submodule(names.query).out_features != attention_width:
+        for part in (names.query, names.key, names.value):
+            layer.set_submodule(part, nn.Linear(hidden, attention_width))
+        layer.set_submodule(names.output, nn.Linear(attention_width, hidden))
+    if layer.get_submodule(names.up).out_features != neurons:
+        layer.set_submodule(names.up, nn.Linear(hidden, neurons))
+        layer.set_submodule(names.down, nn.Linear(neurons, hidden))
 
 
 def _resize_all(model: Any, config: Any, sizes: dict[Any, dict[str, int]]) -> None:
-    parts = PARTS[config.model_type]
-    head = config.hidden_size // config.num_attention_heads
-    for number, layer in enumerate(model.get_submodule(parts.layers)):
-        own = sizes[number] if number in sizes else sizes.get(str(number), {})
-        query, up = layer.get_submodule(parts.query), layer.get_submodule(parts.up)
-        heads = own.get("num_attention_heads", query.out_features // head)
-        resize(layer, parts, heads * head, own.get(parts.neurons, up.out_features))
+    names = MODULE_NAMES[config.model_type]
+    head_size = config.hidden_size // config.num_attention_heads
+    for number, layer in enumerate(model.get_submodule(names.layers)):
+        layer_sizes = sizes[number] if number in sizes else sizes.get(str(number), {})
+        query, up = layer.get_submodule(names.query), layer.get_submodule(names.up)
+        heads = layer_sizes.get("num_attention_heads", query.out_features // head_size)
+        resize(layer, names, heads * head_size, layer_sizes.get(names.neurons, up.out_features))
 
 
-class _Pruned:
-    """Builds the family's model, then gives each layer its own size."""
+class _PerLayerSizes:
+    """Mixin that builds the family's model and then gives each layer the size in `per_layer_config`."""
 
     def __init__(self, config: Any) -> None:
         config.allow_global_per_layer_attribute_access = True
@@ -78,15 +83,15 @@ class _Pruned:
         _resize_all(self, config, config.to_dict().get("per_layer_config") or {})
 
 
-class PrunedBertForSequenceClassification(_Pruned, BertForSequenceClassification):
+class PrunedBertForSequenceClassification(_PerLayerSizes, BertForSequenceClassification):
     """BERT, MiniLM and other models of that shape."""
 
 
-class PrunedRobertaForSequenceClassification(_Pruned, RobertaForSequenceClassification):
+class PrunedRobertaForSequenceClassification(_PerLayerSizes, RobertaForSequenceClassification):
     """RoBERTa."""
 
 
-class PrunedDistilBertForSequenceClassification(_Pruned, DistilBertForSequenceClassification):
+class PrunedDistilBertForSequenceClassification(_PerLayerSizes, DistilBertForSequenceClassification):
     """DistilBERT."""
 
 

@@ -1,140 +1,147 @@
-"""A classifier as an ONNX graph, written by hand: fp32, or 4-bit on disk and 8-bit in the kernel.
+"""ONNX export of a classifier: an fp32 graph, or 4-bit weights on disk that run as 8-bit integers.
 
 Few-bit weights are INT4 initializers with a Cast to INT8: onnxruntime folds the Cast when it loads the file
-and fuses each DequantizeLinear, MatMul, QuantizeLinear group to an integer GEMM. So the file has 4-bit size,
-memory after loading 8-bit size, and the speed is that of 8 bits.
+and fuses each DequantizeLinear, MatMul, QuantizeLinear group to an integer GEMM. So the file has the size of
+4 bits; memory after loading and speed are those of 8 bits.
 
 Letters: B samples, T tokens, H hidden width, A heads of a layer, D width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.models.encoder import encoders
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
 OPSET = 21
-"""The first with INT4."""
+"""The first opset with INT4."""
 IR_VERSION = 10
 MASKED = -1e4
-"""Added to the scores of tokens that are padding: their softmax is 0 in fp32."""
+"""Added to the attention scores of padding: their softmax is 0 in fp32."""
 ACTIVATIONS = {"gelu": "Gelu", "relu": "Relu"}
+"""Activation in config.json -> ONNX operator."""
 
 
-class Graph:
-    """Nodes and constants, added in the order in which they are computed."""
+class OnnxGraphBuilder:
+    """Collects nodes and constants of a graph in the order in which they are computed.
+
+    Its methods return the name of the tensor that they add.
+    """
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
-        self.rounded: list[tuple[str, int]] = []
-        """Rounded activations, and how many dimensions each has."""
+        self.quantized_activations: list[tuple[str, int]] = []
+        """(name, number of dimensions) of each activation that is rounded to 8 bits."""
         self._count = 0
 
-    def name(self) -> str:
+    def new_name(self) -> str:
         self._count += 1
         return f"t{self._count}"
 
     def constant(self, value: Any) -> str:
         from onnx import numpy_helper
 
-        name = self.name()
+        name = self.new_name()
         self.constants.append(numpy_helper.from_array(np.array(value, order="C"), name))
         return name
 
-    def int4(self, levels: np.ndarray) -> str:
-        """Numbers of -8..7, two to a byte on disk; an INT8 tensor to who reads it."""
+    def int4_constant(self, levels: np.ndarray) -> str:
+        """Levels in -8..7, stored two to a byte; other nodes see an INT8 tensor."""
         from onnx import TensorProto, helper
 
         flat = levels.reshape(-1).astype(np.int8).view(np.uint8) & 0xF
         flat = np.append(flat, np.zeros(len(flat) % 2, np.uint8))
         packed = (flat[0::2] | (flat[1::2] << 4)).tobytes()
-        name = self.name()
+        name = self.new_name()
         self.constants.append(helper.make_tensor(name, TensorProto.INT4, levels.shape, packed, raw=True))
         return self.node("Cast", name, to=TensorProto.INT8)
 
-    def node(self, kind: str, *given: str, **attributes: Any) -> str:
-        return self.nodes_of(kind, 1, *given, **attributes)[0]
+    def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
+        return self.multi_output_node(operator, 1, *inputs, **attributes)[0]
 
-    def nodes_of(self, kind: str, outputs: int, *given: str, **attributes: Any) -> list[str]:
+    def multi_output_node(self, operator: str, outputs: int, *inputs: str, **attributes: Any) -> list[str]:
         from onnx import helper
 
-        names = [self.name() for _ in range(outputs)]
-        self.nodes.append(helper.make_node(kind, list(given), names, **attributes))
+        names = [self.new_name() for _ in range(outputs)]
+        self.nodes.append(helper.make_node(operator, list(inputs), names, **attributes))
         return names
 
 
-def write(model: Any, file: Path, pairs: bool, roundings: bool = False) -> None:
-    """The graph of a classifier, quantized or not, with inputs input_ids, attention_mask and, for pairs,
-    token_type_ids, all (batch, tokens) int64, and the output logits (batch, classes).
+def write_onnx(model: Any, file: Path, pairs: bool, expose_levels: bool = False) -> None:
+    """Write a classifier, quantized or not, as an ONNX file.
 
-    With `roundings` all rounded activations are outputs too, in the order of the quantizers.
+    Inputs: input_ids, attention_mask and, if `pairs`, token_type_ids, all (batch, tokens) int64. Output:
+    logits (batch, classes). With `expose_levels` all rounded activations are outputs too, in the order of the
+    quantizers.
     """
     import onnx
     from onnx import TensorProto, helper
 
     model = model.eval()
-    graph = Graph()
-    x = _embedded(graph, model, pairs)
-    mask = _mask(graph)
+    graph = OnnxGraphBuilder()
+    x = _embeddings(graph, model, pairs)
+    mask = _attention_mask(graph)
     for layer in encoders.layers(model):
-        x = _layer(graph, model, layer, x, mask)
-    logits = _head(graph, model, x)
+        x = _encoder_layer(graph, model, layer, x, mask)
+    logits = _classification_head(graph, model, x)
     graph.nodes.append(helper.make_node("Identity", [logits], ["logits"]))
-    rounded = graph.rounded if roundings else []
+    rounded = graph.quantized_activations if expose_levels else []
     names = ["input_ids", "attention_mask"] + (["token_type_ids"] if pairs else [])
-    given = [helper.make_tensor_value_info(n, TensorProto.INT64, ["batch", "tokens"]) for n in names]
-    found = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", model.config.num_labels])]
-    found += [helper.make_tensor_value_info(n, TensorProto.UINT8, [None] * rank) for n, rank in rounded]
-    made = helper.make_model(
-        helper.make_graph(graph.nodes, "classifier", given, found, graph.constants),
+    inputs = [helper.make_tensor_value_info(n, TensorProto.INT64, ["batch", "tokens"]) for n in names]
+    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", model.config.num_labels])]
+    outputs += [helper.make_tensor_value_info(n, TensorProto.UINT8, [None] * rank) for n, rank in rounded]
+    onnx_model = helper.make_model(
+        helper.make_graph(graph.nodes, "classifier", inputs, outputs, graph.constants),
         opset_imports=[helper.make_opsetid("", OPSET)],
         ir_version=IR_VERSION,
         producer_name="isobatch",
     )
-    onnx.checker.check_model(made)
-    onnx.save(made, str(file))
+    onnx.checker.check_model(onnx_model)
+    onnx.save(onnx_model, str(file))
 
 
-def refuse(config: Mapping[str, Any]) -> None:
-    """One line where this graph cannot compute what the model computes."""
-    kind = config.get("hidden_act") or config.get("activation") or "gelu"
-    if kind not in ACTIVATIONS:
-        raise UserError(f"the onnx exports know {', '.join(ACTIVATIONS)}, and this model has {kind}")
+def check_activation(config: Mapping[str, Any]) -> None:
+    """Raise UserError if the graph has no operator for this model's activation function."""
+    activation = config.get("hidden_act") or config.get("activation") or "gelu"
+    if activation not in ACTIVATIONS:
+        raise UserError(f"the onnx exports know {', '.join(ACTIVATIONS)}, and this model has {activation}")
 
 
-def _array(tensor: Any) -> np.ndarray:
-    found: np.ndarray = tensor.detach().float().cpu().numpy()
-    return found
+def _to_numpy(tensor: Any) -> np.ndarray:
+    array: np.ndarray = tensor.detach().float().cpu().numpy()
+    return array
 
 
-def _normed(graph: Graph, x: str, norm: Any) -> str:
-    weight, bias = graph.constant(_array(norm.weight)), graph.constant(_array(norm.bias))
+def _layer_norm(graph: OnnxGraphBuilder, x: str, norm: Any) -> str:
+    weight, bias = graph.constant(_to_numpy(norm.weight)), graph.constant(_to_numpy(norm.bias))
     return graph.node("LayerNormalization", x, weight, bias, axis=-1, epsilon=norm.eps)
 
 
-def _embedded(graph: Graph, model: Any, pairs: bool) -> str:
+def _embeddings(graph: OnnxGraphBuilder, model: Any, pairs: bool) -> str:
     embeddings = getattr(model, model.base_model_prefix).embeddings
     x = graph.node(
         "Add",
-        _rows(graph, embeddings.word_embeddings, "input_ids"),
-        _rows(graph, embeddings.position_embeddings, _positions(graph, model.config)),
+        _embedding_lookup(graph, embeddings.word_embeddings, "input_ids"),
+        _embedding_lookup(graph, embeddings.position_embeddings, _position_ids(graph, model.config)),
     )
     types = getattr(embeddings, "token_type_embeddings", None)
     if types is not None:
-        used = pairs and types.num_embeddings > 1
-        which = "token_type_ids" if used else graph.constant(np.zeros((1, 1), np.int64))
-        x = graph.node("Add", x, _rows(graph, types, which))
-    return _normed(graph, x, embeddings.LayerNorm)
+        has_types = pairs and types.num_embeddings > 1
+        type_ids = "token_type_ids" if has_types else graph.constant(np.zeros((1, 1), np.int64))
+        x = graph.node("Add", x, _embedding_lookup(graph, types, type_ids))
+    return _layer_norm(graph, x, embeddings.LayerNorm)
 
 
-def _positions(graph: Graph, config: Any) -> str:
-    """RoBERTa counts tokens that are no padding, from its padding id on; the others count from 0."""
+def _position_ids(graph: OnnxGraphBuilder, config: Any) -> str:
+    """RoBERTa counts the tokens that are no padding, starting after its padding id; others count from 0."""
     from onnx import TensorProto
 
     if config.model_type == "roberta":
@@ -148,22 +155,22 @@ def _positions(graph: Graph, config: Any) -> str:
     return graph.node("Range", graph.constant(np.int64(0)), width, one)
 
 
-def _rows(graph: Graph, embedding: Any, ids: str) -> str:
+def _embedding_lookup(graph: OnnxGraphBuilder, embedding: Any, ids: str) -> str:
     from onnx import TensorProto
 
-    from isobatch.models.encoder.quantization import QuantEmbedding, row_levels
+    from isobatch.models.encoder.quantization import QuantEmbedding, quantize_rows
 
     if not isinstance(embedding, QuantEmbedding):
-        return graph.node("Gather", graph.constant(_array(embedding.weight)), ids)
-    levels, scales = row_levels(embedding.weight.detach(), embedding.bits)
-    table = _array(levels).astype(np.int8)
-    kept = graph.int4(table) if embedding.bits == 4 else graph.constant(table)
-    rows = graph.node("Cast", graph.node("Gather", kept, ids), to=TensorProto.FLOAT)
-    return graph.node("Mul", rows, graph.node("Gather", graph.constant(_array(scales)), ids))
+        return graph.node("Gather", graph.constant(_to_numpy(embedding.weight)), ids)
+    levels, scales = quantize_rows(embedding.weight.detach(), embedding.bits)
+    table = _to_numpy(levels).astype(np.int8)
+    stored = graph.int4_constant(table) if embedding.bits == 4 else graph.constant(table)
+    rows = graph.node("Cast", graph.node("Gather", stored, ids), to=TensorProto.FLOAT)
+    return graph.node("Mul", rows, graph.node("Gather", graph.constant(_to_numpy(scales)), ids))
 
 
-def _mask(graph: Graph) -> str:
-    """(B, 1, 1, T), 0 for tokens and MASKED for padding."""
+def _attention_mask(graph: OnnxGraphBuilder) -> str:
+    """(B, 1, 1, T): 0 for tokens and MASKED for padding, to be added to attention scores."""
     from onnx import TensorProto
 
     wide = graph.node("Unsqueeze", "attention_mask", graph.constant(np.array([1, 2])))
@@ -172,79 +179,83 @@ def _mask(graph: Graph) -> str:
     return graph.node("Mul", outside, graph.constant(np.float32(MASKED)))
 
 
-def _layer(graph: Graph, model: Any, layer: encoders.Layer, x: str, mask: str) -> str:
-    first, second = _norms(model, layer)
+def _encoder_layer(
+    graph: OnnxGraphBuilder, model: Any, layer: encoders.EncoderLayer, x: str, mask: str
+) -> str:
+    first, second = _layer_norms(model, layer)
     attended = _attention(graph, model, layer, x, mask)
-    x = _normed(graph, graph.node("Add", attended, x), first)
-    up = graph.node(_activation(model.config), _linear(graph, x, layer.up))
-    return _normed(graph, graph.node("Add", _linear(graph, up, layer.down), x), second)
+    x = _layer_norm(graph, graph.node("Add", attended, x), first)
+    up = graph.node(_activation_operator(model.config), _linear_layers(graph, x, layer.up))
+    return _layer_norm(graph, graph.node("Add", _linear_layers(graph, up, layer.down), x), second)
 
 
-def _activation(config: Any) -> str:
+def _activation_operator(config: Any) -> str:
     values = config.to_dict()
     return ACTIVATIONS[values.get("hidden_act") or values["activation"]]
 
 
-def _norms(model: Any, layer: encoders.Layer) -> tuple[Any, Any]:
+def _layer_norms(model: Any, layer: encoders.EncoderLayer) -> tuple[Any, Any]:
     block = model.get_submodule(layer.prefix)
     if model.config.model_type == "distilbert":
         return block.sa_layer_norm, block.output_layer_norm
     return block.attention.output.LayerNorm, block.output.LayerNorm
 
 
-def _attention(graph: Graph, model: Any, layer: encoders.Layer, x: str, mask: str) -> str:
-    size = encoders.head_size(model.config)
+def _attention(graph: OnnxGraphBuilder, model: Any, layer: encoders.EncoderLayer, x: str, mask: str) -> str:
+    size = encoders.attention_head_size(model.config)
     heads = layer.query.out_features // size
-    if heads == 0:  # nothing is left of it but the bias
-        return graph.constant(_array(layer.output.bias))
-    qkv = _linear(graph, x, layer.query, layer.key, layer.value)
-    query, key, value = graph.nodes_of("Split", 3, qkv, axis=-1, num_outputs=3)
+    if heads == 0:  # without heads only the output's bias is left
+        return graph.constant(_to_numpy(layer.output.bias))
+    qkv = _linear_layers(graph, x, layer.query, layer.key, layer.value)
+    query, key, value = graph.multi_output_node("Split", 3, qkv, axis=-1, num_outputs=3)
     split = graph.constant(np.array([0, 0, heads, size]))
 
-    def headed(y: str, order: list[int]) -> str:
+    def split_heads(y: str, order: list[int]) -> str:
         return graph.node("Transpose", graph.node("Reshape", y, split), perm=order)
 
-    scores = graph.node("MatMul", headed(query, [0, 2, 1, 3]), headed(key, [0, 2, 3, 1]))
+    scores = graph.node("MatMul", split_heads(query, [0, 2, 1, 3]), split_heads(key, [0, 2, 3, 1]))
     scaled = graph.node("Mul", scores, graph.constant(np.float32(size**-0.5)))
-    shares = graph.node("Softmax", graph.node("Add", scaled, mask), axis=-1)
-    mixed = graph.node("MatMul", shares, headed(value, [0, 2, 1, 3]))
-    joined = graph.node("Transpose", mixed, perm=[0, 2, 1, 3])
+    probabilities = graph.node("Softmax", graph.node("Add", scaled, mask), axis=-1)
+    context = graph.node("MatMul", probabilities, split_heads(value, [0, 2, 1, 3]))
+    joined = graph.node("Transpose", context, perm=[0, 2, 1, 3])
     flat = graph.node("Reshape", joined, graph.constant(np.array([0, 0, heads * size])))
-    return _linear(graph, flat, layer.output)
+    return _linear_layers(graph, flat, layer.output)
 
 
-def _linear(graph: Graph, x: str, *modules: Any, rank: int = 3) -> str:
-    """Linear layers that read the same, side by side. `rank`: dimensions of x."""
+def _linear_layers(graph: OnnxGraphBuilder, x: str, *modules: Any, rank: int = 3) -> str:
+    """Linear layers with the same input, their outputs concatenated. `rank`: number of dimensions of x."""
     from isobatch.models.encoder.quantization import QuantLinear
 
-    bias = graph.constant(np.concatenate([_array(m.bias) for m in modules]))
+    bias = graph.constant(np.concatenate([_to_numpy(m.bias) for m in modules]))
     if isinstance(modules[0], QuantLinear):
-        product = _integer_product(graph, x, modules, rank)
+        product = _quantized_matmul(graph, x, modules, rank)
     else:
-        weight = np.concatenate([_array(m.weight) for m in modules]).T
+        weight = np.concatenate([_to_numpy(m.weight) for m in modules]).T
         product = graph.node("MatMul", x, graph.constant(weight))
     return graph.node("Add", product, bias)
 
 
-def _integer_product(graph: Graph, x: str, modules: tuple[Any, ...], rank: int) -> str:
-    reads = modules[0].reads
-    scale = graph.constant(np.float32(_array(reads.scale)[0]))
-    zero = graph.constant(np.uint8(round(float(reads.zero_point[0]))))
-    levels_of_x = graph.node("QuantizeLinear", x, scale, zero)
-    graph.rounded.append((levels_of_x, rank))
-    rounded = graph.node("DequantizeLinear", levels_of_x, scale, zero)
-    levels = np.concatenate([_array(m.levels()) for m in modules]).T.astype(np.int8)
-    scales = np.concatenate([_array(m.weight_scale) for m in modules])
-    kept = graph.int4(levels) if modules[0].bits == 4 else graph.constant(levels)
+def _quantized_matmul(graph: OnnxGraphBuilder, x: str, modules: tuple[Any, ...], rank: int) -> str:
+    quantizer = modules[0].input_quantizer
+    scale = graph.constant(np.float32(_to_numpy(quantizer.scale)[0]))
+    zero = graph.constant(np.uint8(round(float(quantizer.zero_point[0]))))
+    x_levels = graph.node("QuantizeLinear", x, scale, zero)
+    graph.quantized_activations.append((x_levels, rank))
+    rounded = graph.node("DequantizeLinear", x_levels, scale, zero)
+    levels = np.concatenate([_to_numpy(m.levels()) for m in modules]).T.astype(np.int8)
+    scales = np.concatenate([_to_numpy(m.weight_scale) for m in modules])
+    stored = graph.int4_constant(levels) if modules[0].bits == 4 else graph.constant(levels)
     zeros = graph.constant(np.zeros(len(scales), np.int8))
-    weight = graph.node("DequantizeLinear", kept, graph.constant(scales), zeros, axis=1)
+    weight = graph.node("DequantizeLinear", stored, graph.constant(scales), zeros, axis=1)
     return graph.node("MatMul", rounded, weight)
 
 
-def _head(graph: Graph, model: Any, x: str) -> str:
-    """The first token's state through the inner layer, its activation, and the logits' layer."""
-    kind = model.config.model_type
+def _classification_head(graph: OnnxGraphBuilder, model: Any, x: str) -> str:
+    """Logits: the first token's state through the dense layer, its activation and the output layer."""
+    model_type = model.config.model_type
     first = graph.node("Gather", x, graph.constant(np.int64(0)), axis=1)
-    inner = _linear(graph, first, model.get_submodule(encoders.inner_head(model)), rank=2)
-    active = graph.node("Relu" if kind == "distilbert" else "Tanh", inner)
-    return _linear(graph, active, model.get_submodule(encoders.OUTER_HEADS[kind]), rank=2)
+    dense = _linear_layers(graph, first, model.get_submodule(encoders.classifier_dense(model)), rank=2)
+    activated = graph.node("Relu" if model_type == "distilbert" else "Tanh", dense)
+    return _linear_layers(
+        graph, activated, model.get_submodule(encoders.CLASSIFIER_OUTPUT[model_type]), rank=2
+    )

@@ -1,10 +1,10 @@
-"""Layers that train as they will run: 4-bit weights, 8-bit activations, integers in the kernel.
+"""Quantization-aware layers: 4-bit weights, 8-bit activations, computed as onnxruntime will.
 
-Designed for onnxruntime's integer GEMM on a CPU: weights symmetric with a scale per output channel,
+Designed for onnxruntime's integer GEMM on a CPU: weights are symmetric with a scale per output channel,
 activations unsigned 8-bit with one static scale and zero point per tensor. Scales are learned (Esser et al.
-2020, LSQ); zero points are set once, from the first training samples. Not torchao's: its QAT knows no static
-activations per tensor, quantizes weights in groups, which integer GEMMs cannot take, and its converted layers
-are slower than fp32 on a CPU (torchao 0.18).
+2020, LSQ); zero points are set once, in a calibration on the first training samples. torchao is not used: its
+QAT has no static per-tensor activations, quantizes weights in groups, which integer GEMMs cannot take, and
+its converted layers are slower than fp32 on a CPU (torchao 0.18).
 
 Evaluation computes in whole numbers, as the kernel does: sums of up to 9,000 products of 4-bit and 8-bit
 numbers stay below 2^24 and are exact in fp32.
@@ -12,8 +12,7 @@ numbers stay below 2^24 and are exact in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,166 +20,178 @@ from torch.nn import functional as F
 
 from isobatch.models.base import CachedWeightTransform
 
-ACTIVATION_LEVELS = 255
-CLIPS = 24
-"""Clipping ranges tried for each weight channel and activation."""
-MOST_VALUES = 1 << 16
-"""Activations of one place looked at to choose its range."""
-LEAST_SCALE = 1e-8
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAX_ACTIVATION_LEVEL = 255
+CLIP_CANDIDATES = 24
+"""Clipping ranges tried for each weight channel and each activation."""
+MAX_VALUES_PER_CALL = 1 << 16
+"""Values that a quantizer keeps from one forward to choose its range."""
+MIN_SCALE = 1e-8
 
 
-def top(bits: int) -> int:
-    """Largest value of a symmetric integer: 7 of 4 bits, 127 of 8."""
+def max_level(bits: int) -> int:
+    """Largest level of a symmetric integer: 7 for 4 bits, 127 for 8."""
     return int(2 ** (bits - 1) - 1)
 
 
-class Quantizer(nn.Module):
-    """Activations as unsigned 8-bit numbers with a learned scale and a fixed zero point."""
+class ActivationQuantizer(nn.Module):
+    """Rounds activations to unsigned 8 bits with a learned scale and a fixed zero point."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("zero_point", torch.zeros(1))
         self.zero_point: Tensor
-        self.seen: list[Tensor] | None = None
-        """Values collected while ranges are being chosen."""
-        self.told: Tensor | None = None
-        """Levels 0..255 that another program chose for the next evaluation: taken in place of its own."""
-        self.doubt = 0.0
-        """How far beyond half a step any of them was from the value here."""
+        self.collected: list[Tensor] | None = None
+        """Values seen since the calibration began; None when there is none."""
+        self.given_levels: Tensor | None = None
+        """Levels 0..255 that onnxruntime computed for the next forward's input, taken in place of its own."""
+        self.max_rounding_excess = 0.0
+        """Most that such a level was off the value here, in levels, beyond the half of any rounding."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Training: x rounded. Evaluation: whole numbers, of which `scale` makes x."""
-        if self.seen is not None:
-            self.seen.append(_some(x.detach()))
+        """Training: x fake-quantized. Evaluation: whole numbers that make x when multiplied by `scale`."""
+        if self.collected is not None:
+            self.collected.append(_subsample(x.detach()))
             return x
         if self.training:
-            factor = 1.0 / (x.numel() * ACTIVATION_LEVELS) ** 0.5
-            return torch._fake_quantize_learnable_per_tensor_affine(
-                x.float(), self.scale, self.zero_point, 0, ACTIVATION_LEVELS, factor
+            gradient_scale = 1.0 / (x.numel() * MAX_ACTIVATION_LEVEL) ** 0.5
+            return torch._fake_quantize_learnable_per_tensor_affine(  # noqa: SLF001  torch has no public name
+                x.float(), self.scale, self.zero_point, 0, MAX_ACTIVATION_LEVEL, gradient_scale
             )
-        ratio = (x / self.scale).clamp(-self.zero_point, ACTIVATION_LEVELS - self.zero_point)
-        if self.told is None:
+        ratio = (x / self.scale).clamp(-self.zero_point, MAX_ACTIVATION_LEVEL - self.zero_point)
+        if self.given_levels is None:
             return torch.round(ratio)
-        levels = self.told - self.zero_point
-        off = float((levels - ratio).abs().max()) - 0.5
-        self.doubt = off if off != off else max(self.doubt, off)  # max() would lose not-a-number
+        levels = self.given_levels - self.zero_point
+        excess = float((levels - ratio).abs().max()) - 0.5
+        # max() would drop a NaN.
+        self.max_rounding_excess = excess if excess != excess else max(self.max_rounding_excess, excess)
         return levels
 
-    def choose(self) -> None:
-        """Take the range of least squared error over what was collected."""
-        assert self.seen is not None
-        values = torch.cat(self.seen)
-        self.seen = None
+    def choose_range(self) -> None:
+        """End the calibration: take the scale and zero point of least squared error over its values."""
+        assert self.collected is not None
+        values = torch.cat(self.collected)
+        self.collected = None
         low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
         best = (float("inf"), 1.0, 0.0)
-        for share in torch.linspace(1.0, 0.4, CLIPS).tolist():
-            scale = max((high - low) * share / ACTIVATION_LEVELS, LEAST_SCALE)
-            zero = round(-low * share / scale)
-            levels = torch.round(values / scale).add_(zero).clamp_(0, ACTIVATION_LEVELS).sub_(zero)
+        for shrink in torch.linspace(1.0, 0.4, CLIP_CANDIDATES).tolist():
+            scale = max((high - low) * shrink / MAX_ACTIVATION_LEVEL, MIN_SCALE)
+            zero = round(-low * shrink / scale)
+            levels = torch.round(values / scale).add_(zero).clamp_(0, MAX_ACTIVATION_LEVEL).sub_(zero)
             error = float((levels * scale - values).square().sum(dtype=torch.float64))
             best = min(best, (error, scale, float(zero)))
         self.scale.data.fill_(best[1])
         self.zero_point.fill_(best[2])
 
 
-def _some(x: Tensor) -> Tensor:
-    """At most MOST_VALUES of the elements, evenly spaced."""
+def _subsample(x: Tensor) -> Tensor:
+    """At most MAX_VALUES_PER_CALL of the elements, evenly spaced, as a copy."""
     flat = x.reshape(-1)
-    return flat[:: max(1, flat.numel() // MOST_VALUES)].clone()
+    return flat[:: max(1, flat.numel() // MAX_VALUES_PER_CALL)].clone()
 
 
 class QuantLinear(nn.Linear, CachedWeightTransform):
-    """A linear layer with few-bit weights, whose input goes through `reads`."""
+    """A linear layer with few-bit weights, whose input goes through `input_quantizer`.
+
+    The names `own` and (in the attention) `reads` are part of checkpoints.
+    """
 
     rounded: Tensor
-    """The weights rounded, as a function of weights and scales, while held."""
-    leaf: Tensor | None = None
-    """The same for micro-batches to compute with: their gradients gather in it."""
+    """While held: the fake-quantized weight, with the graph from weight and scale."""
+    weight_leaf: Tensor | None = None
+    """While held: the same without that graph; micro-batches compute with it and gather gradients in it."""
 
-    def __init__(self, linear: nn.Linear, bits: int, reads: Quantizer, own: bool) -> None:
+    def __init__(self, linear: nn.Linear, bits: int, input_quantizer: ActivationQuantizer, own: bool) -> None:
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.bits = bits
         self.weight_scale = nn.Parameter(channel_scales(self.weight.detach(), bits))
-        self.own = reads if own else None
-        # Shared by query, key and value: registered once, with the attention.
-        self._place = [reads]
+        self.own = input_quantizer if own else None
+        # In a list, so that it is no submodule: the attention registers the one that query, key, value share.
+        self._input_quantizer = [input_quantizer]
 
     @property
-    def reads(self) -> Quantizer:
-        """What rounds the input: its own, or the attention's."""
-        return self._place[0]
+    def input_quantizer(self) -> ActivationQuantizer:
+        """What rounds the input: the layer's own quantizer, or the one that it shares with its attention."""
+        return self._input_quantizer[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        reads = self.reads
+        input_quantizer = self.input_quantizer
         if self.own is not None:
-            x = reads(x)
-        if reads.seen is not None:
+            x = input_quantizer(x)
+        if input_quantizer.collected is not None:
             return F.linear(x, self.weight, self.bias)
         if self.training:
-            return F.linear(x, self._round() if self.leaf is None else self.leaf, self.bias)
-        with torch.autocast(x.device.type, enabled=False):  # half precision cannot count so far
-            return F.linear(x.float(), self.levels()) * (reads.scale * self.weight_scale) + self.bias
+            return F.linear(
+                x, self._fake_quantized_weight() if self.weight_leaf is None else self.weight_leaf, self.bias
+            )
+        with torch.autocast(x.device.type, enabled=False):  # 16-bit floats cannot hold these sums exactly
+            return (
+                F.linear(x.float(), self.levels()) * (input_quantizer.scale * self.weight_scale) + self.bias
+            )
 
-    def _round(self) -> Tensor:
-        rounded: Tensor = _Rounded.apply(self.weight, self.weight_scale, top(self.bits))
+    def _fake_quantized_weight(self) -> Tensor:
+        rounded: Tensor = FakeQuantizeWeight.apply(self.weight, self.weight_scale, max_level(self.bits))
         return rounded
 
     def hold(self) -> None:
-        self.rounded = self._round()
-        self.leaf = self.rounded.detach().requires_grad_()
+        self.rounded = self._fake_quantized_weight()
+        self.weight_leaf = self.rounded.detach().requires_grad_()
 
     def release(self, whole: bool) -> None:
-        rounded, leaf = self.rounded, self.leaf
-        del self.rounded, self.leaf
-        if whole and leaf is not None and leaf.grad is not None:
-            rounded.backward(leaf.grad)
+        rounded, weight_leaf = self.rounded, self.weight_leaf
+        del self.rounded, self.weight_leaf
+        if whole and weight_leaf is not None and weight_leaf.grad is not None:
+            rounded.backward(weight_leaf.grad)
 
     def levels(self) -> Tensor:
-        """(out, in) whole numbers, as floats."""
-        most = top(self.bits)
-        return torch.round(self.weight / self.weight_scale[:, None]).clamp_(-most, most)
+        """(out, in) levels of the weight: whole numbers, as floats."""
+        largest = max_level(self.bits)
+        return torch.round(self.weight / self.weight_scale[:, None]).clamp_(-largest, largest)
 
 
-class _Rounded(torch.autograd.Function):
-    """LSQ of a weight with a scale per row; half the time of torch's own kernel on a CPU.
+class FakeQuantizeWeight(torch.autograd.Function):
+    """Fake quantization of a weight with a learned scale per row (LSQ, Esser et al. 2020).
 
-    d/dw passes where w is inside the clip; d/ds = sum over the row of (levels - w/s inside, levels outside),
-    times 1/sqrt(columns * top) as in the paper.
+    Takes half the time of torch's own kernel on a CPU. d/dw passes where w is inside the clip; d/ds = sum
+    over the row of (levels - w/s inside, levels outside), times 1/sqrt(columns * largest level) as in the
+    paper.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, scale: Tensor, most: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, scale: Tensor, largest: int) -> Tensor:
         ratio = weight / scale[:, None]
-        levels = torch.round(ratio).clamp_(-most, most)
+        levels = torch.round(ratio).clamp_(-largest, largest)
         ctx.save_for_backward(ratio, levels)
-        ctx.most = most
+        ctx.largest = largest
         return levels * scale[:, None]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         ratio, levels = ctx.saved_tensors
-        inside = ratio.abs() <= ctx.most + 0.5
-        by_scale = torch.einsum("oi,oi->o", gradient, levels.sub_(ratio.mul_(inside)))
-        return gradient * inside, by_scale / (ratio.shape[1] * ctx.most) ** 0.5, None
+        in_range = ratio.abs() <= ctx.largest + 0.5
+        scale_gradient = torch.einsum("oi,oi->o", gradient, levels.sub_(ratio.mul_(in_range)))
+        return gradient * in_range, scale_gradient / (ratio.shape[1] * ctx.largest) ** 0.5, None
 
 
 def channel_scales(weight: Tensor, bits: int) -> Tensor:
-    """(out,) scales of least squared error, of some clips of each row's largest value."""
-    most = top(bits)
-    largest = weight.abs().amax(1).clamp_min(LEAST_SCALE)
-    best, error = largest / most, torch.full_like(largest, float("inf"))
-    for share in torch.linspace(1.0, 0.3, CLIPS).tolist():
-        scale = largest * share / most
-        rounded = torch.round(weight / scale[:, None]).clamp_(-most, most) * scale[:, None]
+    """(out,) scales of least squared error: several clips of each row's largest value are tried."""
+    largest = max_level(bits)
+    row_max = weight.abs().amax(1).clamp_min(MIN_SCALE)
+    best, error = row_max / largest, torch.full_like(row_max, float("inf"))
+    for shrink in torch.linspace(1.0, 0.3, CLIP_CANDIDATES).tolist():
+        scale = row_max * shrink / largest
+        rounded = torch.round(weight / scale[:, None]).clamp_(-largest, largest) * scale[:, None]
         found = (rounded - weight).square().sum(1)
         best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
     return best
 
 
 class QuantEmbedding(nn.Embedding):
-    """Rows of few-bit numbers, each with a scale; gradients pass through the rounding."""
+    """An embedding with few-bit rows, each with a scale; gradients pass straight through the rounding."""
 
     def __init__(self, embedding: nn.Embedding, bits: int) -> None:
         super().__init__(
@@ -190,94 +201,99 @@ class QuantEmbedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = super().forward(ids)
-        levels, scales = row_levels(rows.detach(), self.bits)
+        levels, scales = quantize_rows(rows.detach(), self.bits)
         rounded = levels * scales
         return rounded + (rows - rows.detach()) if self.training else rounded
 
 
-def row_levels(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(..., H) whole numbers as floats, and (..., 1) scales from each row's largest value."""
-    most = top(bits)
-    scales = rows.abs().amax(-1, keepdim=True).clamp_min(LEAST_SCALE) / most
-    return torch.round(rows / scales).clamp_(-most, most), scales
+def quantize_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(..., H) levels, whole numbers as floats, and (..., 1) scales from each row's largest value."""
+    largest = max_level(bits)
+    scales = rows.abs().amax(-1, keepdim=True).clamp_min(MIN_SCALE) / largest
+    return torch.round(rows / scales).clamp_(-largest, largest), scales
 
 
-def quantizers(model: nn.Module) -> Iterable[tuple[str, Quantizer]]:
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, Quantizer))
+def named_quantizers(model: nn.Module) -> Iterable[tuple[str, ActivationQuantizer]]:
+    """(name, quantizer) of all activations that the model rounds."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, ActivationQuantizer))
 
 
-def quantize(model: Any, bits: int, embedding_bits: int) -> None:
-    """Replace the encoder's linear layers, the head's inner one and the embeddings, in place.
+def quantize_model(model: Any, bits: int, embedding_bits: int) -> None:
+    """Replace a classifier's linear layers and embeddings by quantized ones, in place.
 
-    The layer before the logits stays in fp32: it is tiny, and its output is the answer.
+    The layer that makes the logits stays in fp32: it is tiny, and its output is the answer. Embeddings other
+    than words' have 8 bits; 32 `embedding_bits` leave all of them in fp32.
     """
     from isobatch.models.encoder import encoders
 
     for layer in encoders.layers(model):
-        if layer.query.out_features:  # where all heads went, a bias is all that is left
+        if layer.query.out_features:  # without heads only the output's bias is left
             _quantize_attention(layer, bits)
         for part in ("up", "down"):
-            layer.put(part, QuantLinear(getattr(layer, part), bits, Quantizer(), own=True))
-    inner = encoders.inner_head(model)
-    model.set_submodule(inner, QuantLinear(model.get_submodule(inner), 8, Quantizer(), own=True))
+            layer.replace(part, QuantLinear(getattr(layer, part), bits, ActivationQuantizer(), own=True))
+    dense = encoders.classifier_dense(model)
+    model.set_submodule(dense, QuantLinear(model.get_submodule(dense), 8, ActivationQuantizer(), own=True))
     if embedding_bits < 32:
         for name, module in list(model.named_modules()):
             if type(module) is nn.Embedding:
-                few = embedding_bits if "word" in name else 8
-                model.set_submodule(name, QuantEmbedding(module, few))
+                bits_here = embedding_bits if "word" in name else 8
+                model.set_submodule(name, QuantEmbedding(module, bits_here))
 
 
 def _quantize_attention(layer: Any, bits: int) -> None:
-    shared = Quantizer()
+    shared = ActivationQuantizer()
     layer.attention.register_module("reads", shared)
-    layer.attention.register_forward_pre_hook(_read_first, with_kwargs=True)
+    layer.attention.register_forward_pre_hook(_quantize_input_once, with_kwargs=True)
     for part in ("query", "key", "value"):
-        layer.put(part, QuantLinear(getattr(layer, part), bits, shared, own=False))
-    layer.put("output", QuantLinear(layer.output, bits, Quantizer(), own=True))
+        layer.replace(part, QuantLinear(getattr(layer, part), bits, shared, own=False))
+    layer.replace("output", QuantLinear(layer.output, bits, ActivationQuantizer(), own=True))
 
 
-def _read_first(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-    """The states that query, key and value read, rounded once for the three."""
-    if given:
-        return (module.reads(given[0]), *given[1:]), named
-    return given, {**named, "hidden_states": module.reads(named["hidden_states"])}
+def _quantize_input_once(
+    module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Forward pre-hook: round the states that query, key and value read once for all three."""
+    if arguments:
+        return (module.reads(arguments[0]), *arguments[1:]), keywords
+    return arguments, {**keywords, "hidden_states": module.reads(keywords["hidden_states"])}
 
 
 def is_quantized(model: nn.Module) -> bool:
-    return any(True for _ in quantizers(model))
+    """Whether the model has quantized layers."""
+    return any(True for _ in named_quantizers(model))
 
 
-def collecting(model: nn.Module) -> None:
-    """From now on forwards are in fp32, and quantizers remember what they see."""
-    for _, quantizer in quantizers(model):
-        quantizer.seen = []
+def start_calibration(model: nn.Module) -> None:
+    """From now on forwards compute in fp32 and the quantizers collect what they see."""
+    for _, quantizer in named_quantizers(model):
+        quantizer.collected = []
 
 
-def choose_ranges(model: nn.Module) -> None:
-    """End of collecting."""
-    for _, quantizer in quantizers(model):
-        quantizer.choose()
+def finish_calibration(model: nn.Module) -> None:
+    """Choose the quantizers' ranges from what they collected; from now on forwards are quantized."""
+    for _, quantizer in named_quantizers(model):
+        quantizer.choose_range()
 
 
-def rounded_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of an ordinary model of this shape whose weights are the rounded ones."""
+def dequantized_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of an unquantized model of this shape, with the rounded weights in fp32."""
     quantized = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)}
     found: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
-        owner, _, last = name.rpartition(".")
-        module = quantized.get(owner)
-        if last in ("weight_scale", "scale", "zero_point"):
+        module_name, _, kind = name.rpartition(".")
+        module = quantized.get(module_name)
+        if kind in ("weight_scale", "scale", "zero_point"):
             continue
-        if last == "weight" and isinstance(module, QuantLinear):
+        if kind == "weight" and isinstance(module, QuantLinear):
             value = module.levels() * module.weight_scale[:, None]
-        elif last == "weight" and isinstance(module, QuantEmbedding):
-            levels, scales = row_levels(module.weight, module.bits)
+        elif kind == "weight" and isinstance(module, QuantEmbedding):
+            levels, scales = quantize_rows(module.weight, module.bits)
             value = levels * scales
         found[name] = value.detach().contiguous()
     return found
 
 
-def extra_state(model: nn.Module) -> dict[str, Tensor]:
-    """Scales and zero points."""
+def quantizer_state(model: nn.Module) -> dict[str, Tensor]:
+    """Scales and zero points by name."""
     names = ("weight_scale", "scale", "zero_point")
     return {k: v for k, v in model.state_dict().items() if k.rpartition(".")[2] in names}

@@ -1,89 +1,92 @@
-"""Masks on heads and neurons, and cutting them out for good."""
+"""Masking attention heads and neurons, and removing the masked ones from the weights."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from isobatch.models.encoder.encoders import Layer
-from isobatch.models.encoder.importance import Kept
+from isobatch.models.encoder.importance import KeepMasks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from isobatch.models.encoder.encoders import EncoderLayer
+
 MASK, IMPORTANCE = "mask", "importance"
-Cuts = dict[str, list[tuple[int, "Tensor"]]]
-"""Parameter -> (dimension, indices that stay)."""
+KeptIndices = dict[str, list[tuple[int, "Tensor"]]]
+"""Parameter name -> (dimension, indices that stay) for each parameter that was shrunk."""
 
 
-def mask(linear: nn.Module, keep_K: Tensor) -> None:
-    """Multiply a linear layer's input by 0 where `keep_K` is False, from now on."""
+def mask_inputs(linear: nn.Module, keep_K: Tensor) -> None:
+    """From now on multiply a linear layer's (K,) inputs by 0 where `keep_K` is False."""
     linear.register_buffer(MASK, keep_K.to(linear.weight))  # type: ignore[arg-type]
-    if not linear._forward_pre_hooks:
-        linear.register_forward_pre_hook(_apply)
+    if not linear._forward_pre_hooks:  # noqa: SLF001  torch has no public way to ask
+        linear.register_forward_pre_hook(_apply_mask)
 
 
-def _apply(linear: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    return None if linear.mask is None else (given[0] * linear.mask, *given[1:])
+def _apply_mask(linear: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    return None if linear.mask is None else (arguments[0] * linear.mask, *arguments[1:])
 
 
-def masked(linear: Any) -> Tensor:
-    """(K,) bool: the inputs that count."""
+def input_mask(linear: Any) -> Tensor:
+    """(K,) bool: the inputs of a linear layer that are not masked."""
     import torch
 
     found = getattr(linear, MASK, None)
     return torch.ones(linear.in_features, dtype=torch.bool) if found is None else found.bool().cpu()
 
 
-def kept(layers: list[Layer], head: int) -> Kept:
-    """What the masks leave."""
-    return Kept(
-        [masked(layer.output).view(-1, head)[:, 0] for layer in layers],
-        [masked(layer.down) for layer in layers],
+def current_masks(layers: list[EncoderLayer], head: int) -> KeepMasks:
+    """The masks of these layers. `head`: size of an attention head."""
+    return KeepMasks(
+        [input_mask(layer.output).view(-1, head)[:, 0] for layer in layers],
+        [input_mask(layer.down) for layer in layers],
     )
 
 
-def put_masks(layers: list[Layer], keep: Kept, head: int) -> None:
-    """Mask what does not stay; a layer of which all stays has no mask."""
+def set_masks(layers: list[EncoderLayer], keep: KeepMasks, head: int) -> None:
+    """Mask what does not stay; a layer of which everything stays gets no mask. `head`: size of a head."""
     for layer, heads, neurons in zip(layers, keep.heads, keep.neurons, strict=True):
         for linear, columns in ((layer.output, heads.repeat_interleave(head)), (layer.down, neurons)):
             if not bool(columns.all()):
-                mask(linear, columns)
+                mask_inputs(linear, columns)
 
 
-def cut(layers: list[Layer]) -> Cuts:
-    """Take out of the model all that is masked; returns what stays of each parameter that was cut."""
-    cuts: Cuts = {}
+def remove_masked(layers: list[EncoderLayer]) -> KeptIndices:
+    """Remove everything masked from the weights, in place; returns what stays of each parameter."""
+    kept_indices: KeptIndices = {}
     for layer in layers:
-        _cut_between(layer, ("query", "key", "value"), "output", cuts)
-        _cut_between(layer, ("up",), "down", cuts)
-    return cuts
+        _remove_between(layer, ("query", "key", "value"), "output", kept_indices)
+        _remove_between(layer, ("up",), "down", kept_indices)
+    return kept_indices
 
 
-def _cut_between(layer: Layer, makers: tuple[str, ...], reader: str, cuts: Cuts) -> None:
-    """Remove the masked inputs of one linear layer, and what makes them in those before it."""
-    linear = getattr(layer, reader)
-    stays = masked(linear)
-    if bool(stays.all()):
+def _remove_between(
+    layer: EncoderLayer, producers: tuple[str, ...], consumer: str, kept_indices: KeptIndices
+) -> None:
+    """Remove a linear layer's masked inputs, and the outputs of the layers before it that produce them."""
+    linear = getattr(layer, consumer)
+    keep = input_mask(linear)
+    if bool(keep.all()):
         return
-    indices = stays.nonzero().flatten()
-    for maker in makers:
-        keep_rows(getattr(layer, maker), indices)
-        cuts[f"{layer.name(maker)}.weight"] = [(0, indices)]
-        cuts[f"{layer.name(maker)}.bias"] = [(0, indices)]
-    keep_columns(linear, indices)
-    cuts[f"{layer.name(reader)}.weight"] = [(1, indices)]
+    indices = keep.nonzero().flatten()
+    for producer in producers:
+        keep_outputs(getattr(layer, producer), indices)
+        kept_indices[f"{layer.name(producer)}.weight"] = [(0, indices)]
+        kept_indices[f"{layer.name(producer)}.bias"] = [(0, indices)]
+    keep_inputs(linear, indices)
+    kept_indices[f"{layer.name(consumer)}.weight"] = [(1, indices)]
 
 
-def keep_rows(linear: Any, indices: Tensor) -> None:
-    """Outputs that stay."""
-    linear.weight = _part(linear.weight, 0, indices)
-    linear.bias = _part(linear.bias, 0, indices)
+def keep_outputs(linear: Any, indices: Tensor) -> None:
+    """Shrink a linear layer to these outputs, in place."""
+    linear.weight = _select(linear.weight, 0, indices)
+    linear.bias = _select(linear.bias, 0, indices)
     linear.out_features = len(indices)
 
 
-def keep_columns(linear: Any, indices: Tensor) -> None:
-    """Inputs that stay. Buffers that go with them are cut alike; a mask is used up."""
-    linear.weight = _part(linear.weight, 1, indices)
+def keep_inputs(linear: Any, indices: Tensor) -> None:
+    """Shrink a linear layer to these inputs, in place, with its importance buffer; its mask is dropped."""
+    linear.weight = _select(linear.weight, 1, indices)
     linear.in_features = len(indices)
     if getattr(linear, MASK, None) is not None:
         linear.register_buffer(MASK, None)
@@ -91,7 +94,7 @@ def keep_columns(linear: Any, indices: Tensor) -> None:
         linear.register_buffer(IMPORTANCE, linear.importance[indices.to(linear.importance.device)])
 
 
-def _part(parameter: Any, dimension: int, indices: Tensor) -> Any:
+def _select(parameter: Any, dimension: int, indices: Tensor) -> Any:
     from torch import nn
 
     values = parameter.detach().index_select(dimension, indices.to(parameter.device)).contiguous()

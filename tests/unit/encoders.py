@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isobatch.models.encoder.importance import KeepMasks
+
 HEAD, HEADS, NEURONS, LAYERS = 16, 4, 128, 3
 VOCABULARY = 1000
 FAMILIES = ("bert", "roberta", "distilbert")
@@ -50,3 +52,15 @@ def given(rows: int = 6, width: int = 19) -> dict[str, np.ndarray]:
 def logits(model: Any, inputs: dict[str, np.ndarray] | None = None) -> Tensor:
     found: Tensor = model(**{k: torch.from_numpy(v) for k, v in (inputs or given()).items()}).logits
     return found
+
+
+def some_masks() -> KeepMasks:
+    """Two heads of the first layer, none of the second, all of the third; 64, 96 and 128 neurons."""
+    draw = torch.Generator().manual_seed(1)
+    heads = [torch.tensor([True, False, False, True]), torch.zeros(HEADS).bool(), torch.ones(HEADS).bool()]
+    neurons = []
+    for count in (64, 96, NEURONS):
+        keep = torch.zeros(NEURONS, dtype=torch.bool)
+        keep[torch.randperm(NEURONS, generator=draw)[:count]] = True
+        neurons.append(keep)
+    return KeepMasks(heads, neurons)

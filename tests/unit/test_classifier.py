@@ -14,7 +14,7 @@ from isobatch.core.errors import UserError
 from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.models.base import Rows, StepContext, Sum
 from isobatch.models.classification.task import Classifier
-from isobatch.models.encoder.evaluation import interval
+from isobatch.models.encoder.evaluation import wilson_interval
 
 VOCABULARY = 300
 
@@ -80,8 +80,8 @@ def test_evaluate_has_a_row_per_sample(model: Any) -> None:
 )
 def test_the_interval_is_wilsons(right: int, count: int, low: float, high: float) -> None:
     """Against the roots of (p - share)^2 = z^2 p (1 - p) / n, which define it."""
-    assert interval(right, count) == pytest.approx([low, high], abs=1e-4)
-    for p in interval(right, count):
+    assert wilson_interval(right, count) == pytest.approx([low, high], abs=1e-4)
+    for p in wilson_interval(right, count):
         assert (p - right / count) ** 2 == pytest.approx(1.959964**2 * p * (1 - p) / count, abs=1e-8)
 
 

@@ -8,54 +8,56 @@ import pytest
 import torch
 
 from isobatch.models.encoder import encoders, importance
-from isobatch.models.encoder.encoders import Sizes
-from isobatch.models.encoder.importance import Budget, Kept, Scores
+from isobatch.models.encoder.encoders import EncoderSizes
+from isobatch.models.encoder.importance import ImportanceScores, KeepMasks, PruningBudget
 from isobatch.tests.unit.encoders import HEAD, classifier, given
 
-SIZES = Sizes(layers=6, hidden=768, heads=12, neurons=3072)
+SIZES = EncoderSizes(layers=6, hidden=768, heads=12, neurons=3072)
 
 
-def everything(sizes: Sizes = SIZES) -> Kept:
+def everything(sizes: EncoderSizes = SIZES) -> KeepMasks:
     heads = [torch.ones(sizes.heads, dtype=torch.bool) for _ in range(sizes.layers)]
-    return Kept(heads, [torch.ones(sizes.neurons, dtype=torch.bool) for _ in range(sizes.layers)])
+    return KeepMasks(heads, [torch.ones(sizes.neurons, dtype=torch.bool) for _ in range(sizes.layers)])
 
 
-def scores(seed: int = 0, sizes: Sizes = SIZES) -> Scores:
+def scores(seed: int = 0, sizes: EncoderSizes = SIZES) -> ImportanceScores:
     draw = torch.Generator().manual_seed(seed)
     heads = [torch.rand(sizes.heads, generator=draw) * 128 for _ in range(sizes.layers)]
-    return Scores(heads, [torch.rand(sizes.neurons, generator=draw) for _ in range(sizes.layers)])
+    return ImportanceScores(heads, [torch.rand(sizes.neurons, generator=draw) for _ in range(sizes.layers)])
 
 
 @pytest.mark.parametrize("sparsity", [0.05, 0.2, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize("granularity", ["both", "heads", "neurons"])
 def test_the_sparsity_asked_for_is_reached_and_hardly_exceeded(sparsity: float, granularity: str) -> None:
-    budget = Budget(SIZES, 32, granularity)  # type: ignore[arg-type]
-    if sparsity > budget.most:
+    budget = PruningBudget(SIZES, 32, granularity)  # type: ignore[arg-type]
+    if sparsity > budget.max_sparsity:
         pytest.skip("cannot be had")
-    kept = importance.choose(scores(), everything(), budget, sparsity)
+    kept = importance.choose_kept(scores(), everything(), budget, sparsity)
     found = budget.sparsity(*(sum(int(k.sum()) for k in part) for part in kept))
-    dearest = max(SIZES.head_weights, 32 * SIZES.neuron_weights) / budget.weights
+    dearest = max(SIZES.weights_per_head, 32 * SIZES.weights_per_neuron) / budget.prunable_weights
     assert sparsity <= found + 1e-9 <= sparsity + dearest
 
 
 def test_neurons_stay_in_multiples_and_every_layer_keeps_some() -> None:
-    kept = importance.choose(scores(), everything(), Budget(SIZES, 32, "both"), 0.9)
+    kept = importance.choose_kept(scores(), everything(), PruningBudget(SIZES, 32, "both"), 0.9)
     assert all(int(k.sum()) % 32 == 0 and int(k.sum()) >= 32 for k in kept.neurons)
 
 
 def test_what_is_gone_stays_gone() -> None:
-    budget, kept = Budget(SIZES, 32, "both"), everything()
+    budget, kept = PruningBudget(SIZES, 32, "both"), everything()
     for step, sparsity in enumerate((0.1, 0.2, 0.3, 0.5)):
-        before, kept = kept, importance.choose(scores(step), kept, budget, sparsity)
+        before, kept = kept, importance.choose_kept(scores(step), kept, budget, sparsity)
         for old, new in zip((*before.heads, *before.neurons), (*kept.heads, *kept.neurons), strict=True):
             assert not (new & ~old).any()
 
 
 def test_the_least_score_per_weight_goes_first() -> None:
-    sizes = Sizes(layers=1, hidden=64, heads=4, neurons=128)
+    sizes = EncoderSizes(layers=1, hidden=64, heads=4, neurons=128)
     # A head has 4 * 64 * 16 = 4096 weights, a block of 32 neurons 2 * 64 * 32 = 4096 as well.
-    found = Scores([torch.tensor([5.0, 1.0, 9.0, 3.0])], [torch.arange(128.0).div(32).floor()])
-    kept = importance.choose(found, everything(sizes), Budget(sizes, 32, "both"), 3 * 4096 / sizes.weights)
+    found = ImportanceScores([torch.tensor([5.0, 1.0, 9.0, 3.0])], [torch.arange(128.0).div(32).floor()])
+    kept = importance.choose_kept(
+        found, everything(sizes), PruningBudget(sizes, 32, "both"), 3 * 4096 / sizes.weights
+    )
     # Blocks of neurons score 0, 32, 64 (the best block stays), heads 5, 1, 9, 3: the three least are 0, 1, 3.
     assert kept.heads[0].tolist() == [True, False, True, False]
     assert kept.neurons[0].tolist() == [False] * 32 + [True] * 96
@@ -63,17 +65,17 @@ def test_the_least_score_per_weight_goes_first() -> None:
 
 def test_ranking_a_whole_model_takes_no_time() -> None:
     """72 heads and 18,432 neurons: an event every 40 steps must not be seen in the training time."""
-    budget, found, kept = Budget(SIZES, 32, "both"), scores(), everything()
-    importance.choose(found, kept, budget, 0.3)
+    budget, found, kept = PruningBudget(SIZES, 32, "both"), scores(), everything()
+    importance.choose_kept(found, kept, budget, 0.3)
     began = time.process_time()
-    importance.choose(found, kept, budget, 0.3)
+    importance.choose_kept(found, kept, budget, 0.3)
     assert time.process_time() - began < 0.5
 
 
 def test_l2_is_the_sum_of_squares_of_all_weights_of_a_group() -> None:
     model = classifier("bert")
     layer = encoders.layers(model)[1]
-    found = importance.l2(encoders.layers(model), HEAD)
+    found = importance.l2_scores(encoders.layers(model), HEAD)
     rows = slice(2 * HEAD, 3 * HEAD)
     parts = [x.weight[rows] for x in (layer.query, layer.key, layer.value)] + [layer.output.weight[:, rows]]
     torch.testing.assert_close(found.heads[1][2], sum(p.square().sum() for p in parts))
@@ -96,7 +98,7 @@ def test_gate_gradients_are_the_loss_derivative_by_a_gate() -> None:
 
 def test_criteria_count_alike_whatever_their_units() -> None:
     one, other = scores(1), scores(2)
-    big = Scores([h * 1e6 for h in other.heads], [n * 1e6 for n in other.neurons])
-    first, second = importance.added(one, other), importance.added(one, big)
+    big = ImportanceScores([h * 1e6 for h in other.heads], [n * 1e6 for n in other.neurons])
+    first, second = importance.sum_of_shares(one, other), importance.sum_of_shares(one, big)
     for a, b in zip((*first.heads, *first.neurons), (*second.heads, *second.neurons), strict=True):
         torch.testing.assert_close(a, b)

@@ -23,20 +23,19 @@ from isobatch.models.encoder import (
     quantization,
     weight_surgery,
 )
-from isobatch.tests.unit.encoders import FAMILIES, HEAD, classifier, given, logits
-from isobatch.tests.unit.test_surgery import some
+from isobatch.tests.unit.encoders import FAMILIES, HEAD, classifier, given, logits, some_masks
 
 
 def quantized(family: str = "bert", bits: int = 4, embedding_bits: int = 8, cut: bool = False) -> Any:
     model = classifier(family)
     if cut:
-        weight_surgery.put_masks(encoders.layers(model), some(), HEAD)
-        weight_surgery.cut(encoders.layers(model))
-    quantization.quantize(model, bits, embedding_bits)
-    quantization.collecting(model)
+        weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
+        weight_surgery.remove_masked(encoders.layers(model))
+    quantization.quantize_model(model, bits, embedding_bits)
+    quantization.start_calibration(model)
     with torch.no_grad():
         logits(model)
-    quantization.choose_ranges(model)
+    quantization.finish_calibration(model)
     return model.eval()
 
 
@@ -66,7 +65,7 @@ def test_learned_step_sizes_get_the_gradient_of_torchs_own_kernel() -> None:
     scale = torch.full((8,), 0.2)
     found = []
     for compute in (
-        lambda w, s: quantization._Rounded.apply(w, s, 7),
+        lambda w, s: quantization.FakeQuantizeWeight.apply(w, s, 7),
         lambda w, s: torch._fake_quantize_learnable_per_channel_affine(
             w, s, torch.zeros(8), 0, -7, 7, 1 / (32 * 7) ** 0.5
         ),
@@ -117,7 +116,7 @@ def test_scales_are_those_of_least_squared_error() -> None:
 def test_onnxruntime_computes_what_was_trained(family: str, embedding_bits: int, tmp_path: Path) -> None:
     model = quantized(family, embedding_bits=embedding_bits, cut=True)
     file = tmp_path / "m.onnx"
-    onnx_graph.write(model, file, pairs=False)
+    onnx_graph.write_onnx(model, file, pairs=False)
     batch = batch_of(given())
     found = export.check_int4(model, file, False, lambda: [batch])
     assert found["max_logit_difference"] < 1e-5
@@ -127,7 +126,7 @@ def test_onnxruntime_computes_what_was_trained(family: str, embedding_bits: int,
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_fp32_graph_computes_the_model(family: str, tmp_path: Path) -> None:
     model = classifier(family)
-    onnx_graph.write(model, tmp_path / "m.onnx", pairs=False)
+    onnx_graph.write_onnx(model, tmp_path / "m.onnx", pairs=False)
     found = evaluation.onnx_runner(tmp_path / "m.onnx")(given())
     assert np.abs(found - logits(model).detach().numpy()).max() < 1e-5
 
@@ -135,7 +134,7 @@ def test_the_fp32_graph_computes_the_model(family: str, tmp_path: Path) -> None:
 def test_pairs_have_token_types_in_the_graph(tmp_path: Path) -> None:
     model = classifier("bert")
     inputs = given() | {"token_type_ids": (np.arange(19) > 9).astype(np.int64)[None].repeat(6, 0)}
-    onnx_graph.write(model, tmp_path / "m.onnx", pairs=True)
+    onnx_graph.write_onnx(model, tmp_path / "m.onnx", pairs=True)
     found = evaluation.onnx_runner(tmp_path / "m.onnx")(inputs)
     assert np.abs(found - logits(model, inputs).detach().numpy()).max() < 1e-5
     assert np.abs(found - logits(model).detach().numpy()).max() > 1e-3
@@ -145,7 +144,7 @@ def test_the_graph_that_runs_has_integer_kernels(tmp_path: Path) -> None:
     """onnxruntime folds the Casts from 4 bits and fuses the rest: behaviour that no contract promises."""
     import onnx
 
-    onnx_graph.write(quantized(embedding_bits=4), tmp_path / "m.onnx", pairs=False)
+    onnx_graph.write_onnx(quantized(embedding_bits=4), tmp_path / "m.onnx", pairs=False)
     evaluation.onnx_session(tmp_path / "m.onnx", 1, tmp_path / "optimized.onnx")
     stored = Counter(t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer)
     running = Counter(n.op_type for n in onnx.load(tmp_path / "optimized.onnx").graph.node)
@@ -159,7 +158,7 @@ def test_the_graph_that_runs_has_integer_kernels(tmp_path: Path) -> None:
 
 
 def test_an_answer_does_not_depend_on_its_batch_mates(tmp_path: Path) -> None:
-    onnx_graph.write(quantized(), tmp_path / "m.onnx", pairs=False)
+    onnx_graph.write_onnx(quantized(), tmp_path / "m.onnx", pairs=False)
     run = evaluation.onnx_runner(tmp_path / "m.onnx", threads=1)
     together = run(given())
     alone = np.concatenate([run({k: v[i : i + 1] for k, v in given().items()}) for i in range(6)])
@@ -180,31 +179,31 @@ def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
     model, other = quantized(), quantized()
     with torch.no_grad():
         encoders.layers(other)[1].up.weight_scale.mul_(1.05)
-    onnx_graph.write(other, tmp_path / "m.onnx", pairs=False)
+    onnx_graph.write_onnx(other, tmp_path / "m.onnx", pairs=False)
     with pytest.raises(ExportError, match="differ|level"):
         export.check_int4(model, tmp_path / "m.onnx", False, lambda: [batch_of(given())])
 
 
 def test_what_is_not_a_number_is_no_agreement() -> None:
-    nothing = evaluation.Answers(np.full((2, 2), np.nan), np.zeros(2, np.int64))
+    nothing = evaluation.Predictions(np.full((2, 2), np.nan), np.zeros(2, np.int64))
     with pytest.raises(ExportError, match="nan"):
-        export.check("onnx", nothing, nothing)
+        export.check_agreement("onnx", nothing, nothing)
 
 
 def test_a_changed_answer_is_named_by_its_sample() -> None:
     labels = np.zeros(3, np.int64)
-    mine = evaluation.Answers(np.array([[1.0, 0], [1.0, 0], [0.6, 0.5]]), labels)
-    changed = evaluation.Answers(np.array([[1.0, 0], [1.0, 0], [0.5, 0.6]]), labels)
+    mine = evaluation.Predictions(np.array([[1.0, 0], [1.0, 0], [0.6, 0.5]]), labels)
+    changed = evaluation.Predictions(np.array([[1.0, 0], [1.0, 0], [0.5, 0.6]]), labels)
     with pytest.raises(ExportError, match="sample 2"):
-        export.check("onnx", mine, changed)
+        export.check_agreement("onnx", mine, changed)
 
 
 def test_the_exported_folder_gives_the_trained_model_back(tmp_path: Path, tiny_facts: Any) -> None:
     model = quantized(cut=True, embedding_bits=4)
     form = {"bits": "4", "embedding_bits": "4"}
-    saving.save(model, tiny_facts, tmp_path, quantization.rounded_state(model))
-    encoders.describe_sizes(model, tmp_path)
-    extra = {k: v.contiguous() for k, v in quantization.extra_state(model).items()}
+    saving.save(model, tiny_facts, tmp_path, quantization.dequantized_state(model))
+    encoders.write_layer_sizes(model, tmp_path)
+    extra = {k: v.contiguous() for k, v in quantization.quantizer_state(model).items()}
     from safetensors.torch import save_file
 
     save_file(extra, tmp_path / qat.QUANTIZERS_FILE, metadata=form)
@@ -228,7 +227,7 @@ assert "torch" not in sys.modules
 
 def test_the_file_runs_where_there_is_no_torch(tmp_path: Path) -> None:
     model = quantized()
-    onnx_graph.write(model, tmp_path / "m.onnx", pairs=False)
+    onnx_graph.write_onnx(model, tmp_path / "m.onnx", pairs=False)
     np.savez(tmp_path / "given.npz", **given())  # type: ignore[arg-type]
     names = ("m.onnx", "given.npz", "logits.npy")
     words = [sys.executable, "-c", RUN, *(str(tmp_path / n) for n in names)]

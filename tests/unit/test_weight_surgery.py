@@ -16,29 +16,16 @@ from isobatch.engine.training.active_phase import cut_moments
 from isobatch.models import saving
 from isobatch.models.compression import pruning
 from isobatch.models.encoder import encoders, export, weight_surgery
-from isobatch.models.encoder.importance import Kept
-from isobatch.tests.unit.encoders import FAMILIES, HEAD, HEADS, NEURONS, classifier, given, logits
-
-
-def some() -> Kept:
-    """Two heads of the first layer, none of the second, all of the third; 64, 96 and 128 neurons."""
-    draw = torch.Generator().manual_seed(1)
-    heads = [torch.tensor([True, False, False, True]), torch.zeros(HEADS).bool(), torch.ones(HEADS).bool()]
-    neurons = []
-    for count in (64, 96, NEURONS):
-        keep = torch.zeros(NEURONS, dtype=torch.bool)
-        keep[torch.randperm(NEURONS, generator=draw)[:count]] = True
-        neurons.append(keep)
-    return Kept(heads, neurons)
+from isobatch.tests.unit.encoders import FAMILIES, HEAD, NEURONS, classifier, given, logits, some_masks
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_before_and_after_a_cut_agree(family: str) -> None:
     model = classifier(family)
     whole = logits(model)
-    weight_surgery.put_masks(encoders.layers(model), some(), HEAD)
+    weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
     masked = logits(model)
-    weight_surgery.cut(encoders.layers(model))
+    weight_surgery.remove_masked(encoders.layers(model))
     assert (masked - whole).abs().max() > 1e-2
     assert (logits(model) - masked).abs().max() < 1e-5
     assert encoders.heads_and_neurons(model) == [(2, 64), (0, 96), (4, 128)]
@@ -54,14 +41,14 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> None:
 def test_moments_are_cut_along() -> None:
     """Two steps masked, a cut with its moments: the third step is that of a model that stayed masked."""
     model = classifier("bert")
-    weight_surgery.put_masks(encoders.layers(model), some(), HEAD)
+    weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     steps(model, optimizer, 2)
     stays = copy.deepcopy(model)
     again = torch.optim.AdamW(stays.parameters(), lr=1e-3, weight_decay=0.0)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     moments = {name: dict(optimizer.state.get(p, {})) for name, p in model.named_parameters()}
-    cuts = weight_surgery.cut(encoders.layers(model))
+    cuts = weight_surgery.remove_masked(encoders.layers(model))
     fresh = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     for name, p in model.named_parameters():
         fresh.state[p] = dict(cut_moments(moments, cuts)[name])
@@ -76,10 +63,10 @@ def test_moments_are_cut_along() -> None:
 
 def test_a_fresh_model_takes_the_saved_shapes_masks_and_means() -> None:
     model = classifier("bert")
-    weight_surgery.put_masks(encoders.layers(model), some(), HEAD)
+    weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
     first = encoders.layers(model)[2]
-    weight_surgery.mask(first.down, torch.arange(NEURONS) >= 32)
-    weight_surgery.cut(encoders.layers(model)[:2])
+    weight_surgery.mask_inputs(first.down, torch.arange(NEURONS) >= 32)
+    weight_surgery.remove_masked(encoders.layers(model)[:2])
     first.down.register_buffer(weight_surgery.IMPORTANCE, torch.rand(NEURONS))
     state = model.state_dict()
     fresh = classifier("bert")
@@ -90,10 +77,10 @@ def test_a_fresh_model_takes_the_saved_shapes_masks_and_means() -> None:
 
 def saved(family: str, facts: Any, folder: Path) -> Any:
     model = classifier(family)
-    weight_surgery.put_masks(encoders.layers(model), some(), HEAD)
-    weight_surgery.cut(encoders.layers(model))
+    weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
+    weight_surgery.remove_masked(encoders.layers(model))
     saving.save(model, facts, folder)
-    encoders.describe_sizes(model, folder)
+    encoders.write_layer_sizes(model, folder)
     return model
 
 
@@ -144,7 +131,7 @@ def test_a_pruned_model_opens_again_everywhere_or_fails_loudly(
     assert opened_elsewhere(folder, tmp_path, remote=True).returncode == 0
     assert np.abs(np.load(tmp_path / "given.npz.logits.npy") - wanted).max() < 1e-6
     assert opened_elsewhere(folder, tmp_path, remote=False).returncode != 0
-    export.as_dense(encoders.open_classifier(str(folder)), folder, padded)
+    export.export_dense(encoders.open_classifier(str(folder)), folder, padded)
     assert "per_layer_config" not in json.loads((padded / "config.json").read_text())
     assert opened_elsewhere(padded, tmp_path, remote=False).returncode == 0
     assert np.abs(np.load(tmp_path / "given.npz.logits.npy") - wanted).max() < 1e-5
