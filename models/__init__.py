@@ -1,1 +1,1 @@
-"""One file per workload. Knows torch, never the engine."""
+"""The workloads: a model, a loss and an evaluation each. They import torch, never the engine."""

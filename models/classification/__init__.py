@@ -1,1 +1,1 @@
-"""The workload classifier, and learning from a teacher."""
+"""The workload classifier, and knowledge distillation."""

@@ -1,22 +1,28 @@
-"""Learning from a teacher: a finished classifier whose answers to the training samples are kept on disk."""
+"""Knowledge distillation: a classifier that learns from a finished classifier beside the labels.
+
+The teacher's outputs for the training samples are computed once and kept on disk.
+
+Letters: B samples, C classes, L layers of the student, M layers of the teacher, H hidden width.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
-from isobatch.core.number_ranges import Share, Temperature
+from isobatch.core.number_ranges import Share, Temperature  # noqa: TC001  flags are read at run time
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, StepContext, Teacher
 from isobatch.models.classification.task import Classifier
 from isobatch.models.encoder import encoders
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor, nn
 
 RUN_FILES = ("recipe.json", "facts.json")
@@ -24,7 +30,7 @@ RUN_FILES = ("recipe.json", "facts.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillationOptions:
-    """The fields of learning from a teacher."""
+    """The flags of distillation."""
 
     teacher: str | None = None
     """The classifier to learn from: a run, a folder or a hub id."""
@@ -36,170 +42,187 @@ class DistillationOptions:
     """Also follow the teacher's first token through its layers (Sun et al. 2019, patient distillation)."""
 
 
-class Distilled(Classifier):
-    """A classifier that learns from labels and, where there is one, from a teacher.
+class DistilledClassifier(Classifier):
+    """A classifier that learns from labels and, if there is one, from a teacher.
 
     loss = (1 - w) CE(labels) + w T^2 KL(teacher || student at temperature T) + hidden, where `hidden` is the
     mean over layers of the squared distance between the normalised states of the first token.
     """
 
     Options: ClassVar[type] = DistillationOptions
-    teaches: ClassVar[str] = "teacher"
-    """The option that names the model to begin with."""
+    initial_model_option: ClassVar[str] = "teacher"
+    """The option that names the model whose weights training starts from."""
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The model to begin with is the teacher, or what `teaches` says, unless --model says otherwise."""
+        """--model defaults to the model of `initial_model_option`; folders become whole paths."""
         found: dict[str, Any] = {}
         for name in ("teacher", "pruned"):
             if values.get(name) is not None and Path(values[name]).expanduser().is_dir():
-                found[name] = str(Path(values[name]).expanduser().resolve())  # a run may be verified anywhere
-        given = found.get(cls.teaches, values.get(cls.teaches))
-        return found if given is None else {**found, "model": saved_model(str(given), f"--{cls.teaches}")}
+                found[name] = str(
+                    Path(values[name]).expanduser().resolve()
+                )  # so that `verify` works from any folder
+        given = found.get(cls.initial_model_option, values.get(cls.initial_model_option))
+        return (
+            found
+            if given is None
+            else {**found, "model": resolve_model(str(given), f"--{cls.initial_model_option}")}
+        )
 
     @property
-    def teacher_word(self) -> str | None:
-        """Whom to learn from: --teacher, else the finished classifier that the run begins with, if any."""
+    def teacher_name(self) -> str | None:
+        """--teacher, else --model if it is a finished classifier, else None: no teacher."""
         if self.options.teacher is not None:
             return str(self.options.teacher)
-        return self._name if is_finished(self._name, self.recipe.revision) else None
+        return self._model_name if is_classifier(self._model_name, self.recipe.revision) else None
 
     @property
     def _teacher_flag(self) -> str:
-        """The flag by which the user named the teacher, and what was given."""
+        """The flag by which the user chose the teacher, and its value, for messages."""
         for name in ("teacher", "pruned"):
             if (given := getattr(self.options, name, None)) is not None:
                 return f"--{name} {given}"
-        return f"--model {self._name}"
+        return f"--model {self._model_name}"
 
     def check(self) -> None:
         super().check()
-        place = self._teacher_place()
-        if place is None:
+        path = self._teacher_path()
+        if path is None:
             return
-        if hub.snapshot(place) is None and hub.is_id(place) and not Path(place).is_dir():
+        if hub.snapshot(path) is None and hub.is_id(path) and not Path(path).is_dir():
             return
-        if not is_finished(place, None):
+        if not is_classifier(path, None):
             raise UserError(
                 f"{self._teacher_flag}: has no classification head: train one with `auto --task classifier`"
             )
-        if place == self._name:
+        if path == self._model_name:
             return
-        if _vocabulary(place) != _vocabulary(self._name):
+        if _tokenizer_vocabulary(path) != _tokenizer_vocabulary(self._model_name):
             raise UserError(
-                f"{self._teacher_flag}: its tokenizer is not that of {self._name}: teacher and"
+                f"{self._teacher_flag}: its tokenizer is not that of {self._model_name}: teacher and"
                 " student must read the same tokens"
             )
-        if self.options.distill_hidden and self._widths_differ(place):
+        if self.options.distill_hidden and self._widths_differ(path):
             raise UserError(
-                f"--distill-hidden on: {self.teacher_word} and {self._name} have states of different"
+                f"--distill-hidden on: {self.teacher_name} and {self._model_name} have states of different"
                 " width: use --distill-hidden off"
             )
 
     def fetch(self) -> None:
         super().fetch()
-        if (place := self._teacher_place()) is not None:
-            hub.fetch_weights(place, None, "--teacher")
+        if (path := self._teacher_path()) is not None:
+            hub.fetch_weights(path, None, "--teacher")
 
-    def _teacher_place(self) -> str | None:
-        return None if self.teacher_word is None else saved_model(self.teacher_word, "--teacher")
+    def _teacher_path(self) -> str | None:
+        return None if self.teacher_name is None else resolve_model(self.teacher_name, "--teacher")
 
-    def _widths_differ(self, place: str) -> bool:
-        mine, its = self._raw_config(), hub.load_config(place, None)
-        return width(mine) != width(its)
+    def _widths_differ(self, path: str) -> bool:
+        student_config, teacher_config = self._initial_config(), hub.load_config(path, None)
+        return hidden_width(student_config) != hidden_width(teacher_config)
 
-    def _config(self, facts: Any) -> Any:
-        if (place := self._teacher_place()) is not None:
-            _refuse_other_labels(place, self._teacher_flag, facts.extra["labels"])
-        return super()._config(facts)
+    def _classifier_config(self, facts: Any) -> Any:
+        if (path := self._teacher_path()) is not None:
+            _check_labels(path, self._teacher_flag, facts.extra["labels"])
+        return super()._classifier_config(facts)
 
     def teacher(self) -> Teacher | None:
-        place, hidden = self._teacher_place(), self.options.distill_hidden
-        if place is None:
+        path, hidden = self._teacher_path(), self.options.distill_hidden
+        if path is None:
             return None
 
         def answers(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-            logits, states = self.answer(model, batch, hidden)
+            logits, states = self.logits_and_states(model, batch, hidden)
             return {"logits": logits} | ({"states": states.half()} if states is not None else {})
 
-        identity = f"{weights_hash(place)} {'states' if hidden else 'logits'}"
-        return Teacher(identity, lambda facts: encoders.open_classifier(place), answers)
+        identity = f"{weights_hash(path)} {'states' if hidden else 'logits'}"
+        return Teacher(identity, lambda _: encoders.open_classifier(path), answers)
 
-    def answer(self, model: nn.Module, batch: Batch, states: bool) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, C), and the first token's state after each layer (B, L, H) where asked."""
+    def logits_and_states(self, model: nn.Module, batch: Batch, states: bool) -> tuple[Tensor, Tensor | None]:
+        """Logits (B, C) and, if `states`, the first token's state after each layer (B, L, H)."""
         import torch
 
-        found = self.outputs(model, batch, states)
+        found = self.forward(model, batch, states)
         if not states:
             return found.logits.float(), None
         return found.logits.float(), torch.stack([h[:, 0] for h in found.hidden_states[1:]], dim=1)
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        """batch: as a classifier's, and teacher.logits (B, C), teacher.states (B, L, H)."""
+        """batch: a classifier's, and from the teacher teacher.logits (B, C), teacher.states (B, M, H)."""
         from torch.nn import functional as F
 
         if "teacher.logits" not in batch:
             return super().loss(model, batch, step)
         weight, hidden = self.options.kd_weight, "teacher.states" in batch
-        logits_BC, states = self.answer(model, batch, hidden)
+        logits_BC, states = self.logits_and_states(model, batch, hidden)
         labels = F.cross_entropy(logits_BC, batch["label"], reduction="sum") * (1 - weight)
-        logits = softened(logits_BC, batch["teacher.logits"], self.options.temperature) * weight
+        logits = soft_label_loss(logits_BC, batch["teacher.logits"], self.options.temperature) * weight
         found = {"labels": Loss(labels, "sample"), "distillation": Loss(logits, "sample")}
         if states is not None:
-            found["hidden"] = Loss(followed(states, batch["teacher.states"]), "sample")
+            found["hidden"] = Loss(hidden_state_loss(states, batch["teacher.states"]), "sample")
         return found
 
 
-def softened(student_BC: Tensor, teacher_BC: Tensor, temperature: float) -> Tensor:
-    """Sum over samples of T^2 KL(teacher || student), both softened by T (Hinton et al. 2015)."""
+def soft_label_loss(student_BC: Tensor, teacher_BC: Tensor, temperature: float) -> Tensor:
+    """Sum over samples of T^2 KL(teacher || student), both at temperature T (Hinton et al. 2015)."""
     from torch.nn import functional as F
 
     student, teacher = (F.log_softmax(x / temperature, -1) for x in (student_BC, teacher_BC.float()))
     return F.kl_div(student, teacher, reduction="sum", log_target=True) * temperature**2
 
 
-def followed(student_BLH: Tensor, teacher_BMH: Tensor) -> Tensor:
+def hidden_state_loss(student_BLH: Tensor, teacher_BMH: Tensor) -> Tensor:
     """Sum over samples of the mean over layers of |s/|s| - t/|t||^2 (Sun et al. 2019).
 
-    A teacher with more layers is followed at evenly spaced ones, the last always.
+    Each student layer is matched with one of the teacher's, evenly spaced, the last with the last.
     """
     import torch
     from torch.nn import functional as F
 
-    count, most = student_BLH.shape[1], teacher_BMH.shape[1]
-    places = -(-torch.arange(1, count + 1, device=student_BLH.device) * most // count) - 1
-    student, teacher = F.normalize(student_BLH, dim=-1), F.normalize(teacher_BMH.float()[:, places], dim=-1)
+    student_layers, teacher_layers = student_BLH.shape[1], teacher_BMH.shape[1]
+    matched_layers = (
+        -(-torch.arange(1, student_layers + 1, device=student_BLH.device) * teacher_layers // student_layers)
+        - 1
+    )
+    student, teacher = (
+        F.normalize(student_BLH, dim=-1),
+        F.normalize(teacher_BMH.float()[:, matched_layers], dim=-1),
+    )
     return (student - teacher).square().sum(-1).mean(-1).sum()
 
 
-def saved_model(word: str, flag: str) -> str:
-    """The folder of a finished run's model; else the word itself, a folder or a hub id."""
-    folder = Path(word).expanduser()
+def resolve_model(name_or_path: str, flag: str) -> str:
+    """The model folder of a finished run; a folder or a hub id is returned as it is.
+
+    Raises UserError if it is none of these, or the run is not finished. `flag` names it in messages.
+    """
+    folder = Path(name_or_path).expanduser()
     if not all((folder / name).is_file() for name in RUN_FILES):
         if folder.is_dir():
-            return word
-        if not hub.is_id(word):
-            raise UserError(f"{flag} {word}: is no run, folder or hub id (owner/name)")
-        hub.require_available(word, None, flag)
-        return word
+            return name_or_path
+        if not hub.is_id(name_or_path):
+            raise UserError(f"{flag} {name_or_path}: is no run, folder or hub id (owner/name)")
+        hub.require_available(name_or_path, None, flag)
+        return name_or_path
     if not (folder / "final" / "config.json").is_file():
-        raise UserError(f"{flag} {word}: that run has no final/ yet: finish it with `resume {word}`")
+        raise UserError(
+            f"{flag} {name_or_path}: that run has no final/ yet: finish it with `resume {name_or_path}`"
+        )
     return str(folder / "final")
 
 
-def is_finished(name: str, revision: str | None) -> bool:
-    """Whether a saved model is a classifier, not an encoder without a head."""
+def is_classifier(name: str, revision: str | None) -> bool:
+    """Whether a saved model has a classification head."""
     if not (Path(hub.local_path_or_id(name, revision)) / "config.json").is_file():
         return False
-    kinds = hub.load_config(name, revision).get("architectures") or []
-    return any(str(kind).endswith("ForSequenceClassification") for kind in kinds)
+    architectures = hub.load_config(name, revision).get("architectures") or []
+    return any(str(kind).endswith("ForSequenceClassification") for kind in architectures)
 
 
-def weights_hash(place: str) -> str:
-    """Of a folder's weights and configuration; a hub id stands for itself."""
-    folder = Path(hub.local_path_or_id(place, None))
+def weights_hash(path: str) -> str:
+    """Hash of a folder's weights and config; a hub id that is not in the cache stands for itself."""
+    folder = Path(hub.local_path_or_id(path, None))
     if not folder.is_dir():
-        return place
+        return path
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
         with file.open("rb") as stream:
@@ -208,13 +231,14 @@ def weights_hash(place: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def width(config: Mapping[str, Any] | None) -> Any:
-    """Of the hidden states, by whatever name."""
+def hidden_width(config: Mapping[str, Any] | None) -> Any:
+    """Width of the hidden states, by the config key of any family; None if there is none."""
     return (config or {}).get("hidden_size") or (config or {}).get("dim")
 
 
-def _refuse_other_labels(place: str, flag: str, labels: list[str]) -> None:
-    named = hub.load_config(place, None).get("id2label") or {}
+def _check_labels(path: str, flag: str, labels: list[str]) -> None:
+    """Raise UserError unless a saved classifier has exactly these labels, in this order."""
+    named = hub.load_config(path, None).get("id2label") or {}
     found = [named[k] for k in sorted(named, key=int)]
     if found != list(labels):
         raise UserError(
@@ -223,8 +247,8 @@ def _refuse_other_labels(place: str, flag: str, labels: list[str]) -> None:
         )
 
 
-def _vocabulary(name: str) -> Any:
-    """What tells tokenizers apart: the tokens; None where that cannot be seen here."""
+def _tokenizer_vocabulary(name: str) -> Any:
+    """The tokens of a model's tokenizer with their ids; None if tokenizer.json is not in the cache."""
     file = Path(hub.local_path_or_id(name, None)) / "tokenizer.json"
     if not file.is_file():
         return None

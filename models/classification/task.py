@@ -1,4 +1,4 @@
-"""Classifiers: any transformers encoder with a classification head, on one text or a pair of texts.
+"""The workload classifier: any transformers encoder with a classification head, on texts or pairs of texts.
 
 python -m launch auto --task classifier --data FOLDER --model distilbert/distilbert-base-uncased
 """
@@ -6,7 +6,6 @@ python -m launch auto --task classifier --data FOLDER --model distilbert/distilb
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,20 +17,22 @@ from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     from torch import Tensor, nn
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512},
     "bert-6l": {"num_hidden_layers": 6},
 }
-"""BERTs to train from scratch; `bert-6l` has the widths of BERT-base."""
+"""BERTs to train from scratch; `bert-6l` has the layer widths of BERT-base."""
 
 
 class Classifier(Task):
-    """A class per sample, by cross-entropy on the logits of the model's own head.
+    """A class per sample, trained by cross-entropy on the logits of the model's own head.
 
-    Metrics: `loss` in nats per sample, `accuracy`, and `accuracy_ci95`, its 95 % interval [low, high]
-    (Wilson 1927: it stays inside 0 to 1).
+    Metrics: `loss` in nats per sample, `accuracy`, and `accuracy_ci95`, its 95 % interval [low, high] (Wilson
+    1927: it stays inside 0 to 1).
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -54,11 +55,11 @@ class Classifier(Task):
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
 
     @property
-    def _name(self) -> str:
+    def _model_name(self) -> str:
         return str(self.recipe.model)
 
     def check(self) -> None:
-        name, length = self._name, self.recipe.max_length
+        name, length = self._model_name, self.recipe.max_length
         if length < 3:
             raise UserError(f"--max-length {length}: a text needs at least 3 tokens, two of them special")
         if name in PRESETS:
@@ -76,20 +77,20 @@ class Classifier(Task):
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name);"
                 f" presets: {', '.join(PRESETS)}"
             )
-        longest = saving.max_input_tokens(hub.load_config(name, self.recipe.revision))
-        if longest is not None and length > longest:
-            raise UserError(f"--max-length {length}: {name} reads at most {longest} tokens")
+        max_tokens = saving.max_input_tokens(hub.load_config(name, self.recipe.revision))
+        if max_tokens is not None and length > max_tokens:
+            raise UserError(f"--max-length {length}: {name} reads at most {max_tokens} tokens")
 
-    def _raw_config(self) -> dict[str, Any] | None:
-        """The model's config.json, or as much as a preset says; None while it is not here."""
-        if self._name in PRESETS:
-            return {"model_type": "bert", **PRESETS[self._name]}
-        if hub.is_id(self._name) and hub.snapshot(self._name, self.recipe.revision) is None:
+    def _initial_config(self) -> dict[str, Any] | None:
+        """The config.json of --model, or as much as a preset sets; None if it is not in the cache yet."""
+        if self._model_name in PRESETS:
+            return {"model_type": "bert", **PRESETS[self._model_name]}
+        if hub.is_id(self._model_name) and hub.snapshot(self._model_name, self.recipe.revision) is None:
             return None
-        return hub.load_config(self._name, self.recipe.revision)
+        return hub.load_config(self._model_name, self.recipe.revision)
 
-    def _config(self, facts: Any) -> Any:
-        """The model's configuration with this data's classes, and the recipe's dropout where it has one."""
+    def _classifier_config(self, facts: Any) -> Any:
+        """The transformers config with this data's classes, and with the recipe's dropout if it has one."""
         from transformers import AutoConfig, BertConfig
 
         labels = facts.extra["labels"]
@@ -97,16 +98,16 @@ class Classifier(Task):
             "id2label": dict(enumerate(labels)),
             "label2id": {n: i for i, n in enumerate(labels)},
         }
-        if self._name in PRESETS:
+        if self._model_name in PRESETS:
             sizes: dict[str, Any] = {
                 "vocab_size": facts.extra["vocabulary"],
                 "pad_token_id": facts.extra["pad"] or 0,
             }
-            config = BertConfig(**PRESETS[self._name], **sizes, **named)
+            config = BertConfig(**PRESETS[self._model_name], **sizes, **named)
         else:
-            where = hub.local_path_or_id(self._name, self.recipe.revision)
-            config = AutoConfig.from_pretrained(where, revision=self.recipe.revision or "main", **named)
-            hub.check_vocabulary(self._name, config.vocab_size, facts.extra["vocabulary"])
+            folder = hub.local_path_or_id(self._model_name, self.recipe.revision)
+            config = AutoConfig.from_pretrained(folder, revision=self.recipe.revision or "main", **named)
+            hub.check_vocabulary(self._model_name, config.vocab_size, facts.extra["vocabulary"])
         if self.recipe.dropout is not None:
             for name, value in config.to_dict().items():
                 if isinstance(value, float | int) and "dropout" in name:
@@ -114,32 +115,32 @@ class Classifier(Task):
         return config
 
     def fetch(self) -> None:
-        if self._name not in PRESETS:
-            hub.fetch_weights(self._name, self.recipe.revision)
+        if self._model_name not in PRESETS:
+            hub.fetch_weights(self._model_name, self.recipe.revision)
 
     def build_model(self, facts: Any) -> nn.Module:
         import torch
         from transformers import BertForSequenceClassification
         from transformers.utils import logging
 
-        config = self._config(facts)
-        if self._name in PRESETS:
+        config = self._classifier_config(facts)
+        if self._model_name in PRESETS:
             return BertForSequenceClassification(config)
         logging.disable_progress_bar()
-        where = hub.fetch_weights(self._name, self.recipe.revision)
+        folder = hub.fetch_weights(self._model_name, self.recipe.revision)
         return encoders.classifier_class(config).from_pretrained(
-            where,
+            folder,
             config=config,
             revision=self.recipe.revision or "main",
             dtype=torch.float32,
-            ignore_mismatched_sizes=_other_classes(where, config),
+            ignore_mismatched_sizes=_has_other_classes(folder, config),
         )
 
     def model_size(self, facts: Any) -> ModelSize:
-        """Counted on a model without storage."""
+        """Counted on a model without storage (device meta)."""
         import torch
 
-        config = self._config(facts)
+        config = self._classifier_config(facts)
         with torch.device("meta"):
             count = sum(p.numel() for p in encoders.new_classifier(config).parameters())
         hidden = config.hidden_size
@@ -152,29 +153,29 @@ class Classifier(Task):
             intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
         )
 
-    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        """batch: tokens (B, T), length (B,), label (B,), for pairs types (B, T)."""
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:  # noqa: ARG002  Task's signature
+        """batch: tokens (B, T), length (B,), label (B,), and for pairs types (B, T)."""
         from torch.nn import functional as F
 
         logits_BC = self.logits(model, batch)
         return {"loss": Loss(F.cross_entropy(logits_BC, batch["label"], reduction="sum"), "sample")}
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """(B, C) in fp32; what stands right of a sample's length is not looked at."""
-        logits: Tensor = self.outputs(model, batch).logits
+        """(B, C) in fp32; tokens beyond a sample's length are masked."""
+        logits: Tensor = self.forward(model, batch).logits
         return logits.float()
 
-    def outputs(self, model: nn.Module, batch: Batch, states: bool = False) -> Any:
-        """The model's own, with the state of every token after each layer where asked."""
+    def forward(self, model: nn.Module, batch: Batch, hidden_states: bool = False) -> Any:
+        """The model's output; with `hidden_states` it has the states of all tokens after each layer."""
         import torch
 
         tokens_BT = batch["tokens"].long()
-        inside_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < batch["length"][:, None]
-        given = {"input_ids": tokens_BT, "attention_mask": inside_BT.long()}
-        configured: Any = model
-        if "types" in batch and getattr(configured.config, "type_vocab_size", 0) > 1:
-            given["token_type_ids"] = batch["types"].long()
-        return model(**given, output_hidden_states=states)
+        is_token_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < batch["length"][:, None]
+        inputs = {"input_ids": tokens_BT, "attention_mask": is_token_BT.long()}
+        untyped_model: Any = model
+        if "types" in batch and getattr(untyped_model.config, "type_vocab_size", 0) > 1:
+            inputs["token_type_ids"] = batch["types"].long()
+        return model(**inputs, output_hidden_states=hidden_states)
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         from torch.nn import functional as F
@@ -185,13 +186,13 @@ class Classifier(Task):
             "right": Rows(logits_BC.argmax(1) == batch["label"]),
         }
 
-    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
-        right, count = float(parts["right"].sum()), len(parts["right"])
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:  # noqa: ARG002  Task's signature
+        is_correct, count = float(parts["right"].sum()), len(parts["right"])
         loss = float(parts["nll"].value) / float(parts["nll"].weight)
         return {
             "loss": loss,
-            "accuracy": right / count,
-            "accuracy_ci95": evaluation.wilson_interval(right, count),
+            "accuracy": is_correct / count,
+            "accuracy_ci95": evaluation.wilson_interval(is_correct, count),
         }
 
     def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
@@ -200,9 +201,9 @@ class Classifier(Task):
         encoders.write_layer_sizes(model, folder)
 
     def forms(self, final: Path, exports: Path) -> list[ModelVariant]:
-        """In torch, and in each export for onnxruntime that was made."""
+        """torch, and onnxruntime for each ONNX export that was made."""
         found = [ModelVariant("torch fp32", "torch", final, final / "model.safetensors", final)]
-        return found + onnx_forms(final, exports)
+        return found + onnx_variants(final, exports)
 
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
@@ -222,18 +223,18 @@ class Classifier(Task):
         return exporting.check_agreement(kind, trained, evaluation.predict(run, batches()))
 
 
-def _other_classes(where: str, config: Any) -> bool:
-    """Whether a fine-tuned model's head is for other classes than these, and is made anew."""
+def _has_other_classes(folder: str, config: Any) -> bool:
+    """Whether a fine-tuned model's head has another number of classes, so that it gets new weights."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(where).num_labels != config.num_labels
+    return AutoConfig.from_pretrained(folder).num_labels != config.num_labels
 
 
-def onnx_forms(final: Path, exports: Path) -> list[ModelVariant]:
-    """What onnxruntime can run."""
+def onnx_variants(final: Path, exports: Path) -> list[ModelVariant]:
+    """The ONNX exports that exist in `exports`."""
     named = {
         "onnx": ("onnxruntime fp32", exporting.ONNX_FILE),
         "onnx-int4": ("onnxruntime 4-bit", exporting.ONNX_INT4_FILE),
     }
-    places = [(text, exports / kind / file) for kind, (text, file) in named.items()]
-    return [ModelVariant(text, "onnx", file, file, final) for text, file in places if file.is_file()]
+    files = [(name, exports / kind / file) for kind, (name, file) in named.items()]
+    return [ModelVariant(name, "onnx", file, file, final) for name, file in files if file.is_file()]

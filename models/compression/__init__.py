@@ -1,1 +1,1 @@
-"""The workloads pruning and qat."""
+"""The workloads pruning and qat (quantization-aware training)."""

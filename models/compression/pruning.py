@@ -1,4 +1,4 @@
-"""Structured pruning: heads and neurons of a finished classifier go for good while it learns on.
+"""The workload pruning: heads and neurons of a finished classifier are removed while it goes on training.
 
 python -m launch auto --task pruning --teacher runs/classifier-0123456789ab --data FOLDER --sparsity 0.5
 """
@@ -7,28 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.number_ranges import Fraction, Positive, Share
+from isobatch.core.number_ranges import Fraction, Positive, Share  # noqa: TC001  flags are read at run time
 from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelSize, Phase, StepContext
-from isobatch.models.classification.distillation import DistillationOptions, Distilled
+from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
 from isobatch.models.encoder import encoders, evaluation, importance, weight_surgery
 from isobatch.models.encoder.importance import Granularity, ImportanceScores, KeepMasks, PruningBudget
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
     from torch import nn
 
-CUTS = 5
-"""How often, over the ramp, what is masked is cut out: each cut makes the steps after it faster."""
+NUM_REMOVALS = 5
+"""How often, over the ramp, masked weights are removed: each time makes the steps after it faster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruningOptions(DistillationOptions):
-    """The fields of pruning."""
+    """The flags of pruning."""
 
     sparsity: Share = 0.2
     """Part to remove of the weights of all heads and neurons, or of those that --granularity names."""
@@ -48,15 +49,15 @@ class PruningOptions(DistillationOptions):
     """Share of the run that follows in its own phase, with the sizes fixed; --patience counts there."""
 
 
-class Pruning(Distilled):
-    """Masks at every event, cuts at a few milestones, then recovers.
+class Pruning(DistilledClassifier):
+    """Masks heads and neurons at every pruning event, removes them at a few, then trains at the final size.
 
     Without --teacher the run begins with a phase of its own that trains the dense classifier.
     """
 
     Options: ClassVar[type] = PruningOptions
     defaults: ClassVar[Mapping[str, Any]] = {
-        **Distilled.defaults,
+        **DistilledClassifier.defaults,
         "epochs": [8],
         "patience": 5,
         "eval_every": "0.5ep",
@@ -85,16 +86,18 @@ class Pruning(Distilled):
 
     def __init__(self, recipe: Any, options: Any) -> None:
         super().__init__(recipe, options)
-        self._counted: tuple[Any, float] | None = None
+        self._sparsity_cache: tuple[Any, float] | None = None
 
     def phases(self) -> list[Phase]:
         recover = self.options.recover
-        own = [
+        pruning_phases = [
             Phase(name="prune", share=1 - recover, early_stopping=False),
             Phase(name="recover", share=recover),
         ]
-        own = own[: 1 + (recover > 0)]
-        return own if self.teacher_word else [Phase(name="train", early_stopping=False), *own]
+        pruning_phases = pruning_phases[: 1 + (recover > 0)]
+        if self.teacher_name:
+            return pruning_phases
+        return [Phase(name="train", early_stopping=False), *pruning_phases]
 
     def check(self) -> None:
         super().check()
@@ -103,23 +106,28 @@ class Pruning(Distilled):
             raise UserError(
                 f"--ramp {options.ramp:g}: with --recover {options.recover:g} that is more than the whole run"
             )
-        config = self._raw_config()
+        config = self._initial_config()
         if config is None:
             return
         if encoders.is_pruned(config):
             raise UserError(
                 f"{self._teacher_flag}: is pruned already; pruning starts from a dense classifier"
             )
-        refuse_sparsity(options, PruningBudget(self._sizes(config), options.multiple, options.granularity))
+        check_sparsity(options, PruningBudget(self._sizes(config), options.multiple, options.granularity))
 
     def _sizes(self, config: Mapping[str, Any]) -> encoders.EncoderSizes:
-        return encoders.sizes_from_config(config, self._name)
+        return encoders.sizes_from_config(config, self._model_name)
 
     def model_size(self, facts: Any) -> ModelSize:
         return dataclasses.replace(super().model_size(facts), why_unshardable=CHANGES_SHAPE)
 
-    def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
-        """Place for the running mean of what gates are worth, where gradients count."""
+    def begin_phase(
+        self,
+        model: Any,
+        phase: str,
+        first: Callable[[int], Iterable[Batch]],  # noqa: ARG002  Task's signature
+    ) -> None:
+        """Add buffers for the running mean of the importance, if gradients count."""
         import torch
 
         if phase != "prune" or self.options.importance == "l2":
@@ -130,22 +138,24 @@ class Pruning(Distilled):
                     linear.register_buffer(weight_surgery.IMPORTANCE, torch.zeros_like(linear.weight[0]))
 
     def observe(self, model: Any, step: StepContext) -> Mapping[str, float]:
-        if step.phase == "prune" and step.number < self._ramp(step) and self.options.importance != "l2":
-            self._remember_gates(model)
+        """Update the importance from the whole batch's gradients; the log gets the sparsity."""
+        if step.phase == "prune" and step.number < self._ramp_steps(step) and self.options.importance != "l2":
+            self._update_importance(model)
         return {"sparsity": self._sparsity(model)}
 
-    def _remember_gates(self, model: Any) -> None:
-        head, fresh = encoders.attention_head_size(model.config), 1 / self.options.importance_window
+    def _update_importance(self, model: Any) -> None:
+        """Running mean of |gate gradient| of each head and neuron."""
+        head, update_rate = encoders.attention_head_size(model.config), 1 / self.options.importance_window
         for layer in encoders.layers(model):
             for linear, group in ((layer.output, head), (layer.down, 1)):
                 if linear.weight.grad is None or not linear.in_features:
                     continue
                 gates = importance.gate_gradient(linear.weight.detach(), linear.weight.grad)
-                worth = gates.view(-1, group).sum(1).abs_().repeat_interleave(group)
-                linear.importance.lerp_(worth, fresh)
+                group_importance = gates.view(-1, group).sum(1).abs_().repeat_interleave(group)
+                linear.importance.lerp_(group_importance, update_rate)
 
-    def _ramp(self, step: StepContext) -> int:
-        """Steps over which sparsity rises."""
+    def _ramp_steps(self, step: StepContext) -> int:
+        """Steps of the phase over which sparsity rises."""
         return max(
             1, round(step.total_steps * min(1.0, self.options.ramp / (1 - self.options.recover + 1e-9)))
         )
@@ -155,37 +165,41 @@ class Pruning(Distilled):
         return PruningBudget(sizes, self.options.multiple, self.options.granularity)
 
     def _sparsity(self, model: Any) -> float:
-        """From sizes and masks; counted again only where they changed."""
+        """Sparsity by sizes and masks, counted again only after they changed."""
         state = tuple(
             (linear.in_features, getattr(linear, weight_surgery.MASK, None) is not None)
             for layer in encoders.layers(model)
             for linear in (layer.output, layer.down)
         )
-        if self._counted is None or self._counted[0] != state:
-            self._counted = (state, sparsity_of(model, self._budget(model)))
-        return self._counted[1]
+        if self._sparsity_cache is None or self._sparsity_cache[0] != state:
+            self._sparsity_cache = (state, measure_sparsity(model, self._budget(model)))
+        return self._sparsity_cache[1]
 
     def after_step(self, model: Any, step: StepContext) -> Change | None:
+        """At a pruning event: mask to the target of the cubic schedule; at some, remove what is masked."""
         if step.phase != "prune":
             return None
-        done, ramp, every = step.number + 1, self._ramp(step), self.options.prune_every
+        done, ramp, every = step.number + 1, self._ramp_steps(step), self.options.prune_every
         if done > ramp or (done % every and done != ramp):
             return None
         progress = done / ramp
         target = self.options.sparsity * (1 - (1 - progress) ** 3)
-        keep = self._chosen(model, target, step)
+        keep = self._choose_kept(model, target, step)
         layers, head = encoders.layers(model), encoders.attention_head_size(model.config)
         weight_surgery.set_masks(layers, keep, head)
-        before = math.floor(CUTS * max(0, done - every) / ramp)
-        cuts = weight_surgery.remove_masked(layers) if math.floor(CUTS * progress) > before else {}
+        before = math.floor(NUM_REMOVALS * max(0, done - every) / ramp)
+        kept_indices = (
+            weight_surgery.remove_masked(layers) if math.floor(NUM_REMOVALS * progress) > before else {}
+        )
         if done == ramp:
             for layer in layers:
                 for linear in (layer.output, layer.down):
                     linear.register_buffer(weight_surgery.IMPORTANCE, None)
-        self._counted = None
-        return Change(self._decided(model, target, bool(cuts)), cuts)
+        self._sparsity_cache = None
+        return Change(self._decision_record(model, target, bool(kept_indices)), kept_indices)
 
-    def _chosen(self, model: Any, target: float, step: StepContext) -> KeepMasks:
+    def _choose_kept(self, model: Any, target: float, step: StepContext) -> KeepMasks:
+        """New masks at the target sparsity, the same on every process."""
         import torch
 
         layers, head = encoders.layers(model), encoders.attention_head_size(model.config)
@@ -195,41 +209,42 @@ class Pruning(Distilled):
         if "gradient" in self.options.importance:
             heads = [layer.output.importance.view(-1, head)[:, 0] for layer in layers]
             parts.append(ImportanceScores(heads, [layer.down.importance for layer in layers]))
-        # What was cut out before counts as removed: the masks are those of the model as it is now.
-        gone = sparsity_of(model, self._budget(model), masks=False)
+        # Masks cover only what is still in the model: what was removed before is subtracted from the target.
+        removed = measure_sparsity(model, self._budget(model), masks=False)
         kept = weight_surgery.current_masks(layers, head)
         found = importance.choose_kept(
-            importance.sum_of_shares(*parts), kept, self._budget(model), target - gone
+            importance.sum_of_shares(*parts), kept, self._budget(model), target - removed
         )
         chosen = step.broadcast_object([[k.tolist() for k in part] for part in found])
         return KeepMasks(*([torch.tensor(k, dtype=torch.bool) for k in part] for part in chosen))
 
-    def _decided(self, model: Any, target: float, was_cut: bool) -> dict[str, Any]:
+    def _decision_record(self, model: Any, target: float, removed_now: bool) -> dict[str, Any]:
+        """What decisions.jsonl says of a pruning event."""
         head = encoders.attention_head_size(model.config)
-        left = weight_surgery.current_masks(encoders.layers(model), head)
+        current = weight_surgery.current_masks(encoders.layers(model), head)
         return {
-            "sparsity": round(sparsity_of(model, self._budget(model)), 6),
+            "sparsity": round(measure_sparsity(model, self._budget(model)), 6),
             "target": round(target, 6),
-            "heads_left": [int(k.sum()) for k in left.heads],
-            "neurons_left": [int(k.sum()) for k in left.neurons],
-            "cut": was_cut,
+            "heads_left": [int(k.sum()) for k in current.heads],
+            "neurons_left": [int(k.sum()) for k in current.neurons],
+            "cut": removed_now,
         }
 
     def match_shapes(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Cut a dense model to saved sizes, with masks and running means where some were saved."""
-        return fit(model, shapes)
+        """Shrink a dense model to saved sizes, with masks and importance if they were saved."""
+        return match_saved_shapes(model, shapes)
 
     def final_metrics(
         self, model: nn.Module, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
-        """What is left, how fast it is, and how it compares with its teacher."""
-        found: dict[str, Any] = {"sparsity": sparsity_of(model, self._budget(model))}
+        """Sparsity and sizes, latency, and the comparison with the teacher."""
+        found: dict[str, Any] = {"sparsity": measure_sparsity(model, self._budget(model))}
         sizes = encoders.heads_and_neurons(model)
         found |= {"heads_left": [h for h, _ in sizes], "neurons_left": [n for _, n in sizes]}
         mine = encoders.open_classifier(str(final))
         found |= evaluation.latency_metrics(evaluation.torch_runner(mine), facts)
-        if (place := self._teacher_place()) is not None:
-            teacher = encoders.open_classifier(place)
+        if (teacher_path := self._teacher_path()) is not None:
+            teacher = encoders.open_classifier(teacher_path)
             found |= evaluation.compare_with_baseline(
                 evaluation.predict(evaluation.torch_runner(mine), batches()),
                 evaluation.predict(evaluation.torch_runner(teacher), batches()),
@@ -237,20 +252,20 @@ class Pruning(Distilled):
         return found
 
 
-def sparsity_of(model: Any, budget: PruningBudget, masks: bool = True) -> float:
-    """Weights of removed (and masked) heads and neurons over those of all that may go."""
+def measure_sparsity(model: Any, budget: PruningBudget, masks: bool = True) -> float:
+    """Removed weights (masked ones too if `masks`) over all that may be removed."""
     if masks:
-        left = weight_surgery.current_masks(
+        current = weight_surgery.current_masks(
             encoders.layers(model), encoders.attention_head_size(model.config)
         )
-        heads, neurons = (sum(int(k.sum()) for k in part) for part in left)
+        heads, neurons = (sum(int(k.sum()) for k in part) for part in current)
     else:
         heads, neurons = (sum(x) for x in zip(*encoders.heads_and_neurons(model), strict=True))
     return budget.sparsity(heads, neurons)
 
 
-def refuse_sparsity(options: PruningOptions, budget: PruningBudget) -> None:
-    """A sparsity, multiple or granularity that cannot be had, in one line."""
+def check_sparsity(options: PruningOptions, budget: PruningBudget) -> None:
+    """Raise UserError for a --sparsity, --multiple or --granularity that this encoder cannot have."""
     s = budget.sizes
     if s.neurons % options.multiple:
         fits = [m for m in (64, 32, 16, 8, 4, 2, 1) if s.neurons % m == 0]
@@ -265,19 +280,19 @@ def refuse_sparsity(options: PruningOptions, budget: PruningBudget) -> None:
         )
 
 
-def fit(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Give a model the sizes, masks and running means that `shapes` have; whether anything changed."""
+def match_saved_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Give a model the sizes, masks and importance buffers of `shapes`, in place; whether sizes changed."""
     import torch
 
     changed = False
     for layer in encoders.layers(model):
-        for makers, reader in ((("query", "key", "value"), "output"), (("up",), "down")):
-            linear, name = getattr(layer, reader), layer.name(reader)
+        for producers, consumer in ((("query", "key", "value"), "output"), (("up",), "down")):
+            linear, name = getattr(layer, consumer), layer.name(consumer)
             width = shapes[f"{name}.weight"][1]
             if width != linear.in_features:
                 changed = True
-                for maker in makers:
-                    weight_surgery.keep_outputs(getattr(layer, maker), torch.arange(width))
+                for producer in producers:
+                    weight_surgery.keep_outputs(getattr(layer, producer), torch.arange(width))
                 weight_surgery.keep_inputs(linear, torch.arange(width))
             for buffer in (weight_surgery.MASK, weight_surgery.IMPORTANCE):
                 if f"{name}.{buffer}" not in shapes:

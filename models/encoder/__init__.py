@@ -1,1 +1,1 @@
-"""What all tasks on encoders share: sizes, cutting, rounding, measuring, exporting."""
+"""BERT-like encoders, shared by their workloads: sizes, pruning, quantization, evaluation, export."""

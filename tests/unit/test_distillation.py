@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from isobatch.models.classification.distillation import followed, softened, width
+from isobatch.models.classification.distillation import hidden_state_loss, hidden_width, soft_label_loss
 
 
 def test_softened_is_the_divergence_at_temperature_times_its_square() -> None:
@@ -14,8 +14,8 @@ def test_softened_is_the_divergence_at_temperature_times_its_square() -> None:
     student, teacher = torch.randn(5, 3), torch.randn(5, 3)
     p, q = F.softmax(teacher / 2, -1), F.softmax(student / 2, -1)
     wanted = 4 * (p * (p.log() - q.log())).sum()
-    torch.testing.assert_close(softened(student, teacher, 2.0), wanted)
-    assert float(softened(teacher, teacher, 2.0)) == pytest.approx(0, abs=1e-6)
+    torch.testing.assert_close(soft_label_loss(student, teacher, 2.0), wanted)
+    assert float(soft_label_loss(teacher, teacher, 2.0)) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def test_layers_are_followed_in_order_and_the_last_by_the_last(
 ) -> None:
     torch.manual_seed(0)
     states = torch.randn(2, teacher, 8)
-    assert float(followed(states[:, places], states)) == pytest.approx(0, abs=1e-6)
-    assert float(followed(states[:, places].flip(1), states)) > 0.1
+    assert float(hidden_state_loss(states[:, places], states)) == pytest.approx(0, abs=1e-6)
+    assert float(hidden_state_loss(states[:, places].flip(1), states)) > 0.1
 
 
 def test_widths_have_several_names() -> None:
-    assert width({"hidden_size": 768}) == width({"dim": 768})
+    assert hidden_width({"hidden_size": 768}) == hidden_width({"dim": 768})
