@@ -25,7 +25,7 @@ from isobatch.benchmarks.sessions import asked, session
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.models.recommendation.catalogue import Catalogue
 from isobatch.models.recommendation.network import RecommenderNet
-from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, make_net
+from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, load_text_model
 
 BLOCKS, TOP = 12, 4
 DIM, NEGATIVES = 64, 4
@@ -52,7 +52,7 @@ def net(known: Catalogue, width: int) -> RecommenderNet:
     config = GPT2Config(
         n_embd=width, n_layer=BLOCKS, n_head=width // 64, vocab_size=size, bos_token_id=0, eos_token_id=0
     )
-    encoder = TextEncoder(make_net(config, None, None), known, "mean")
+    encoder = TextEncoder(load_text_model(config, None, None), known, "mean")
     add_lora(encoder, TOP, 8, 16)
     for name, p in encoder.net.named_parameters():
         p.requires_grad_("lora_" in name)
@@ -74,7 +74,7 @@ def encoder_steps(known: Catalogue, rows: Any, batch: int, width: int) -> Iterat
     with tempfile.TemporaryDirectory() as place:
         for name in ("naive", "once a batch", "once a batch, known below the top 4"):
             model.deduplicate = name != "naive"
-            encoder.remember_prefix(BLOCKS - TOP if "below" in name else 0, Path(place))
+            encoder.cache_prefix(BLOCKS - TOP if "below" in name else 0, Path(place))
             seconds[name], learnt[name] = _step(model, user, torch.stack([item, other], 1))
     loss, gradient = learnt["naive"]
     for name, took in seconds.items():
@@ -96,7 +96,9 @@ def _step(model: RecommenderNet, user: Tensor, items: Tensor) -> tuple[float, tu
     loss = nn.functional.cross_entropy(scores, torch.zeros(len(user), dtype=torch.long))
     loss.backward()
     took = time.perf_counter() - began
-    gradient = torch.cat([p.grad.flatten() for p in model.encoder.trained() if p.grad is not None])
+    gradient = torch.cat(
+        [p.grad.flatten() for p in model.encoder.trainable_parameters() if p.grad is not None]
+    )
     return took, (float(loss.detach()), gradient)
 
 

@@ -25,7 +25,7 @@ from isobatch.benchmarks.report import Row
 from isobatch.benchmarks.sessions import session, train
 from isobatch.data.interactions import movielens
 from isobatch.models.recommendation import ranking
-from isobatch.models.recommendation.catalogue import names
+from isobatch.models.recommendation.catalogue import read_names
 
 HIDDEN_SHARE, KEPT = 0.1, 3
 FEW = 50
@@ -76,7 +76,7 @@ def _cut_off(made: Any) -> None:
 
     def cached(model: Any, phase: str, first: Any) -> None:
         begin(model, phase, first)
-        model.table, model.cached = model.encoder.vectors(), True
+        model.text_vectors, model.text_vectors_fixed = model.encoder.vectors(), True
 
     made.task.begin, made.task.observe = cached, lambda model, step: {}
 
@@ -143,7 +143,7 @@ def slices(made: Any, hidden: np.ndarray) -> dict[str, float]:
 
 def _numbers(made: Any, hidden: np.ndarray) -> np.ndarray:
     """Pairs as the data names them -> as the model numbers them."""
-    written = names(made.facts.folder)
+    written = read_names(made.facts.folder)
     place = [{name: n for n, name in enumerate(written[kind])} for kind in ("users", "items")]
     return np.array([[place[0][str(u)], place[1][str(i)]] for u, i in hidden])
 

@@ -38,9 +38,8 @@ def resize_model_embeddings(model: Any, count: int, old_ids: dict[int, int] | No
     before = [table().weight.detach().clone() for table in tables]
     model.resize_token_embeddings(count, mean_resizing=False)
     with torch.no_grad():
-        for table, old in zip(
-            tables, before, strict=True
-        ):  # tied tables are written twice with the same values
+        # Tied tables are written twice with the same values.
+        for table, old in zip(tables, before, strict=True):
             table().weight.copy_(
                 _remap_rows(old, count, {n: n for n in range(count)} if old_ids is None else old_ids)
             )

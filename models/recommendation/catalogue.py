@@ -1,4 +1,4 @@
-"""What prepared data knows of users and items, as arrays in its folder `catalogue`."""
+"""The catalogue of prepared data: its users, items and texts as arrays, in the folder `catalogue`."""
 
 from __future__ import annotations
 
@@ -8,42 +8,45 @@ from pathlib import Path
 
 import numpy as np
 
-FOLDER, NAMES_FILE = "catalogue", "names.json"
-SMALL_FILE_BYTES = 4096
+CATALOGUE_FOLDER, NAMES_FILE = "catalogue", "names.json"
+MIN_MAPPED_BYTES = 4096
+"""Arrays in larger files are memory-mapped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Users and items by number."""
+    """Users and items by number. The fields are the names of the files."""
 
     tokens: np.ndarray
-    """Of all different texts, end to end."""
+    """Token ids of all different texts, one after the other."""
     offsets: np.ndarray
-    """(texts + 1,) int64: each text's borders in `tokens`."""
+    """(texts + 1,) int64: text t is tokens[offsets[t]:offsets[t + 1]]."""
     user_text: np.ndarray
-    """(users,) number of each one's text; -1 for none."""
+    """(users,) number of each user's text; -1 for none."""
     item_text: np.ndarray
-    """(items,)"""
+    """(items,) number of each item's text; -1 for none."""
     counts: np.ndarray
-    """(items,) training interactions."""
+    """(items,) number of training interactions."""
     seen: np.ndarray
     """Sorted user * items + item of every training interaction."""
     had: np.ndarray
-    """The same of all interactions, held-out ones too."""
+    """Sorted user * items + item of every interaction, held-out ones included."""
 
     @classmethod
     def read(cls, folder: str | Path) -> Catalogue:
-        """From a prepared folder."""
-        return cls(**{name: _array(Path(folder) / FOLDER / f"{name}.npy") for name in cls.__slots__})
+        """The catalogue of a prepared folder."""
+        return cls(
+            **{name: _load_array(Path(folder) / CATALOGUE_FOLDER / f"{name}.npy") for name in cls.__slots__}
+        )
 
 
-def _array(file: Path) -> np.ndarray:
-    """Mapped where it is large: an empty one cannot be."""
-    found: np.ndarray = np.load(file, mmap_mode="r" if file.stat().st_size > SMALL_FILE_BYTES else None)
+def _load_array(file: Path) -> np.ndarray:
+    """Memory-mapped if it is large; an empty file cannot be mapped."""
+    found: np.ndarray = np.load(file, mmap_mode="r" if file.stat().st_size > MIN_MAPPED_BYTES else None)
     return found
 
 
-def names(folder: str | Path) -> dict[str, list[str]]:
-    """Ids of users and items as written, and the items' titles."""
-    found: dict[str, list[str]] = json.loads((Path(folder) / FOLDER / NAMES_FILE).read_text())
+def read_names(folder: str | Path) -> dict[str, list[str]]:
+    """`users` and `items`: ids as in the data; `titles` of the items."""
+    found: dict[str, list[str]] = json.loads((Path(folder) / CATALOGUE_FOLDER / NAMES_FILE).read_text())
     return found

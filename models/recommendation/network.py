@@ -1,25 +1,29 @@
-"""Users and items as vectors of their ids and texts, and heads that score pairs of them."""
+"""The recommender network: vectors of users and items from ids and texts, and heads that score pairs.
+
+Letters: B users, k items of a user, S items shared by all users, n users or items, d = dim.
+"""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear  # embedding: x[i] adds its gradient up in any order
+from torch.nn.functional import embedding, linear  # x[i] would add up gradients in any order
 
-from isobatch.models.recommendation.catalogue import Catalogue
-from isobatch.models.recommendation.text_encoder import TextEncoder
+if TYPE_CHECKING:
+    from isobatch.models.recommendation.catalogue import Catalogue
+    from isobatch.models.recommendation.text_encoder import TextEncoder
 
-ID_STD = 0.1
-"""Standard deviation of initial id embeddings (Rendle et al. 2020)."""
+ID_INIT_STD = 0.1
+"""Standard deviation of the initial id embeddings (Rendle et al. 2020)."""
 
 
 class RecommenderNet(nn.Module):
-    """Scores of pairs.
+    """Scores of user-item pairs.
 
-    vector = fusion([id; proj(text)]), and the id's alone without an encoder. Heads: `dot` u.v + b, `mlp`
+    vector = fusion([id; proj(text)]), or the id's alone without an encoder. Heads: `dot` u.v + b, `mlp`
     MLP([u; v]), `neumf` (He et al. 2017): a weighted product of the first halves beside an MLP of the second.
     """
 
@@ -36,14 +40,15 @@ class RecommenderNet(nn.Module):
         self.head, self.dim = head, dim
         users, items = len(catalogue.user_text), len(catalogue.item_text)
         self.user_ids, self.item_ids = nn.Embedding(users, dim), nn.Embedding(items, dim)
-        taken = (np.unique(catalogue.seen // items), np.flatnonzero(catalogue.counts))
-        for table, known in zip((self.user_ids, self.item_ids), taken, strict=True):
-            drawn = table.weight.data.clone() * ID_STD
-            table.weight.data.zero_()[known] = drawn[known]  # the others' texts speak for them
+        seen_in_training_ids = (np.unique(catalogue.seen // items), np.flatnonzero(catalogue.counts))
+        for id_table, trained_ids in zip((self.user_ids, self.item_ids), seen_in_training_ids, strict=True):
+            initial = id_table.weight.data.clone() * ID_INIT_STD
+            # Ids unseen in training start at zero, so their score comes from text alone.
+            id_table.weight.data.zero_()[trained_ids] = initial[trained_ids]
         self.item_bias = nn.Embedding(items, 1)
         nn.init.zeros_(self.item_bias.weight)
         self.user_bias = nn.Embedding(users, 1) if user_bias else None
-        """How much a user takes at all: it ranks nothing, but probabilities need it."""
+        """How many items a user takes at all: it changes no ranking, but probabilities need it."""
         if self.user_bias is not None:
             nn.init.zeros_(self.user_bias.weight)
         for name, texts in (("user_text", catalogue.user_text), ("item_text", catalogue.item_text)):
@@ -55,12 +60,12 @@ class RecommenderNet(nn.Module):
         self.seen: Tensor
         """(n,) int64, sorted: user * items + item of every training interaction."""
         self.counts: Tensor
-        """(items,) training interactions."""
+        """(items,) number of training interactions."""
         self.encoder = encoder
-        self.cached = False
-        """Whether the texts' vectors are taken from `table`, which passes no gradient to the encoder."""
-        self.table: Tensor | None = None
-        """(texts, hidden), while the encoder does not change."""
+        self.text_vectors_fixed = False
+        """Whether training uses `text_vectors` too, so that the encoder gets no gradient."""
+        self.text_vectors: Tensor | None = None
+        """(texts, hidden) vectors of all texts while the encoder does not change, else None."""
         self.deduplicate = True
         if encoder is not None:
             self.user_meta_proj = nn.Linear(encoder.hidden, dim)
@@ -72,14 +77,14 @@ class RecommenderNet(nn.Module):
             nn.init.ones_(self.product.weight)
 
     @property
-    def numbers_a_score(self) -> int:
-        """How many are in memory for one score at a time."""
+    def floats_per_score(self) -> int:
+        """Most numbers that are in memory for one score."""
         if self.mlp_layers is None:
             return 1
         return 2 * max(m.out_features for m in self.mlp_layers if isinstance(m, nn.Linear))
 
-    def parts(self) -> dict[str, list[nn.Parameter]]:
-        """What --trainable names, besides the encoder."""
+    def trainable_parts(self) -> dict[str, list[nn.Parameter]]:
+        """Names of --trainable -> parameters, the encoder's left out."""
         found: dict[str, list[nn.Parameter]] = {"projection": [], "fusion": [], "mlp": [], "ids": []}
         kinds = {"meta_proj": "projection", "fusion": "fusion", "mlp_layers": "mlp", "product": "mlp"}
         for name, p in self.named_parameters():
@@ -90,111 +95,118 @@ class RecommenderNet(nn.Module):
         return found
 
     def forward(self, user: Tensor, items: list[Tensor]) -> list[Tensor]:
-        """Scores of (B,) users with each of: (B, k) items of their own, or (S,) that all users share."""
+        """Scores of (B,) users with each of `items`: (B, k) of their own, or (S,) shared by all users."""
         flat = torch.cat([user.new_zeros(0), *(i.reshape(-1) for i in items)])
-        of_users, of_items = self.vectors(user, flat)
-        of_user = 0.0 if self.user_bias is None else self.user_bias(user)
+        user_vectors, item_vectors = self.vectors(user, flat)
+        user_bias = 0.0 if self.user_bias is None else self.user_bias(user)
         found, start = [], 0
         for ids in items:
-            vectors = of_items[start : start + ids.numel()]
+            vectors = item_vectors[start : start + ids.numel()]
             start += ids.numel()
             bias = self.item_bias(ids)[..., 0]
             shared = ids.ndim == 1
             vectors = vectors if shared else vectors.view(*ids.shape, -1)
-            found.append(self.score(of_users, vectors, bias, shared) + of_user)
+            found.append(self.score(user_vectors, vectors, bias, shared) + user_bias)
         return found
 
     def vectors(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, dim) of users and (m, dim) of items; what is named twice is computed once."""
+        """(n, d) of users and (m, d) of items; a repeated id is computed once if `deduplicate`."""
         if not self.deduplicate:
-            return self._sides(user, item)
-        users, user_place = torch.unique(user, return_inverse=True)
-        items, item_place = torch.unique(item, return_inverse=True)
-        of_users, of_items = self._sides(users, items)
-        return embedding(user_place, of_users), embedding(item_place, of_items)
+            return self._fused_vectors(user, item)
+        users, user_position = torch.unique(user, return_inverse=True)
+        items, item_position = torch.unique(item, return_inverse=True)
+        user_vectors, item_vectors = self._fused_vectors(users, items)
+        return embedding(user_position, user_vectors), embedding(item_position, item_vectors)
 
-    def _sides(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
-        by_user, by_item = self.user_ids(user), self.item_ids(item)
+    def _fused_vectors(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, d) of users and (m, d) of items: id and text fused."""
+        user_id_vectors, item_id_vectors = self.user_ids(user), self.item_ids(item)
         if self.encoder is None:
-            return by_user, by_item
+            return user_id_vectors, item_id_vectors
         user_text, item_text = self.user_text[user], self.item_text[item]
-        meaning = self._meanings(torch.cat([user_text, item_text]))
-        of_users, of_items = meaning.split([len(user), len(item)])
+        text_vectors = self._lookup_text_vectors(torch.cat([user_text, item_text]))
+        user_text_vectors, item_text_vectors = text_vectors.split([len(user), len(item)])
         has_user, has_item = (t[:, None] >= 0 for t in (user_text, item_text))
         return (
-            self.user_fusion(torch.cat([by_user, self.user_meta_proj(of_users) * has_user], 1)),
-            self.item_fusion(torch.cat([by_item, self.item_meta_proj(of_items) * has_item], 1)),
+            self.user_fusion(
+                torch.cat([user_id_vectors, self.user_meta_proj(user_text_vectors) * has_user], 1)
+            ),
+            self.item_fusion(
+                torch.cat([item_id_vectors, self.item_meta_proj(item_text_vectors) * has_item], 1)
+            ),
         )
 
-    def _meanings(self, texts: Tensor) -> Tensor:
-        """(n, hidden) of numbered texts; of no text, some vector that is not used."""
+    def _lookup_text_vectors(self, texts: Tensor) -> Tensor:
+        """(n, hidden) of texts by number; for -1, no text, some vector that the caller masks."""
         assert self.encoder is not None
         texts = texts.clamp_min(0)
-        if self.table is None and not self.training:
-            self.table = self.encoder.vectors()  # an evaluation wants all, and nothing changes meanwhile
-        if self.table is not None:
-            return self.table[texts]
+        if self.text_vectors is None and not self.training:
+            self.text_vectors = self.encoder.vectors()  # constant until the next training step
+        if self.text_vectors is not None:
+            return self.text_vectors[texts]
         if not self.deduplicate:
             repeated: Tensor = self.encoder(texts)
             return repeated
-        different, place = torch.unique(texts, return_inverse=True)
-        return embedding(place, self.encoder(different))
+        unique_texts, position = torch.unique(texts, return_inverse=True)
+        return embedding(position, self.encoder(unique_texts))
 
     def train(self, mode: bool = True) -> RecommenderNet:
-        """Training changes the encoder, so that the vectors of an evaluation do not outlive it."""
-        if not self.cached:
-            self.table = None
+        """Training changes the encoder, so text vectors that were computed for an evaluation are dropped."""
+        if not self.text_vectors_fixed:
+            self.text_vectors = None
         super().train(mode)
         if self.encoder is not None:
             self.encoder.net.eval()
         return self
 
     def score(self, users: Tensor, items: Tensor, bias: Tensor, shared: bool) -> Tensor:
-        """(B, k) of (B, dim) users with (B, k, dim) items, or (k, dim) shared ones."""
+        """(B, k) of (B, d) users with (B, k, d) items; or (B, S) with (S, d) shared ones."""
         if self.head == "dot":
             products = users @ items.T if shared else torch.einsum("bd,bkd->bk", users, items)
             return products + bias
         if self.head == "mlp":
-            return self._deep(users, items) + bias
+            return self._mlp_scores(users, items) + bias
         half = self.dim // 2
         product = self.product(users[:, None, :half] * items[..., :half])[..., 0]
-        return product + self._deep(users[:, half:], items[..., half:]) + bias
+        return product + self._mlp_scores(users[:, half:], items[..., half:]) + bias
 
-    def _deep(self, users: Tensor, items: Tensor) -> Tensor:
-        """(B, k): the MLP of [u; v]. Its first layer is linear in both, so it is computed once for each user
-        and item and not for each pair."""
+    def _mlp_scores(self, users: Tensor, items: Tensor) -> Tensor:
+        """(B, k): the MLP of [u; v].
+
+        Its first layer is linear in both, so it is computed once per user and per item and not per pair.
+        """
         assert self.mlp_layers is not None
-        first = cast(nn.Linear, self.mlp_layers[0])
-        of_user, of_item = first.weight.split(users.shape[-1], 1)
-        found = linear(users, of_user, first.bias)[:, None] + linear(items, of_item)
+        first = cast("nn.Linear", self.mlp_layers[0])
+        user_part, item_part = first.weight.split(users.shape[-1], 1)
+        found = linear(users, user_part, first.bias)[:, None] + linear(items, item_part)
         found = self.mlp_layers[1:](found)
         return found[..., 0]
 
-    def were_seen(self, user: Tensor, items: Tensor) -> Tensor:
+    def seen_in_training(self, user: Tensor, items: Tensor) -> Tensor:
         """(B, k) bool: whether (B,) users had these (B, k) items in training."""
         key = user[:, None] * len(self.item_text) + items
-        place = torch.searchsorted(self.seen, key).clamp_max(len(self.seen) - 1)
-        return self.seen[place] == key
+        position = torch.searchsorted(self.seen, key).clamp_max(len(self.seen) - 1)
+        return self.seen[position] == key
 
-    def seen_by(self, user: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, items) of all training interactions of (B,) users."""
+    def training_interactions(self, user: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, items) of all training interactions of (B,) users; rows are 0..B-1."""
         items = len(self.item_text)
         first, last = (torch.searchsorted(self.seen, (user + n) * items) for n in (0, 1))
         rows = torch.repeat_interleave(torch.arange(len(user), device=user.device), last - first)
         start = torch.cumsum(last - first, 0) - (last - first)
-        place = torch.arange(len(rows), device=user.device) - start[rows] + first[rows]
-        return rows, self.seen[place] % items
+        position = torch.arange(len(rows), device=user.device) - start[rows] + first[rows]
+        return rows, self.seen[position] % items
 
     @torch.no_grad()
     def all_vectors(self) -> tuple[Tensor, Tensor]:
-        """(users, dim) and (items, dim)."""
+        """(users, d) and (items, d)."""
         device = self.user_text.device
         users, items = (torch.arange(len(t), device=device) for t in (self.user_text, self.item_text))
-        return self._sides(users, items)
+        return self._fused_vectors(users, items)
 
 
 def _fusion(dim: int) -> nn.Linear:
-    """Begins as the sum of the two, so that the ids' scale is kept."""
+    """Starts as the sum of its two inputs, so that the scale of the ids is kept."""
     fusion = nn.Linear(2 * dim, dim)
     with torch.no_grad():
         fusion.weight.copy_(torch.cat([torch.eye(dim), torch.eye(dim)], 1))

@@ -1,4 +1,4 @@
-"""Recommendation from ids and texts: who takes what next.
+"""The workload recommender: recommendations from ids and texts of users and items.
 
 python -m launch auto --task recommender --data FOLDER
 python -m launch auto --task recommender --data FOLDER --text lora --text-model FOLDER
@@ -7,7 +7,6 @@ python -m launch auto --task recommender --data FOLDER --text lora --text-model 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -20,19 +19,23 @@ from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.recommendation import model_size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     from torch import nn
 
-TRAINABLE = ("projection", "fusion", "mlp", "ids")
+TRAINABLE_PARTS = ("projection", "fusion", "mlp", "ids")
+"""What --trainable can name: the parts of the network that train besides the encoder."""
 LORA_BLOCKS = 4
-LORA_PATIENCE = 20
+"""Default of --lora-blocks."""
+LORA_GRADIENT_STEPS = 20
 """Steps within which LoRA must get a gradient: a small batch may hold no text."""
-ENCODED = "encoded"
-"""Folder beside the prepared data where states of frozen blocks are kept."""
+TEXT_CACHE_FOLDER = "encoded"
+"""Folder beside the prepared data for the states that enter the lowest trained block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecommenderOptions:
-    """The fields of recommenders."""
+    """The flags of recommenders."""
 
     text: Literal["frozen", "lora", "full", "off"] | None = None
     """How texts are used: encoder fixed, vectors kept; LoRA in its top blocks; all of it trained; or
@@ -54,7 +57,7 @@ class RecommenderOptions:
     """LoRA's update is scaled by alpha / r."""
     lora_lr: float = 1e-4
     """Peak learning rate of phase lora; --lr is that of the others."""
-    trainable: str = ",".join(TRAINABLE)
+    trainable: str = ",".join(TRAINABLE_PARTS)
     """The parts that train besides the encoder."""
     head: Literal["dot", "mlp", "neumf"] = "dot"
     """How two vectors make a score."""
@@ -83,10 +86,11 @@ class RecommenderOptions:
 
 
 class Recommender(Task):
-    """Pairs of users and items against items that were not taken.
+    """Learns from pairs of users and items that they took, against items that they did not take.
 
-    Metrics: hit rate and NDCG of held-out items among their `rivals` (hr@10, ndcg@10), and among all items
-    that the user had not in training (full_...); popularity's under the same protocol beside them.
+    Metrics: hit rate and NDCG at k of held-out items among the sampled negatives `rivals` (hr@10, ndcg@10),
+    and among all items that the user had not in training (full_...); beside them popularity's, by the same
+    protocol.
     """
 
     Options: ClassVar[type] = RecommenderOptions
@@ -123,7 +127,7 @@ class Recommender(Task):
     def __init__(self, recipe: Any, options: Any) -> None:
         super().__init__(recipe, options)
         self.cohort = options.cohort or 1  # type: ignore[misc]
-        self._lora_learns = False
+        self._lora_has_gradient = False
         self.monitor = (f"ndcg@{options.top_k}", "max")  # type: ignore[misc]
 
     def phases(self) -> list[Phase]:
@@ -146,7 +150,7 @@ class Recommender(Task):
                 " leave it out (texts are encoded once a batch, what lies below LoRA once and for all), or"
                 " use --text frozen"
             )
-        if options.start is not None and not _weights_of(options.start).is_file():
+        if options.start is not None and not _training_weights_file(options.start).is_file():
             raise UserError(f"--start {options.start}: is no finished recommender (a run, or its final/)")
         if options.sparse_tables and self.recipe.optimizer != "adamw":
             raise UserError(
@@ -160,15 +164,15 @@ class Recommender(Task):
                 raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
         if options.head == "neumf" and options.dim % 2:
             raise UserError(f"--dim {options.dim}: neumf halves it, so it must be even")
-        if unknown := set(self._trainable) - set(TRAINABLE):
-            raise UserError(f"--trainable {unknown.pop()}: is not one of {', '.join(TRAINABLE)}")
+        if unknown := set(self._trainable) - set(TRAINABLE_PARTS):
+            raise UserError(f"--trainable {unknown.pop()}: is not one of {', '.join(TRAINABLE_PARTS)}")
         if options.cohort == 1 or options.cohort < 0:
             raise UserError(f"--cohort {options.cohort}: must be 0 or at least 2")
         if options.cohort and options.loss != "sampled-softmax":
             raise UserError(f"--cohort {options.cohort}: in-batch negatives are for --loss sampled-softmax")
         if options.cohort and self.recipe.batch_size % options.cohort:
             raise UserError(f"--cohort {options.cohort}: must divide --batch-size {self.recipe.batch_size}")
-        model_size.widths(options.layers)
+        model_size.parse_layer_widths(options.layers)
         self._check_text_model()
 
     def fetch(self) -> None:
@@ -191,7 +195,7 @@ class Recommender(Task):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A run may be verified anywhere: what it begins with is named by its whole path."""
+        """--start becomes a whole path, so that `verify` works from any folder."""
         start = values.get("start")
         return {} if start is None else {"start": str(Path(start).expanduser().resolve())}
 
@@ -199,8 +203,8 @@ class Recommender(Task):
     def _trainable(self) -> list[str]:
         return [part.strip() for part in self.options.trainable.split(",")]
 
-    def _config(self, facts: Any) -> dict[str, Any] | None:
-        """The encoder's config.json; None where no texts are used."""
+    def _encoder_config(self, facts: Any) -> dict[str, Any] | None:
+        """The text encoder's config.json; None if no texts are used."""
         if self.options.text in ("lora", "full") and not facts.extra.get("texts", 1):
             raise UserError(f"--text {self.options.text}: no user or item has a text; say --text off")
         if self.options.text == "off" or not facts.extra.get("texts", 1):
@@ -221,38 +225,43 @@ class Recommender(Task):
         from isobatch.models.recommendation.catalogue import Catalogue
         from isobatch.models.recommendation.network import RecommenderNet
 
-        options, known = self.options, Catalogue.read(facts.folder)
-        encoder = self._encoder(facts, known)
-        self._kept = Path(facts.folder) / ENCODED
-        layers = model_size.widths(options.layers)
+        options, catalogue = self.options, Catalogue.read(facts.folder)
+        encoder = self._build_encoder(facts, catalogue)
+        self._text_cache = Path(facts.folder) / TEXT_CACHE_FOLDER
+        layers = model_size.parse_layer_widths(options.layers)
         pointwise = options.loss != "sampled-softmax"
-        net = RecommenderNet(known, options.dim, layers, options.head, encoder, user_bias=pointwise)
+        net = RecommenderNet(catalogue, options.dim, layers, options.head, encoder, user_bias=pointwise)
         net.deduplicate = options.text_dedup
         if self.options.start is not None:
-            self._begin_with(net, self.options.start, facts)
+            self._load_start_weights(net, self.options.start, facts)
         return net
 
-    def _begin_with(self, net: Any, start: str, facts: Any) -> None:
-        """The weights of another run; what it has not, such as LoRA, stays as it is."""
+    def _load_start_weights(self, net: Any, start: str, facts: Any) -> None:
+        """Load the weights of another run; parameters that it lacks, such as LoRA, stay as they are.
+
+        Raises UserError unless its users, items, encoder and shapes are the same.
+        """
         from safetensors.torch import load_file
 
-        from isobatch.models.recommendation.catalogue import names
+        from isobatch.models.recommendation.catalogue import read_names
         from isobatch.models.recommendation.recommendations import CONFIG_FILE, NAMES_FILE
 
-        folder = _weights_of(start).parent
-        theirs, known = (json.loads((folder / file).read_text()) for file in (NAMES_FILE, CONFIG_FILE))
-        ours = names(facts.folder)
-        if any(theirs[kind] != ours[kind] for kind in ("users", "items")):
+        folder = _training_weights_file(start).parent
+        start_names, start_config = (
+            json.loads((folder / file).read_text()) for file in (NAMES_FILE, CONFIG_FILE)
+        )
+        own_names = read_names(facts.folder)
+        if any(start_names[kind] != own_names[kind] for kind in ("users", "items")):
             raise UserError(
                 f"--start {start}: its users or items are others than those of {self.recipe.data}"
             )
         own_encoder = None if net.encoder is None else net.encoder.weights_identity()
-        if None not in (known.get("encoder"), own_encoder) and known["encoder"] != own_encoder:
+        if None not in (start_config.get("encoder"), own_encoder) and start_config["encoder"] != own_encoder:
             raise UserError(
                 f"--start {start}: its texts were read by another encoder: give its --text-model and"
                 " --tokenizer, and for one with random weights its --seed"
             )
-        found, own = load_file(_weights_of(start)), net.state_dict()
+        found, own = load_file(_training_weights_file(start)), net.state_dict()
         for name, value in found.items():
             if name in own and own[name].shape != value.shape:
                 raise UserError(
@@ -261,40 +270,47 @@ class Recommender(Task):
                 )
         net.load_state_dict({k: v for k, v in found.items() if k in own}, strict=False)
 
-    def _encoder(self, facts: Any, known: Any) -> Any:
+    def _build_encoder(self, facts: Any, catalogue: Any) -> Any:
         from transformers import AutoConfig
 
-        from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, make_net
+        from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, load_text_model
 
-        if (numbers := self._config(facts)) is None:
+        if (config := self._encoder_config(facts)) is None:
             return None
         name, options = self.recipe.model, self.options
         if name in PRESETS:
-            net = make_net(AutoConfig.for_model(**numbers), None, None)
+            net = load_text_model(AutoConfig.for_model(**config), None, None)
         else:
             place = hub.fetch_weights(name, self.recipe.revision, "--text-model")
-            net = make_net(AutoConfig.from_pretrained(place), place, self.recipe.revision)
-        encoder = TextEncoder(net, known, options.pooling, options.text_cache != "off", options.text_chunk)
-        self._lowest = 0
+            net = load_text_model(AutoConfig.from_pretrained(place), place, self.recipe.revision)
+        encoder = TextEncoder(
+            net, catalogue, options.pooling, options.text_cache != "off", options.text_chunk
+        )
+        self._first_lora_block = 0
         if options.text in (None, "lora"):
             blocks = len(encoder.blocks[2])
             top = options.lora_blocks or min(LORA_BLOCKS, blocks)
             if top > blocks:
                 raise UserError(f"--lora-blocks {top}: this text model has {blocks} blocks")
-            self._lowest = add_lora(encoder, top, options.lora_r, options.lora_alpha)
+            self._first_lora_block = add_lora(encoder, top, options.lora_r, options.lora_alpha)
         net.requires_grad_(False)
         return encoder
 
     def model_size(self, facts: Any) -> ModelSize:
-        return model_size.shape(self.recipe, self.options, facts, self._config(facts))
+        return model_size.recommender_size(self.recipe, self.options, facts, self._encoder_config(facts))
 
     def sparse_parameters(self, model: Any) -> Iterable[nn.Parameter]:
         tables = (model.user_ids, model.item_ids, model.item_bias, model.user_bias)
         return [t.weight for t in tables if t is not None] if self.options.sparse_tables else []
 
-    def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
-        """Choose what trains, and compute once what will not change."""
-        for kind, parameters in model.parts().items():
+    def begin_phase(
+        self,
+        model: Any,
+        phase: str,
+        first: Callable[[int], Iterable[Batch]],  # noqa: ARG002  Task's signature
+    ) -> None:
+        """Choose what trains, and compute once what will not change in this phase."""
+        for kind, parameters in model.trainable_parts().items():
             for p in parameters:
                 p.requires_grad_(kind in self._trainable)
         encoder = model.encoder
@@ -302,52 +318,55 @@ class Recommender(Task):
             return
         for name, p in encoder.net.named_parameters():
             p.requires_grad_("lora_" in name if phase == "lora" else phase == "full")
-        model.table, model.cached = None, False
-        encoder.remember_prefix(self._lowest if phase == "lora" else 0, self._kept)
+        model.text_vectors, model.text_vectors_fixed = None, False
+        encoder.cache_prefix(self._first_lora_block if phase == "lora" else 0, self._text_cache)
         if phase == "frozen" and self.options.text_cache != "off":
-            model.table, model.cached = encoder.vectors(), True
+            model.text_vectors, model.text_vectors_fixed = encoder.vectors(), True
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        """batch: user (B,), item (B,)."""
         import torch
 
         from isobatch.models.recommendation import losses
 
         user, item = batch["user"].long(), batch["item"].long()
-        options, count = self.options, model_size.negatives(self.options)
+        options, count = self.options, model_size.num_negatives(self.options)
         net: Any = getattr(model, "module", model)
         pairs = item[:, None]
         if options.cohort:
-            total = losses.in_batch(model, user, item, options.cohort)
+            total = losses.in_batch_softmax(model, user, item, options.cohort)
         elif options.loss == "sampled-softmax":
-            pool = losses.pool(count, len(net.item_text), (self.recipe.seed, step.phase, step.number))
-            total = losses.sampled_softmax(model, user, item, pool.to(user.device))
+            shared = losses.draw_shared_negatives(
+                count, len(net.item_text), (self.recipe.seed, step.phase, step.number)
+            )
+            total = losses.sampled_softmax(model, user, item, shared.to(user.device))
         else:
             drawn = step.noise.integers("negatives", (count, 2), len(net.item_text))
-            negatives, taken = losses.untaken(net, user, drawn)
+            negatives, is_positive = losses.avoid_positives(net, user, drawn)
             calibration = options.gbce_t if options.loss == "gbce" else 0.0
-            total = losses.binary(model, user, item, negatives, taken, calibration)
+            total = losses.binary_cross_entropy(model, user, item, negatives, is_positive, calibration)
             pairs = torch.cat([pairs, negatives], 1)
         if not options.l2:
             return {"loss": Loss(total, "sample")}
-        penalty = options.l2 * losses.squares(net, user, pairs)
+        penalty = options.l2 * losses.squared_norms(net, user, pairs)
         return {"ranking": Loss(total, "sample"), "l2": Loss(penalty, "sample")}
 
     def observe(self, model: Any, step: StepContext) -> Mapping[str, float]:
-        """LoRA must get a gradient soon: else it is an ornament."""
-        last = min(LORA_PATIENCE, step.total_steps) - 1
-        if step.phase != "lora" or step.number > last or model.encoder is None or self._lora_learns:
+        """Raise if no LoRA parameter receives a gradient within LORA_GRADIENT_STEPS."""
+        last = min(LORA_GRADIENT_STEPS, step.total_steps) - 1
+        if step.phase != "lora" or step.number > last or model.encoder is None or self._lora_has_gradient:
             return {}
-        gradients = [p.grad for p in model.encoder.trained() if p.grad is not None]
+        gradients = [p.grad for p in model.encoder.trainable_parameters() if p.grad is not None]
         norm = float(sum(float(g.float().square().sum()) for g in gradients) ** 0.5)
-        self._lora_learns = norm > 0
-        if not self._lora_learns and step.number >= last:
+        self._lora_has_gradient = norm > 0
+        if not self._lora_has_gradient and step.number >= last:
             raise UserError("phase lora: LoRA gets no gradient, so that it would not learn")
         return {"lora_grad_norm": norm}
 
     def evaluate(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         from isobatch.models.recommendation import ranking
 
-        return {**ranking.parts(model, batch, self.options.top_k)}
+        return {**ranking.metric_parts(model, batch, self.options.top_k)}
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
         found: dict[str, Any] = super().metrics(parts, split, facts)
@@ -355,20 +374,27 @@ class Recommender(Task):
         return {**found, "protocol": facts.extra["protocol"]}
 
     def final_metrics(
-        self, model: Any, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+        self,
+        model: Any,
+        final: Path,  # noqa: ARG002  Task's signature
+        facts: Any,  # noqa: ARG002  Task's signature
+        batches: Callable[[], Iterable[Batch]],
     ) -> Mapping[str, Any]:
-        """EASE on the same interactions, where its matrix is small."""
+        """Metrics of EASE on the same interactions, if the catalogue is small enough."""
         from isobatch.models.recommendation import ranking
 
         return ranking.ease_metrics(model, batches(), self.options.top_k)
 
     def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:
-        from isobatch.models.recommendation.recommendations import Recommendations
+        from isobatch.models.recommendation.recommendations import Recommendations, UnknownUserError
 
-        return Recommendations(final).top(user, top)
+        try:
+            return Recommendations(final).top(user, top)
+        except UnknownUserError as error:
+            raise UserError(str(error)) from None
 
-    def sample(self, model: Any, facts: Any, folder: Path) -> str | None:
-        """The first user's list."""
+    def sample(self, model: Any, facts: Any, folder: Path) -> str | None:  # noqa: ARG002  Task's signature
+        """The first user's recommendations."""
         from isobatch.models.recommendation.recommendations import Recommendations
 
         found = Recommendations(folder)
@@ -376,12 +402,14 @@ class Recommender(Task):
         return "\n".join([f"for user {found.users[0]}:", *lines])
 
     def export(self, model: Any, folder: Path, facts: Any) -> None:
-        from isobatch.models.recommendation.recommendations import write
+        from isobatch.models.recommendation.export import export_recommender
 
-        write(model, folder, facts)
+        export_recommender(model, folder, facts)
 
 
-def _weights_of(start: str) -> Path:
-    """Where a run, or its final/, has the weights that training can begin with."""
+def _training_weights_file(start: str) -> Path:
+    """The file of a run, or of its final/, that training can start from."""
+    from isobatch.models.recommendation.export import TRAINING_FILE
+
     folder = Path(start).expanduser()
-    return (folder / "final" if (folder / "final").is_dir() else folder) / "training.safetensors"
+    return (folder / "final" if (folder / "final").is_dir() else folder) / TRAINING_FILE

@@ -1,19 +1,16 @@
-"""Texts of a catalogue as vectors, at the price of what is trained.
+"""The text encoder of recommenders: vectors of a catalogue's texts, at the cost of what is trained.
 
-Three exact savings, each of which may be switched off: a text is encoded once however many rows want it; what
-lies below the lowest trained block is computed once for the whole catalogue; and the encoder's backward runs
-in chunks from the gradient of its outputs (Gao et al. 2021, GradCache), so that memory does not grow with the
-number of texts.
+Three savings, all of them exact, and each may be switched off: a text is encoded once however many rows of a
+batch use it; the states that enter the lowest trained block are computed once for the whole catalogue; and
+the backward runs in chunks from the gradient of the outputs (Gao et al. 2021, GradCache), so that memory does
+not grow with the number of texts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,46 +18,55 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
 from isobatch.models.causal_lm.adapters import quiet_bitsandbytes
-from isobatch.models.recommendation.catalogue import Catalogue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from isobatch.models.recommendation.catalogue import Catalogue
 
 CHUNK_TOKENS = 4096
 """Padded tokens that the encoder computes at a time."""
 LORA_TARGETS = ("c_attn", "query", "value", "q_proj", "v_proj", "q_lin", "v_lin", "query_key_value", "q", "v")
-"""Attention's projections by the names that model families give them."""
+"""Names of attention projections in the model families."""
 
 
 class TextEncoder(nn.Module):
-    """A transformers model that turns numbered texts into (n, hidden) vectors."""
+    """A transformers model that turns texts, given by number, into (n, hidden) vectors."""
 
     def __init__(
         self,
         net: nn.Module,
-        known: Catalogue,
+        catalogue: Catalogue,
         pooling: str,
         prefix_cache: bool = True,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         super().__init__()
-        self.net, self.pooling, self.uses_prefix = net, pooling, prefix_cache
-        self.lengths = torch.from_numpy(np.diff(known.offsets))
-        self.starts = torch.from_numpy(np.array(known.offsets[:-1]))
-        self.tokens = torch.from_numpy(known.tokens.astype(np.int64))
-        self.below = 0
-        """Blocks whose output is known: `prefix` holds it."""
+        self.net, self.pooling, self.use_prefix_cache = net, pooling, prefix_cache
+        self.lengths = torch.from_numpy(np.diff(catalogue.offsets))
+        self.starts = torch.from_numpy(np.array(catalogue.offsets[:-1]))
+        self.tokens = torch.from_numpy(catalogue.tokens.astype(np.int64))
+        self.num_prefix_blocks = 0
+        """Number of lowest blocks that `prefix` stands for."""
         self.prefix: Tensor | None = None
-        """(all tokens, hidden) states that enter block `below`."""
+        """(all tokens, hidden) states that enter block `num_prefix_blocks`, if they are cached."""
         self.chunk_tokens = chunk_tokens
         self.chunked: bool | None = None
-        """Whether the backward runs in chunks; None: where more than one chunk is needed."""
+        """Whether the backward runs in chunks; None: if there is more than one chunk."""
 
     @property
     def hidden(self) -> int:
+        """Width of a vector."""
         config: Any = self.net.config
         return int(config.hidden_size)
 
     @property
     def blocks(self) -> tuple[nn.Module, str, nn.ModuleList]:
-        """The module that holds the list of blocks, the list's name there, and the list."""
+        """The module that holds the list of transformer blocks, the list's name in it, and the list.
+
+        Raises UserError if there is none.
+        """
         config: Any = self.net.config
         for name, module in self.net.named_modules():
             if isinstance(module, nn.ModuleList) and len(module) >= int(config.num_hidden_layers):
@@ -68,63 +74,67 @@ class TextEncoder(nn.Module):
                 return self.net.get_submodule(parent), last, module
         raise UserError(f"--text-model: a {config.model_type} has no list of blocks")
 
-    def trained(self) -> list[nn.Parameter]:
+    def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.net.parameters() if p.requires_grad]
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """(n,) numbers of texts, all different -> (n, hidden)."""
+        """(n,) different numbers of texts -> (n, hidden)."""
         order = torch.argsort(self.lengths[numbers.cpu()], stable=True).to(numbers.device)
-        chunks = self._chunks(numbers[order].cpu())
-        trained = self.trained() if torch.is_grad_enabled() else []
+        chunks = self.split_into_chunks(numbers[order].cpu())
+        trained = self.trainable_parameters() if torch.is_grad_enabled() else []
         if trained and (self.chunked or (self.chunked is None and len(chunks) > 1)):
-            vectors = _Chunked.apply(self._encode, chunks, numbers.device, *trained)
+            vectors = ChunkedEncoding.apply(self._encode, chunks, numbers.device, *trained)
         else:
             vectors = torch.cat([self._encode(chunk, numbers.device) for chunk in chunks])
         return nn.functional.embedding(torch.argsort(order), vectors)
 
-    def _chunks(self, numbers: Tensor) -> list[Tensor]:
-        """Texts of like lengths, as many as `chunk_tokens` holds when padded."""
+    def split_into_chunks(self, numbers: Tensor) -> list[Tensor]:
+        """Neighbours in `numbers`, as many as `chunk_tokens` holds when padded; sort them by length first."""
         lengths = self.lengths[numbers].tolist()
         found, start = [], 0
-        for place, length in enumerate(lengths):
-            if place > start and (place + 1 - start) * length > self.chunk_tokens:
-                found.append(numbers[start:place])
-                start = place
+        for stop, length in enumerate(lengths):
+            if stop > start and (stop + 1 - start) * length > self.chunk_tokens:
+                found.append(numbers[start:stop])
+                start = stop
         return [*found, numbers[start:]]
 
     def _encode(self, numbers: Tensor, device: torch.device) -> Tensor:
         lengths = self.lengths[numbers]
         columns = torch.arange(int(lengths.max()))
         mask = columns < lengths[:, None]
-        places = (self.starts[numbers][:, None] + columns).masked_fill(~mask, 0)
+        positions = (self.starts[numbers][:, None] + columns).masked_fill(~mask, 0)
         mask = mask.to(device)
         if self.prefix is None:
-            states = self._states(mask, input_ids=self.tokens[places].to(device))
+            states = self._run_network(mask, input_ids=self.tokens[positions].to(device))
         else:
-            rows = self.prefix[places.to(self.prefix.device)].to(device)
-            states = self._upper(rows, mask)
-        return self._pooled(states, mask)
+            rows = self.prefix[positions.to(self.prefix.device)].to(device)
+            states = self._run_upper_blocks(rows, mask)
+        return self._pool(states, mask)
 
-    def _states(self, mask: Tensor, **given: Tensor) -> Tensor:
+    def _run_network(self, mask: Tensor, **arguments: Tensor) -> Tensor:
         config: Any = self.net.config
         cache = {"use_cache": False} if getattr(config, "use_cache", None) is not None else {}
-        found = self.net(attention_mask=mask.long(), **cache, **given)
+        found = self.net(attention_mask=mask.long(), **cache, **arguments)
         states: Tensor = found.last_hidden_state
         return states
 
-    def _upper(self, states: Tensor, mask: Tensor) -> Tensor:
-        """From the states that enter block `below` through the rest of the model, as it does it itself."""
+    def _run_upper_blocks(self, states: Tensor, mask: Tensor) -> Tensor:
+        """Run the model from the states that enter block `num_prefix_blocks`.
+
+        The lower blocks are taken out meanwhile, so that masks and positions are made by the model itself.
+        """
         parent, name, blocks = self.blocks
-        first = blocks[self.below]
-        handle = first.register_forward_pre_hook(_replacing(states), with_kwargs=True)
-        setattr(parent, name, blocks[self.below :])
+        first = blocks[self.num_prefix_blocks]
+        handle = first.register_forward_pre_hook(_replace_input(states), with_kwargs=True)
+        setattr(parent, name, blocks[self.num_prefix_blocks :])
         try:
-            return self._states(mask, inputs_embeds=states)
+            return self._run_network(mask, inputs_embeds=states)
         finally:
             setattr(parent, name, blocks)
             handle.remove()
 
-    def _pooled(self, states: Tensor, mask: Tensor) -> Tensor:
+    def _pool(self, states: Tensor, mask: Tensor) -> Tensor:
+        """(n, hidden) of (n, T, hidden) states: the mean over tokens, or the last token's."""
         if self.pooling == "last":
             return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
         weights = mask.to(states.dtype)[:, :, None]
@@ -137,25 +147,27 @@ class TextEncoder(nn.Module):
         return self(torch.arange(len(self.lengths), device=device))
 
     @torch.no_grad()
-    def remember_prefix(self, below: int, folder: Path) -> None:
-        """Compute, or read from `folder`, what enters block `below`; the net must be in evaluation mode."""
-        self.prefix, self.below = None, 0
-        if not self.uses_prefix or below == 0:
+    def cache_prefix(self, num_prefix_blocks: int, folder: Path) -> None:
+        """Compute what enters this block, or read it from `folder`; the net must be in evaluation mode."""
+        self.prefix, self.num_prefix_blocks = None, 0
+        if not self.use_prefix_cache or num_prefix_blocks == 0:
             return
         device = next(self.net.parameters()).device
-        file = folder / f"prefix-{self._identity(below)}.bin"
-        states = _kept(file, (len(self.tokens), self.hidden), lambda: self._entering(below, device))
-        self.prefix, self.below = _placed(states, device), below
+        file = folder / f"prefix-{self._prefix_identity(num_prefix_blocks)}.bin"
+        states = _load_or_compute(
+            file, (len(self.tokens), self.hidden), lambda: self._compute_prefix(num_prefix_blocks, device)
+        )
+        self.prefix, self.num_prefix_blocks = _move_if_it_fits(states, device), num_prefix_blocks
 
-    def _entering(self, below: int, device: torch.device) -> Tensor:
-        """(all tokens, hidden) states that enter a block."""
+    def _compute_prefix(self, num_prefix_blocks: int, device: torch.device) -> Tensor:
+        """(all tokens, hidden) fp32 states that enter a block."""
         _, _, blocks = self.blocks
         found = torch.empty(len(self.tokens), self.hidden)
         seen: list[Tensor] = []
-        handle = blocks[below].register_forward_pre_hook(_watching(seen), with_kwargs=True)
+        handle = blocks[num_prefix_blocks].register_forward_pre_hook(_record_input(seen), with_kwargs=True)
         try:
             order = torch.argsort(self.lengths, stable=True)
-            for chunk in self._chunks(order):
+            for chunk in self.split_into_chunks(order):
                 seen.clear()
                 self._encode(chunk, device)
                 for text, states in zip(chunk.tolist(), seen[0].float().cpu(), strict=True):
@@ -166,61 +178,65 @@ class TextEncoder(nn.Module):
         return found
 
     def weights_identity(self) -> str | None:
-        """Hash of the weights as they were loaded or drawn; None where they are trained themselves."""
+        """Hash of the weights as they were loaded or drawn; None if they are trained themselves."""
         base = [(n, p) for n, p in sorted(self.net.named_parameters()) if "lora_" not in n]
         if any(p.requires_grad for _, p in base):
             return None
         digest = hashlib.blake2b(digest_size=12)
-        _add(digest, ((name.replace(".base_layer", ""), p) for name, p in base))
+        _hash_weights(digest, ((name.replace(".base_layer", ""), p) for name, p in base))
         return digest.hexdigest()
 
-    def _identity(self, below: int) -> str:
-        """Hash of texts, frozen weights, block and precision: what the states depend on."""
+    def _prefix_identity(self, num_prefix_blocks: int) -> str:
+        """Hash of texts, frozen weights, block and precision: all that the prefix depends on."""
         digest = hashlib.blake2b(digest_size=12)
-        digest.update(repr((below, self.pooling, torch.is_autocast_enabled("cpu"))).encode())
+        digest.update(repr((num_prefix_blocks, self.pooling, torch.is_autocast_enabled("cpu"))).encode())
         for tensor in (self.tokens, self.starts):
             digest.update(tensor.numpy().tobytes())
-        _add(digest, ((n, p) for n, p in sorted(self.net.named_parameters()) if not p.requires_grad))
+        _hash_weights(digest, ((n, p) for n, p in sorted(self.net.named_parameters()) if not p.requires_grad))
         return digest.hexdigest()
 
 
-def _add(digest: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+def _hash_weights(digest: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     for name, p in weights:
         digest.update(name.encode())
         digest.update(p.detach().float().cpu().contiguous().numpy().tobytes())
 
 
-def _replacing(states: Tensor) -> Callable[..., Any]:
-    def hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        if given:
-            return (states, *given[1:]), named
-        return given, {**named, "hidden_states": states}
+def _replace_input(states: Tensor) -> Callable[..., Any]:
+    """A forward pre-hook: the block gets these states as its input."""
+
+    def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+        if arguments:
+            return (states, *arguments[1:]), keywords
+        return arguments, {**keywords, "hidden_states": states}
 
     return hook
 
 
-def _watching(seen: list[Tensor]) -> Callable[..., None]:
-    def hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        seen.append(given[0] if given else named["hidden_states"])
+def _record_input(seen: list[Tensor]) -> Callable[..., None]:
+    """A forward pre-hook: the block's input is appended to `seen`."""
+
+    def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        seen.append(arguments[0] if arguments else keywords["hidden_states"])
 
     return hook
 
 
-def _kept(file: Path, size: tuple[int, int], compute: Callable[[], Tensor]) -> Tensor:
-    """A float32 tensor from a file, which one process writes where there is none."""
+def _load_or_compute(file: Path, size: tuple[int, int], compute: Callable[[], Tensor]) -> Tensor:
+    """A float32 tensor, memory-mapped from a file that one process writes if it is missing."""
     from filelock import FileLock
 
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
         if not file.is_file():
-            beside = file.with_suffix(".tmp")
-            compute().contiguous().numpy().tofile(beside)
-            os.replace(beside, file)
+            temporary = file.with_suffix(".tmp")
+            compute().contiguous().numpy().tofile(temporary)
+            temporary.replace(file)
     return torch.from_file(str(file), shared=False, size=size[0] * size[1]).view(size)
 
 
-def _placed(states: Tensor, device: torch.device) -> Tensor:
-    """On the device if it fits well, else in pinned memory, else as it is: mapped from the file."""
+def _move_if_it_fits(states: Tensor, device: torch.device) -> Tensor:
+    """On the GPU if it takes less than a quarter of the free memory; else in pinned memory or as it is."""
     if device.type != "cuda":
         return states
     size = states.numel() * 4
@@ -232,8 +248,8 @@ def _placed(states: Tensor, device: torch.device) -> Tensor:
     return states
 
 
-class _Chunked(torch.autograd.Function):
-    """Encodes without a graph; backward encodes each chunk again, with one."""
+class ChunkedEncoding(torch.autograd.Function):
+    """Encodes without a graph; the backward encodes each chunk again, with one (GradCache)."""
 
     @staticmethod
     def forward(
@@ -244,79 +260,83 @@ class _Chunked(torch.autograd.Function):
         *trained: Tensor,
     ) -> Tensor:
         ctx.encode, ctx.chunks, ctx.device, ctx.trained = encode, chunks, device, trained
-        ctx.precision = _autocast(device)
+        ctx.precision = _current_autocast(device)
         with torch.no_grad():
             return torch.cat([encode(chunk, device) for chunk in chunks])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        total = [torch.zeros_like(p) for p in ctx.trained]
+        totals = [torch.zeros_like(p) for p in ctx.trained]
         parts = gradient.split([len(chunk) for chunk in ctx.chunks])
-        for chunk, part in zip(ctx.chunks, parts, strict=True):
+        for chunk, output_gradient in zip(ctx.chunks, parts, strict=True):
             with torch.enable_grad(), ctx.precision():
                 vectors = ctx.encode(chunk, ctx.device)
-            found = torch.autograd.grad(vectors, ctx.trained, part, allow_unused=True)
-            for whole, piece in zip(total, found, strict=True):
-                if piece is not None:
-                    whole += piece
-        return (None, None, None, *total)
+            found = torch.autograd.grad(vectors, ctx.trained, output_gradient, allow_unused=True)
+            for total, weight_gradient in zip(totals, found, strict=True):
+                if weight_gradient is not None:
+                    total += weight_gradient
+        return (None, None, None, *totals)
 
 
-def _autocast(device: torch.device) -> Callable[[], Any]:
-    """The autocast that is on now, to be entered again in a backward."""
+def _current_autocast(device: torch.device) -> Callable[[], Any]:
+    """Makes the autocast context that is on now, to be entered again in a backward."""
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
 
 
 def add_lora(encoder: TextEncoder, blocks: int, rank: int, alpha: int) -> int:
-    """LoRA (Hu et al. 2021) on attention's projections of the top `blocks`; the lowest trained block."""
+    """Add LoRA (Hu et al. 2021) to the attention projections of the top `blocks`, in place.
+
+    Returns the lowest block with LoRA. Raises UserError if no attention projection is found.
+    """
     quiet_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
 
-    _, _, every = encoder.blocks
-    lowest = len(every) - blocks
+    _, _, all_blocks = encoder.blocks
+    lowest = len(all_blocks) - blocks
     wanted = {
-        f"{place}.{name}"
-        for place, block in _numbered(encoder)
-        if place_number(place) >= lowest
+        f"{path}.{name}"
+        for path, block in _numbered_blocks(encoder)
+        if _block_number(path) >= lowest
         for name, module in block.named_modules()
         if name.rpartition(".")[2] in LORA_TARGETS and hasattr(module, "weight")
     }
     if not wanted:
         raise UserError("--text lora: this text model has no attention projections that LoRA knows")
     config: Any = encoder.net.config
-    conv = config.model_type == "gpt2"
+    is_conv1d = config.model_type == "gpt2"
     lora = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=sorted(wanted), fan_in_fan_out=conv
+        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=sorted(wanted), fan_in_fan_out=is_conv1d
     )
     inject_adapter_in_model(lora, encoder.net)
     return lowest
 
 
-def _numbered(encoder: TextEncoder) -> Iterator[tuple[str, nn.Module]]:
-    _, _, every = encoder.blocks
+def _numbered_blocks(encoder: TextEncoder) -> Iterator[tuple[str, nn.Module]]:
+    """(full name, block) of all transformer blocks."""
+    _, _, all_blocks = encoder.blocks
     for name, module in encoder.net.named_modules():
-        if module is every:
-            yield from ((f"{name}.{n}", block) for n, block in enumerate(every))
+        if module is all_blocks:
+            yield from ((f"{name}.{n}", block) for n, block in enumerate(all_blocks))
 
 
-def place_number(place: str) -> int:
-    return int(place.rpartition(".")[2])
+def _block_number(path: str) -> int:
+    return int(path.rpartition(".")[2])
 
 
-def make_net(config: Any, place: str | None, revision: str | None) -> nn.Module:
+def load_text_model(config: Any, path: str | None, revision: str | None) -> nn.Module:
     """A transformers model without dropout: from a folder or the hub, or with random weights.
 
-    Rows of its batch are texts, not samples, so that its noise could not be keyed by sample.
+    Rows of its batches are texts and not samples, so that dropout could not be keyed by sample.
     """
     from transformers import AutoModel
 
     for name in list(vars(config)):
         if "drop" in name and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
-    if place is None:
+    if path is None:
         return AutoModel.from_config(config, dtype=torch.float32)
-    found = AutoModel.from_pretrained(place, config=config, revision=revision or "main", dtype=torch.float32)
+    found = AutoModel.from_pretrained(path, config=config, revision=revision or "main", dtype=torch.float32)
     made: nn.Module = found
     return made

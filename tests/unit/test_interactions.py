@@ -39,7 +39,7 @@ def made(path: Path | str, **options: Any) -> tuple[Facts, dict[str, dict[str, n
 
 def ids(facts: Facts, rows: dict[str, np.ndarray]) -> list[tuple[str, str]]:
     """(user, item) as written."""
-    names = catalogue.names(facts.folder)
+    names = catalogue.read_names(facts.folder)
     return [(names["users"][u], names["items"][i]) for u, i in zip(rows["user"], rows["item"], strict=True)]
 
 
@@ -152,7 +152,7 @@ def test_tables(kind: str, tmp_path: Path) -> None:
     assert ids(facts, splits["valid"]) == [("ann", "z")]
     assert words(facts, "users") == ["Ayr. 30", "Bath. 40"]
     assert words(facts, "items") == ["X ray. war, sea", "Yacht. sea", "Zoo"]
-    assert catalogue.names(facts.folder)["titles"] == ["X ray", "Yacht", "Zoo"]
+    assert catalogue.read_names(facts.folder)["titles"] == ["X ray", "Yacht", "Zoo"]
     chosen, _ = made(tmp_path / "t", user_text="town", item_text="genre")
     assert words(chosen, "users") == ["Ayr", "Bath"]
     assert words(chosen, "items") == ["war, sea", "sea", ""]

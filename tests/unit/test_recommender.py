@@ -1,4 +1,4 @@
-"""Losses against their formulas, ranks against counting, and vectors that numpy can search."""
+"""Tests of the workload recommender: losses against their formulas, ranking metrics, and checks of flags."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def scores(model: RecommenderNet) -> Tensor:
 
 
 @pytest.mark.parametrize("head", ["dot", "mlp", "neumf"])
-def test_a_pairs_score_is_the_same_shared_or_its_own(head: str) -> None:
+def test_scores_are_the_same_for_shared_and_own_items(head: str) -> None:
     model = net(head)
     own = torch.randint(ITEMS, (USERS, 4), generator=torch.Generator().manual_seed(0))
     (found,) = model(torch.arange(USERS), [own])
@@ -54,7 +54,7 @@ def test_a_pairs_score_is_the_same_shared_or_its_own(head: str) -> None:
 
 
 @pytest.mark.parametrize("head", ["dot", "neumf"])
-def test_what_is_named_twice_is_computed_once_and_learns_the_same(head: str) -> None:
+def test_deduplication_changes_no_gradient(head: str) -> None:
     model = net(head)
     model.train()
     user, item = torch.tensor([0, 1, 0, 3, 3]), torch.tensor([[2, 2], [7, 5], [2, 9], [9, 9], [0, 5]])
@@ -72,7 +72,7 @@ def test_what_is_named_twice_is_computed_once_and_learns_the_same(head: str) -> 
         assert (gradient - each[name]).norm() <= 1e-5 * gradient.norm() + 1e-9, name
 
 
-def test_an_item_without_text_has_its_id_alone() -> None:
+def test_an_item_without_text_uses_its_id_alone() -> None:
     model = net()
     _, before = model.vectors(torch.tensor([0]), torch.tensor([5, 6]))
     with torch.no_grad():
@@ -91,60 +91,62 @@ def test_sampled_softmax_is_the_softmax_where_all_items_are_drawn() -> None:
 
 
 def test_sampled_softmax_is_near_the_softmax_on_average() -> None:
-    """logQ: without log(I/S) the loss would be smaller by about log(I/S) a pair."""
+    """logQ: without log(I/S) the loss would be smaller by about log(I/S) per pair."""
     model, user, item = net(text=False), torch.tensor([0, 2, 5]), torch.tensor([4, 4, 9])
-    pools = [losses.pool(12, ITEMS, (0, "x", n)) for n in range(200)]
-    found = np.mean([float(losses.sampled_softmax(model, user, item, p).detach()) for p in pools])
+    draws = [losses.draw_shared_negatives(12, ITEMS, (0, "x", n)) for n in range(200)]
+    found = np.mean([float(losses.sampled_softmax(model, user, item, p).detach()) for p in draws])
     wanted = torch.nn.functional.cross_entropy(scores(model)[user], item, reduction="sum")
     assert found == pytest.approx(float(wanted), abs=0.1)
 
 
-def test_pools_are_of_different_items_and_of_their_moment() -> None:
-    one = losses.pool(8, ITEMS, (0, "x", 1))
+def test_shared_negatives_are_distinct_and_keyed_by_step() -> None:
+    one = losses.draw_shared_negatives(8, ITEMS, (0, "x", 1))
     assert len(set(one.tolist())) == 8
-    assert torch.equal(one, losses.pool(8, ITEMS, (0, "x", 1)))
-    assert not torch.equal(one, losses.pool(8, ITEMS, (0, "x", 2)))
-    assert losses.pool(99, ITEMS, (0, "x", 1)).tolist() == list(range(ITEMS))
+    assert torch.equal(one, losses.draw_shared_negatives(8, ITEMS, (0, "x", 1)))
+    assert not torch.equal(one, losses.draw_shared_negatives(8, ITEMS, (0, "x", 2)))
+    assert losses.draw_shared_negatives(99, ITEMS, (0, "x", 1)).tolist() == list(range(ITEMS))
 
 
-def test_what_nobody_took_has_its_text_alone() -> None:
+def test_an_item_unseen_in_training_uses_its_text_alone() -> None:
     model = net()
-    strange = int((model.counts == 0).nonzero()[0, 0])
-    assert not model.item_ids.weight[strange].any()
-    _, (vector,) = model.vectors(torch.tensor([0]), torch.tensor([strange]))
+    unseen = int((model.counts == 0).nonzero()[0, 0])
+    assert not model.item_ids.weight[unseen].any()
+    _, (vector,) = model.vectors(torch.tensor([0]), torch.tensor([unseen]))
     assert vector.any()
 
 
 def test_in_batch_negatives_are_those_of_the_cohort() -> None:
     model, user = net(text=False), torch.tensor([0, 1, 2, 3, 4])
     item = torch.tensor([3, 8, 3, 3, 7])  # two cohorts of two and a rest; 3 and 3 in one of them
-    found = float(losses.in_batch(model, user, item, 2).detach())
+    found = float(losses.in_batch_softmax(model, user, item, 2).detach())
     logits = scores(model) - torch.log(model.counts.clamp_min(1) * 2 / model.counts.sum())
     first = torch.nn.functional.cross_entropy(logits[:2][:, [3, 8]], torch.tensor([0, 1]), reduction="sum")
     assert found == pytest.approx(float(first), rel=1e-5)  # the others have nobody to lose against
 
 
-def test_binary_leaves_out_what_was_taken_and_gbce_tempers() -> None:
+def test_binary_cross_entropy_ignores_positives_and_gbce_tempers() -> None:
     model, user, item = net(text=False), torch.tensor([0]), torch.tensor([4])
-    taken = int(model.seen[0])  # of user 0
-    free = next(i for i in range(ITEMS) if not model.were_seen(user, torch.tensor([[i]]))[0, 0])
+    positive = int(model.seen[0])  # of user 0
+    free = next(i for i in range(ITEMS) if not model.seen_in_training(user, torch.tensor([[i]]))[0, 0])
     all_scores = scores(model)[0]
     sigmoid = torch.nn.functional.logsigmoid
-    for drawn, negative in (([taken, free], free), ([free, taken], free), ([taken, taken], None)):
-        found = losses.binary(model, user, item, *losses.untaken(model, user, torch.tensor([[drawn]])), 0.0)
+    for drawn, negative in (([positive, free], free), ([free, positive], free), ([positive, positive], None)):
+        found = losses.binary_cross_entropy(
+            model, user, item, *losses.avoid_positives(model, user, torch.tensor([[drawn]])), 0.0
+        )
         wanted = -sigmoid(all_scores[4]) - (0 if negative is None else sigmoid(-all_scores[negative]))
         assert float(found.detach()) == pytest.approx(float(wanted), rel=1e-5)
     rate = 1 / (ITEMS - 1)
     beta = rate * (0.75 * (1 - 1 / rate) + 1 / rate)
-    none = losses.untaken(model, user, torch.tensor([[[taken, taken]]]))
-    found = losses.binary(model, user, item, *none, 0.75)
+    none = losses.avoid_positives(model, user, torch.tensor([[[positive, positive]]]))
+    found = losses.binary_cross_entropy(model, user, item, *none, 0.75)
     assert float(found.detach()) == pytest.approx(-beta * float(sigmoid(all_scores[4])), rel=1e-5)
 
 
 def test_the_penalty_counts_each_vector_as_often_as_it_is_scored() -> None:
     model, user = net(text=False), torch.tensor([0, 2, 0])
     items = torch.tensor([[4, 9], [9, 9], [1, 4]])
-    found = losses.squares(model, user, items)
+    found = losses.squared_norms(model, user, items)
     u, v = model.user_ids.weight.detach(), model.item_ids.weight.detach()
     wanted = sum(
         u[a].square().sum() + v[b].square().sum() for a, row in zip(user, items, strict=True) for b in row
@@ -152,17 +154,17 @@ def test_the_penalty_counts_each_vector_as_often_as_it_is_scored() -> None:
     assert float(found.detach()) == pytest.approx(float(wanted), rel=1e-5)  # type: ignore[arg-type]
 
 
-def test_ranks_and_gains() -> None:
+def test_ranks_hit_rate_and_ndcg() -> None:
     others = torch.tensor([[3.0, 1.0, 2.0], [5.0, 5.0, 9.0]])
     there = torch.tensor([[True, True, True], [True, True, False]])
     rank = ranking.ranks(torch.tensor([2.0, 5.0]), others, there)
     assert rank.tolist() == [1.5, 1.0]
-    found = ranking.sums("", torch.tensor([0.0, 1.0, 2.0, 3.0]), 3)
+    found = ranking.hit_rate_and_ndcg("", torch.tensor([0.0, 1.0, 2.0, 3.0]), 3)
     assert float(found["hr@3"].value) == 3
     assert float(found["ndcg@3"].value) == pytest.approx(1 + 1 / math.log2(3) + 0.5)
 
 
-def test_what_is_no_number_ranks_last() -> None:
+def test_nan_counts_against_the_model() -> None:
     nan = float("nan")
     there = torch.ones(1, 3, dtype=torch.bool)
     assert ranking.ranks(torch.tensor([nan]), torch.tensor([[1.0, nan, 2.0]]), there).tolist() == [3.0]
@@ -178,7 +180,7 @@ def test_full_ranking_leaves_out_what_the_user_had() -> None:
         "rivals": torch.tensor([[1, 4, -1], [2, 3, 9]]),
         "hidden": torch.tensor([[-1], [11]]),
     }
-    found = ranking.parts(model, batch, 10)
+    found = ranking.metric_parts(model, batch, 10)
     every = scores(model)[user]
     hits = 0
     for row, target in enumerate((2, 7)):
@@ -198,7 +200,7 @@ def test_ease_is_the_closed_form() -> None:
     p = np.linalg.inv(x.T @ x + ranking.EASE_LAMBDA * np.eye(ITEMS))
     wanted = -p / np.diag(p)
     np.fill_diagonal(wanted, 0)
-    np.testing.assert_allclose(ranking.ease(model).numpy(), wanted, rtol=1e-4, atol=1e-8)
+    np.testing.assert_allclose(ranking.ease_weights(model).numpy(), wanted, rtol=1e-4, atol=1e-8)
 
 
 def recommender(**options: Any) -> Recommender:
@@ -227,7 +229,7 @@ def recommender(**options: Any) -> Recommender:
         ({"model": "tinny"}, "--text-model tinny: is no preset"),
     ],
 )
-def test_what_cannot_be_had_is_refused_in_a_line(options: dict[str, Any], message: str) -> None:
+def test_bad_input_is_answered_in_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         recommender(**options).check()
 
@@ -236,7 +238,7 @@ def test_frozen_texts_may_be_cached() -> None:
     recommender(text="frozen", text_cache="on").check()
 
 
-def test_the_shape_counts_every_parameter(tmp_path: Path) -> None:
+def test_model_size_counts_every_parameter(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
     for head, loss in (("dot", "sampled-softmax"), ("mlp", "sampled-softmax"), ("neumf", "bce")):

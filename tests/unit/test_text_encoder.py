@@ -1,4 +1,4 @@
-"""What makes texts cheap changes nothing: once a batch, known below, backward in chunks."""
+"""Tests of models/recommendation/text_encoder.py: its three savings change neither vectors nor gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from isobatch.core.errors import UserError
 from isobatch.models.recommendation.catalogue import Catalogue
-from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, make_net
+from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, load_text_model
 
 BLOCKS, WIDTH, WORDS = 4, 32, 50
 SIZES = {"num_hidden_layers": BLOCKS, "hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 64}
@@ -35,7 +35,7 @@ def texts(count: int = 23, longest: int = 14) -> Catalogue:
 def encoder(family: str = "gpt2", lora: int = 2, prefix: bool = True, pooling: str = "mean") -> TextEncoder:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, vocab_size=WORDS, **CONFIGS[family])
-    made = TextEncoder(make_net(config, None, None), texts(), pooling, prefix)
+    made = TextEncoder(load_text_model(config, None, None), texts(), pooling, prefix)
     if lora:
         made.lowest = add_lora(made, lora, 4, 8)  # type: ignore[assignment]
         for name, p in made.net.named_parameters():
@@ -45,8 +45,8 @@ def encoder(family: str = "gpt2", lora: int = 2, prefix: bool = True, pooling: s
     return made.eval()
 
 
-def learnt(made: TextEncoder, numbers: Tensor) -> tuple[float, dict[str, Tensor]]:
-    """A loss over these texts' vectors, and the gradient of all that trains."""
+def loss_and_gradients(made: TextEncoder, numbers: Tensor) -> tuple[float, dict[str, Tensor]]:
+    """A loss over these texts' vectors, and the gradients of all trained parameters."""
     made.zero_grad()
     direction = torch.linspace(-1, 1, len(numbers) * made.hidden).view(len(numbers), -1)
     loss = (made(numbers) * direction).sum() + made(numbers).square().sum()
@@ -56,10 +56,10 @@ def learnt(made: TextEncoder, numbers: Tensor) -> tuple[float, dict[str, Tensor]
     }
 
 
-Learnt = tuple[float, dict[str, Tensor]]
+LossAndGradients = tuple[float, dict[str, Tensor]]
 
 
-def agree(one: Learnt, other: Learnt) -> None:
+def assert_close(one: LossAndGradients, other: LossAndGradients) -> None:
     assert one[0] == pytest.approx(other[0], rel=1e-5)
     assert one[1].keys() == other[1].keys()
     assert one[1]
@@ -68,12 +68,12 @@ def agree(one: Learnt, other: Learnt) -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_known_prefix_gives_the_same_vectors_and_gradients(family: str, tmp_path: Path) -> None:
+def test_a_cached_prefix_gives_the_same_loss_and_gradients(family: str, tmp_path: Path) -> None:
     made, numbers = encoder(family), torch.tensor([3, 0, 17, 22, 9])
-    whole = learnt(made, numbers)
-    made.remember_prefix(2, tmp_path)
+    whole = loss_and_gradients(made, numbers)
+    made.cache_prefix(2, tmp_path)
     assert made.prefix is not None
-    agree(whole, learnt(made, numbers))
+    assert_close(whole, loss_and_gradients(made, numbers))
     assert len(made.blocks[2]) == BLOCKS, "the model is whole again"
 
 
@@ -82,20 +82,20 @@ def test_a_known_prefix_gives_the_same_vectors_and_gradients(family: str, tmp_pa
 def test_a_backward_in_chunks_gives_the_same_gradients(family: str, prefix: bool, tmp_path: Path) -> None:
     made, numbers = encoder(family), torch.arange(23)
     if prefix:
-        made.remember_prefix(2, tmp_path)
+        made.cache_prefix(2, tmp_path)
     made.chunked = False
-    whole = learnt(made, numbers)
+    whole = loss_and_gradients(made, numbers)
     made.chunked, made.chunk_tokens = True, 30
-    assert len(made._chunks(numbers)) > 4
-    agree(whole, learnt(made, numbers))
+    assert len(made.split_into_chunks(numbers)) > 4
+    assert_close(whole, loss_and_gradients(made, numbers))
 
 
-def test_all_of_an_encoder_trains_in_chunks_too() -> None:
+def test_a_fully_trained_encoder_gives_the_same_gradients_in_chunks() -> None:
     made, numbers = encoder(lora=0), torch.arange(23)
     made.net.requires_grad_(True)
-    whole = learnt(made, numbers)
+    whole = loss_and_gradients(made, numbers)
     made.chunk_tokens = 30
-    agree(whole, learnt(made, numbers))
+    assert_close(whole, loss_and_gradients(made, numbers))
 
 
 def test_memory_of_the_graph_does_not_grow_with_the_texts() -> None:
@@ -120,7 +120,7 @@ def test_memory_of_the_graph_does_not_grow_with_the_texts() -> None:
     assert kept(23) > 1.5 * kept(11)
 
 
-def test_vectors_do_not_depend_on_who_is_encoded_beside() -> None:
+def test_vectors_do_not_depend_on_the_other_texts() -> None:
     made = encoder()
     together = made(torch.arange(23))
     for number in (0, 7, 22):
@@ -128,7 +128,7 @@ def test_vectors_do_not_depend_on_who_is_encoded_beside() -> None:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_pooling_looks_at_tokens_only(pooling: str) -> None:
+def test_pooling_ignores_padding(pooling: str) -> None:
     made = encoder(pooling=pooling, lora=0)
     rows = texts()
     for number in (1, 4):
@@ -139,22 +139,22 @@ def test_pooling_looks_at_tokens_only(pooling: str) -> None:
         torch.testing.assert_close(made(torch.tensor([number]))[0], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_prefix_is_kept_for_the_same_texts_and_weights_only(tmp_path: Path) -> None:
+def test_a_prefix_is_cached_per_texts_and_weights(tmp_path: Path) -> None:
     first = encoder()
-    first.remember_prefix(2, tmp_path)
+    first.cache_prefix(2, tmp_path)
     (kept,) = tmp_path.glob("*.bin")
     when = kept.stat().st_mtime_ns
     again = encoder()
-    again.remember_prefix(2, tmp_path)
+    again.cache_prefix(2, tmp_path)
     assert kept.stat().st_mtime_ns == when
     assert again.prefix is not None
     assert first.prefix is not None
     assert torch.equal(again.prefix, first.prefix)
-    first.remember_prefix(3, tmp_path)
+    first.cache_prefix(3, tmp_path)
     other = encoder()
     with torch.no_grad():
         other.net.get_parameter("wte.weight").add_(1)
-    other.remember_prefix(2, tmp_path)
+    other.cache_prefix(2, tmp_path)
     assert len(list(tmp_path.glob("*.bin"))) == 3
 
 
