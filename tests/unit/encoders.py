@@ -1,4 +1,4 @@
-"""Small encoders of every family, with weights large enough to tell them apart."""
+"""Small encoders of every family for tests, with weights large enough to tell them apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters on every family of models: what they sit on, that they alone learn, and that they merge."""
+"""Tests of models/causal_lm/adapters.py: targets, training, merging and saving in every model family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "bloom": ({"hidden_size": 64, "n_layer": 2, "n_head": 4}, {"query_key_value": 2}),
     "gpt_neox": (SMALL, {"query_key_value": 2}),
 }
-"""model_type -> (sizes, which matrices get an adapter unasked). Pythia is a GPT-NeoX, DistilGPT-2 a GPT-2."""
+"""model_type -> (sizes, default targets with their counts). Pythia is a GPT-NeoX, DistilGPT-2 a GPT-2."""
 
 
 def config_of(family: str) -> Any:
@@ -45,7 +45,7 @@ def tokens() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_learns_by_its_adapters_alone_and_merges(family: str) -> None:
+def test_only_adapters_train_and_merging_keeps_the_logits(family: str) -> None:
     model = adapted(family)
     before = copy.deepcopy(model.state_dict())
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -88,7 +88,7 @@ def test_all_linear_leaves_only_the_head_and_the_embeddings(family: str) -> None
     assert not {"lm_head", "embed_out", "wte", "embed_tokens"} & set(found.targets)
 
 
-def test_the_tutorials_count_is_what_it_is() -> None:
+def test_lora_on_gpt2_has_its_known_number_of_parameters() -> None:
     """811,008, not the 524,288 that is often quoted for rank 8 on c_attn and c_proj of GPT-2."""
     options = CausalLMOptions(adapter="lora", lora_targets="c_attn,c_proj")
     found = adapters.count_adapter(AutoConfig.for_model("gpt2"), options)
@@ -106,7 +106,7 @@ def test_a_merge_that_changes_the_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "pretrained", "said"),
+    ("options", "pretrained", "message"),
     [
         ({"load_bits": 4}, True, "rounded weights cannot train"),
         ({"adapter": "qlora", "load_bits": 8}, True, "qlora means 4"),
@@ -117,12 +117,12 @@ def test_a_merge_that_changes_the_model_is_refused() -> None:
         ({"adapter": "lora", "resize_embeddings": True}, True, "would never train"),
     ],
 )
-def test_contradictions_are_a_line(options: dict[str, Any], pretrained: bool, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_contradicting_flags_are_refused(options: dict[str, Any], pretrained: bool, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         adapters.check_options(CausalLMOptions(**options), pretrained)
 
 
-def test_a_name_that_no_matrix_has_is_answered_with_those_there_are() -> None:
+def test_an_unknown_target_is_answered_with_the_known_ones() -> None:
     with pytest.raises(UserError, match="c_attn is no matrix of the blocks; there are down_proj, gate_proj"):
         adapted("llama", lora_targets="c_attn")
 
@@ -143,7 +143,7 @@ def test_biases_that_train_are_counted_once() -> None:
     assert shape.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad) > added
 
 
-def test_what_is_saved_is_the_adapter(tmp_path: Path) -> None:
+def test_only_the_adapter_is_saved(tmp_path: Path) -> None:
     from safetensors import safe_open
 
     model = adapted("llama")

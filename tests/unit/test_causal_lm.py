@@ -1,4 +1,4 @@
-"""CausalLM: sizes, loss, metrics, checks and export, on models of a few thousand weights."""
+"""Tests of the workload causal-lm: sizes, loss, metrics, generation, checks and export, on tiny models."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_attention_runs_on_the_causal_kernel_without_a_mask(
     assert seen == [(None, True)] * 2
 
 
-def test_metrics_spread_the_loss_over_words_and_bytes() -> None:
+def test_perplexity_by_word_and_bits_per_byte() -> None:
     text = {"tokens": 30, "predicted": 28, "words": 10, "bytes": 60}
     parts = {"nll": SimpleNamespace(value=14 * math.log(2), weight=14)}  # half of the tokens were evaluated
     found = make().metrics(parts, "valid", facts(splits={"valid": text}))
@@ -245,8 +245,8 @@ def test_a_sample_is_repeatable_and_leaves_the_random_state_alone(saved: Path, m
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_windows_give_the_perplexity_of_the_usual_loop(model: Any) -> None:
-    """The loop of transformers' documentation: overlapping windows, of each only the new tokens."""
+def test_strided_windows_give_the_perplexity_of_transformers_loop(model: Any) -> None:
+    """The loop in transformers' documentation: overlapping windows, only new tokens count."""
     tokens = np.random.default_rng(0).integers(VOCABULARY, size=101)
     nll, count, done = 0.0, 0, 0
     for start in range(0, 101, 5):
@@ -331,7 +331,7 @@ def test_bad_input_is_answered_in_one_line(
         ({"adapter": "lora", "resize_embeddings": True}, "the new embeddings would never train"),
     ],
 )
-def test_adapters_that_cannot_be(saved: Path, options: dict[str, Any], said: str) -> None:
+def test_impossible_adapters_are_refused(saved: Path, options: dict[str, Any], said: str) -> None:
     task = make(str(saved))
     task.options = CausalLMOptions(**options)
     with pytest.raises(UserError, match=said):

@@ -1,4 +1,4 @@
-"""The loss without a table of logits against the loss with one."""
+"""Tests of models/causal_lm/chunked_cross_entropy.py: against the loss with the full table of logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 VOCABULARY = 67
 
 
-def made(family: str) -> Any:
+def make_model(family: str) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, vocab_size=VOCABULARY, **CONFIGS[family])
     for name in vars(config):
@@ -32,7 +32,7 @@ def made(family: str) -> Any:
     return AutoModelForCausalLM.from_config(config).train()
 
 
-def learnt(model: Any, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
+def loss_and_gradients(model: Any, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
     found = chunked_cross_entropy.next_token_loss(model, tokens, targets)
     (found * 0.37).backward()
@@ -51,44 +51,44 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_family_learns_the_same(
+def test_loss_and_gradients_are_those_of_the_full_logits(
     family: str, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked_cross_entropy, "CHUNK_BYTES", 4 * VOCABULARY * 5)  # five tokens at a time
-    model = made(family)
-    whole = learnt(model, *batch)
+    model = make_model(family)
+    whole = loss_and_gradients(model, *batch)
     chunked_cross_entropy.make_head_bypassable(model)
     assert isinstance(model.get_output_embeddings(), chunked_cross_entropy.BypassableHead)
-    chunked = learnt(model, *batch)
+    chunked = loss_and_gradients(model, *batch)
     assert chunked[0] == pytest.approx(whole[0], rel=1e-6)
     assert chunked[1].keys() == whole[1].keys()
     for name, gradient in whole[1].items():
         assert (chunked[1][name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
 
 
-def test_logits_are_there_for_all_others(batch: tuple[Tensor, Tensor]) -> None:
-    model = made("gpt2")
+def test_a_plain_forward_still_returns_logits(batch: tuple[Tensor, Tensor]) -> None:
+    model = make_model("gpt2")
     before = model(input_ids=batch[0]).logits
     chunked_cross_entropy.make_head_bypassable(model)
-    learnt(model, *batch)
+    loss_and_gradients(model, *batch)
     assert torch.equal(model(input_ids=batch[0]).logits, before)
 
 
 def test_a_frozen_head_gets_no_gradient(batch: tuple[Tensor, Tensor]) -> None:
-    model = made("llama")
+    model = make_model("llama")
     chunked_cross_entropy.make_head_bypassable(model)
     model.get_output_embeddings().weight.requires_grad_(False)
-    _, gradients = learnt(model, *batch)
+    _, gradients = loss_and_gradients(model, *batch)
     assert "lm_head.weight" not in gradients
     assert gradients
 
 
-def test_without_gradients_none_are_made(
+def test_no_grad_allocates_no_gradients(
     batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = made("gpt2")
+    model = make_model("gpt2")
     chunked_cross_entropy.make_head_bypassable(model)
-    wanted = learnt(model, *batch)[0]
+    wanted = loss_and_gradients(model, *batch)[0]
     made_for: list[Tensor] = []
     monkeypatch.setattr(torch, "zeros_like", made_for.append)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_without_gradients_none_are_made(
     assert not made_for
 
 
-def test_logits_of_more_than_a_head_are_left_alone() -> None:
+def test_heads_that_transform_their_logits_are_left_alone() -> None:
     config = AutoConfig.for_model("gemma2", vocab_size=VOCABULARY, head_dim=8, num_key_value_heads=4, **SMALL)
     model = AutoModelForCausalLM.from_config(config)
     chunked_cross_entropy.make_head_bypassable(model)
@@ -105,7 +105,7 @@ def test_logits_of_more_than_a_head_are_left_alone() -> None:
     )  # it caps its logits
 
 
-def test_memory_is_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4,000 tokens and 20,000 words the logits would be 320 MB."""
     largest = 0
     plain = torch.Tensor.float

@@ -1,4 +1,4 @@
-"""Classifier: sizes, loss, metrics and export, on models of a few thousand weights."""
+"""Tests of the workload classifier: sizes, loss, metrics and export, on tiny models."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_loss_is_the_sum_of_the_cross_entropies(model: Any) -> None:
     assert found.sum.item() == pytest.approx(3 * F.cross_entropy(logits, rows["label"]).item(), rel=1e-6)
 
 
-def test_batch_mates_and_padding_change_nothing(model: Any) -> None:
+def test_logits_do_not_depend_on_the_batch_or_padding(model: Any) -> None:
     together = make().logits(model, batch([5, 9, 3], 12, fill=7))
     for row, length in enumerate([5, 9, 3]):
         alone = {k: v[row : row + 1] for k, v in batch([5, 9, 3], 12).items()}
@@ -59,7 +59,7 @@ def test_batch_mates_and_padding_change_nothing(model: Any) -> None:
         assert torch.allclose(make().logits(model, alone)[0], together[row], atol=1e-6)
 
 
-def test_metrics_count_right_answers() -> None:
+def test_accuracy_counts_correct_predictions() -> None:
     parts = {"nll": Sum(6.0, 4), "right": torch.tensor([1.0, 0.0, 1.0, 1.0]).numpy()}
     found = make().metrics(parts, "valid", facts())
     assert (found["loss"], found["accuracy"]) == (1.5, 0.75)
@@ -85,7 +85,7 @@ def test_the_interval_is_wilsons(right: int, count: int, low: float, high: float
         assert (p - right / count) ** 2 == pytest.approx(1.959964**2 * p * (1 - p) / count, abs=1e-8)
 
 
-def test_the_shape_is_the_models(model: Any) -> None:
+def test_model_size_counts_all_parameters(model: Any) -> None:
     shape = make().model_size(facts())
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert (shape.layers, shape.hidden, shape.heads, shape.intermediate) == (2, 128, 4, 512)
@@ -118,7 +118,7 @@ def test_transformers_opens_the_export(model: Any, tmp_path: Path) -> None:
         ({"model": "tinny"}, r"--model tinny: is no preset \(did you mean tiny\?\)"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(changes: dict[str, Any], says: str) -> None:
+def test_bad_input_is_answered_in_one_line(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         make(**{"model": "tiny", **changes}).check()
 

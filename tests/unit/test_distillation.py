@@ -1,4 +1,4 @@
-"""What a student follows."""
+"""Tests of models/classification/distillation.py: the losses against their formulas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from isobatch.models.classification.distillation import hidden_state_loss, hidden_width, soft_label_loss
 
 
-def test_softened_is_the_divergence_at_temperature_times_its_square() -> None:
+def test_soft_label_loss_is_kl_at_temperature_times_its_square() -> None:
     torch.manual_seed(0)
     student, teacher = torch.randn(5, 3), torch.randn(5, 3)
     p, q = F.softmax(teacher / 2, -1), F.softmax(student / 2, -1)
@@ -22,7 +22,7 @@ def test_softened_is_the_divergence_at_temperature_times_its_square() -> None:
     ("student", "teacher", "places"),
     [(3, 3, [0, 1, 2]), (3, 6, [1, 3, 5]), (6, 3, [0, 0, 1, 1, 2, 2]), (3, 4, [1, 2, 3])],
 )
-def test_layers_are_followed_in_order_and_the_last_by_the_last(
+def test_layers_are_matched_in_order_and_last_with_last(
     student: int, teacher: int, places: list[int]
 ) -> None:
     torch.manual_seed(0)
@@ -31,5 +31,5 @@ def test_layers_are_followed_in_order_and_the_last_by_the_last(
     assert float(hidden_state_loss(states[:, places].flip(1), states)) > 0.1
 
 
-def test_widths_have_several_names() -> None:
+def test_hidden_width_knows_all_config_keys() -> None:
     assert hidden_width({"hidden_size": 768}) == hidden_width({"dim": 768})

@@ -1,4 +1,4 @@
-"""Two classifiers compared."""
+"""Tests of models/encoder/evaluation.py and of the report's comparison of classifiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes first, and how much."""
+"""Tests of models/encoder/importance.py: scores of heads and neurons, and the choice of those to prune."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isobatch.tests.unit.encoders import HEAD, classifier, given
 SIZES = EncoderSizes(layers=6, hidden=768, heads=12, neurons=3072)
 
 
-def everything(sizes: EncoderSizes = SIZES) -> KeepMasks:
+def keep_all(sizes: EncoderSizes = SIZES) -> KeepMasks:
     heads = [torch.ones(sizes.heads, dtype=torch.bool) for _ in range(sizes.layers)]
     return KeepMasks(heads, [torch.ones(sizes.neurons, dtype=torch.bool) for _ in range(sizes.layers)])
 
@@ -28,44 +28,44 @@ def scores(seed: int = 0, sizes: EncoderSizes = SIZES) -> ImportanceScores:
 
 @pytest.mark.parametrize("sparsity", [0.05, 0.2, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize("granularity", ["both", "heads", "neurons"])
-def test_the_sparsity_asked_for_is_reached_and_hardly_exceeded(sparsity: float, granularity: str) -> None:
+def test_the_target_sparsity_is_reached_and_hardly_exceeded(sparsity: float, granularity: str) -> None:
     budget = PruningBudget(SIZES, 32, granularity)  # type: ignore[arg-type]
     if sparsity > budget.max_sparsity:
         pytest.skip("cannot be had")
-    kept = importance.choose_kept(scores(), everything(), budget, sparsity)
+    kept = importance.choose_kept(scores(), keep_all(), budget, sparsity)
     found = budget.sparsity(*(sum(int(k.sum()) for k in part) for part in kept))
     dearest = max(SIZES.weights_per_head, 32 * SIZES.weights_per_neuron) / budget.prunable_weights
     assert sparsity <= found + 1e-9 <= sparsity + dearest
 
 
 def test_neurons_stay_in_multiples_and_every_layer_keeps_some() -> None:
-    kept = importance.choose_kept(scores(), everything(), PruningBudget(SIZES, 32, "both"), 0.9)
+    kept = importance.choose_kept(scores(), keep_all(), PruningBudget(SIZES, 32, "both"), 0.9)
     assert all(int(k.sum()) % 32 == 0 and int(k.sum()) >= 32 for k in kept.neurons)
 
 
-def test_what_is_gone_stays_gone() -> None:
-    budget, kept = PruningBudget(SIZES, 32, "both"), everything()
+def test_removed_units_stay_removed() -> None:
+    budget, kept = PruningBudget(SIZES, 32, "both"), keep_all()
     for step, sparsity in enumerate((0.1, 0.2, 0.3, 0.5)):
         before, kept = kept, importance.choose_kept(scores(step), kept, budget, sparsity)
         for old, new in zip((*before.heads, *before.neurons), (*kept.heads, *kept.neurons), strict=True):
             assert not (new & ~old).any()
 
 
-def test_the_least_score_per_weight_goes_first() -> None:
+def test_the_lowest_score_per_weight_is_removed_first() -> None:
     sizes = EncoderSizes(layers=1, hidden=64, heads=4, neurons=128)
     # A head has 4 * 64 * 16 = 4096 weights, a block of 32 neurons 2 * 64 * 32 = 4096 as well.
     found = ImportanceScores([torch.tensor([5.0, 1.0, 9.0, 3.0])], [torch.arange(128.0).div(32).floor()])
     kept = importance.choose_kept(
-        found, everything(sizes), PruningBudget(sizes, 32, "both"), 3 * 4096 / sizes.weights
+        found, keep_all(sizes), PruningBudget(sizes, 32, "both"), 3 * 4096 / sizes.weights
     )
     # Blocks of neurons score 0, 32, 64 (the best block stays), heads 5, 1, 9, 3: the three least are 0, 1, 3.
     assert kept.heads[0].tolist() == [True, False, True, False]
     assert kept.neurons[0].tolist() == [False] * 32 + [True] * 96
 
 
-def test_ranking_a_whole_model_takes_no_time() -> None:
+def test_ranking_a_whole_model_is_fast() -> None:
     """72 heads and 18,432 neurons: an event every 40 steps must not be seen in the training time."""
-    budget, found, kept = PruningBudget(SIZES, 32, "both"), scores(), everything()
+    budget, found, kept = PruningBudget(SIZES, 32, "both"), scores(), keep_all()
     importance.choose_kept(found, kept, budget, 0.3)
     began = time.process_time()
     importance.choose_kept(found, kept, budget, 0.3)
@@ -96,7 +96,7 @@ def test_gate_gradients_are_the_loss_derivative_by_a_gate() -> None:
     torch.testing.assert_close(found, gate.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_criteria_count_alike_whatever_their_units() -> None:
+def test_scores_of_different_units_count_alike() -> None:
     one, other = scores(1), scores(2)
     big = ImportanceScores([h * 1e6 for h in other.heads], [n * 1e6 for n in other.neurons])
     first, second = importance.sum_of_shares(one, other), importance.sum_of_shares(one, big)

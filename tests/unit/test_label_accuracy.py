@@ -1,4 +1,4 @@
-"""Accuracy by the likeliest answer, against scores computed row by row."""
+"""Tests of models/causal_lm/label_accuracy.py: against scores computed row by row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isobatch.models.causal_lm.label_accuracy import correct_predictions
 
 END = 30
 ANSWERS = [[5, END], [6, 7, END], [4, 6, 7, END]]
-"""The third ends as the second does."""
+"""The third ends with the tokens of the second."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def rows() -> list[tuple[list[int], int | None]]:
 
 
 @pytest.mark.parametrize("response_only", [True, False])
-def test_it_is_the_answer_with_the_highest_probability(model: Any, response_only: bool) -> None:
+def test_the_label_with_the_highest_probability_is_predicted(model: Any, response_only: bool) -> None:
     expected = []
     for tokens, own in rows():
         prompt = tokens[: len(tokens) - len(ANSWERS[own])] if own is not None else tokens

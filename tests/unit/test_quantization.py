@@ -1,4 +1,4 @@
-"""Rounding as it will run: in training, in evaluation, and in onnxruntime's integer kernels."""
+"""Tests of quantization and ONNX export: rounding in training, in evaluation and in onnxruntime's kernels."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_weights_rounded_once_get_the_gradient_of_all_micro_batches() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_scales_are_those_of_least_squared_error() -> None:
+def test_scales_minimize_the_squared_error() -> None:
     torch.manual_seed(0)
     weight = torch.randn(16, 512)
     best = quantization.channel_scales(weight, 4)
@@ -141,7 +141,7 @@ def test_pairs_have_token_types_in_the_graph(tmp_path: Path) -> None:
 
 
 def test_the_graph_that_runs_has_integer_kernels(tmp_path: Path) -> None:
-    """onnxruntime folds the Casts from 4 bits and fuses the rest: behaviour that no contract promises."""
+    """onnxruntime folds the Casts from 4 bits and fuses the rest, which no contract promises."""
     import onnx
 
     onnx_graph.write_onnx(quantized(embedding_bits=4), tmp_path / "m.onnx", pairs=False)
@@ -157,7 +157,7 @@ def test_the_graph_that_runs_has_integer_kernels(tmp_path: Path) -> None:
     assert running["Gemm"] + running["FusedGemm"] == 2
 
 
-def test_an_answer_does_not_depend_on_its_batch_mates(tmp_path: Path) -> None:
+def test_logits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     onnx_graph.write_onnx(quantized(), tmp_path / "m.onnx", pairs=False)
     run = evaluation.onnx_runner(tmp_path / "m.onnx", threads=1)
     together = run(given())
@@ -184,13 +184,13 @@ def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
         export.check_int4(model, tmp_path / "m.onnx", False, lambda: [batch_of(given())])
 
 
-def test_what_is_not_a_number_is_no_agreement() -> None:
+def test_nan_is_no_agreement() -> None:
     nothing = evaluation.Predictions(np.full((2, 2), np.nan), np.zeros(2, np.int64))
     with pytest.raises(ExportError, match="nan"):
         export.check_agreement("onnx", nothing, nothing)
 
 
-def test_a_changed_answer_is_named_by_its_sample() -> None:
+def test_a_changed_prediction_is_named_by_its_sample() -> None:
     labels = np.zeros(3, np.int64)
     mine = evaluation.Predictions(np.array([[1.0, 0], [1.0, 0], [0.6, 0.5]]), labels)
     changed = evaluation.Predictions(np.array([[1.0, 0], [1.0, 0], [0.5, 0.6]]), labels)
@@ -198,7 +198,7 @@ def test_a_changed_answer_is_named_by_its_sample() -> None:
         export.check_agreement("onnx", mine, changed)
 
 
-def test_the_exported_folder_gives_the_trained_model_back(tmp_path: Path, tiny_facts: Any) -> None:
+def test_the_exported_folder_reopens_as_the_trained_model(tmp_path: Path, tiny_facts: Any) -> None:
     model = quantized(cut=True, embedding_bits=4)
     form = {"bits": "4", "embedding_bits": "4"}
     saving.save(model, tiny_facts, tmp_path, quantization.dequantized_state(model))
@@ -225,7 +225,7 @@ assert "torch" not in sys.modules
 """
 
 
-def test_the_file_runs_where_there_is_no_torch(tmp_path: Path) -> None:
+def test_the_onnx_file_runs_without_torch(tmp_path: Path) -> None:
     model = quantized()
     onnx_graph.write_onnx(model, tmp_path / "m.onnx", pairs=False)
     np.savez(tmp_path / "given.npz", **given())  # type: ignore[arg-type]

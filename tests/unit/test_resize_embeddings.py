@@ -1,4 +1,4 @@
-"""A model that gets another tokenizer keeps what it knows, by token."""
+"""Tests of models/causal_lm/resize_embeddings.py: tokens keep their vectors under another tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokenizer(words: list[str]) -> Tokenizer:
 
 @pytest.fixture(params=["gpt2", "llama"])
 def model(request: pytest.FixtureRequest) -> Any:
-    """One with its head's table its own, one with the embeddings'."""
+    """One model with a head of its own, one whose head is tied to the embeddings."""
     sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2}
     if request.param == "llama":
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -48,7 +48,7 @@ def test_vectors_go_with_their_tokens(model: Any, tmp_path: Path) -> None:
     assert model(input_ids=ids).logits.shape == (1, 3, 8)
 
 
-def test_numbers_keep_their_vectors_where_no_token_is_known(model: Any, tmp_path: Path) -> None:
+def test_ids_keep_their_vectors_without_a_tokenizer_file(model: Any, tmp_path: Path) -> None:
     assert resize_embeddings.match_token_ids(str(tmp_path), tokenizer(WORDS)) is None
     old = model.get_input_embeddings().weight.detach().clone()
     resize_embeddings.resize_model_embeddings(model, 4, None)

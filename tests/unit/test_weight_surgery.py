@@ -1,4 +1,4 @@
-"""A cut model is the masked one, and goes on training as it would have."""
+"""Tests of models/encoder/weight_surgery.py: pruned models keep their logits, go on training, and reopen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from isobatch.tests.unit.encoders import FAMILIES, HEAD, NEURONS, classifier, gi
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_before_and_after_a_cut_agree(family: str) -> None:
+def test_removing_masked_units_keeps_the_logits(family: str) -> None:
     model = classifier(family)
     whole = logits(model)
     weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
@@ -38,8 +38,8 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> None:
         optimizer.step()
 
 
-def test_moments_are_cut_along() -> None:
-    """Two steps masked, a cut with its moments: the third step is that of a model that stayed masked."""
+def test_optimizer_moments_shrink_with_the_weights() -> None:
+    """Two masked steps, then removal: the third step is that of a model that stayed masked."""
     model = classifier("bert")
     weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
@@ -61,7 +61,7 @@ def test_moments_are_cut_along() -> None:
     assert (logits(model) - logits(stays)).abs().max() > 1e-4
 
 
-def test_a_fresh_model_takes_the_saved_shapes_masks_and_means() -> None:
+def test_a_new_model_takes_the_saved_shapes_and_buffers() -> None:
     model = classifier("bert")
     weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
     first = encoders.layers(model)[2]
@@ -102,8 +102,8 @@ def opened_elsewhere(folder: Path, place: Path, remote: bool) -> subprocess.Comp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_saved_tokenizer_gives_what_the_model_reads(family: str, tmp_path: Path, tiny_facts: Any) -> None:
-    """Of pairs, which text a token is from, and no more tokens than there are positions."""
+def test_the_saved_tokenizer_makes_the_models_inputs(family: str, tmp_path: Path, tiny_facts: Any) -> None:
+    """token_type_ids if the model has types, and no more tokens than it has positions."""
     from transformers import AutoTokenizer
 
     saved(family, tiny_facts, tmp_path)
@@ -116,7 +116,7 @@ def test_the_saved_tokenizer_gives_what_the_model_reads(family: str, tmp_path: P
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=pytest.mark.slow) if f != "bert" else f for f in FAMILIES]
 )
-def test_a_pruned_model_opens_again_everywhere_or_fails_loudly(
+def test_a_pruned_model_reopens_with_its_code_and_fails_without(
     family: str, tmp_path: Path, tiny_facts: Any
 ) -> None:
     import numpy as np
