@@ -9,6 +9,7 @@ from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.plan import Plan
+from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.distributed.communicator import Communicator
@@ -51,10 +52,11 @@ def open_checked(folder: Path) -> SavedCheckpoint:
 class Replay:
     """A run's recipe under a plan of the caller's."""
 
-    def __init__(self, run: RunFolder, plan: Plan) -> None:
+    def __init__(self, run: RunFolder, plan: Plan, recipe: Recipe | None = None) -> None:
+        """`recipe`: in place of the run's own."""
         self.run = run
         self.world = Communicator(plan)
-        self.session = Session(run.recipe, run.facts, plan, self.world)
+        self.session = Session(recipe or run.recipe, run.facts, plan, self.world)
 
     def load_trained(self) -> bool:
         """Weights of the newest checkpoint, or of the best where the run kept one; False without any."""

@@ -32,8 +32,8 @@ def auto(words: Sequence[str]) -> int:
         from isobatch.launch.commands.seeds import train_seeds
 
         return train_seeds(asked, answer.seeds, answer.json)
-    run, code = find_or_train(asked)
-    return _answered(run, code, answer)
+    run, verdict = find_or_train(asked)
+    return _answered(run, verdict.code, answer)
 
 
 def resume(words: Sequence[str]) -> int:
@@ -54,7 +54,7 @@ def resume(words: Sequence[str]) -> int:
         recipe = run.recipe
         locate_data(run, recipe, data)
         store_plan(run, plan_for_this_machine(recipe, run.facts, plan))
-        return _answered(run, launch_run(run, options), answer)
+        return _answered(run, launch_run(run, options).code, answer)
 
 
 def _answered(run: RunFolder, code: int, answer: AnswerOptions) -> int:

@@ -36,11 +36,11 @@ def compress(words: Sequence[str]) -> int:
         print(f"compress: {stage}", file=sys.stderr)
         source = {"pruning": "teacher", "qat": "pruned"}.get(stage)
         begins = {source: str(runs[-1].folder)} if source else {}
-        run, code = find_or_train(
+        run, verdict = find_or_train(
             parse_request(_words(stage, {**given[stage], **begins}), "auto", AnswerOptions)
         )
-        if code != DONE:
-            return code
+        if verdict.code != DONE:
+            return verdict.code
         runs.append(run)
         for kind in EXPORTS[stage]:
             if not (run.folder / "exports" / kind).is_dir():

@@ -22,9 +22,9 @@ def train_seeds(asked: Request, count: int, as_json: bool) -> int:
     """
     runs = []
     for seed in range(asked.recipe.seed, asked.recipe.seed + count):
-        run, code = find_or_train(with_seed(asked, seed))
-        if code != DONE:
-            return code
+        run, verdict = find_or_train(with_seed(asked, seed))
+        if verdict.code != DONE:
+            return verdict.code
         runs.append(run)
     metrics = aggregate([(run.summary() or {}).get("metrics", {}) for run in runs])
     found = {"runs": [str(run.folder) for run in runs], "metrics": metrics}

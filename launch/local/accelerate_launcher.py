@@ -24,11 +24,21 @@ GRACE_SECONDS = 120
 
 
 def launch_workers(
-    plan: Plan, script: Path, arguments: list[str], folder: Path, extra: Mapping[str, str] | None = None
+    plan: Plan,
+    script: Path,
+    arguments: list[str],
+    folder: Path,
+    extra: Mapping[str, str] | None = None,
+    forward_signals: bool = True,
 ) -> LauncherExit:
-    """Run `script` in the plan's world under accelerate; config and launcher.log go to `folder`."""
+    """Run `script` in the plan's world under accelerate; config and launcher.log go to `folder`.
+
+    With `forward_signals` this process's SIGTERM, SIGINT and SIGUSR1 go to the workers. Without, its handlers
+    stay as they are, and a KeyboardInterrupt asks the workers to save and stop.
+    """
     config = write_config(folder, plan)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(script)]
+    launcher = [sys.executable, "-P", "-m", "accelerate.commands.launch"]
+    command = [*launcher, "--config_file", str(config), str(script)]
     environment = {
         **os.environ,
         # Without these accelerate launch dies on SIGUSR1 and kills its workers 30 s after a signal.
@@ -39,7 +49,7 @@ def launch_workers(
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
         **(extra or {}),
     }
-    return _wait([*command, *arguments], environment, folder)
+    return _wait([*command, *arguments], environment, folder, forward_signals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,9 @@ class LauncherExit:
     """Whether a signal that asks for a stop was passed on to it."""
 
 
-def _wait(command: list[str], environment: dict[str, str], folder: Path) -> LauncherExit:
+def _wait(
+    command: list[str], environment: dict[str, str], folder: Path, forward_signals: bool
+) -> LauncherExit:
     """Run the launcher in a session of its own; pass every first signal on; keep its noise in a log."""
     log = folder / "launcher.log"
     with atomic_files.explain_write_errors(log), log.open("ab", buffering=0) as noise:
@@ -71,10 +83,16 @@ def _wait(command: list[str], environment: dict[str, str], folder: Path) -> Laun
                 seen.add(number)
                 child.send_signal(number)
 
-        before = {n: signal.signal(n, forward) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+        caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) if forward_signals else ()
+        before = {n: signal.signal(n, forward) for n in caught}
         try:
             relay_output(child, noise)
             return LauncherExit(child.wait(), bool(seen))
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+            relay_output(child, noise)
+            child.wait()
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -186,12 +186,19 @@ def parse_request(words: Sequence[str], command: str, own: type | None = None) -
     plan = PlanOptions(**values["plan"])
     recipe, more = chosen.complete({**values["recipe"], **values["options"]})
     recipe = _scaled(recipe, BatchScaling(**values["scaling"]), plan)
-    task, data = chosen.make(recipe)
+    request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["own"], notes + more)
+    check_request(request)
+    return request
+
+
+def check_request(request: Request) -> None:
+    """Raise UserError for what the task, its data or a tracker cannot do; cheap, before anything heavy."""
+    task, data = request.workload.make(request.recipe)
     task.check()
     data.check()
-    _check_tracker(values["run"].get("tracker", "none"))
-    phase_schedules(recipe, task.phases(), steps_per_epoch=1)  # --phase, and as many --epochs as phases
-    return Request(chosen, recipe, plan, RunOptions(**values["run"]), values["own"], notes + more)
+    _check_tracker(request.run.tracker)
+    # --phase, and as many --epochs as phases
+    phase_schedules(request.recipe, task.phases(), steps_per_epoch=1)
 
 
 def _check_tracker(name: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import DONE
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.core.strategies import traits_of
+from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
@@ -24,8 +26,11 @@ class AnswerOptions:
     """Train so often, with --seed and the numbers after it, and give mean and deviation of the metrics."""
 
 
-def find_or_train(asked: Request) -> tuple[RunFolder, int]:
-    """The run that a request comes to, found or made, trained to its end; and its exit code."""
+def find_or_train(asked: Request, owns_process: bool = True) -> tuple[RunFolder, Verdict]:
+    """The run that a request comes to, found or made, trained to its end; and how that ended.
+
+    Where the process is another program's (`owns_process` False), nothing ends it and it keeps its signals.
+    """
     for note in asked.notes:
         print_unless_quiet(note, asked.run.quiet)
     facts = prepare_facts(asked)
@@ -34,21 +39,24 @@ def find_or_train(asked: Request) -> tuple[RunFolder, int]:
         print_unless_quiet(
             f"{run.folder} has this recipe and is done (--again for a new run)", asked.run.quiet
         )
-        return run, DONE
+        return run, Verdict(DONE, "")
     if run is None:
         run = plan_run(asked, facts, None)
         with run.lock("launch"):
-            return run, launch_run(run, asked.run)
+            return run, launch_run(run, asked.run, owns_process)
     print_unless_quiet(f"going on with {run.folder} ({run.status()})", asked.run.quiet)
     with run.lock("launch"):
         run.refuse_if_training()
-        return run, launch_run(plan_run(asked, facts, run), asked.run)
+        return run, launch_run(plan_run(asked, facts, run), asked.run, owns_process)
 
 
-def launch_run(run: RunFolder, options: RunOptions) -> int:
-    """Train by the run's plan and answer with the run's own exit code."""
+def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> Verdict:
+    """Train by the run's plan; how the last attempt ended."""
     run.write_options(options)
-    return train_with_restarts(run, train_in_process if run.plan.processes == 1 else train_in_children)
+    # DeepSpeed forms a process group even of one process, and that would stay.
+    in_process = run.plan.processes == 1 and (owns_process or not traits_of(run.plan.strategy).shards)
+    start = train_in_process if in_process else train_in_children
+    return train_with_restarts(run, partial(start, owns_process=owns_process))
 
 
 def print_unless_quiet(text: str, quiet: bool) -> None:

@@ -17,7 +17,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.accelerate_launcher import launch_workers
 
 
-def redo_steps(run: RunFolder, plan: Plan, steps: int) -> list[dict[str, Any]]:
+def redo_steps(run: RunFolder, plan: Plan, steps: int, owns_process: bool = True) -> list[dict[str, Any]]:
     """The steps done again under a plan, in this process or in as many as it says; a JSON object each."""
     if plan.processes == 1:
         return _redone(run, plan, steps)
@@ -25,7 +25,9 @@ def redo_steps(run: RunFolder, plan: Plan, steps: int) -> list[dict[str, Any]]:
         place = Path(folder)
         task = {"run": str(run.folder.resolve()), "plan": plan.to_dict(), "steps": steps}
         atomic_files.write_json(place / "task.json", task)
-        code = launch_workers(plan, TRAIN_SCRIPT, ["--redo", str(place)], place).code
+        code = launch_workers(
+            plan, TRAIN_SCRIPT, ["--redo", str(place)], place, forward_signals=owns_process
+        ).code
         if code != DONE or not (place / "report.json").exists():
             sys.stderr.write((place / "launcher.log").read_text(errors="replace")[-4000:])
             raise RuntimeError(f"the {plan.processes} processes that redid the steps ended with {code}")

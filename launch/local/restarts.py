@@ -31,8 +31,8 @@ LOG_TAIL = 6000
 FULL_BYTES = 1 << 16
 
 
-def train_with_restarts(run: RunFolder, start: Start) -> int:
-    """Attempts until one ends for good; the run's exit code. Recipe, order and global batches stay."""
+def train_with_restarts(run: RunFolder, start: Start) -> Verdict:
+    """Attempts until one ends for good, and how that one ended. Recipe, order and global batches stay."""
     options = run.options()
     restarts = 0
     while True:
@@ -48,26 +48,28 @@ def train_with_restarts(run: RunFolder, start: Start) -> int:
                 return _fail(run, f"{verdict.reason}; ended after --max-restarts {options.max_restarts}")
             _note(run, "restart", verdict.reason, f"attempt {restarts + 1}")
         else:
-            return verdict.code
+            return verdict
 
 
-def train_in_process(run: RunFolder) -> Verdict | None:
+def train_in_process(run: RunFolder, owns_process: bool = True) -> Verdict | None:
     """One attempt in this process."""
     import gc
 
     from isobatch.launch.local.worker import train_run
 
-    train_run(run, run.options())
+    train_run(run, run.options(), owns_process)
     gc.collect()
     return run.read_exit("")
 
 
-def train_in_children(run: RunFolder) -> Verdict | None:
+def train_in_children(run: RunFolder, owns_process: bool = True) -> Verdict | None:
     """One attempt in worker processes of this machine."""
     nonce = secrets.token_hex(8)
     arguments = ["--run", str(run.folder.resolve())]
     # accelerate's own code says only 0 or 1, and 1 for a clean stop too: the run's own file is the truth.
-    ended = launch_workers(run.plan, TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce})
+    ended = launch_workers(
+        run.plan, TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce}, forward_signals=owns_process
+    )
     if run.read_exit(nonce) is None:
         _wait_for_orphans(run)
     run.forget_plan()  # the children may have made the budget smaller
@@ -135,7 +137,7 @@ def _note(run: RunFolder, decision: str, reason: str, what: str) -> None:
     print(f"isobatch: going on from the last checkpoint: {what}", file=sys.stderr)
 
 
-def _fail(run: RunFolder, reason: str) -> int:
+def _fail(run: RunFolder, reason: str) -> Verdict:
     run.mark_failed(reason)
     print(f"isobatch: {reason}", file=sys.stderr)
-    return FAILED
+    return Verdict(FAILED, reason)

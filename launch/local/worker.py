@@ -27,8 +27,13 @@ if TYPE_CHECKING:
 RANK_0_SPEAKS_FIRST_SECONDS = 3
 
 
-def train_run(run: RunFolder, options: RunOptions) -> int:
-    """Train a run's plan in this world; returns the exit code and leaves it in exit.json."""
+def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> int:
+    """Train a run's plan in this world; returns the exit code and leaves it in exit.json.
+
+    Where the process is another program's, no signal is caught and no watchdog may end it.
+    """
+    if not owns_process:
+        options = dataclasses.replace(options, hang_timeout=0)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _quiet_libraries(options)
     from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
@@ -38,7 +43,7 @@ def train_run(run: RunFolder, options: RunOptions) -> int:
         world = Communicator(run.plan, options.hang_timeout, options.tracker, str(run.folder))
         verdict = Verdict(BUG, "a bug: see the traceback")
         try:
-            verdict = _train(run, options, world)
+            verdict = _train(run, options, world, owns_process)
         finally:
             code = verdict.code
             if main or code not in (DONE, STOPPED):
@@ -52,7 +57,7 @@ def train_run(run: RunFolder, options: RunOptions) -> int:
     return code
 
 
-def _train(run: RunFolder, options: RunOptions, world: Communicator) -> Verdict:
+def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_process: bool) -> Verdict:
     import torch
 
     from isobatch.core.errors import WorkerLostError
@@ -75,7 +80,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator) -> Verdict:
         world.accelerator.init_trackers("isobatch", config={})
     try:
         with torch.autograd.set_detect_anomaly(options.anomaly):
-            Trainer(run, world, options, console, end).fit()
+            Trainer(run, world, options, console, end, catch_signals=owns_process).fit()
         return Verdict(DONE, "")
     except Exception as caught:
         error = classify(caught)
@@ -88,6 +93,8 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator) -> Verdict:
             run.mark_failed(str(error))
         console.end_phase()
         line = " ".join(str(error).split())
+        if not owns_process:  # whose program gets the error raised
+            return Verdict(code, str(error), error.cause)
         if (world.is_main and not isinstance(error, WorkerLostError)) or _failed_alone(run):
             console.say(line if code == STOPPED else f"isobatch: {line}", always=True)
         return Verdict(code, str(error), error.cause)

@@ -59,7 +59,7 @@ def job(words: Sequence[str]) -> int:
             run.refuse_if_training()
             _note(run, job=allocation.job)
             steps = StepRunner(run, allocation, stop)
-            code = restarts.train_with_restarts(run, steps)
+            code = restarts.train_with_restarts(run, steps).code
         return _go_on(run, allocation, stop) if code == STOPPED else code
 
 

@@ -1,0 +1,129 @@
+"""plan, train, verify and load."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core.errors import (
+    BUG,
+    DONE,
+    STOPPED,
+    WRONG_INPUT,
+    IsobatchError,
+    StopRequestedError,
+    TrainingError,
+    UserError,
+)
+from isobatch.core.flags import flags_of, nearest_hint
+from isobatch.core.plan import PlanOptions
+from isobatch.engine.registry import workload
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.api.run import Run
+from isobatch.launch.local.arguments import Request, check_request
+
+if TYPE_CHECKING:
+    from isobatch.core.plan import Plan
+    from isobatch.core.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `verify` found."""
+
+    verified: bool
+    problems: list[str]
+    """What is not as the recipe says, a sentence each."""
+    steps: list[dict[str, Any]]
+    """Each redone step: logged and redone loss and gradient norm, and their differences."""
+
+    def __bool__(self) -> bool:
+        return self.verified
+
+
+def plan(recipe: Recipe, *, hardware: str | None = None, **options: Any) -> Plan:
+    """The plan for this machine, or for `hardware` such as "8xh100"; trains nothing.
+
+    `options`: fields of `isobatch.PlanOptions`, such as micro_batch=4. Raises UserError.
+    """
+    from isobatch.engine.loading.prepare import prepare
+    from isobatch.engine.planning.detect import detect
+    from isobatch.engine.planning.hardware import parse_hardware
+    from isobatch.engine.planning.planner import make_plan
+
+    request = _request(recipe, options, (PlanOptions,))
+    task, data = request.workload.make(recipe)
+    facts = prepare(data)
+    machine = parse_hardware(hardware) if hardware else detect()
+    return make_plan(recipe, facts, task.model_size(facts), machine, request.plan)
+
+
+def train(recipe: Recipe, **options: Any) -> Run:
+    """Train a recipe here to its end, as `isobatch auto` does; returns the run.
+
+    A finished run of the same recipe and data is returned as it is, a stopped one goes on. One process
+    trains in this one, several are started as children. `options`: fields of `isobatch.PlanOptions` and
+    `isobatch.RunOptions`, such as processes=2, out="runs", again=True, quiet=True.
+
+    Raises UserError for wrong input, TrainingError where the training fails for a named reason, and
+    StopRequestedError where it was stopped from outside. Interrupted, it can be called again.
+    """
+    from isobatch.launch.local.launch_run import find_or_train
+    from isobatch.launch.local.process_state import preserve_process_state
+
+    request = _request(recipe, options, (PlanOptions, RunOptions))
+    with preserve_process_state():
+        os.environ["ISOBATCH_STARTED"] = str(time.time())
+        run, verdict = find_or_train(request, owns_process=False)
+    if verdict.code != DONE:
+        raise _error(verdict.code, verdict.reason or f"see {run.folder}/launcher.log")
+    return Run(run)
+
+
+def load(folder: str | Path) -> Run:
+    """A run by its folder. Raises UserError where there is none."""
+    return Run(RunFolder.open(folder))
+
+
+def verify(run: Run | str | Path, **options: Any) -> Verification:
+    """Redo logged steps of a run in another cut and compare.
+
+    `options`: steps=3, processes=1, strategy="auto", micro_batch=None, data=None, as `isobatch verify` has
+    them. Raises UserError.
+    """
+    from isobatch.launch.local.process_state import preserve_process_state
+    from isobatch.launch.local.verify_run import VerifyOptions, verify_run
+
+    found = run if isinstance(run, Run) else load(run)
+    asked = VerifyOptions(**_known(options, (VerifyOptions,)))
+    with preserve_process_state():
+        report = verify_run(RunFolder.open(found.folder), asked, owns_process=False)
+    return Verification(report["verified"], report["problems"], report["steps"])
+
+
+def _request(recipe: Recipe, options: dict[str, Any], kinds: tuple[type, ...]) -> Request:
+    chosen = workload(recipe.task)
+    values, planned = _known(options, kinds), flags_of(PlanOptions, "")
+    asked = PlanOptions(**{k: v for k, v in values.items() if k in planned})
+    kept = RunOptions(**{k: v for k, v in values.items() if k not in planned})
+    request = Request(chosen, recipe, asked, kept, {}, [])
+    check_request(request)
+    return request
+
+
+def _known(options: dict[str, Any], kinds: tuple[type, ...]) -> dict[str, Any]:
+    """The options, if each is a field of one of these dataclasses."""
+    known = [name for kind in kinds for name in flags_of(kind, "")]
+    for name in options:
+        if name not in known:
+            raise UserError(f"{name}: there is no such option{nearest_hint(name, known)}")
+    return options
+
+
+def _error(code: int, reason: str) -> Exception:
+    kinds: dict[int, type[IsobatchError]] = {WRONG_INPUT: UserError, STOPPED: StopRequestedError}
+    return RuntimeError(reason) if code == BUG else kinds.get(code, TrainingError)(reason)

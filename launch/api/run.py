@@ -1,0 +1,93 @@
+"""A run, trained or being trained, for Python."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.plan import PlanOptions
+from isobatch.engine.runs.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from isobatch.core.facts import Facts
+    from isobatch.core.plan import Plan
+    from isobatch.core.recipe import Recipe
+
+
+class Run:
+    """A run's folder, and what is in it."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._files = folder
+
+    @property
+    def folder(self) -> Path:
+        return self._files.folder
+
+    @property
+    def final(self) -> Path:
+        """The exported model, once the run is done."""
+        return self._files.final
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._files.recipe
+
+    @property
+    def plan(self) -> Plan:
+        """How it was run last."""
+        return self._files.plan
+
+    @property
+    def facts(self) -> Facts:
+        """What the data turned out to be."""
+        return self._files.facts
+
+    @property
+    def status(self) -> str:
+        """done, stopped, failed, or unfinished: killed, or running now."""
+        return self._files.status()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """summary.json: what the run came to; empty before its first end."""
+        return self._files.summary() or {}
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Metrics of the held-out split by name."""
+        found: dict[str, Any] = self.summary.get("metrics", {})
+        return found
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl: a row per logged step and per evaluation."""
+        return atomic_files.read_jsonl(self._files.metrics)
+
+    def model(self) -> nn.Module:
+        """The trained model in evaluation mode, with weights of the best checkpoint, else of the newest.
+
+        Raises UserError where the run has no checkpoint.
+        """
+        from isobatch.engine.verification.replay import Replay
+        from isobatch.launch.local.process_state import preserve_process_state
+        from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
+
+        locate_data(self._files, self.recipe, None)
+        here = plan_for_this_machine(self.recipe, self.facts, PlanOptions(processes=1, compile="off"))
+        with preserve_process_state():
+            # Under native noise the model's own dropout modules stay: it is the user's to train further.
+            recipe = dataclasses.replace(self.recipe, noise="native")
+            replay = Replay(self._files, here, recipe)
+            if not replay.load_trained():
+                raise UserError(f"{self.folder} has no checkpoint: train it first")
+            return replay.session.model.eval()
+
+    def __repr__(self) -> str:
+        figures = "".join(f", {k} {v:.4g}" for k, v in self.metrics.items() if isinstance(v, float))
+        return f"<isobatch run {self.folder}: {self.status}{figures}>"

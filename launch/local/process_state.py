@@ -1,0 +1,52 @@
+"""A run inside another program, such as a notebook: what it changes in the process is put back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def preserve_process_state() -> Iterator[None]:
+    """Around a run in this process: environment, warning filters, torch's threads, every random generator and
+    accelerate's state are afterwards what they were before. Inside, accelerate's state is empty.
+    """
+    import numpy as np
+    import torch
+
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices), _fresh_accelerate_state():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def _fresh_accelerate_state() -> Iterator[None]:
+    """accelerate keeps one state for the whole process; the program around us may have its own."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    shared: list[dict[str, Any]] = [
+        kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)
+    ]
+    before = [dict(state) for state in shared]
+    for state in shared:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, content in zip(shared, before, strict=True):
+            state.clear()
+            state.update(content)
