@@ -12,39 +12,61 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().parents[1] / "launch" / "_root.py"))
 
-from isobatch.benchmarks import alone, report  # noqa: E402
+from isobatch.benchmarks import child_process, report  # noqa: E402
 from isobatch.launch.cli import BEFORE_TORCH  # noqa: E402
 
-NAMES = {
-    "engine": "this engine, a bare PyTorch loop and transformers' Trainer: speed, memory, equal losses",
-    "startup": "--help, and from the command to the first optimizer step",
-    "sampler": "rows a second from the sampler's order and the vectorised fetch",
-    "noise": "what keyed dropout costs against torch's own",
-    "strategies": "single, DDP and ZeRO in worlds of 1 to 3: equal losses, and any resumes any",
-    "checkpoint": "what saving in the background costs training, against torch.save",
-    "scaling": "one process of one thread against two on two cores, the same recipe",
-    "classifier": "fine-tuning on real text against Trainer: samples a second",
-    "compression": "pruning and 4-bit training: steps, file sizes, latency",
-    "recommender": "what texts cost, naive and as here; ids alone against a DataLoader of rows",
-    "texts": "whether texts help a recommender, where, and what each way of using them costs",
-    "adapters": "fine-tuning in 16, 8 and 4 bits: memory, steps, checkpoints; cleaning",
-    "gpu": "on a GPU: utilisation, QLoRA of a 7B inside 12 GB, packing; memory beside prediction",
-    "accuracy": "the compression chain at several sparsities on real text; hours, and goes on where it stood",
-    "soak": "a hundred faults at random moments: what they did to runs that must not notice",
-    "contention": "what waiting threads do to speed when another process wants the cores",
+BENCHMARKS = {
+    "engine": (
+        "speed.engine",
+        "this engine, a bare PyTorch loop and transformers' Trainer: speed and memory",
+    ),
+    "classifier": ("speed.classifier", "fine-tuning on real text against Trainer: samples a second"),
+    "recommender": (
+        "speed.recommender",
+        "training on texts, naive and as here; on ids alone against a DataLoader of rows",
+    ),
+    "adapters": ("speed.adapters", "fine-tuning in 16, 8 and 4 bits: memory, steps, checkpoints; cleaning"),
+    "compression": ("speed.compression", "pruning and 4-bit training: steps, file sizes, latency"),
+    "scaling": ("speed.scaling", "one process of one thread against two on two cores, the same recipe"),
+    "gpu": ("speed.gpu", "on a GPU: utilisation, QLoRA of a 7B in 12 GB, packing, predicted memory"),
+    "startup": ("components.startup", "--help, and from the command to the first optimizer step"),
+    "sampler": ("components.sampler", "rows a second from the sampler's order and the vectorised fetch"),
+    "noise": ("components.noise", "what keyed dropout costs against torch's own"),
+    "checkpoint": (
+        "components.checkpoint",
+        "what saving in the background costs training, against torch.save",
+    ),
+    "contention": (
+        "components.contention",
+        "what waiting threads do to speed when another process wants the cores",
+    ),
+    "strategies": (
+        "quality.strategies",
+        "single, DDP and ZeRO in worlds of 1 to 3: equal losses, and any resumes any",
+    ),
+    "accuracy": (
+        "quality.accuracy",
+        "accuracy after pruning and 4-bit training on real text; takes hours, continues if stopped",
+    ),
+    "texts": (
+        "quality.texts",
+        "whether texts help a recommender, where, and what each way of using them costs",
+    ),
+    "soak": ("soak.command", "a hundred faults at random moments; the runs must end as if there were none"),
 }
+"""Name -> its module, which has a `measure(quick)`, and what it measures."""
 
 
 def main() -> int:
     for name, value in BEFORE_TORCH.items():  # every contender gets what `launch` sets
         os.environ.setdefault(name, value)
-    if sys.argv[1:2] == [alone.WORD]:
-        return alone.answer(sys.argv[2], sys.argv[3:])
-    listing = "\n".join(f"  {name:<12}{text}" for name, text in NAMES.items())
+    if sys.argv[1:2] == [child_process.WORD]:
+        return child_process.answer(sys.argv[2], sys.argv[3:])
+    listing = "\n".join(f"  {name:<13}{text}" for name, (_, text) in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", epilog=listing, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", nargs="?", choices=[*NAMES], metavar="NAME")
+    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS], metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer repeats; keeps no results")
     parser.add_argument("--data", help="folder of labelled texts, for those that need one")
     parser.add_argument("--model", help="folder of a pretrained encoder, for those that need one")
@@ -52,7 +74,8 @@ def main() -> int:
     if asked.name is None:
         print(listing)
         return 0
-    measure = importlib.import_module(f"isobatch.benchmarks.{asked.name}").measure
+    module, _ = BENCHMARKS[asked.name]
+    measure = importlib.import_module(f"isobatch.benchmarks.{module}").measure
     needed = [n for n in ("data", "model") if n in inspect.signature(measure).parameters]
     if missing := [n for n in needed if getattr(asked, n) is None]:
         parser.error(f"{asked.name} needs --{missing[0]}")

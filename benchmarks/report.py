@@ -14,11 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from isobatch.core.package import ROOT
+
 Row = dict[str, Any]
 """One line of a table; rows of one measurement may have different columns."""
-RESULTS = Path(__file__).parent / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def interleaved(contenders: Mapping[str, Callable[[], Row]], repeats: int) -> dict[str, list[Row]]:

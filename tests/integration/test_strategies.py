@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from isobatch.benchmarks import strategies
+from isobatch.benchmarks.quality import strategies
 from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
 
 RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"

@@ -1,4 +1,4 @@
-"""A function of a benchmark in a process of its own, for its memory or its world."""
+"""Calls a benchmark's function in a process of its own, so that its memory or process group is its alone."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.package import ROOT
 
-WORD = "alone"
-"""What stands before the function's name on the command line of `python -m benchmarks`."""
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+WORD = "call"
+"""What stands before the function's place on the command line of `python -m benchmarks`."""
 
 
 def command(place: str, *words: str) -> list[str]:
-    """The words after `python` that call `place`, as in `texts:scheme`, with `words`."""
+    """The words after `python` that call `place`, such as `quality.texts:scheme`, with `words`."""
     return [str(ROOT / "benchmarks" / "__main__.py"), WORD, place, *words]
 
 
 def call(place: str, *words: str, environment: Mapping[str, str] | None = None) -> Any:
-    """What the function returned in its own process; RuntimeError with what it wrote last if it failed."""
+    """What the function returned in the child process.
+
+    Raises RuntimeError with the end of the child's stderr if it failed.
+    """
     ended = subprocess.run(
         [sys.executable, "-P", *command(place, *words)],
         cwd=ROOT,
@@ -36,7 +41,7 @@ def call(place: str, *words: str, environment: Mapping[str, str] | None = None) 
 
 
 def answer(place: str, words: list[str]) -> int:
-    """In that process: call the function and print what it returns as one line of JSON."""
+    """In the child process: call the function and print what it returns as one line of JSON."""
     module, _, name = place.partition(":")
     function = getattr(importlib.import_module(f"isobatch.benchmarks.{module}"), name)
     print(json.dumps(function(*words)))

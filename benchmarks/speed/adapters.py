@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from isobatch.benchmarks import alone
-from isobatch.benchmarks.report import ROOT, Row
+from isobatch.benchmarks import child_process
+from isobatch.benchmarks.report import Row
 from isobatch.benchmarks.sessions import session
-from isobatch.core.package import own_command
+from isobatch.core.package import ROOT, own_command
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.models.causal_lm import chunked_cross_entropy
 
@@ -61,7 +61,7 @@ def make_base(folder: Path, tokenizer: Path, quick: bool) -> None:
 
 def _alone(what: str, *words: str) -> Row:
     """A measurement in a process of its own, for its memory."""
-    found: Row = alone.call(f"adapters:{what}", *words)
+    found: Row = child_process.call(f"speed.adapters:{what}", *words)
     return found
 
 

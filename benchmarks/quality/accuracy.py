@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-from pathlib import Path
 from typing import Any
 
-from isobatch.benchmarks.report import ROOT, Row
-from isobatch.core.package import own_command
+from isobatch.benchmarks.report import Row
+from isobatch.core.package import ROOT, own_command
 
-RUNS = Path(__file__).parent / "runs"
+RUNS = ROOT / "benchmarks" / "runs"
 BASELINE = "A0"
 STAGES = {
     BASELINE: "--task classifier --epochs 3 --lr 5e-5 --group-by-length on",

@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 
-from isobatch.benchmarks.report import ROOT, Row, interleaved, paired_ratio
+from isobatch.benchmarks.report import Row, interleaved, paired_ratio
+from isobatch.core.package import ROOT
 
 SETTINGS: dict[str, dict[str, str]] = {
     "as it comes": {},

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from isobatch.benchmarks import alone
-from isobatch.benchmarks.report import ROOT, Row, interleaved, middle, paired_ratio
-from isobatch.core.package import own_command
+from isobatch.benchmarks import child_process
+from isobatch.benchmarks.report import Row, interleaved, middle, paired_ratio
+from isobatch.core.package import ROOT, own_command
 
 BATCH, LENGTH, LR = 32, 128, 5e-5
 WARM = 4
@@ -74,7 +74,7 @@ def _ours(spec: dict[str, Any], steps: int, grouped: bool) -> Row:
 def _trainer(spec: dict[str, Any]) -> Row:
     file = Path(spec["folder"]) / "spec.json"
     file.write_text(json.dumps(spec))
-    found: Row = alone.call("classifier:trainer_of", str(file), environment=ENVIRONMENT)
+    found: Row = child_process.call("speed.classifier:trainer_of", str(file), environment=ENVIRONMENT)
     return found
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isobatch.benchmarks import alone
+from isobatch.benchmarks import child_process
 from isobatch.core.package import ROOT
 
 TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
@@ -52,7 +52,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
 
 def launch(world: int, folder: Path, mode: str, only: tuple[str, ...] = ()) -> None:
     """Run this file in a world; its findings land in `folder`."""
-    script = alone.command("strategies:inside", str(folder), mode, *only)
+    script = child_process.command("quality.strategies:inside", str(folder), mode, *only)
     command = [sys.executable, *script]
     if world > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from isobatch.benchmarks.engine import WORKLOAD
-from isobatch.benchmarks.report import ROOT, Row
-from isobatch.core.package import own_command
+from isobatch.benchmarks.report import Row
+from isobatch.benchmarks.speed.engine import WORKLOAD
+from isobatch.core.package import ROOT, own_command
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.memory_model import flops_per_token
 from isobatch.engine.runs.run_folder import RunFolder

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isobatch.benchmarks import alone
+from isobatch.benchmarks import child_process
 from isobatch.benchmarks.report import Row
 from isobatch.benchmarks.sessions import asked, session
 from isobatch.engine.loading.sampler import Sampler
@@ -105,7 +105,7 @@ def _step(model: RecommenderNet, user: Tensor, items: Tensor) -> tuple[float, tu
 def memory(quick: bool) -> Iterator[Row]:
     """Peak memory that a step over a whole catalogue adds, each in a process of its own."""
     for texts in (400, 1600) if quick else (4_000, 16_000, 64_000):
-        adds, vectors = alone.call("recommender:grown", str(texts), "64" if quick else "256")
+        adds, vectors = child_process.call("speed.recommender:grown", str(texts), "64" if quick else "256")
         yield {"texts in a step": texts, "adds MB": adds, "their vectors MB": vectors}
 
 

@@ -9,8 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from isobatch.benchmarks.report import ROOT, Row, interleaved, middle
-from isobatch.core.package import own_command
+from isobatch.benchmarks.report import Row, interleaved, middle
+from isobatch.core.package import ROOT, own_command
 
 CASES = {
     "cold": "demo, data prepared first (corpus, tokenizer, tokens)",

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobatch.benchmarks import alone
+from isobatch.benchmarks import child_process
 from isobatch.benchmarks.report import Row
 from isobatch.benchmarks.sessions import session, train
 from isobatch.data.interactions import movielens
@@ -44,7 +44,7 @@ def measure(quick: bool, data: str, model: str) -> list[Row]:
 def schemes(quick: bool) -> Iterator[Row]:
     """Each in a process of its own: after one frozen phase, the second phase in four ways."""
     for way in ("frozen only", "lora over cached vectors", "lora, naive", "lora"):
-        yield alone.call("texts:scheme", way, "quick" if quick else "")
+        yield child_process.call("quality.texts:scheme", way, "quick" if quick else "")
 
 
 def scheme(way: str, quick: str) -> Row:

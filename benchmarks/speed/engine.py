@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from isobatch.benchmarks import alone
+from isobatch.benchmarks import child_process
 from isobatch.benchmarks.report import Row, interleaved, middle, paired_ratio
-from isobatch.benchmarks.workload import lengths_of
+from isobatch.benchmarks.speed.random_tokens import lengths_of
+from isobatch.core import flags as opt
 from isobatch.core.facts import Facts
 from isobatch.core.flags import Interval, options_to_dict
 from isobatch.core.plan import Plan, PlanOptions
@@ -39,7 +40,7 @@ from isobatch.engine.training.session import make_sampler
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 
-WORKLOAD = Path(__file__).with_name("workload.py")
+WORKLOAD = Path(__file__).with_name("random_tokens.py")
 WARM = 3
 """First steps that are not counted."""
 TOLERANCE = 2e-5
@@ -195,7 +196,7 @@ def _ours(run: RunFolder, spec: dict[str, Any], folder: Path) -> Row:
 
 def _child(kind: str, spec: dict[str, Any], folder: Path) -> Row:
     (folder / "spec.json").write_text(json.dumps(spec))
-    found: Row = alone.call("contenders:contend", kind, str(folder / "spec.json"))
+    found: Row = child_process.call("speed.contenders:contend", kind, str(folder / "spec.json"))
     found["micro_batch"] = spec["micro_batch"]
     found["cost"] = float(np.median(np.diff(found["processor"])[WARM - 1 :]))
     found["rate"] = 1 / float(np.median(found["seconds"][WARM:]))

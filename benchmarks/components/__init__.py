@@ -1,0 +1,1 @@
+"""What single parts of a run cost: start-up, sample order, dropout, checkpoints, waiting threads."""

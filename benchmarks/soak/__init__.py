@@ -1,0 +1,1 @@
+"""Runs that get faults at random moments and must end as if there were none."""

@@ -1,0 +1,224 @@
+"""Faults of a run on this machine: signals, kills, damaged checkpoints, a full disk, no more memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from isobatch.benchmarks.soak.checks import HANG_SECONDS, STEPS, Progress, Tally, check_run
+from isobatch.core.package import ROOT, own_command
+
+TASK = f"{ROOT}/tests/tasks/troubled.py:SlowHungry"
+LAYOUTS = (("1", "single"), ("2", "ddp"), ("2", "zero1"), ("2", "zero2"))
+"""(processes, strategy) of which each start and resume draws one."""
+
+
+def run(rng: random.Random, tally: Tally, expected: list[float]) -> dict[str, Any]:
+    """One run until it is done; its folder is a small disk of its own where this user may mount one."""
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "runs").mkdir()
+        small = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", f"{name}/runs"]
+        mounted = subprocess.run(small, capture_output=True, check=False).returncode == 0
+        try:
+            disturbed = DisturbedRun(Path(name), rng, tally)
+            disturbed.until_done()
+            return {**check_run(disturbed.run, expected), "ends": disturbed.ends}
+        finally:
+            if mounted:
+                subprocess.run(["umount", "-l", f"{name}/runs"], check=False)
+
+
+@dataclass
+class DisturbedRun:
+    """A run that gets faults, is resumed when it ended, and so on until it is done."""
+
+    folder: Path
+    rng: random.Random
+    tally: Tally
+    ends: list[str] = field(default_factory=list)
+    process: subprocess.Popen[str] | None = None
+    began: float | None = None
+    """When the command was started; None once it took a step."""
+    asked: float | None = None
+    """When it was asked to stop, if that is all that befell it."""
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.run)
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / "run"
+
+    def until_done(self) -> None:
+        first = ["auto", "--task", TASK, "--name", "run", "--steps", str(STEPS)]
+        first += ["--ledger", "--save-every", "15", "--keep", "3"]
+        while True:
+            # From the second on by `resume`, which may choose another world and strategy.
+            self._start(["resume", str(self.run)] if (self.run / "recipe.json").exists() else first)
+            code = self._inject_faults()
+            self.ends.append(str(code))
+            if self.asked is not None:
+                self.tally.to_exit.append(time.monotonic() - self.asked)
+            print(f"ended with {code}", file=sys.stderr)
+            if code == 1:
+                print((self.folder / "err.txt").read_text()[-3000:], file=sys.stderr)
+            (self.folder / "runs" / "ballast").unlink(missing_ok=True)
+            if code == 0:
+                return
+
+    def _start(self, words: list[str]) -> None:
+        processes, strategy = self.rng.choice(LAYOUTS)
+        plan = ["--processes", processes, "--strategy", strategy, "--micro-batch", "2"]
+        run = ["--hang-timeout", "30", "--max-restarts", "1000", "--quiet"]
+        self.began, self.asked = time.monotonic(), None
+        self.process = subprocess.Popen(
+            own_command(*words, *plan, *run),
+            cwd=self.folder,
+            stdout=subprocess.DEVNULL,
+            stderr=(self.folder / "err.txt").open("a"),
+            text=True,
+        )
+
+    def _inject_faults(self) -> int:
+        assert self.process is not None
+        while True:
+            ended = self._trains_for(self.rng.uniform(0.2, 2.5))
+            if ended is not None:
+                return ended
+            if self.tally.is_full:
+                continue
+            kind = self.rng.choice(list(FAULTS))
+            at = time.monotonic()
+            if FAULTS[kind](self):
+                self.asked = at if kind in SIGNALS and self.asked is None else None
+                self.tally.add(kind)
+
+    def _trains_for(self, seconds: float) -> int | None:
+        """Wait for a first step and this long, or for the end; its code, then."""
+        assert self.process is not None
+        began, moved = time.monotonic(), None
+        while self.process.poll() is None:
+            if self.progress.moved() and moved is None:
+                moved = time.monotonic()
+                if self.began is not None:
+                    self.tally.to_step.append(moved - self.began)
+                    self.began = None
+            if moved is not None and time.monotonic() - moved > seconds:
+                return None
+            if time.monotonic() - began > HANG_SECONDS:
+                raise RuntimeError(f"hangs: {(self.folder / 'err.txt').read_text()[-2000:]}")
+            time.sleep(0.02)
+        return self.process.returncode
+
+    def below(self, mark: str) -> list[psutil.Process]:
+        assert self.process is not None
+        try:
+            found = psutil.Process(self.process.pid).children(recursive=True)
+            return [p for p in found if mark in " ".join(p.cmdline())]
+        except psutil.Error:
+            return []
+
+    def ranks(self) -> list[psutil.Process]:
+        return [p for p in self.below("launch/train.py") if p not in self.below("accelerate.commands")]
+
+
+def _signal(number: int) -> Callable[[DisturbedRun], bool]:
+    def fault(target: DisturbedRun) -> bool:
+        assert target.process is not None
+        target.process.send_signal(number)
+        return True
+
+    return fault
+
+
+def _kill_one(mark: str) -> Callable[[DisturbedRun], bool]:
+    def fault(target: DisturbedRun) -> bool:
+        found = target.ranks() if mark == "rank" else target.below(mark)
+        if found:
+            target.rng.choice(found).kill()
+        return bool(found)
+
+    return fault
+
+
+def _kill_all(target: DisturbedRun) -> bool:
+    assert target.process is not None
+    for p in [*target.below(""), target.process]:
+        p.kill()
+    return True
+
+
+def _checkpoints(target: DisturbedRun) -> list[Path]:
+    return sorted(target.run.glob("checkpoints/[!.]*/rank-*.safetensors"), key=lambda p: p.stat().st_mtime)
+
+
+def _damage(how: str) -> Callable[[DisturbedRun], bool]:
+    """The newest checkpoint loses its end or a bit, and then all processes die."""
+
+    def fault(target: DisturbedRun) -> bool:
+        # Never the only one: a run without any begins anew, which is right but proves nothing.
+        folders = {p.parent for p in _checkpoints(target)}
+        if len(folders) < 2:
+            return False
+        path = _checkpoints(target)[-1]
+        content = bytearray(path.read_bytes())
+        if how == "truncate":
+            del content[len(content) // 2 :]
+        else:
+            content[target.rng.randrange(len(content))] ^= 1 << target.rng.randrange(8)
+        path.write_bytes(content)
+        return _kill_all(target)
+
+    return fault
+
+
+def _fill_disk(target: DisturbedRun) -> bool:
+    if not os.path.ismount(target.folder / "runs"):
+        return False
+    try:
+        with (target.folder / "runs" / "ballast").open("wb", buffering=0) as stream:
+            while True:
+                stream.write(b"\0" * 65536)
+    except OSError:
+        return True
+
+
+def _starve(target: DisturbedRun) -> bool:
+    """One rank may not map another byte."""
+    import resource
+
+    found = [
+        *target.ranks(),
+        *([psutil.Process(target.process.pid)] if target.process and not target.ranks() else []),
+    ]
+    try:
+        victim = target.rng.choice(found)
+        victim.rlimit(psutil.RLIMIT_AS, (victim.memory_info().vms, resource.RLIM_INFINITY))
+    except psutil.Error:
+        return False
+    return True
+
+
+SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1, "SIGINT": signal.SIGINT}
+FAULTS: dict[str, Callable[[DisturbedRun], bool]] = {
+    "SIGKILL of a rank": _kill_one("rank"),
+    "SIGKILL of accelerate": _kill_one("accelerate.commands"),
+    "SIGKILL of the command": _signal(signal.SIGKILL),
+    "SIGKILL of all": _kill_all,
+    **{name: _signal(number) for name, number in SIGNALS.items()},
+    "checkpoint truncated": _damage("truncate"),
+    "checkpoint bit flipped": _damage("flip"),
+    "disk full": _fill_disk,
+    "out of memory": _starve,
+}
