@@ -96,7 +96,7 @@ class _Alone:
     size: int = 1
     is_main: bool = True
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
     def barrier(self) -> None:

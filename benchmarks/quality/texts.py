@@ -72,13 +72,13 @@ def scheme(way: str, quick: str) -> Row:
 
 def _cut_off(made: Any) -> None:
     """What is refused otherwise: LoRA trains while the vectors are taken from a table."""
-    begin = made.task.begin
+    begin = made.task.begin_phase
 
     def cached(model: Any, phase: str, first: Any) -> None:
         begin(model, phase, first)
         model.text_vectors, model.text_vectors_fixed = model.encoder.vectors(), True
 
-    made.task.begin, made.task.observe = cached, lambda model, step: {}
+    made.task.begin_phase, made.task.observe = cached, lambda model, step: {}
 
 
 # Where texts help
