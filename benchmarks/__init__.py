@@ -1,1 +1,1 @@
-"""Side-by-side measurements: `python -m benchmarks NAME`. What came out, and why, is in LOG.md."""
+"""Measurements, side by side: `python -m benchmarks NAME`. LOG.md has what came out, and why."""

@@ -12,9 +12,6 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().parents[1] / "launch" / "_root.py"))
 
-from isobatch.benchmarks import child_process, report  # noqa: E402
-from isobatch.launch.cli import BEFORE_TORCH  # noqa: E402
-
 BENCHMARKS = {
     "engine": (
         "speed.engine",
@@ -58,6 +55,9 @@ BENCHMARKS = {
 
 
 def main() -> int:
+    from isobatch.benchmarks import child_process, report
+    from isobatch.launch.cli import BEFORE_TORCH
+
     for name, value in BEFORE_TORCH.items():  # every contender gets what `launch` sets
         os.environ.setdefault(name, value)
     if sys.argv[1:2] == [child_process.WORD]:

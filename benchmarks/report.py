@@ -1,4 +1,4 @@
-"""Tables, medians, and results with the machine they were measured on."""
+"""Medians, tables, and result files with the machine they were measured on; for all benchmarks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.package import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 Row = dict[str, Any]
 """One line of a table; rows of one measurement may have different columns."""
@@ -23,7 +25,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
 
 
 def interleaved(contenders: Mapping[str, Callable[[], Row]], repeats: int) -> dict[str, list[Row]]:
-    """Every contender in turn, `repeats` times over: what else the machine does then falls on all alike."""
+    """Run every contender in turn, `repeats` times, so that other load on the machine affects all alike."""
     found: dict[str, list[Row]] = {name: [] for name in contenders}
     for number in range(repeats):
         for name, run in contenders.items():
@@ -37,14 +39,14 @@ def middle(rows: Sequence[Row], column: str) -> float:
 
 
 def paired_ratio(ours: Sequence[Row], theirs: Sequence[Row], column: str) -> float:
-    """Median over the rounds of ours / theirs: two figures of one round saw the same neighbours."""
+    """Median over the rounds of ours / theirs: figures of one round were taken under the same load."""
     return float(median(a[column] / b[column] for a, b in zip(ours, theirs, strict=True)))
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Lines of text; a new head wherever the columns change."""
+    """Aligned text; a new header wherever the columns change."""
     lines: list[str] = []
-    for group in _alike(rows):
+    for group in _groups(rows):
         cells = [[*group[0]], *([_cell(v) for v in row.values()] for row in group)]
         widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
         lines.append("")
@@ -53,7 +55,8 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _alike(rows: Sequence[Row]) -> list[list[Row]]:
+def _groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Neighbouring rows with the same columns."""
     groups: list[list[Row]] = []
     for row in rows:
         if groups and list(groups[-1][0]) == list(row):
@@ -68,7 +71,7 @@ def _cell(value: Any) -> str:
 
 
 def write(name: str, rows: Sequence[Row]) -> str:
-    """Keep the rows as results/NAME-MACHINE.json; returns its place in the repository."""
+    """Write the rows to results/NAME-MACHINE.json; returns the path within the repository."""
     found = machine()
     file = RESULTS / f"{name}-{_slug(found['device'])}.json"
     RESULTS.mkdir(exist_ok=True)
@@ -77,7 +80,7 @@ def write(name: str, rows: Sequence[Row]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on; nothing that names the machine."""
+    """Hardware, library versions, date and load; no host name."""
     return {
         "device": _gpu() or _processor(),
         "processor": _processor(),

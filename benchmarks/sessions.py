@@ -1,10 +1,9 @@
-"""Workloads as the benchmarks run them: a recipe from a few values, and a session on one process of a CPU."""
+"""Recipes from a few flags, and training sessions in one process on a CPU; for all benchmarks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.distributed.communicator import Communicator
@@ -14,18 +13,21 @@ from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
 from isobatch.engine.training.session import Session
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def asked(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """(recipe, task, facts, data) of a task's flags, prepared."""
+
+def prepare_workload(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """(recipe, task, facts, data) of a task with these flags; its data is prepared."""
     chosen = workload(name)
     recipe, _ = chosen.complete(values)
     task, data = chosen.make(recipe)
     return recipe, task, prepare(data), data
 
 
-def session(name: str, values: dict[str, Any]) -> Session:
-    """Ready for the first step of its first phase."""
-    recipe, task, facts, _ = asked(name, values)
+def make_session(name: str, values: dict[str, Any]) -> Session:
+    """A session that is ready for the first step of its first phase."""
+    recipe, task, facts, _ = prepare_workload(name, values)
     options = PlanOptions(device="cpu", precision="fp32", processes=1)
     plan = make_plan(recipe, facts, task.model_size(facts), detect(), options)
     made = Session(recipe, facts, plan, Communicator(plan))
@@ -33,8 +35,8 @@ def session(name: str, values: dict[str, Any]) -> Session:
     return made
 
 
-def train(made: Session, after: Callable[[str, float], None] = lambda phase, seconds: None) -> None:
-    """All phases to their ends; `after` is told the seconds of each step."""
+def train(made: Session, after: Callable[[str, float], None] = lambda *_: None) -> None:
+    """Train all phases; `after` gets the phase and the seconds of each step."""
     for stretch in made.stretches:
         if stretch is not made.stretches[0]:
             made.enter(stretch)

@@ -1,6 +1,7 @@
-"""What a checkpoint costs training: written in the background, against torch.save of the same bytes.
+"""Time that training loses to a checkpoint, against torch.save: `python -m benchmarks checkpoint`.
 
-`stall` is all the time that training lost: the copy, and what the writing took from the steps beside it.
+Checkpoints are written in the background. `stall` is all the time lost: the copy of the state, and what the
+steps took longer during the writing. torch.save writes the same bytes.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STEPS = 40
 
@@ -45,8 +48,8 @@ def _measure(width: int, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         saving, copying, stalling = [], [], []
-        writer = CheckpointWriter(_Alone())  # type: ignore[arg-type]
-        for number in range(repeats + 1):  # the first one makes the memory that the others use again
+        writer = CheckpointWriter(OneProcess())  # type: ignore[arg-type]
+        for number in range(repeats + 1):  # the first one allocates the memory that the others reuse
             began = time.perf_counter()
             torch.save(tensors, folder / "torch.pt")
             saving.append(time.perf_counter() - began)
@@ -54,7 +57,7 @@ def _measure(width: int, repeats: int) -> dict[str, Any]:
             began = time.perf_counter()
             writer.start(folder / f"train-{number}", portable_state.rank_share(tensors, 0, 1), {})
             copying.append(time.perf_counter() - began)
-            stalling.append(_beside(step, writer, alone) + copying[-1])
+            stalling.append(_slowdown(step, writer, alone) + copying[-1])
             writer.wait()
     first = {"first_copy_seconds": copying.pop(0)}
     del saving[0], stalling[0]
@@ -71,14 +74,14 @@ def _measure(width: int, repeats: int) -> dict[str, Any]:
 
 
 def _seconds(step: Callable[[], None]) -> float:
-    """Mean seconds of a step with nothing of ours beside it."""
+    """Mean seconds of a step while nothing is being written."""
     began = time.perf_counter()
     for _ in range(STEPS):
         step()
     return (time.perf_counter() - began) / STEPS
 
 
-def _beside(step: Callable[[], None], writer: Any, alone: float) -> float:
+def _slowdown(step: Callable[[], None], writer: Any, alone: float) -> float:
     """Seconds that steps took longer while the checkpoint was being written."""
     lost = 0.0
     while writer.rank_flags()[0] == 0:
@@ -89,8 +92,8 @@ def _beside(step: Callable[[], None], writer: Any, alone: float) -> float:
 
 
 @dataclasses.dataclass
-class _Alone:
-    """A world of one process."""
+class OneProcess:
+    """What the writer asks of a communicator, for one process."""
 
     rank: int = 0
     size: int = 1

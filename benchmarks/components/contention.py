@@ -1,8 +1,10 @@
-"""What waiting threads do to speed when another process wants the cores.
+"""Training speed with idle threads that spin or sleep, alone and next to a busy process.
 
-torch's OpenMP threads spin between parallel regions. That costs nothing on idle cores; with a busy
-neighbour the spinners hold the cores that the others wait for. The variables must be set before torch is
-imported.
+python -m benchmarks contention
+
+torch's OpenMP threads spin between parallel regions. That costs nothing on idle cores; next to a busy
+process, spinning threads hold the cores that working threads need. The variables must be set before torch
+is imported.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def measure(quick: bool) -> list[Row]:
     """Tokens a second per setting, alone and with one busy process, and both against torch as it comes."""
     seconds = 1.0 if quick else 3.0
     chosen = dict(list(SETTINGS.items())[:3]) if quick else SETTINGS
-    contenders = {name: lambda s=setting: _both(s, seconds) for name, setting in chosen.items()}  # type: ignore[misc]
+    contenders = {name: lambda s=setting: _both(s, seconds) for name, setting in chosen.items()}
     found = interleaved(contenders, 1 if quick else 2)
     base = found["as it comes"]
     return [

@@ -1,23 +1,26 @@
-"""What keyed dropout costs against torch's own: the operation alone, and in a training step.
+"""Cost of keyed dropout against torch's own, alone and in a training step: `python -m benchmarks noise`.
 
-The arms of a comparison take turns step by step in one process. `share` is the time inside the drawing of
-masks and keys over the step's: what the step would save if random bits were free.
+The arms of a comparison take turns step by step in one process. `share` is the part of a step's time that
+drawing masks and keys takes: what the step would save if random bits cost nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from isobatch.benchmarks.report import Row
 from isobatch.engine.noise import keyed_attention, keyed_noise
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise, apply_mask, keep_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from isobatch.benchmarks.report import Row
 
 PROBABILITY = 0.1
 ARMS = {"no dropout": (0.0, None), "native": (PROBABILITY, False), "keyed": (PROBABILITY, True)}
@@ -72,7 +75,7 @@ def _steps(device: torch.device, quick: bool, inside: float) -> Iterator[Row]:
             "inside attention": inside if name != "no dropout" else 0.0,
             "device": device.type,
             "ms": round(1e3 * float(np.median(seconds)), 2),
-            # Neighbours in turn saw the same machine, so the median of differences is steadier than medians'.
+            # Steps next to each other ran under the same load, so the median of differences varies less.
             "cost over native": round(float(np.median(np.array(seconds) - native) / np.median(native)), 4),
             "share": round(arms[name].share(seconds), 4),
         }
@@ -116,14 +119,14 @@ class _Arm:
         self.number += 1
 
     def share(self, seconds: list[float]) -> float:
-        """Of the step; on a GPU the clock would time launches, so nothing is said."""
+        """Part of a step spent drawing; NaN on a GPU, where the clock would only time kernel launches."""
         if self.device.type == "cuda":
             return float("nan")
         return self.drawing / self.number / float(np.mean(seconds))
 
 
 class _Stopwatch:
-    """Adds the time inside the hash, masks and key creation to an arm's `drawing`."""
+    """Adds the time spent in the hash, the masks and the keys to an arm's `drawing`."""
 
     PLACES = ((keyed_noise, "keep_mask"), (keyed_attention, "_mask"), (KeyedNoise, "bind"))
 
@@ -152,7 +155,7 @@ class _Stopwatch:
 def _take_turns(
     arms: dict[str, Callable[[], Any]], rounds: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of every arm in every round, after two that do not count."""
+    """Seconds of every arm in every round, after two warm-up rounds."""
     taken: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds + 2):
         for name, run in arms.items():

@@ -1,14 +1,15 @@
-"""Rows a second through `Sampler.batch` and `ArraySource.fetch`, against torch's DataLoader row by row.
+"""Rows a second of `Sampler` and `ArraySource`, against a DataLoader: `python -m benchmarks sampler`.
 
-Rows are of uint16 tokens in memory-mapped files, as prepared data is.
+The DataLoader takes a map-style data set row by row. Rows are uint16 tokens in memory-mapped files, as in
+prepared data.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,9 +17,12 @@ from isobatch.benchmarks.report import Row, interleaved, middle
 from isobatch.data.base import ArraySource, Ragged, load, save
 from isobatch.engine.loading.sampler import Sampler
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
 BATCH = 65_536
 LOADER_ROWS = 65_536
-"""Rows that the DataLoader is timed on: all of them would take minutes."""
+"""Rows that the DataLoader is timed on; all of them would take minutes."""
 
 
 def measure(quick: bool) -> list[Row]:
@@ -56,7 +60,7 @@ def _source(folder: Path, form: str, width: int, count: int) -> ArraySource:
 
 
 def _ours(sampler: Sampler, source: ArraySource, width: int) -> Row:
-    source.fetch(sampler.batch(0), width)  # pages and tables are there
+    source.fetch(sampler.batch(0), width)  # so that page faults do not count
     steps = range(min(12, sampler.steps_per_epoch))
     began = time.perf_counter()
     batches = [sampler.batch(step) for step in steps]
@@ -72,8 +76,8 @@ def _ours(sampler: Sampler, source: ArraySource, width: int) -> Row:
     }
 
 
-class _Rows:
-    """What a map-style data set is: one row at a time."""
+class MapDataset:
+    """A map-style data set: one row at a time."""
 
     def __init__(self, source: ArraySource) -> None:
         self.tokens = np.array(source.columns["tokens"])
@@ -82,16 +86,16 @@ class _Rows:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        return np.asarray(self.tokens[index])  # type: ignore[index]
+        return np.asarray(self.tokens[index])
 
 
 def _loader(source: ArraySource) -> Row:
     import torch
     from torch.utils.data import DataLoader, RandomSampler
 
-    rows = _Rows(source)
+    rows = MapDataset(source)
     order = RandomSampler(rows, num_samples=LOADER_ROWS, generator=torch.Generator().manual_seed(0))
-    loader = DataLoader(rows, batch_size=BATCH, sampler=order)  # type: ignore[arg-type]
+    loader: Iterable[Any] = DataLoader(rows, batch_size=BATCH, sampler=order)  # type: ignore[arg-type]
     began = time.perf_counter()
     count = sum(len(batch) for batch in loader)
     return {

@@ -1,4 +1,7 @@
-"""Wall time of --help, and from the command to the first optimizer step of the causal-lm demo."""
+"""Seconds that `--help` takes, and from a command to its first step: `python -m benchmarks startup`.
+
+The run is one step of the causal-lm demo, first with an empty cache and then with prepared data.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ CASES = {
 
 
 def measure(quick: bool) -> list[Row]:
-    """Medians; the outside clock stops at the end of a run of one step, checkpoint and export included."""
+    """Medians; the whole run includes its checkpoint and export."""
     repeats = 1 if quick else 3
     helped = interleaved({"help": lambda: _timed(["--help"], {})}, 3 if quick else 15)["help"]
     rows: list[Row] = [{"what": "--help", "seconds": round(middle(helped, "outside"), 3)}]
@@ -39,7 +42,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _demo(name: str, folder: Path) -> Row:
-    """`cold` makes a new cache, which `warm`, the next, finds."""
+    """A run of one step. `cold` makes a new cache, which the following `warm` finds."""
     number = len(list(folder.glob("cache-*"))) + (name == "cold")
     out = folder / f"runs-{name}-{number}"
     words = ["auto", "--task", "causal-lm", "--steps", "1", "--generate-tokens", "0"]

@@ -1,19 +1,21 @@
-"""The chain of classifier, pruning and qat on real text, at several sparsities: what each costs in accuracy.
+"""Accuracy lost by pruning and 4-bit training of a classifier on real text, at several sparsities.
 
 python -m benchmarks accuracy --data SST2_FOLDER --model MINILM_FOLDER
 
-Runs are kept in benchmarks/runs (not in the repository): stopped, the command goes on where it stood. Latency
-is a run's own measurement, p50 of one text of 32 tokens on one thread, in torch, or in onnxruntime for qat.
+Runs are kept in benchmarks/runs (not in the repository): given again, a stopped command continues. Latency is
+a run's own measurement, p50 of one text of 32 tokens on one thread, in torch, or in onnxruntime for qat.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isobatch.benchmarks.report import Row
 from isobatch.core.package import ROOT, own_command
+
+if TYPE_CHECKING:
+    from isobatch.benchmarks.report import Row
 
 RUNS = ROOT / "benchmarks" / "runs"
 BASELINE = "A0"
@@ -26,7 +28,7 @@ STAGES = {
     "q20": "--task qat --pruned p20 --epochs 1 --train-fraction 0.3",
     "q50": "--task qat --pruned p50 --epochs 1 --train-fraction 0.3",
 }
-"""Run -> its flags. Shorter than the full mode's 8 and 2 epochs, so that two cores do it in an evening."""
+"""Run -> its flags. Shorter than the full mode's 8 and 2 epochs: two cores then need only hours."""
 
 
 def measure(quick: bool, data: str, model: str) -> list[Row]:

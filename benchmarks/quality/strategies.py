@@ -1,7 +1,7 @@
-"""One recipe under every strategy and world: the same losses, and checkpoints that any other can continue.
+"""Equal losses under every strategy and world size, also after a resume: `python -m benchmarks strategies`.
 
 Worlds of 1, 2 and 3 gloo processes, a 2-layer GPT-2 on ragged sequences, dropout on, uneven micro-batches.
-Each world is one launch: it trains under all its strategies, or continues every checkpoint there is.
+Each world is one launch: it trains under all its strategies, or continues every checkpoint.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.benchmarks import child_process
 from isobatch.core.package import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from isobatch.core.plan import Precision
 
 TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 SHARDED = ("zero1", "zero2", "zero3")
@@ -51,8 +55,8 @@ def measure(quick: bool) -> list[dict[str, Any]]:
 
 
 def launch(world: int, folder: Path, mode: str, only: tuple[str, ...] = ()) -> None:
-    """Run this file in a world; its findings land in `folder`."""
-    script = child_process.command("quality.strategies:inside", str(folder), mode, *only)
+    """Run `run_rank` in a world of this size; the ranks write what they find into `folder`."""
+    script = child_process.command("quality.strategies:run_rank", str(folder), mode, *only)
     command = [sys.executable, *script]
     if world > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
@@ -98,15 +102,15 @@ def _read(path: Path) -> list[float]:
     return losses
 
 
-def inside(place: str, modes: str, *only: str) -> None:
-    """One rank of a world, which ends here."""
+def run_rank(place: str, modes: str, *only: str) -> None:
+    """What each rank of a world runs; ends the process."""
     folder = Path(place)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from isobatch.engine.distributed.communicator import rank_and_world_size
 
     size = rank_and_world_size(os.environ)[1]
     for mode, strategy in itertools.product(modes.split("+"), only or strategies(size)):
-        # Small buckets and no threshold, else so small a model is never partitioned.
+        # Small buckets and no threshold: ZeRO would not partition so small a model otherwise.
         _write_config(folder, strategy)
         if mode == "resume":
             for saved in sorted(folder.glob("saved-*")):
@@ -131,7 +135,7 @@ def _write_config(folder: Path, strategy: str) -> None:
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
 
 
-def _session(strategy: str, precision: str = "fp32") -> Any:
+def _session(strategy: Any, precision: Precision = "fp32") -> Any:
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
     from isobatch.engine.loading.prepare import prepare
@@ -199,7 +203,7 @@ def _resume(folder: Path, strategy: str, saved: Path) -> None:
 
 
 def reduced(strategy: Any) -> Any:
-    """The whole reduced gradient of the step so far, flat."""
+    """The reduced gradient of all parameters, flat."""
     import torch
 
     if hasattr(strategy, "reduce"):

@@ -1,31 +1,35 @@
-"""Whether texts help a recommender, where it matters, and what each way of using them costs and learns.
+"""Whether texts help a recommender, for which users and items, and what each way of using them costs.
 
 python -m benchmarks texts --data NCF_FOLDER --model ENCODER_FOLDER
 
 A tenth of the items are taken from training altogether, and a tenth of the users keep three interactions.
-Items never seen are ranked among each other; others among the given rivals.
+Items that were taken away are ranked among each other, others among the given negatives.
 """
 
 from __future__ import annotations
 
+import functools
 import resource
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.report import Row
-from isobatch.benchmarks.sessions import session, train
+from isobatch.benchmarks.sessions import make_session, train
 from isobatch.data.interactions import movielens
 from isobatch.models.recommendation import ranking
 from isobatch.models.recommendation.catalogue import read_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from isobatch.benchmarks.report import Row
 
 HIDDEN_SHARE, KEPT = 0.1, 3
 FEW = 50
@@ -38,7 +42,7 @@ def measure(quick: bool, data: str, model: str) -> list[Row]:
     return [*schemes(quick), *helped(quick, Path(data), model)]
 
 
-# The three ways of the field, on the demo
+# Ways to train the text encoder, on the demo data
 
 
 def schemes(quick: bool) -> Iterator[Row]:
@@ -48,14 +52,15 @@ def schemes(quick: bool) -> Iterator[Row]:
 
 
 def scheme(way: str, quick: str) -> Row:
-    """The demo by one of the ways: seconds of a step of the second phase, memory, and what was learnt."""
+    """Train the demo in one way: seconds of a step of the second phase, memory, and what was learnt."""
     naive = {"text_dedup": False, "text_cache": "off"} if way == "lora, naive" else {}
     text = {"text": "frozen"} if way == "frozen only" else {}
-    made = session("recommender", {**text, **naive, **({"epochs": [1, 0.3]} if quick and not text else {})})
+    short = {"epochs": [1, 0.3]} if quick and not text else {}
+    made = make_session("recommender", {**text, **naive, **short})
     if way == "lora over cached vectors":
-        _cut_off(made)
+        _use_cached_vectors(made)
     seconds: dict[str, list[float]] = defaultdict(list)
-    train(made, lambda phase, took: seconds[phase].append(took))
+    train(made, functools.partial(_append, seconds))
     encoder: Any = made.model.encoder
     lora = [p.detach() for name, p in encoder.net.named_parameters() if "lora_B" in name]
     moved = float(sum(p.square().sum() for p in lora) ** 0.5)
@@ -70,38 +75,42 @@ def scheme(way: str, quick: str) -> Row:
     }
 
 
-def _cut_off(made: Any) -> None:
-    """What is refused otherwise: LoRA trains while the vectors are taken from a table."""
+def _append(seconds: dict[str, list[float]], phase: str, took: float) -> None:
+    seconds[phase].append(took)
+
+
+def _use_cached_vectors(made: Any) -> None:
+    """Let LoRA train while text vectors come from a cache; the task's own flags refuse this."""
     begin = made.task.begin_phase
 
     def cached(model: Any, phase: str, first: Any) -> None:
         begin(model, phase, first)
         model.text_vectors, model.text_vectors_fixed = model.encoder.vectors(), True
 
-    made.task.begin_phase, made.task.observe = cached, lambda model, step: {}
+    made.task.begin_phase, made.task.observe = cached, lambda *_: {}
 
 
 # Where texts help
 
 
 def helped(quick: bool, data: Path, model: str) -> Iterator[Row]:
-    """HR@10 by how much is known of a user or an item."""
+    """HR@10 of ids alone and with texts, by how often the user or the item was seen in training."""
     with tempfile.TemporaryDirectory() as place:
-        folder, hidden = thinned(data, Path(place))
+        folder, hidden = remove_pairs(data, Path(place))
         for way, text in WAYS.items():
             values = {"data": str(folder), "model": model, "text": text, "lora_blocks": 1, "batch_size": 4096}
             length = [2, 2] if quick else [2400, 60]
-            made = session("recommender", {**values, "steps": length if text is None else length[:1]})
+            made = make_session("recommender", {**values, "steps": length if text is None else length[:1]})
             seconds: dict[str, list[float]] = defaultdict(list)
-            train(made, lambda phase, took, seconds=seconds: seconds[phase].append(took))
+            train(made, functools.partial(_append, seconds))
             with torch.no_grad():
-                found = slices(made, hidden)
+                found = hit_rates(made, hidden)
             yield {"uses": way, **found, "minutes": round(sum(map(sum, seconds.values())) / 60, 1)}
 
 
-def thinned(data: Path, place: Path) -> tuple[Path, np.ndarray]:
-    """The same protocol with less to learn from; and the (n, 2) users and items of what was taken away."""
-    found = movielens.FORMATS["ncf"].read(data)
+def remove_pairs(data: Path, place: Path) -> tuple[Path, np.ndarray]:
+    """Write the data with fewer training pairs; also returns the removed (user, item) pairs, (n, 2)."""
+    found = movielens.FORMS["ncf"].read(data)
     draw = np.random.default_rng(0)
     user, item = (found.splits["train"][name].to_numpy() for name in ("user", "item"))
     worded = np.array([int(name) for name in found.items])
@@ -122,8 +131,8 @@ def thinned(data: Path, place: Path) -> tuple[Path, np.ndarray]:
     return folder, np.stack([user, item], 1)[cold]
 
 
-def slices(made: Any, hidden: np.ndarray) -> dict[str, float]:
-    """HR@10 by how much training told of the user or the item."""
+def hit_rates(made: Any, hidden: np.ndarray) -> dict[str, float]:
+    """HR@10 by how often the user or the item was seen in training."""
     net: Any = made.model.eval()
     test = made.splits["test"].fetch(np.arange(len(made.splits["test"])))
     user, item, rivals = (torch.from_numpy(test[k]).long() for k in ("user", "item", "rivals"))
@@ -142,14 +151,14 @@ def slices(made: Any, hidden: np.ndarray) -> dict[str, float]:
 
 
 def _numbers(made: Any, hidden: np.ndarray) -> np.ndarray:
-    """Pairs as the data names them -> as the model numbers them."""
-    written = read_names(made.facts.folder)
+    """The data's names of pairs -> the model's numbers."""
+    written = names(made.facts.folder)
     place = [{name: n for n, name in enumerate(written[kind])} for kind in ("users", "items")]
     return np.array([[place[0][str(u)], place[1][str(i)]] for u, i in hidden])
 
 
 def _among_hidden(net: Any, pairs: np.ndarray) -> float:
-    """Each pair's item among all that were taken from training and that its user did not take."""
+    """HR@10 of each pair's item among all removed items, without others that the same user had."""
     items = torch.from_numpy(np.unique(pairs[:, 1]))
     had = torch.zeros(len(net.user_text), len(net.item_text), dtype=torch.bool)
     had[pairs[:, 0], pairs[:, 1]] = True

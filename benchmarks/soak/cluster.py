@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.benchmarks.soak.checks import HANG_SECONDS, STEPS, Progress, Tally, check_run
 from isobatch.tests.slurm import nodes
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
 
 available = nodes.available
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def run(rng: random.Random, tally: Tally, expected: list[float]) -> dict[str, Any]:
-    """One job, submitted to a cluster of its own, until it is over."""
+    """One job, submitted to a cluster that is started for it, until it is over."""
     with nodes.up() as cluster, tempfile.TemporaryDirectory() as name:
         flags = ["--nodes", "2", "--steps", str(STEPS), "--save-every", "15", "--keep", "3"]
         flags += ["--hang-timeout", "30", "--max-restarts", "1000"]
@@ -49,7 +51,7 @@ class DisturbedJob:
         """Slurm's restart counts that were seen running."""
 
     def trains_for(self, seconds: float) -> bool:
-        """Wait for a step and this long; False where the job ended first."""
+        """Wait for a step and then so many seconds; False if the job ended first."""
         began, moved = time.monotonic(), None
         while self.job.shown("JobState") not in OVER:
             self._note_start()
@@ -76,7 +78,7 @@ class DisturbedJob:
         return True
 
     def lose_node(self) -> bool:
-        """The second one: the job's own script runs on the first. It comes back before long."""
+        """Set the second node down for some seconds; the job's own script runs on the first."""
         self.ask("scontrol", "update", "nodename=n2", "state=down", "reason=soak")
         time.sleep(self.rng.uniform(1, 4))
         return self.ask("scontrol", "update", "nodename=n2", "state=resume")

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from isobatch.benchmarks.soak.checks import HANG_SECONDS, STEPS, Progress, Tally, check_run
 from isobatch.core.package import ROOT, own_command
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
 
 TASK = f"{ROOT}/tests/tasks/troubled.py:SlowHungry"
 LAYOUTS = (("1", "single"), ("2", "ddp"), ("2", "zero1"), ("2", "zero2"))
@@ -49,9 +51,9 @@ class DisturbedRun:
     ends: list[str] = field(default_factory=list)
     process: subprocess.Popen[str] | None = None
     began: float | None = None
-    """When the command was started; None once it took a step."""
-    asked: float | None = None
-    """When it was asked to stop, if that is all that befell it."""
+    """When the command was started; None after its first step."""
+    asked_to_stop: float | None = None
+    """When a signal asked it to stop, if it got no other fault since."""
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.run)
@@ -64,12 +66,12 @@ class DisturbedRun:
         first = ["auto", "--task", TASK, "--name", "run", "--steps", str(STEPS)]
         first += ["--ledger", "--save-every", "15", "--keep", "3"]
         while True:
-            # From the second on by `resume`, which may choose another world and strategy.
+            # From the second start on by `resume`, with another world and strategy drawn.
             self._start(["resume", str(self.run)] if (self.run / "recipe.json").exists() else first)
             code = self._inject_faults()
             self.ends.append(str(code))
-            if self.asked is not None:
-                self.tally.to_exit.append(time.monotonic() - self.asked)
+            if self.asked_to_stop is not None:
+                self.tally.to_exit.append(time.monotonic() - self.asked_to_stop)
             print(f"ended with {code}", file=sys.stderr)
             if code == 1:
                 print((self.folder / "err.txt").read_text()[-3000:], file=sys.stderr)
@@ -81,7 +83,7 @@ class DisturbedRun:
         processes, strategy = self.rng.choice(LAYOUTS)
         plan = ["--processes", processes, "--strategy", strategy, "--micro-batch", "2"]
         run = ["--hang-timeout", "30", "--max-restarts", "1000", "--quiet"]
-        self.began, self.asked = time.monotonic(), None
+        self.began, self.asked_to_stop = time.monotonic(), None
         self.process = subprocess.Popen(
             own_command(*words, *plan, *run),
             cwd=self.folder,
@@ -101,11 +103,11 @@ class DisturbedRun:
             kind = self.rng.choice(list(FAULTS))
             at = time.monotonic()
             if FAULTS[kind](self):
-                self.asked = at if kind in SIGNALS and self.asked is None else None
+                self.asked_to_stop = at if kind in SIGNALS and self.asked_to_stop is None else None
                 self.tally.add(kind)
 
     def _trains_for(self, seconds: float) -> int | None:
-        """Wait for a first step and this long, or for the end; its code, then."""
+        """Wait for a step and then so many seconds: None. If the command ends first: its exit code."""
         assert self.process is not None
         began, moved = time.monotonic(), None
         while self.process.poll() is None:
@@ -121,7 +123,7 @@ class DisturbedRun:
             time.sleep(0.02)
         return self.process.returncode
 
-    def below(self, mark: str) -> list[psutil.Process]:
+    def descendants(self, mark: str) -> list[psutil.Process]:
         assert self.process is not None
         try:
             found = psutil.Process(self.process.pid).children(recursive=True)
@@ -130,7 +132,8 @@ class DisturbedRun:
             return []
 
     def ranks(self) -> list[psutil.Process]:
-        return [p for p in self.below("launch/train.py") if p not in self.below("accelerate.commands")]
+        launchers = self.descendants("accelerate.commands")
+        return [p for p in self.descendants("launch/train.py") if p not in launchers]
 
 
 def _signal(number: int) -> Callable[[DisturbedRun], bool]:
@@ -144,7 +147,7 @@ def _signal(number: int) -> Callable[[DisturbedRun], bool]:
 
 def _kill_one(mark: str) -> Callable[[DisturbedRun], bool]:
     def fault(target: DisturbedRun) -> bool:
-        found = target.ranks() if mark == "rank" else target.below(mark)
+        found = target.ranks() if mark == "rank" else target.descendants(mark)
         if found:
             target.rng.choice(found).kill()
         return bool(found)
@@ -154,8 +157,9 @@ def _kill_one(mark: str) -> Callable[[DisturbedRun], bool]:
 
 def _kill_all(target: DisturbedRun) -> bool:
     assert target.process is not None
-    for p in [*target.below(""), target.process]:
+    for p in target.descendants(""):
         p.kill()
+    target.process.kill()
     return True
 
 
@@ -164,10 +168,10 @@ def _checkpoints(target: DisturbedRun) -> list[Path]:
 
 
 def _damage(how: str) -> Callable[[DisturbedRun], bool]:
-    """The newest checkpoint loses its end or a bit, and then all processes die."""
+    """Truncate the newest checkpoint or flip a bit of it, then kill all processes."""
 
     def fault(target: DisturbedRun) -> bool:
-        # Never the only one: a run without any begins anew, which is right but proves nothing.
+        # Not the only one: a run without a checkpoint starts again, which is right but proves nothing.
         folders = {p.parent for p in _checkpoints(target)}
         if len(folders) < 2:
             return False
@@ -195,7 +199,7 @@ def _fill_disk(target: DisturbedRun) -> bool:
 
 
 def _starve(target: DisturbedRun) -> bool:
-    """One rank may not map another byte."""
+    """Set one rank's limit of address space to what it has."""
     import resource
 
     found = [

@@ -1,4 +1,4 @@
-"""What fine-tuning costs with adapters, in 16, 8 and 4 bits; the head in chunks; cleaning.
+"""Memory and time of fine-tuning with adapters or without, in 16, 8 and 4 bits; loss in chunks; cleaning.
 
 python -m benchmarks adapters --data WIKITEXT_FOLDER --model TOKENIZER_FOLDER
 
@@ -12,19 +12,23 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.report import Row
-from isobatch.benchmarks.sessions import session
+from isobatch.benchmarks.sessions import make_session
 from isobatch.core.package import ROOT, own_command
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.models.causal_lm import chunked_cross_entropy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from isobatch.benchmarks.report import Row
 
 WAYS: dict[str, dict[str, Any]] = {
     "all of it, AdamW": {},
@@ -42,33 +46,33 @@ def measure(quick: bool, data: str, model: str) -> list[Row]:
         base = Path(place) / "base"
         make_base(base, Path(model), quick)
         os.environ["ISOBATCH_CACHE"] = str(Path(place) / "cache")
-        rows = [_alone("step", way, str(base), data, str(quick)) for way in WAYS]
-        rows += [_alone("chunks", way, str(quick)) for way in ("whole", "in chunks")]
-        return [*rows, *saved(base, data, Path(place), quick), *prepared(base, data)]
+        rows = [_measured("step", way, str(base), data) for way in WAYS]
+        rows += [_measured("chunks", way, str(quick)) for way in ("whole", "in chunks")]
+        return [*rows, *saved(base, data, Path(place)), *prepared(base, data)]
 
 
 def make_base(folder: Path, tokenizer: Path, quick: bool) -> None:
-    """GPT-2's shape, and smaller where in a hurry, beside its tokenizer."""
+    """Write a model of GPT-2's shape, or a small one if `quick`, next to its tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    small = {"n_layer": 2, "n_embd": 128, "n_head": 2} if quick else {}
+    small: dict[str, Any] = {"n_layer": 2, "n_embd": 128, "n_head": 2} if quick else {}
     GPT2LMHeadModel(GPT2Config(**small)).save_pretrained(folder)
     for file in tokenizer.iterdir():
         if file.suffix in (".json", ".txt", ".bpe"):
             shutil.copy(file, folder)
 
 
-def _alone(what: str, *words: str) -> Row:
+def _measured(what: str, *words: str) -> Row:
     """A measurement in a process of its own, for its memory."""
     found: Row = child_process.call(f"speed.adapters:{what}", *words)
     return found
 
 
-def step(way: str, base: str, data: str, quick: str) -> Row:
+def step(way: str, base: str, data: str) -> Row:
     """Seconds of a step of 8 samples of 256 tokens."""
     recipe = {"data": data, "model": base, "batch_size": 8, "max_length": 256, "steps": 4, "lr": 1e-4}
-    made = session("causal-lm", {**recipe, **WAYS[way], "dropout": 0.0})
+    made = make_session("causal-lm", {**recipe, **WAYS[way], "dropout": 0.0})
     before, seconds = _peak(), []
     for loaded in made.feed().steps(0, 4):
         began = time.perf_counter()
@@ -87,21 +91,37 @@ def step(way: str, base: str, data: str, quick: str) -> Row:
     }
 
 
+class HeadAlone(torch.nn.Module):
+    """A language model that has only a head: its (B, T, D) states are given."""
+
+    def __init__(self, states: torch.Tensor, head: torch.nn.Linear) -> None:
+        super().__init__()
+        self.states, self.head = states, head
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.head
+
+    def forward(self, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.states))
+
+
 def chunks(way: str, quick: str) -> Row:
-    """Forward and backward of the head's loss alone: 4,096 tokens, GPT-2's vocabulary."""
+    """Forward and backward of the head and its loss alone: 4,096 tokens, GPT-2's vocabulary."""
     tokens, words, width = (512, 5000, 128) if quick == "True" else (4096, 50257, 768)
     torch.manual_seed(0)
-    states = torch.randn(tokens, width, requires_grad=True)
-    weight = torch.randn(words, width, requires_grad=True)
-    targets = torch.randint(words, (tokens,))
+    states = torch.randn(1, tokens, width, requires_grad=True)
+    head = chunked_cross_entropy.Head(width, words, bias=False)
+    head.weight = torch.nn.Parameter(torch.randn(words, width))
+    model, targets = HeadAlone(states, head), torch.randint(words, (1, tokens))
     before, seconds = _peak(), []
     for _ in range(3):
-        states.grad = weight.grad = None
+        states.grad = head.weight.grad = None
         began = time.perf_counter()
         if way == "whole":
-            loss = torch.nn.functional.cross_entropy(states @ weight.T, targets, reduction="sum")
+            logits = head(states).flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
         else:
-            loss = chunked_cross_entropy.ChunkedCrossEntropy.apply(states, weight, None, targets)
+            loss = chunked_cross_entropy.loss(model, targets, targets)
         loss.backward()
         seconds.append(time.perf_counter() - began)
     return {
@@ -113,13 +133,13 @@ def chunks(way: str, quick: str) -> Row:
 
 
 def _peak() -> float:
-    """MB at most so far; getrusage's would begin with the parent's."""
+    """Peak MB so far; getrusage's peak would include the parent's before the fork."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1e3
 
 
-def saved(base: Path, data: str, place: Path, quick: bool) -> Iterator[Row]:
-    """A checkpoint of LoRA on the matrices of the usual tutorial, and what loading it takes."""
+def saved(base: Path, data: str, place: Path) -> Iterator[Row]:
+    """Size of a LoRA checkpoint on c_attn and c_proj, and seconds to load it."""
     little = place / "little.txt"
     little.write_text("".join((Path(data) / "valid.txt").read_text().splitlines(keepends=True)[:300]))
     words = ["auto", "--task", "causal-lm", "--data", str(little), "--model", str(base), "--adapter", "lora"]
@@ -133,11 +153,11 @@ def saved(base: Path, data: str, place: Path, quick: bool) -> Iterator[Row]:
 
     opened = RunFolder.open(str(run))
     began = time.perf_counter()
-    redo = Replay(opened, opened.plan)
+    replay = Replay(opened, opened.plan())
     model_seconds = time.perf_counter() - began
     began = time.perf_counter()
-    redo.session.enter(redo.session.stretches[0])
-    redo.session.put(SavedCheckpoint(newest))
+    replay.session.enter(replay.session.stretches[0])
+    replay.session.put(SavedCheckpoint(newest))
     yield {
         "checkpoint of": "lora, weights and moments",
         "MB": round(sum(f.stat().st_size for f in newest.iterdir()) / 1e6, 2),
@@ -147,7 +167,7 @@ def saved(base: Path, data: str, place: Path, quick: bool) -> Iterator[Row]:
 
 
 def prepared(base: Path, data: str) -> Iterator[Row]:
-    """`prepare` with cleaning, cold and again."""
+    """Seconds of `prepare` with cleaning, with an empty cache and again."""
     words = ["prepare", "--task", "causal-lm", "--data", data, "--model", str(base), "--clean", CLEANING]
     for what in ("cold", "again"):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Fine-tuning a classifier on real text: this engine against transformers' Trainer, same model, data, batch.
+"""Speed of fine-tuning a classifier on real text, against Trainer with the same model, data and batch.
 
 python -m benchmarks classifier --data SST2_FOLDER --model MINILM_FOLDER
 
@@ -23,9 +23,9 @@ from isobatch.core.package import ROOT, own_command
 BATCH, LENGTH, LR = 32, 128, 5e-5
 WARM = 4
 WINDOW = 64
-"""Batches that our sampler sorts together: a whole window is a fair sample of an epoch."""
+"""Batches that our sampler sorts together by length; so many have the mean length of an epoch."""
 OURS = "isobatch, grouped by length"
-OTHERS = {
+OTHERS: dict[str, dict[str, Any]] = {
     "Trainer, its defaults": {"padding": "longest", "grouped": False, "share": 1.0},
     "Trainer, grouped by length": {"padding": "longest", "grouped": True, "share": 1.0},
     "Trainer, padded to 128": {"padding": "max_length", "grouped": False, "share": 0.2},
@@ -42,7 +42,7 @@ def measure(quick: bool, data: str, model: str) -> list[Row]:
             "isobatch, order as drawn": lambda: _ours(spec, steps, False),
         }
         for name, settings in OTHERS.items():
-            count = WARM + max(4, round(steps * float(settings["share"])))
+            count = WARM + max(4, round(steps * settings["share"]))
             contenders[name] = lambda s=settings, n=count: _trainer({**spec, **s, "steps": n})
         found = interleaved(contenders, 1 if quick else 2)
     return [_row(name, found) for name in contenders]
@@ -58,7 +58,7 @@ def _row(name: str, found: dict[str, list[Row]]) -> Row:
 
 
 def _ours(spec: dict[str, Any], steps: int, grouped: bool) -> Row:
-    """A run of `auto`, checkpoints and journal and all."""
+    """A run of `auto` with its checkpoints and metrics log."""
     with tempfile.TemporaryDirectory(dir=spec["folder"]) as out:
         words = ["auto", "--task", "classifier", "--data", spec["data"], "--model", spec["model"]]
         words += ["--steps", str(WARM + steps), "--batch-size", str(BATCH), "--max-length", str(LENGTH)]
@@ -83,7 +83,7 @@ def trainer_of(file: str) -> Row:
 
 
 def trainer(spec: dict[str, Any]) -> Row:
-    """As its documentation shows: a tokenized data set, a tokenizer, arguments."""
+    """Trainer as its documentation shows it: a tokenized data set, a tokenizer, arguments."""
     from datasets import load_dataset
     from transformers import (
         AutoModelForSequenceClassification,

@@ -1,26 +1,25 @@
-"""What pruning and 4-bit training cost and bring: steps, files and latency.
+"""Step time, file size and latency of pruning and of 4-bit training.
 
 python -m benchmarks compression --data SST2_FOLDER --model MINILM_FOLDER
 
 Files and latency are of a DistilBERT shape with random weights: neither depends on the values. Latency is of
-one text of 32 tokens on one thread, as processor time, lower quartile: what else runs does not count.
+one text of 32 tokens on one thread: processor time, lower quartile, so that other processes do not count.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import torch
 
-from isobatch.benchmarks.report import Row
-from isobatch.benchmarks.sessions import asked, session
-from isobatch.engine.training.session import Session
+from isobatch.benchmarks.sessions import make_session, prepare_workload
+from isobatch.engine.training.train_step import Stepper
 from isobatch.models.encoder import (
     encoders,
     evaluation,
@@ -29,6 +28,12 @@ from isobatch.models.encoder import (
     weight_surgery,
 )
 from isobatch.models.encoder.importance import KeepMasks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from isobatch.benchmarks.report import Row
+    from isobatch.engine.training.session import Session
 
 SHAPES = {0: (12, 3072), 20: (10, 2432), 50: (6, 1536), 75: (3, 768)}
 """Per cent removed -> heads and neurons of each layer, of 12 and 3072."""
@@ -70,7 +75,7 @@ def files_and_latency(quick: bool) -> list[Row]:
             for form, run, size in _forms(Path(place), percent, heads, neurons):
                 runners[percent, form], sizes[percent, form] = run, size
         seconds: dict[Any, list[float]] = {key: [] for key in runners}
-        for _ in range(2 if quick else 5):  # in turn, so that a slow spell falls on all alike
+        for _ in range(2 if quick else 5):  # in turn, so that other load affects all alike
             for key, run in runners.items():
                 seconds[key].append(_processor_seconds(run, given, 10 if quick else 40))
     dense = seconds[0, "torch fp32"]
@@ -123,10 +128,11 @@ def steps(quick: bool, data: str, model: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as place:
         teacher = _teacher(Path(place), data, model)
         common = {"data": data, "batch_size": 32, "steps": WARM + 2 * count, "max_length": 128}
-        plain = session("classifier", {**common, "model": teacher})
-        distilled = session("qat", {**common, "model": teacher})
-        half = session("classifier", {**common, "model": teacher})
-        sizes = encoders.sizes_from_config(half.model.config.to_dict(), model)
+        plain = make_session("classifier", {**common, "model": teacher})
+        distilled = make_session("qat", {**common, "model": teacher})
+        half = make_session("classifier", {**common, "model": teacher})
+        config: Any = half.model.config
+        sizes = encoders.sizes(config.to_dict(), model)
         _cut(half.model, sizes.heads // 2, sizes.neurons // 2, sizes.hidden // sizes.heads)
         half.enter(half.stretches[0])
         sessions = {"plain": plain, "4-bit with cached distillation": distilled, "half of it removed": half}
@@ -144,8 +150,8 @@ def steps(quick: bool, data: str, model: str) -> list[Row]:
 
 
 def _teacher(folder: Path, data: str, model: str) -> str:
-    """The encoder with a head of this data's classes, as a finished classifier."""
-    recipe, task, facts, _ = asked("classifier", {"data": data, "model": model, "max_length": 128})
+    """A finished classifier: the encoder with a random head for this data's classes."""
+    recipe, task, facts, _ = prepare_workload("classifier", {"data": data, "model": model, "max_length": 128})
     made = folder / "teacher"
     made.mkdir()
     torch.manual_seed(recipe.seed)
@@ -168,19 +174,26 @@ def _interleaved(sessions: dict[str, Session], count: int) -> dict[str, list[flo
 
 
 def _overhead(teacher: str, data: str, count: int) -> list[Row]:
-    """Share of a pruning phase's time that importance, events and cuts take, at the recipe's own pace."""
+    """Share of a pruning phase's time that importance scores, and events and cuts, take."""
     every = 40 if count > 12 else 4
     values = {"data": data, "teacher": teacher, "batch_size": 32, "sparsity": 0.5, "max_length": 128}
-    made = session("pruning", {**values, "steps": 2 * 5 * every, "prune_every": every})
-    spent = {"importance": 0.0, "events and cuts": 0.0}
-    made.task.observe = _timed(made.task.observe, spent, "importance")  # type: ignore[method-assign]
-    made.task.after_step = _timed(made.task.after_step, spent, "events and cuts")  # type: ignore[method-assign]
-    made._wrap_again = _timed(made._wrap_again, spent, "events and cuts")  # type: ignore[method-assign]
+    made = make_session("pruning", {**values, "steps": 2 * 5 * every, "prune_every": every})
+    spent = {"importance": 0.0, "optimizer steps": 0.0, "whole steps": 0.0}
     began = time.perf_counter()
-    for loaded in made.feed().steps(0, made.stretch.steps):
-        made.step(loaded)
+    with (
+        mock.patch.object(made.task, "observe", _timed(made.task.observe, spent, "importance")),
+        mock.patch.object(Stepper, "run", _timed(Stepper.run, spent, "optimizer steps")),
+    ):
+        step = _timed(made.step, spent, "whole steps")
+        for loaded in made.feed().steps(0, made.stretch.steps):
+            step(loaded)
     total = time.perf_counter() - began
-    return [{"part of a pruning phase": k, "share": round(v / total, 4)} for k, v in spent.items()]
+    # After its optimizer step, a session's step only asks the task for events and cuts the model.
+    parts = {
+        "importance": spent["importance"],
+        "events and cuts": spent["whole steps"] - spent["optimizer steps"],
+    }
+    return [{"part of a pruning phase": k, "share": round(v / total, 4)} for k, v in parts.items()]
 
 
 def _timed(function: Callable[..., Any], spent: dict[str, float], name: str) -> Callable[..., Any]:

@@ -1,18 +1,20 @@
-"""One contender's steps in its own process: `python -m benchmarks.contenders bare|trainer|isobatch FILE`.
+"""The training loops that the benchmark `engine` compares: a bare loop, Trainer, this engine.
 
-FILE is a JSON file with the arrays, order, model and optimizer that all contenders share. The last line
-printed is JSON: seconds and loss of every step, processor time at the steps' borders, peak memory. Only
-`isobatch` imports the project.
+`contend` runs one of them in a child process that `speed/engine.py` starts. It reads a JSON file with the
+arrays, order, model and optimizer that all share, and returns seconds and loss of every step, processor time
+between steps, and peak memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -27,10 +29,10 @@ def peak_bytes() -> int:
 
 
 def rows_of(spec: Spec) -> list[np.ndarray]:
-    """Every sample's tokens, in place."""
+    """Every sample's tokens, as views of the mapped file."""
     values = np.load(spec["tokens"], mmap_mode="r")
     offsets = np.load(spec["offsets"])
-    return [values[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
+    return [values[a:b] for a, b in itertools.pairwise(offsets)]
 
 
 def model_and_optimizer(spec: Spec) -> tuple[Any, Any]:
@@ -69,7 +71,7 @@ def padded(rows: list[np.ndarray]) -> dict[str, Any]:
 
 
 def bare(spec: Spec) -> Found:
-    """What one writes by hand."""
+    """A plain PyTorch loop."""
     import torch
 
     model, optimizer = model_and_optimizer(spec)
@@ -100,7 +102,7 @@ def bare(spec: Spec) -> Found:
 
 
 def trainer(spec: Spec) -> Found:
-    """transformers' Trainer as it comes, but for the shared order, optimizer and a constant rate."""
+    """Trainer with its defaults, except for the shared order, optimizer and a constant learning rate."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -158,9 +160,8 @@ def trainer(spec: Spec) -> Found:
 
 
 def isobatch(spec: Spec) -> Found:
-    """A run as `auto` makes it: journal, chain of samples, checkpoint and all."""
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.runs.run_options import RunOptions
+    """A run as `auto` does it, with metrics log, sample hashes and checkpoint."""
+    from isobatch.engine.runs.run_folder import RunFolder, RunOptions
     from isobatch.engine.training.train_step import Stepper
     from isobatch.launch.local.worker import train_run
 
@@ -172,8 +173,8 @@ def isobatch(spec: Spec) -> Found:
         processor.append(time.process_time())
         return step(self, *arguments)
 
-    Stepper.run = clocked  # type: ignore[method-assign]
-    code = train_run(run, RunOptions(quiet=True))
+    with mock.patch.object(Stepper, "run", clocked):
+        code = train_run(run, RunOptions(quiet=True))
     assert code == 0, f"the run ended with {code}"
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     steps = [row for row in rows if "step_seconds" in row]
@@ -189,5 +190,5 @@ def isobatch(spec: Spec) -> Found:
 
 
 def contend(kind: str, spec: str) -> Found:
-    """In a process of its own; `spec` is a file."""
+    """One contender's figures; `spec` is the JSON file."""
     return {"bare": bare, "trainer": trainer, "isobatch": isobatch}[kind](json.loads(Path(spec).read_text()))

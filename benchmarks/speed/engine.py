@@ -1,8 +1,9 @@
-"""This engine against a bare PyTorch loop and transformers' Trainer on the same model, samples and order.
+"""Speed and memory against a bare PyTorch loop and Trainer: `python -m benchmarks engine`.
 
-Each contender trains in a process of its own, in turn, with waiting threads soon asleep (see contention.py):
-else a neighbour's burst decides. Speed is that of the median step after the first few, memory the process's
-peak until its last step. Processor time does not count what neighbours took. Losses must agree.
+All train the same model on the same samples in the same order; their losses must agree. Each contender is a
+process of its own, in turn, whose idle threads soon sleep (see components/contention.py): spinning threads
+would make the figures depend on other processes. Speed is that of the median step after the first few, memory
+the process's peak until its last step. Processor time does not count what other processes took.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WORKLOAD = Path(__file__).with_name("random_tokens.py")
 WARM = 3
 """First steps that are not counted."""
 TOLERANCE = 2e-5
-"""Largest relative difference of losses between contenders: they add the same floats in other orders."""
+"""Largest relative difference of losses between contenders, which add the same floats in other orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,13 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(quick: bool) -> list[Row]:
-    """Rows of all cases, and what is padded of samples of instructions' lengths."""
+    """Rows of all cases, and the share of padding for samples of instructions' lengths."""
     rows = [row for case in cases(quick) for row in compare(case, 1 if quick else 3)]
     return [*rows, *padding("here", "tiny"), *padding("rtx4090", "gpt2-124m")]
 
 
 def padding(machine: str, model: str) -> list[Row]:
-    """Shares of the computed tokens that are none: a batch padded to its longest, and as the plan cuts it."""
+    """Share of padding in the computed tokens: of a batch padded to its longest, and of the plan's cut."""
     hardware = detect() if machine == "here" else parse_hardware(machine)
     lengths = np.minimum(lengths_of(20_000, mean=110, longest=1509), 1024)
     facts = Facts(
@@ -145,7 +146,7 @@ def compare(case: Case, repeats: int) -> list[Row]:
 
 
 def setup(case: Case, folder: Path) -> tuple[RunFolder, dict[str, Any]]:
-    """A run of ours by the planner's own plan, and what the others need to train the same."""
+    """A run folder with the planner's plan, and the settings by which the others train the same."""
     recipe = Recipe(
         task=f"{WORKLOAD}:{case.task}",
         model=case.model,
@@ -174,14 +175,14 @@ def setup(case: Case, folder: Path) -> tuple[RunFolder, dict[str, Any]]:
         "folder": str(folder / "trainer"),
         "run": str(run.folder),
         "model": {k: v for k, v in model.items() if k != "model_type"},
-        "micro_batch": _even(plan, case),
+        "micro_batch": _micro_batch(plan, case),
         **{name: getattr(recipe, name) for name in ("lr", "weight_decay", "seed")},
         "threads": plan.threads,
     }
 
 
-def _even(plan: Plan, case: Case) -> int:
-    """The plan's micro-batch in samples of blocks, made a divisor of the batch: Trainer knows no other."""
+def _micro_batch(plan: Plan, case: Case) -> int:
+    """The plan's micro-batch in blocks, lowered to a divisor of the batch, as Trainer needs."""
     most = max(1, min(case.batch, plan.micro_batch_samples, plan.micro_batch_tokens // case.length))
     return max(k for k in range(1, most + 1) if case.batch % k == 0)
 
@@ -204,7 +205,7 @@ def _child(kind: str, spec: dict[str, Any], folder: Path) -> Row:
 
 
 def _row(case: Case, label: str, found: dict[str, list[Row]]) -> Row:
-    """Figures of one contender; ratios are ours to its, over the rounds."""
+    """Figures of one contender; a ratio is ours over its, a median over the rounds."""
     ours, theirs = found["isobatch"], found[label]
     first = theirs[0]
     return {
@@ -229,7 +230,7 @@ def _waited(row: Row) -> float:
 
 
 def difference(ours: list[float], theirs: list[float]) -> float:
-    """Largest relative difference over the steps; contenders that learn different things are not compared."""
+    """Largest relative difference of losses over the steps; above TOLERANCE no comparison is fair."""
     worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
     assert worst < TOLERANCE, f"losses differ by {worst:.1e}: {ours} against {theirs}"
     return worst

@@ -1,11 +1,11 @@
-"""On a GPU: model FLOP utilisation, a 7B in 4 bits inside 12 GB, packing; memory as predicted.
+"""On a GPU: model FLOP utilisation, QLoRA of a 7B in 12 GB, packing, and measured against predicted memory.
 
 python -m benchmarks gpu
 
 Utilisation is tokens/s x FLOPs a token / the card's dense bf16 peak: a token takes 6 FLOPs for each parameter
 that multiplies it (attention, MLP, head) and 12 x layers x width x length for attention (Chowdhery et al.
-2022, "PaLM", appendix B); what checkpointing computes again does not count. `--quick` shows on any machine
-that it runs.
+2022, "PaLM", appendix B); what activation checkpointing recomputes does not count. `--quick` runs on any
+machine.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isobatch.benchmarks.report import Row
 from isobatch.benchmarks.speed.engine import WORKLOAD
 from isobatch.core.package import ROOT, own_command
 from isobatch.engine.planning.detect import detect
@@ -27,8 +25,13 @@ from isobatch.engine.planning.memory_model import flops_per_token
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.models.causal_lm import model_sizes
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from isobatch.benchmarks.report import Row
+
 WARM = 10
-"""First steps that are not counted: kernels are compiled and chosen."""
+"""First steps that are not counted: kernels are compiled and chosen in them."""
 
 
 def measure(quick: bool) -> list[Row]:
@@ -55,7 +58,7 @@ def scratch(folder: Path, quick: bool) -> Row:
 
 
 def packing(folder: Path, quick: bool) -> list[Row]:
-    """Samples of instructions' lengths, cut by length and end to end."""
+    """Samples of instructions' lengths, in micro-batches cut by length and packed end to end."""
     rows: list[Row] = []
     for batch in (8, 32, 128):
         speeds = {}
@@ -91,7 +94,7 @@ def seven_billion(folder: Path, quick: bool) -> Row:
 
 def make_llama(folder: Path, quick: bool) -> Path:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes: dict[str, Any] = {"max_position_embeddings": 2048}
     if quick:
@@ -99,7 +102,7 @@ def make_llama(folder: Path, quick: bool) -> Path:
         sizes |= {"intermediate_size": 128, "vocab_size": 512}
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        LlamaForCausalLM._from_config(LlamaConfig(**sizes), dtype=torch.bfloat16).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")  # never opened: the samples are tokens
     return folder
 
@@ -125,7 +128,7 @@ def steps(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def tokens_per_second(run: RunFolder) -> float:
-    """Of the middle step."""
+    """Speed of the median step."""
     counted = steps(run)
     tokens = (counted[-1]["tokens"] - counted[0]["tokens"]) / (len(counted) - 1)
     return tokens / median(row["step_seconds"] for row in counted)

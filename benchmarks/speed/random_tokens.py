@@ -1,16 +1,18 @@
-"""Workloads of the engine's measurement: GPT-2 on random tokens, in blocks or in samples of varied length."""
+"""Tasks for the benchmarks `engine` and `gpu`: GPT-2 on random tokens, in blocks or of varied length."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from isobatch.data.base import Columns, Data, Ragged
 from isobatch.models.causal_lm.task import CausalLM
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
 
 VOCABULARY = int(os.environ.get("BENCHMARK_VOCABULARY", "2048"))
 MEAN, TAIL, LONGEST = 28, 0.464, 377
@@ -68,10 +70,10 @@ class BlockLM(CausalLM):
 
     data: ClassVar[type | str | None] = Blocks
 
-    def export(self, model: Any, folder: Path, facts: Any) -> None:
+    def export(self, model: Any, folder: Path, *_: Any) -> None:
         model.save_pretrained(folder)
 
-    def sample(self, model: Any, facts: Any, folder: Path) -> str | None:
+    def sample(self, *_: Any) -> str | None:
         return None
 
 

@@ -1,31 +1,34 @@
-"""What texts cost a recommender, and what ids alone do.
+"""Speed of training a recommender on texts, and on ids alone against a DataLoader of rows.
 
 python -m benchmarks recommender --data NCF_FOLDER
 
 The encoder: a GPT-2 of 12 blocks with random weights (124 million parameters), texts of the data. `naive`
-encodes the texts of every row, as the loop one would write; all ways must give one loss and gradient.
+encodes the texts of every row, as a plain loop does; all ways must give the same loss and gradient.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.report import Row
-from isobatch.benchmarks.sessions import asked, session
+from isobatch.benchmarks.sessions import make_session, prepare_workload
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.models.recommendation.catalogue import Catalogue
 from isobatch.models.recommendation.network import RecommenderNet
 from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, load_text_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from isobatch.benchmarks.report import Row
 
 BLOCKS, TOP = 12, 4
 DIM, NEGATIVES = 64, 4
@@ -39,7 +42,7 @@ def measure(quick: bool, data: str) -> list[Row]:
 
 
 def prepared(data: str) -> tuple[Catalogue, Any]:
-    _, _, facts, source = asked("recommender", {"data": data})
+    _, _, facts, source = prepare_workload("recommender", {"data": data})
     return Catalogue.read(facts.folder), source.open(Path(facts.folder), "train")
 
 
@@ -125,8 +128,8 @@ def grown(*asked: str) -> list[float]:
     )
     encoder = net(known, width).encoder
     assert encoder is not None
-    encoder(torch.arange(300)).square().sum().backward()  # what one chunk takes is there from now on
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    encoder(torch.arange(300)).square().sum().backward()  # allocates what one chunk takes
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     before = _memory("VmHWM")
     encoder(torch.arange(texts)).square().sum().backward()
     vectors = texts * width * 4 / 1e6
@@ -140,8 +143,10 @@ def _memory(what: str) -> float:
 
 
 def ids_alone(quick: bool, data: str) -> list[Row]:
-    """Positives a second, each with 4 negatives: this engine, and loops over a DataLoader of rows; same model
-    (NeuMF) and loss."""
+    """Positives a second, each with 4 negatives: this engine, and loops over a DataLoader of rows.
+
+    All have the same model (NeuMF) and loss.
+    """
     batch, steps = 2048, 6 if quick else 60
     ours = _engine(data, batch, steps)
     rows = [
@@ -162,7 +167,7 @@ def ids_alone(quick: bool, data: str) -> list[Row]:
 
 
 def delivered(quick: bool, data: str) -> Iterator[Row]:
-    """Rows a second that the order of the samples and the fetch deliver, before any model."""
+    """Rows a second of sampler and fetch, without a model."""
     _, source = prepared(data)
     for batch in (2048, 16384):
         sampler = Sampler(len(source), batch, seed=0)
@@ -177,7 +182,7 @@ def delivered(quick: bool, data: str) -> Iterator[Row]:
 
 def _engine(data: str, batch: int, steps: int) -> float:
     values = {"data": data, "text": "off", "loss": "bce", "negatives": NEGATIVES, "dim": DIM, "head": "neumf"}
-    made = session("recommender", {**values, "batch_size": batch, "steps": steps})
+    made = make_session("recommender", {**values, "batch_size": batch, "steps": steps})
     taken = []
     began = time.perf_counter()
     for loaded in made.feed().steps(0, steps):
@@ -204,7 +209,7 @@ class Rows(torch.utils.data.Dataset[tuple[int, int, float]]):
 
 
 def _drawn_one_by_one(user: np.ndarray, items: int, taken: set[tuple[int, int]]) -> np.ndarray:
-    """As the loops of NCF's repositories draw, once an epoch."""
+    """Negatives drawn one at a time, as the published NCF code does once an epoch."""
     draw = np.random.RandomState(0)
     found = np.empty((len(user), NEGATIVES), np.int64)
     for row, who in enumerate(user.tolist()):

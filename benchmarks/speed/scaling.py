@@ -1,6 +1,6 @@
-"""Strong scaling on two cores: one process of one thread against two of one thread each, the same recipe.
+"""Strong scaling from one process to two on two cores, same recipe: `python -m benchmarks scaling`.
 
-Two runs side by side that know nothing of each other show what the two cores can do together at best.
+Each process has one thread. Two independent runs at once show the most that the two cores can do together.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.benchmarks import report
 from isobatch.core.package import own_command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 WORDS = ["auto", "--task", "causal-lm", "--model", "small", "--max-length", "128"]
 STEPS = {32: 24, 128: 10}
@@ -23,7 +25,7 @@ STEPS = {32: 24, 128: 10}
 
 
 def measure(quick: bool) -> list[dict[str, Any]]:
-    """Rows per global batch, number of processes and strategy, and what two processes are worth."""
+    """A row per global batch, number of processes and strategy, with the speed over one process."""
     return [row for batch in ((32,) if quick else STEPS) for row in _measure(batch, 1 if quick else 3)]
 
 
@@ -69,7 +71,7 @@ def _run(batch: int, processes: int, strategy: str, first: int = 0) -> report.Ro
         text = (Path(folder) / "runs" / "run" / "metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     trained = [r for r in rows if "lr" in r]
-    later = trained[len(trained) // 4 :]  # the first steps grow the heap and connect the world
+    later = trained[len(trained) // 4 :]  # the first steps grow the heap and connect the processes
     seconds = sum(r["step_seconds"] for r in later)
     count = later[-1]["samples"] - trained[-len(later) - 1]["samples"]
     return {"samples_per_second": count / seconds, "loss": trained[-1]["loss"]}
