@@ -8,6 +8,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -124,14 +125,19 @@ def room_of(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).parent.parts)
 
 
-def rooms_imported(file: Path) -> Iterator[str]:
-    """The rooms from which a file imports anything; `isobatch` itself counts as none."""
+def files_imported(file: Path) -> Iterator[Path]:
+    """Our files that a file imports, wherever in it; `isobatch` itself counts as none."""
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("isobatch."):
             module = (node.module or "").removeprefix("isobatch.").replace(".", "/")
             for alias in node.names:
-                is_module = (ROOT / module / f"{alias.name}.py").is_file()
-                yield room_of(ROOT / module / alias.name) if is_module else room_of(ROOT / module)
+                inside = ROOT / module / f"{alias.name}.py"
+                yield inside if inside.is_file() else ROOT / f"{module}.py"
+
+
+def rooms_imported(file: Path) -> Iterator[str]:
+    """The rooms from which a file imports anything."""
+    yield from map(room_of, files_imported(file))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -146,6 +152,10 @@ def test_every_folder_of_code_is_a_room() -> None:
     tops = {room.partition(".")[0] for room in ROOMS}
     found = {room_of(f) for top in tops for f in (ROOT / top).rglob("*.py")}
     assert found == {*ROOMS}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    TopologicalSorter({f: set(files_imported(f)) for f in FILES}).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("room", ROOMS)
