@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYTHON", "CUDA", "LD_", "LANG")
 """Variables that libraries read when they are imported: another value needs a fresh process."""
@@ -108,16 +109,16 @@ def _report(pid: int, connection: socket.socket) -> None:
     connection.close()
 
 
-def _become(asked: dict[str, object], files: list[int]) -> int:
+def _become(asked: dict[str, Any], files: list[int]) -> int:
     from isobatch.launch.cli import main
 
     for target, file in zip((1, 2), files, strict=True):
         os.dup2(file, target)
         os.close(file)
     os.environ.clear()
-    os.environ.update(asked["environment"])  # type: ignore[arg-type]
-    os.chdir(str(asked["cwd"]))
-    sys.argv = ["isobatch", *asked["words"]]  # type: ignore[misc]
+    os.environ.update(asked["environment"])
+    os.chdir(asked["cwd"])
+    sys.argv = ["isobatch", *asked["words"]]
     return main()
 
 

@@ -69,7 +69,7 @@ class Cluster:
         return command(list(words), self.folder, 30, **self.environment).stdout
 
     def slurm(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        return launch("slurm", *words, cwd=cwd, **self.environment)
+        return launch("slurm", *words, cwd=cwd, timeout=240, **self.environment)
 
     def submit(self, task: str, *words: str, cwd: Path, limit: str = "00:05:00") -> Job:
         flags = ["--task", f"{TASKS}:{task}", "--cpu", "--time", limit, "--name", "r", "--ledger", *words]
