@@ -9,7 +9,10 @@ a run's own measurement, p50 of one text of 32 tokens on one thread, in torch, o
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.package import ROOT, own_command
@@ -32,22 +35,27 @@ STAGES = {
 
 
 def measure(quick: bool, data: str, model: str) -> list[Row]:
-    stages = {k: f"{v} --steps 20" for k, v in STAGES.items()} if quick else STAGES
+    if not quick:
+        return train_and_compare(STAGES, RUNS, data, model)
+    with tempfile.TemporaryDirectory() as place:
+        short = {name: re.sub(r" --epochs \d+", "", flags) for name, flags in STAGES.items()}
+        stages = {name: f"{flags} --steps 20" for name, flags in short.items()}
+        return train_and_compare(stages, Path(place), data, model)
+
+
+def train_and_compare(stages: dict[str, str], runs: Path, data: str, model: str) -> list[Row]:
+    """The figures of a run per stage, in the folder `runs`; what is finished there is not trained again."""
     for name, flags in stages.items():
-        _train(name, flags.split(), data, model)
-    return rows(list(stages))
+        _train(name, flags.split(), runs, data, model)
+    baseline = _summary(runs / BASELINE)
+    return [_row(name, _summary(runs / name), baseline) for name in stages]
 
 
-def _train(name: str, flags: list[str], data: str, model: str) -> None:
-    placed = [str(RUNS / word) if (RUNS / word).is_dir() else word for word in flags]
+def _train(name: str, flags: list[str], runs: Path, data: str, model: str) -> None:
+    placed = [str(runs / word) if (runs / word).is_dir() else word for word in flags]
     given = ["--model", model] if name == BASELINE else []
-    words = ["auto", *placed, *given, "--data", data, "--out", str(RUNS), "--name", name, "--quiet"]
+    words = ["auto", *placed, *given, "--data", data, "--out", str(runs), "--name", name, "--quiet"]
     subprocess.run(own_command(*words), cwd=ROOT, check=True)
-
-
-def rows(names: list[str]) -> list[Row]:
-    """The finished runs' own figures."""
-    return [_row(name, _summary(name), _summary(BASELINE)) for name in names if (RUNS / name).is_dir()]
 
 
 def _row(name: str, found: dict[str, Any], baseline: dict[str, Any]) -> Row:
@@ -66,6 +74,6 @@ def _row(name: str, found: dict[str, Any], baseline: dict[str, Any]) -> Row:
     }
 
 
-def _summary(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RUNS / name / "summary.json").read_text())
+def _summary(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return found
