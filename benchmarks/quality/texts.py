@@ -24,7 +24,6 @@ from isobatch.benchmarks import child_process
 from isobatch.benchmarks.sessions import make_session, train
 from isobatch.data.interactions import movielens
 from isobatch.models.recommendation import ranking
-from isobatch.models.recommendation.catalogue import read_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

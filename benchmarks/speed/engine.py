@@ -21,7 +21,6 @@ import numpy as np
 from isobatch.benchmarks import child_process
 from isobatch.benchmarks.report import Row, interleaved, middle, paired_ratio
 from isobatch.benchmarks.speed.random_tokens import lengths_of
-from isobatch.core import flags as opt
 from isobatch.core.facts import Facts
 from isobatch.core.flags import Interval, options_to_dict
 from isobatch.core.plan import Plan, PlanOptions
