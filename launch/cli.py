@@ -60,7 +60,7 @@ COMMANDS = {
 INTERNAL = {
     "job": "slurm.job:job",
     "node": "slurm.node:node",
-    "latency": "report.latency_worker:latency",
+    "call": "report.child_process:call",
 }
 """What the sbatch script, its steps and `report` run."""
 ALIASES = {"train": "auto"}

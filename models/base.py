@@ -182,8 +182,6 @@ class Task(ABC):
     """Recipe values of --mode fast."""
     demo: ClassVar[Mapping[str, Any]] = {}
     """Recipe values when no data is given: small enough for a minute on two cores."""
-    exports: ClassVar[tuple[str, ...]] = ()
-    """Forms that `export` can write beside final/."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named recipe values for --preset."""
     monitor: ClassVar[tuple[str, str]] = ("loss", "min")
@@ -304,29 +302,6 @@ class Task(ABC):
         from safetensors.torch import save_model
 
         save_model(model, str(folder / "model.safetensors"))
-
-    def export_as(
-        self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
-    ) -> Mapping[str, Any]:
-        """Write one of `exports` into an empty folder, and hold it against the trained model.
-
-        Returns figures of the comparison over `batches`, all of the held-out split. Raises ExportError.
-        """
-        raise NotImplementedError
-
-    def forms(self, final: Path, exports: Path) -> Sequence[Any]:
-        """The ways in which a finished model runs and can be measured (encoder.evaluation.ModelVariant)."""
-        return []
-
-    def writer(self, final: Path) -> Callable[[Any, Any], Iterable[str]]:
-        """(prompt, models.causal_lm.generation.Sampling) -> what the exported model in `final` writes behind
-        it, in pieces; for language models. A prompt is a text, or (text, whether it is an answer) in order.
-        """
-        raise NotImplementedError
-
-    def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:
-        """(title, score) of the best items for a user by id; for recommenders."""
-        raise NotImplementedError
 
     def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:
         """A line or two that shows a person what the model learnt."""

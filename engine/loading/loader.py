@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.clock import now
 from isobatch.core.errors import IsobatchError
+from isobatch.core.measures import now
 from isobatch.core.plan import Plan
 from isobatch.data.base import Source
 from isobatch.engine.loading.microbatching import (

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from isobatch.core.clock import now
+from isobatch.core.measures import format_bytes, format_duration, now
 
 LINE_MARK = "\x1eisobatch\x1e"
 """Begins each line that a child under `auto` means for the person; all else there is noise."""
@@ -86,18 +86,3 @@ def format_metrics(metrics: Mapping[str, Any], form: str) -> str:
         if isinstance(value, float | int | str)
     ]
     return "  ".join(words)
-
-
-def format_duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def format_bytes(count: float) -> str:
-    """Bytes as people say them, in powers of 1000."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"

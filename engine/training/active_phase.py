@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,17 +14,41 @@ from isobatch.engine.strategies.base import strategy_class
 from isobatch.engine.training.train_step import Stepper, StepResult
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from isobatch.core.plan import Plan
+    from isobatch.core.recipe import Recipe
+    from isobatch.data.base import Source
     from isobatch.engine.checkpointing import portable_state
+    from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.loading.sampler import Sampler
+    from isobatch.engine.model_setup.packing import SamplePacking
+    from isobatch.engine.noise.keyed_noise import KeyedNoise
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.strategies.base import Strategy
-    from isobatch.engine.training.session import Session
-    from isobatch.models.base import Change
+    from isobatch.models.base import Change, Task
+
+
+class SessionParts(Protocol):
+    """What a phase uses of its session."""
+
+    recipe: Recipe
+    task: Task
+    model: nn.Module
+    noise: KeyedNoise | None
+    packing: SamplePacking | None
+    world: Communicator
+    splits: dict[str, Source]
+    sampler: Sampler
+
+    @property
+    def plan(self) -> Plan: ...
 
 
 class ActivePhase:
     """Steps of a phase. `Session.phase` makes it and ends it."""
 
-    def __init__(self, session: Session, schedule: PhaseSchedule) -> None:
+    def __init__(self, session: SessionParts, schedule: PhaseSchedule) -> None:
         self.session, self.schedule = session, schedule
         self.strategy = self._make_strategy()
         self.stepper = self._make_stepper()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.clock import now
 from isobatch.core.errors import TrainingError
+from isobatch.core.measures import now
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
@@ -23,8 +23,8 @@ from isobatch.engine.training.step_metrics import gpu_reading, memory_bytes, ste
 if TYPE_CHECKING:
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.training.active_phase import ActivePhase
+    from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.train_step import StepResult
-    from isobatch.engine.training.trainer import Trainer
 
 VERSIONED = ("torch", "accelerate", "transformers")
 
@@ -32,38 +32,39 @@ VERSIONED = ("torch", "accelerate", "transformers")
 class PhaseLoop:
     """Trains one phase: steps, evaluations, checkpoints, an early end."""
 
-    def __init__(self, trainer: Trainer, phase: ActivePhase) -> None:
-        self.trainer, self.phase, self.schedule = trainer, phase, phase.schedule
-        self.session, self.world = trainer.session, trainer.world
+    def __init__(self, context: RunContext, phase: ActivePhase) -> None:
+        self.context, self.phase, self.schedule = context, phase, phase.schedule
+        self.session, self.world = context.session, context.world
         self.early_stopping = EarlyStopping(
-            trainer.task.monitor[1],
-            trainer.recipe.patience if self.schedule.judged else 0,
-            trainer.recipe.min_delta,
+            context.task.monitor[1],
+            context.recipe.patience if self.schedule.judged else 0,
+            context.recipe.min_delta,
         )
-        self.save_timer = SaveTimer(trainer.options.save_every, self.schedule.steps_per_epoch, now())
+        self.save_timer = SaveTimer(context.options.save_every, self.schedule.steps_per_epoch, now())
         self.saved_step = -1
         self.step_began = now()
         self.noise_checked = False
-        trainer.progress = trainer.progress.next(self.schedule.name)
+        context.progress = context.progress.next(self.schedule.name)
+        context.best_checkpoint = self.best_checkpoint
 
     @property
     def progress(self) -> Progress:
-        return self.trainer.progress
+        return self.context.progress
 
     def continue_from(self, saved: SavedCheckpoint) -> None:
         """Go on where a checkpoint of this phase was saved."""
-        trainer = self.trainer
-        trainer.progress = Progress(**saved.state["progress"])
+        context = self.context
+        context.progress = Progress(**saved.state["progress"])
         self.early_stopping = EarlyStopping(**saved.state["judge"])
         self.saved_step = self.progress.step
-        trainer.resumed_from = saved.folder.name
-        trainer.log.truncate_after(self.session.phases, self.progress.phase, self.progress.step)
-        trainer.console.say(f"resumed from {trainer.resumed_from}: {self.progress.samples:,} samples seen")
+        context.resumed_from = saved.folder.name
+        context.log.truncate_after(self.session.phases, self.progress.phase, self.progress.step)
+        context.console.say(f"resumed from {context.resumed_from}: {self.progress.samples:,} samples seen")
 
     def run(self) -> None:
         """Steps until the phase ends. A step's figures are read while the next one runs: nothing waits."""
         schedule, start = self.schedule, self.progress.step
-        self.trainer.console.start_phase(schedule.name, start, schedule.steps)
+        self.context.console.start_phase(schedule.name, start, schedule.steps)
         self.step_began = now()
         pending: StepResult | None = None
         last = start if self.early_stopping.should_stop else schedule.steps
@@ -79,12 +80,12 @@ class PhaseLoop:
         self._read_figures(pending)
         if self.saved_step != self.progress.step:
             self._save()
-        self.trainer.writer.wait()
-        self.trainer.console.end_phase()
+        self.context.writer.wait()
+        self.context.console.end_phase()
 
     def checkpoint_folder(self, step: int) -> Path:
         """Where the checkpoint of a step of this phase lies."""
-        return self.trainer.run.checkpoints / checkpoint.checkpoint_name(self.schedule.name, step)
+        return self.context.run.checkpoints / checkpoint.checkpoint_name(self.schedule.name, step)
 
     def earlier_best_step(self) -> int | None:
         """The step of the best checkpoint, where early stopping looks for it and it is not the last."""
@@ -104,7 +105,7 @@ class PhaseLoop:
         """This rank's wish to stop and to save (rank 0's clock), and how its checkpoint stands: summed over
         ranks beside the step's losses."""
         save = self.world.is_main and self.save_timer.due_by(now())
-        return [float(self.trainer.stop.requested), float(save), *self.trainer.writer.rank_flags()]
+        return [float(self.context.stop.requested), float(save), *self.context.writer.rank_flags()]
 
     def _evaluate_save_stop(self, asked: set[str]) -> bool:
         """Between two steps, when all figures are read; True ends the phase early."""
@@ -113,7 +114,7 @@ class PhaseLoop:
         if asked or enough or self.save_timer.due_at(step):
             self._save()
         if "stop" in asked:
-            self.trainer.stop_now()
+            self.context.stop_now()
         self.step_began += now() - began
         return enough
 
@@ -125,8 +126,8 @@ class PhaseLoop:
             values, norm = result.sums.tolist(), float(result.norm)
         losses = dict(zip(result.names, values, strict=False))
         self._refuse_nonfinite(sum(losses.values()), norm, result.loaded.work.step)
-        if self.trainer.first_step_at is None:
-            self.trainer.first_step_at = time.time()
+        if self.context.first_step_at is None:
+            self.context.first_step_at = time.time()
         if not self.noise_checked:
             self.noise_checked = True
             self._note_foreign_noise()
@@ -135,7 +136,7 @@ class PhaseLoop:
         if result.change is not None:
             self._decide("change of the model", **result.change.facts)
         stop, save, written, failed = values[-4:]
-        self.trainer.writer.complete_if_written(written, failed)
+        self.context.writer.complete_if_written(written, failed)
         return {name for name, ranks in (("stop", stop), ("save", save)) if ranks}
 
     def _note_foreign_noise(self) -> None:
@@ -147,7 +148,7 @@ class PhaseLoop:
             self.session.replan(
                 dataclasses.replace(plan, invariance="noise", reasons={**plan.reasons, "invariance": reason})
             )
-            self.trainer.console.say(f"invariance is noise, not exact: {reason}")
+            self.context.console.say(f"invariance is noise, not exact: {reason}")
 
     def _count(self, result: StepResult) -> None:
         work, progress = result.loaded.work, self.progress
@@ -168,57 +169,57 @@ class PhaseLoop:
                 )
 
     def _log(self, result: StepResult, losses: dict[str, float], norm: float, values: list[float]) -> None:
-        trainer, progress, schedule = self.trainer, self.progress, self.schedule
-        trainer.peak_memory = max(trainer.peak_memory, memory_bytes(self.world.device))
+        context, progress, schedule = self.context, self.progress, self.schedule
+        context.peak_memory = max(context.peak_memory, memory_bytes(self.world.device))
         row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
         if result.recorded:
-            row |= trainer.task.step_figures(_on_host(result, values))
-        row |= {"memory_bytes": trainer.peak_memory, **gpu_reading(self.world.device)}
-        trainer.log.log_step(row, result.loaded.work.samples)
-        if trainer.options.tracker != "none":
+            row |= context.task.step_figures(_on_host(result, values))
+        row |= {"memory_bytes": context.peak_memory, **gpu_reading(self.world.device)}
+        context.log.log_step(row, result.loaded.work.samples)
+        if context.options.tracker != "none":
             self.world.accelerator.log(
                 {k: v for k, v in row.items() if isinstance(v, float)}, step=row["step"]
             )
         average = (progress.train_seconds - progress.seconds_before) / progress.step
-        trainer.console.show_step(row, schedule.steps, (schedule.steps - progress.step) * average)
+        context.console.show_step(row, schedule.steps, (schedule.steps - progress.step) * average)
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation split; whether to stop early."""
         if "valid" not in self.session.splits:
             return False
-        name, _ = self.trainer.task.monitor
+        name, _ = self.context.task.monitor
         stopping, step = self.early_stopping, self.progress.step
-        metrics = self.trainer.measure("valid", self.trainer.recipe.eval_fraction, step)
+        metrics = self.context.measure("valid", self.context.recipe.eval_fraction, step)
         if stopping.update(metrics[name], step) and stopping.patience:
             self._decide("best checkpoint", metric=name, value=stopping.best)
             self._save()
         if stopping.should_stop:
             why = f"{name} has not improved for {stopping.waited} evaluations"
             self._decide("early stop", reason=why, best_step=stopping.best_step)
-            self.trainer.console.say(f"stopped early at step {step}: {why}")
+            self.context.console.say(f"stopped early at step {step}: {why}")
         return stopping.should_stop
 
     def _decide(self, decision: str, **facts: Any) -> None:
         row = {"phase": self.progress.phase, "step": self.progress.step, "decision": decision}
-        self.trainer.log.log_decision({**row, **facts})
+        self.context.log.log_decision({**row, **facts})
 
     def _save(self) -> None:
         if self.saved_step == self.progress.step and not self.early_stopping.should_stop:
             return
-        trainer, strategy = self.trainer, self.phase.strategy
-        trainer.log.flush_skipped()
+        context, strategy = self.context, self.phase.strategy
+        context.log.flush_skipped()
         state = {
             "progress": self.progress.to_dict(),
             "judge": self.early_stopping.to_dict(),
             "scaling": strategy.loss_scale(),
-            "recipe_hash": trainer.recipe.hash(),
+            "recipe_hash": context.recipe.hash(),
             "fingerprint": self.session.facts.fingerprint,
             "world_size": self.world.size,
             "strategy": self.session.plan.strategy,
             "versions": {n: importlib.metadata.version(n) for n in VERSIONED},
         }
-        trainer.writer.start(self.checkpoint_folder(self.progress.step), strategy.collect_state(), state)
-        trainer.spared = self.best_checkpoint()
+        context.writer.start(self.checkpoint_folder(self.progress.step), strategy.collect_state(), state)
+        context.spared = self.best_checkpoint()
         self.saved_step = self.progress.step
         self.save_timer.reset(now())
 

@@ -48,7 +48,7 @@ def compress(words: Sequence[str]) -> int:
     folder = runs[-1].folder / "report"
     made = write(runs, folder)
     text = f"{markdown(made)}\n\n{folder}/report.html"
-    print(json.dumps(made, ensure_ascii=False) if answer.json else text)
+    print(json.dumps(made.to_dict(), ensure_ascii=False) if answer.json else text)
     return DONE
 
 

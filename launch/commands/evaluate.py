@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
@@ -14,7 +14,9 @@ from isobatch.engine.registry import workload
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.models.base import Task
+from isobatch.models.protocols import Recommends
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +82,9 @@ def recommend(words: Sequence[str]) -> int:
     run, own = open_single_run(positional, "recommend"), command_options(flags, RecommendOptions, "recommend")
     if own.user is None:
         raise UserError("recommend: needs --user ID")
-    found = require_capability(run, "recommend", "recommends nothing").recommend(run.final, own.user, own.top)
+    found = require_capability(run, Recommends, "recommend", "recommends nothing").recommend(
+        run.final, own.user, own.top
+    )
     if own.json:
         items = [{"title": title, "score": score} for title, score in found]
         print(json.dumps({"user": own.user, "items": items}, ensure_ascii=False))
@@ -89,11 +93,11 @@ def recommend(words: Sequence[str]) -> int:
     return 0
 
 
-def require_capability(run: RunFolder, what: str, otherwise: str) -> Task:
+def require_capability(run: RunFolder, what: type[T], command: str, otherwise: str) -> T:
     """The task of a finished run, if it does this."""
     task, _ = workload(run.recipe.task).make(run.recipe)
-    if getattr(type(task), what) is getattr(Task, what):
-        raise UserError(f"{what}: {run.folder} trained {run.recipe.task}, which {otherwise}")
+    if not isinstance(task, what):
+        raise UserError(f"{command}: {run.folder} trained {run.recipe.task}, which {otherwise}")
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
     return task

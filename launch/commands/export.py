@@ -16,6 +16,7 @@ from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.commands.evaluate import open_single_run
 from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.models.protocols import Exports
 
 PARITY = "parity.json"
 
@@ -58,13 +59,13 @@ def _ties(figures: dict[str, Any]) -> str:
 
 
 def _kinds(run: RunFolder, own: ExportOptions) -> tuple[str, ...]:
-    known = workload(run.recipe.task).task.exports
-    if not known:
+    task, _ = workload(run.recipe.task).make(run.recipe)
+    if not isinstance(task, Exports):
         raise UserError(f"export: {run.recipe.task} has no other form than {run.final}")
-    if odd := [kind for kind in own.to if kind not in known]:
+    if odd := [kind for kind in own.to if kind not in task.exports]:
         needs = ": `auto --task qat --pruned RUN` makes such a model" if odd[0] == "onnx-int4" else ""
-        raise UserError(f"--to {odd[0]}: a {run.recipe.task} run exports {', '.join(known)}{needs}")
-    return own.to or known
+        raise UserError(f"--to {odd[0]}: a {run.recipe.task} run exports {', '.join(task.exports)}{needs}")
+    return own.to or task.exports
 
 
 def exported(run: RunFolder, kind: str, data: str | None = None) -> dict[str, Any]:
@@ -75,6 +76,7 @@ def exported(run: RunFolder, kind: str, data: str | None = None) -> dict[str, An
         raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
     locate_data(run, run.recipe, data)
     facts, (task, source) = run.facts, workload(run.recipe.task).make(run.recipe)
+    assert isinstance(task, Exports), "the caller has asked"
     held_out = next((s for s in HELD_OUT_SPLITS if s in facts.samples), "train")
     samples = source.open(Path(facts.folder), held_out)
     place = run.folder / "exports" / kind

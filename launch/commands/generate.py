@@ -15,6 +15,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.models.causal_lm.generation import Sampling
+from isobatch.models.protocols import Generates
 
 RESET, QUIT = "/reset", "/quit"
 
@@ -68,7 +69,7 @@ def generate(words: Sequence[str]) -> int:
     template = _template(run)
     if template is None and own.system is not None:
         raise UserError(f"--system: {run.folder} was not trained on conversations: leave it out")
-    write = require_capability(run, "writer", "continues no text").writer(run.final)
+    write = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
     asked = (
         own.prompt if template is None else template.prompt_segments(_told(own.system) + [_user(own.prompt)])
     )
@@ -94,7 +95,7 @@ def chat(words: Sequence[str]) -> int:
             f"chat: {run.folder} was not trained on conversations (instruction and output, or messages): use"
             " generate"
         )
-    write = require_capability(run, "writer", "continues no text").writer(run.final)
+    write = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
     _talk(template, own, lambda asked: write(asked, _sampling(own, template)))
     return 0
 

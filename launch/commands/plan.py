@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobatch.core.facts import Facts
+from isobatch.core.measures import format_bytes, format_duration
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import Plan
 from isobatch.engine.loading.prepare import assumed_facts
@@ -16,7 +17,6 @@ from isobatch.engine.planning import hardware
 from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan
-from isobatch.engine.runs.console import format_bytes, format_duration
 from isobatch.launch.local.arguments import Request, parse_request
 
 

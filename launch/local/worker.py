@@ -62,7 +62,8 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
 
     from isobatch.core.errors import WorkerLostError
     from isobatch.engine.runs.console import LINE_MARK, Console
-    from isobatch.engine.training.trainer import Trainer
+    from isobatch.engine.training.run_context import RunContext
+    from isobatch.engine.training.trainer import train
 
     # Under `auto` the run's own lines are told from the launcher's by a mark.
     mark = LINE_MARK if NONCE in os.environ else ""
@@ -80,7 +81,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         world.accelerator.init_trackers("isobatch", config={})
     try:
         with torch.autograd.set_detect_anomaly(options.anomaly):
-            Trainer(run, world, options, console, end, catch_signals=owns_process).fit()
+            train(RunContext(run, world, options, console, catch_signals=owns_process), end)
         return Verdict(DONE, "")
     except Exception as caught:
         error = classify(caught)

@@ -15,6 +15,7 @@ from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum,
 from isobatch.models.encoder import encoders, evaluation
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
+from isobatch.models.encoder.report import ClassifierReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -200,7 +201,10 @@ class Classifier(Task):
         saving.save(model, facts, folder)
         encoders.write_layer_sizes(model, folder)
 
-    def forms(self, final: Path, exports: Path) -> list[ModelVariant]:
+    def report(self) -> ClassifierReport:
+        return ClassifierReport(self.variants)
+
+    def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
         """torch, and onnxruntime for each ONNX export that was made."""
         found = [ModelVariant("torch fp32", "torch", final, final / "model.safetensors", final)]
         return found + onnx_variants(final, exports)

@@ -107,7 +107,7 @@ class QAT(DistilledClassifier):
             open_quantized(folder), folder / exporting.ONNX_INT4_FILE, evaluation.has_text_pairs(facts)
         )
 
-    def forms(self, final: Path, exports: Path) -> list[ModelVariant]:
+    def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
         """The ONNX file in final/, and the exports that were made."""
         file = final / exporting.ONNX_INT4_FILE
         other_variants = [v for v in onnx_variants(final, exports) if v.file.name != file.name]

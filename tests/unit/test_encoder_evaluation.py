@@ -1,12 +1,14 @@
-"""Tests of models/encoder/evaluation.py and of the report's comparison of classifiers."""
+"""Tests of models/encoder/evaluation.py and of models/encoder/report.py."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from isobatch.launch.report.command import compared
 from isobatch.models.encoder import evaluation
+from isobatch.models.encoder.report import ClassifierReport
+
+compared = ClassifierReport(lambda final, exports: []).compare
 
 
 def test_mcnemar_is_the_exact_binomial_of_the_samples_they_disagree_on() -> None:

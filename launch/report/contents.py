@@ -1,0 +1,139 @@
+"""What a report holds: each run's records and curves, and the models that their tasks measure and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isobatch.core import atomic_files
+from isobatch.engine.planning.detect import detect
+from isobatch.engine.registry import workload
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS
+from isobatch.engine.training.evaluate import host_batches
+from isobatch.launch.local.run_setup import locate_data
+from isobatch.launch.report.child_process import call_in_child
+from isobatch.models.protocols import Drawing, ReportRow, Reports, TaskReport
+
+POINTS = 400
+"""Of a curve; more cannot be seen."""
+SUMMARY_FIELDS = (
+    "train_seconds", "steps", "samples_seen", "parameters", "trainable_parameters", "metrics", "split",
+    "world_size", "precision", "peak_memory_bytes", "sample",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models that are compared with each other."""
+
+    report: TaskReport
+    rows: list[ReportRow]
+
+    def table(self) -> list[list[str]]:
+        """A row of text per model, under the report's columns."""
+        return [self.report.cells(row) for row in self.rows]
+
+    def caption(self, machine: str) -> str:
+        return self.report.caption(self.rows[0], machine)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that is written down of some runs."""
+
+    machine: str
+    runs: list[dict[str, Any]]
+    families: list[Family]
+    reports: dict[str, TaskReport]
+    """Run -> what its task reports."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """report.json."""
+        models = [row for family in self.families for row in family.rows]
+        return {"machine": self.machine, "runs": self.runs, "models": models}
+
+    def unmeasured(self) -> list[dict[str, Any]]:
+        """The runs whose models were not measured here."""
+        measured = {row["run"] for family in self.families for row in family.rows}
+        return [run for run in self.runs if run["run"] not in measured]
+
+    def run_drawings(self) -> list[Drawing]:
+        return [
+            drawing
+            for run in self.runs
+            if run["run"] in self.reports
+            for drawing in self.reports[run["run"]].run_drawings(run)
+        ]
+
+    def curves_of(self, run: dict[str, Any]) -> tuple[str, ...]:
+        """Metrics that are drawn beside the loss."""
+        return self.reports[run["run"]].curves if run["run"] in self.reports else ()
+
+
+def collect(runs: Sequence[RunFolder]) -> Contents:
+    """Measure and compare the models of finished runs."""
+    reports = {run.folder.name: found for run in runs if (found := _report_of(run)) is not None}
+    measured: dict[type[TaskReport], list[ReportRow]] = {}
+    for run in runs:
+        if (report := reports.get(run.folder.name)) is not None:
+            measured.setdefault(type(report), []).extend(_measure(run, report))
+    of_class = {type(report): report for report in reversed(reports.values())}
+    families = [
+        Family(of_class[kind], of_class[kind].compare(rows)) for kind, rows in measured.items() if rows
+    ]
+    records = [_records(run, reports.get(run.folder.name)) for run in runs]
+    return Contents(detect().describe(), records, families, reports)
+
+
+def _report_of(run: RunFolder) -> TaskReport | None:
+    task, _ = workload(run.recipe.task).make(run.recipe)
+    return task.report() if isinstance(task, Reports) else None
+
+
+def _measure(run: RunFolder, report: TaskReport) -> list[ReportRow]:
+    """A row for each form in which the run's model runs; nothing where no split is held out."""
+    locate_data(run, run.recipe, None)
+    split = next((s for s in HELD_OUT_SPLITS if s in run.facts.samples), None)
+    if split is None:
+        return []
+    _, data = workload(run.recipe.task).make(run.recipe)
+    samples = data.open(Path(run.facts.folder), split)
+    rows = report.measure(
+        run.final, run.folder / "exports", run.facts, lambda: host_batches(samples), call_in_child
+    )
+    seconds = (run.summary() or {}).get("train_seconds")
+    where = {"run": run.folder.name, "task": run.recipe.task}
+    return [{**where, **row, "split": split, "train_seconds": seconds} for row in rows]
+
+
+def _records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
+    """A run's own records: its metrics, and the curves of its training."""
+    summary, rows = run.summary() or {}, atomic_files.read_jsonl(run.metrics)
+    steps, curves = [r for r in rows if "lr" in r], report.curves if report else ()
+    starts = _phase_starts(steps)
+    return {
+        "run": run.folder.name,
+        "task": run.recipe.task,
+        **{name: summary.get(name) for name in SUMMARY_FIELDS},
+        "training": _curve(steps, ("loss", *curves), starts),
+        "evaluations": _curve([r for r in rows if "split" in r], ("loss", *curves), starts),
+    }
+
+
+def _phase_starts(steps: list[dict[str, Any]]) -> dict[str, int]:
+    """Phase -> steps of the phases before it."""
+    last = {row["phase"]: row["step"] for row in steps}
+    return {phase: sum(list(last.values())[:place]) for place, phase in enumerate(last)}
+
+
+def _curve(
+    rows: list[dict[str, Any]], names: tuple[str, ...], starts: dict[str, int]
+) -> dict[str, list[Any]]:
+    """Columns of rows, thinned; steps count through all phases."""
+    thinned = rows[:: max(1, len(rows) // POINTS)]
+    found = {"step": [starts.get(row["phase"], 0) + row["step"] for row in thinned]}
+    found |= {name: [row.get(name) for row in thinned] for name in names}
+    return {k: v for k, v in found.items() if any(x is not None for x in v)}

@@ -1,0 +1,41 @@
+"""Speed on one thread and peak memory of a finished classifier, measured alone in a process of its own."""
+
+from __future__ import annotations
+
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isobatch.models.encoder import encoders, evaluation
+
+BATCHES = (1, 16)
+
+
+def measure(runtime: str, model_path: str, vocabulary: int, pairs: bool) -> dict[str, Any]:
+    """Quantiles of milliseconds for batches of 1 and 16 texts, texts per second, peak bytes."""
+    if runtime == "onnx":
+        run = evaluation.onnx_runner(Path(model_path), threads=1)
+    else:
+        import torch
+
+        torch.set_num_threads(1)
+        run = evaluation.torch_runner(encoders.open_classifier(model_path))
+    found: dict[str, Any] = {"threads": 1, "tokens": evaluation.LATENCY_TOKENS}
+    for rows in BATCHES:
+        times = evaluation.time_runs_ms(run, evaluation.example_inputs(rows, vocabulary, pairs))
+        quantiles = np.percentile(times, (25, 50, 75, 95)).round(4).tolist()
+        found[f"batch_{rows}"] = dict(zip(("p25", "p50", "p75", "p95"), quantiles, strict=True))
+    found["samples_per_second"] = round(BATCHES[-1] / found[f"batch_{BATCHES[-1]}"]["p50"] * 1e3, 2)
+    found["peak_memory_bytes"] = _peak_bytes()
+    return found
+
+
+def _peak_bytes() -> int:
+    """Of this program alone: ru_maxrss of a started process begins with what its parent held."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024  # type: ignore[index]

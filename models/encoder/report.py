@@ -1,0 +1,154 @@
+"""The report of classifiers: accuracy with its noise, size, and speed, each model against the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isobatch.core.measures import format_bytes
+from isobatch.models.encoder import evaluation
+from isobatch.models.protocols import Batches, Drawing, ReportRow, TaskReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from isobatch.core.facts import Facts
+
+SIGNIFICANT = 0.05
+"""McNemar's p from which a difference is within the noise."""
+
+
+class ClassifierReport(TaskReport):
+    """Classifiers in every form in which they run."""
+
+    columns = (
+        "model", "accuracy (95 % interval)", "against the first (McNemar p)", "parameters", "MACs", "file",
+        "ms, 1 text: p50 / p95", "ms, 16 texts: p50 / p95", "texts/s", "speed", "memory", "training",
+    )  # fmt: skip
+    curves = ("accuracy", "sparsity")
+
+    def __init__(self, variants: Callable[[Path, Path], Sequence[evaluation.ModelVariant]]) -> None:
+        """`variants`: (final, exports) -> the ways in which the task's model runs."""
+        self.variants = variants
+
+    def measure(
+        self, final: Path, exports: Path, facts: Facts, batches: Batches, in_child: Callable[..., Any]
+    ) -> list[ReportRow]:
+        rows = []
+        for variant in self.variants(final, exports):
+            found = evaluation.predict(variant.open(), batches())
+            correct = int(found.is_correct.sum())
+            rows.append(
+                {
+                    "form": variant.name,
+                    "samples": len(found.labels),
+                    "accuracy": correct / len(found.labels),
+                    "accuracy_ci95": evaluation.wilson_interval(correct, len(found.labels)),
+                    **variant.size_metrics(),
+                    **in_child(
+                        "models.encoder.latency:measure",
+                        runtime=variant.runtime,
+                        model_path=str(variant.model_path.resolve()),
+                        vocabulary=facts.extra["vocabulary"],
+                        pairs=evaluation.has_text_pairs(facts),
+                    ),
+                    "right": found.is_correct.tolist(),
+                    "labels": found.labels.tolist(),
+                }
+            )
+        return rows
+
+    def compare(self, rows: list[ReportRow]) -> list[ReportRow]:
+        """McNemar's test, and how much faster each is."""
+        for row in rows:
+            first = rows[0]
+            same = row["labels"] == first["labels"]
+            p = evaluation.mcnemar(np.array(row["right"]), np.array(first["right"])) if same else None
+            row["mcnemar_p"] = p
+            row["accuracy_verdict"] = _accuracy_verdict(row, first, p)
+            row["speedup"] = round(first["batch_1"]["p50"] / row["batch_1"]["p50"], 3)
+            row["speed_verdict"] = _speed_verdict(row["batch_1"], first["batch_1"])
+        return [{k: v for k, v in row.items() if k not in ("right", "labels")} for row in rows]
+
+    def cells(self, row: ReportRow) -> list[str]:
+        low, high = (100 * x for x in row["accuracy_ci95"])
+        p = "" if row["mcnemar_p"] is None else f" ({row['mcnemar_p']:.3f})"
+        one, many = row["batch_1"], row["batch_16"]
+        return [
+            f"{row['run']}, {row['form']}",
+            f"{100 * row['accuracy']:.2f} ({low:.1f} to {high:.1f})",
+            row["accuracy_verdict"] + ("" if row["accuracy_verdict"] == "baseline" else p),
+            f"{row['parameters']:,}",
+            f"{row['macs'] / 1e6:,.0f} M",
+            format_bytes(row["file_bytes"]),
+            f"{one['p50']:.2f} / {one['p95']:.2f}",
+            f"{many['p50']:.1f} / {many['p95']:.1f}",
+            f"{row['samples_per_second']:,.0f}",
+            f"{row['speedup']:.2f}x"
+            + ("" if row["speed_verdict"] != "within the noise" else ", within the noise"),
+            format_bytes(row["peak_memory_bytes"]),
+            f"{row['train_seconds']:,.0f} s",
+        ]
+
+    def caption(self, row: ReportRow, machine: str) -> str:
+        where = f"{machine}, {row['threads']} thread, texts of {row['tokens']} tokens"
+        return (
+            f"Measured on {where}; accuracy on all {row['samples']} samples of the {row['split']} split,"
+            " MACs of one text; memory is a process's peak. Accuracies whose difference McNemar's exact test"
+            f" does not tell from chance (p at least {SIGNIFICANT}) are within the noise, and so are speeds"
+            " whose middle halves overlap."
+        )
+
+    def drawings(self, rows: list[ReportRow]) -> list[Drawing]:
+        def draw(ax: Any) -> None:
+            for row in rows:
+                low, high = row["accuracy_ci95"]
+                span = [[100 * (row["accuracy"] - low)], [100 * (high - row["accuracy"])]]
+                x, y = row["batch_1"]["p50"], 100 * row["accuracy"]
+                ax.errorbar(x, y, yerr=span, fmt="o", capsize=3, label=f"{row['run']}, {row['form']}")
+            ax.set(
+                xlabel="ms for one text, one thread (p50)",
+                ylabel="accuracy, % (95 % interval)",
+                xlim=(0, None),
+            )
+            ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+        return [Drawing("Accuracy against latency", draw, 9, 3.6)]
+
+    def run_drawings(self, run: Mapping[str, Any]) -> list[Drawing]:
+        """Heads and neurons left per layer, of a pruned model."""
+        metrics = run["metrics"] or {}
+        if not metrics.get("heads_left"):
+            return []
+        heads, neurons = metrics["heads_left"], metrics["neurons_left"]
+        layers = list(range(1, len(heads) + 1))
+
+        def draw(one: Any, other: Any) -> None:
+            for ax, left, name in ((one, heads, "heads"), (other, neurons, "neurons")):
+                bars = ax.bar(layers, left, color="#4c78a8" if name == "heads" else "#72b7b2")
+                ax.bar_label(bars, fontsize=8)
+                ax.set(xlabel="layer", ylabel=f"{name} left", xticks=layers, title=run["run"])
+
+        return [Drawing("Heads and neurons left per layer", draw, 9, 2.6, columns=2)]
+
+
+def _accuracy_verdict(row: ReportRow, first: ReportRow, p: float | None) -> str:
+    if row is first:
+        return "baseline"
+    if p is None:
+        return "another evaluation set: not comparable"
+    if p >= SIGNIFICANT:
+        return "within the noise"
+    return "better" if row["accuracy"] > first["accuracy"] else "worse"
+
+
+def _speed_verdict(mine: dict[str, float], first: dict[str, float]) -> str:
+    """Where the middle halves of the measurements overlap, a difference says nothing."""
+    if mine is first:
+        return "baseline"
+    if mine["p75"] < first["p25"]:
+        return "faster"
+    return "slower" if mine["p25"] > first["p75"] else "within the noise"

@@ -1,0 +1,112 @@
+"""What some workloads can do beside training: a task has the methods, and commands ask for the protocol."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from isobatch.core.facts import Facts
+    from isobatch.models.base import Batch
+
+Batches = Callable[[], "Iterable[Batch]"]
+"""All samples of the held-out split, once per call, on the host."""
+ReportRow = dict[str, Any]
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """`isobatch export`: a finished model in other forms."""
+
+    exports: ClassVar[tuple[str, ...]]
+    """The forms there are."""
+
+    def export_as(
+        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Batches
+    ) -> Mapping[str, Any]:
+        """Write one of `exports` into an empty folder, and hold it against the trained model.
+
+        Returns figures of the comparison over `batches`. Raises ExportError where it answers otherwise.
+        """
+
+
+@runtime_checkable
+class Generates(Protocol):
+    """`isobatch generate` and `chat`: a language model."""
+
+    def writer(self, final: Path) -> Callable[[Any, Any], Iterable[str]]:
+        """The model in `final`, read once: (prompt, generation.Sampling) -> the text behind it, in pieces.
+
+        A prompt is a text, or a list of (text, whether it is an answer) in order.
+        """
+
+
+@runtime_checkable
+class Recommends(Protocol):
+    """`isobatch recommend`."""
+
+    def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:
+        """(title, score) of the `top` best items for a user by id. Raises UserError for an unknown one."""
+
+
+@runtime_checkable
+class Reports(Protocol):
+    """`isobatch report`: models that are measured and compared, and figures of their own."""
+
+    def report(self) -> TaskReport:
+        """The part of the report that only this family of tasks can make."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A figure: `draw` gets so many matplotlib axes; width and height are in inches."""
+
+    title: str
+    """Of the section; empty for none."""
+    draw: Callable[..., None]
+    width: float
+    height: float
+    columns: int = 1
+
+
+class TaskReport(ABC):
+    """Models of one family side by side. Rows are JSON; tasks of one family return reports of one class."""
+
+    columns: ClassVar[tuple[str, ...]]
+    """Heads of the table."""
+    curves: ClassVar[tuple[str, ...]] = ()
+    """Figures of metrics.jsonl that are drawn over the steps beside the loss."""
+
+    @abstractmethod
+    def measure(
+        self, final: Path, exports: Path, facts: Facts, batches: Batches, in_child: Callable[..., Any]
+    ) -> list[ReportRow]:
+        """A row for each form in which the finished model runs.
+
+        `in_child("models.room.module:function", **values)` calls a function in a process of its own and
+        returns its JSON: speed and memory are measured alone.
+        """
+
+    def compare(self, rows: list[ReportRow]) -> list[ReportRow]:
+        """Each row held against the first one."""
+        return rows
+
+    @abstractmethod
+    def cells(self, row: ReportRow) -> list[str]:
+        """A row as text under `columns`."""
+
+    @abstractmethod
+    def caption(self, row: ReportRow, machine: str) -> str:
+        """What the figures of the table are figures of."""
+
+    def drawings(self, rows: list[ReportRow]) -> list[Drawing]:
+        """Figures of all rows."""
+        return []
+
+    def run_drawings(self, run: Mapping[str, Any]) -> list[Drawing]:
+        """Figures of one run: its name, task, metrics and curves."""
+        return []
