@@ -1,0 +1,116 @@
+"""Every file, test and link that the documents name exists."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from isobatch.tests.paths import ROOT
+
+DECISIONS = ROOT / "docs" / "decisions"
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN_FOLDERS = ("checkpoints", "exports", "final", "report", "runs", "slurm")
+"""Folders that a run writes: documents name files in them, and the repository has none."""
+CODE_FOLDERS = (
+    "benchmarks",
+    "configs",
+    "core",
+    "data",
+    "docs",
+    "engine",
+    "examples",
+    "launch",
+    "models",
+    "tests",
+)
+PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
+PLACEHOLDER = re.compile(r"[A-Z]+\.py")
+"""A file that the reader is to make, as in models/NAME.py."""
+
+
+def problems(text: str, folder: Path = ROOT) -> list[str]:
+    """What a Markdown text names between backticks, or links to, and is not there.
+
+    A path is relative to the repository's root; `file.py::name` and `file.py::Class.name` name a definition.
+    """
+    fences, prose = re.findall(r"```.*?```", text, re.S), re.sub(r"```.*?```", "", text, flags=re.S)
+    shown = [word for span in re.findall(r"`([^`]+)`", prose) for word in _paths(span)]
+    # Commands and pictures hold the reader's own paths too.
+    shown += [word for fence in fences for word in _paths(fence) if word.split("/")[0] in CODE_FOLDERS]
+    linked = re.findall(r"\]\((?!\w+:|#)([^)#]+)", prose)
+    return [*(w for w in shown if not _exists(w)), *(link for link in linked if not (folder / link).exists())]
+
+
+def _paths(text: str) -> Iterator[str]:
+    """Words with a slash, or that end in .md, and are no option, address or pattern of another kind."""
+    for word in text.split():
+        word = word.strip("()[],;:'\"").removesuffix(".")
+        path = word.partition("::")[0]
+        if ("/" in path or path.endswith(".md")) and PATH.fullmatch(path):
+            yield word
+
+
+def _exists(word: str) -> bool:
+    path, _, name = word.partition("::")
+    if path.split("/")[0] in RUN_FOLDERS or PLACEHOLDER.fullmatch(path.rpartition("/")[2]):
+        return True
+    if "*" in path:
+        return any(ROOT.glob(path))
+    file = ROOT / path
+    return file.exists() and (not name or name.partition("[")[0] in _definitions(file))
+
+
+@functools.cache
+def _definitions(file: Path) -> set[str]:
+    """Names that a Python file defines: `name`, and `Class.name` of what stands in a class."""
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    classes = [node for node in module.body if isinstance(node, ast.ClassDef)]
+    return {*_names(module), *(f"{c.name}.{name}" for c in classes for name in _names(c))}
+
+
+def _names(parent: ast.Module | ast.ClassDef) -> Iterator[str]:
+    for node in parent.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_a_document_names_exists(document: Path) -> None:
+    assert problems(document.read_text(encoding="utf-8"), document.parent) == []
+
+
+def test_every_decision_is_listed() -> None:
+    records = sorted(p.name for p in DECISIONS.glob("[0-9]*.md"))
+    listed = re.findall(r"\]\((\d[^)]*)\)", (DECISIONS / "README.md").read_text(encoding="utf-8"))
+    assert listed == records
+    assert [name[:4] for name in records] == [f"{n:04}" for n in range(1, len(records) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("`engine/registry.py`", []),
+        ("`engine/nowhere.py`", ["engine/nowhere.py"]),
+        ("`nowhere/registry.py` and `NOTES.md`", ["nowhere/registry.py", "NOTES.md"]),
+        ("see `engine/training/` and `engine/strategies/*.py`", []),
+        ("`engine/strategies/*.txt`", ["engine/strategies/*.txt"]),
+        ("`tests/unit/test_docs.py::test_every_decision_is_listed`", []),
+        ("`tests/unit/test_docs.py::test_nothing`", ["tests/unit/test_docs.py::test_nothing"]),
+        ("`engine/registry.py::Workload.make`, `engine/registry.py::TASKS`", []),
+        ("`engine/registry.py::Workload.mend`", ["engine/registry.py::Workload.mend"]),
+        ("`accelerate launch launch/trian.py --task T`", ["launch/trian.py"]),
+        ("`final/model.safetensors`, `plan.json`, `models/NAME.py`, `~/.cache/isobatch`, `on|off`", []),
+        ("```\nlaunch/train.py --data texts/\nlaunch/trian.py\n```", ["launch/trian.py"]),
+        ("[one](README.md), [two](NOTES.md), [three](https://example.org/NOTES.md)", ["NOTES.md"]),
+    ],
+)
+def test_what_is_missing_is_seen(text: str, missing: list[str]) -> None:
+    assert problems(text) == missing
