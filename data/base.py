@@ -51,6 +51,11 @@ class Ragged:
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
+    def lengths_of(self, indices: np.ndarray) -> np.ndarray:
+        """(len(indices),) int64."""
+        lengths: np.ndarray = self.offsets[indices + 1] - self.offsets[indices]
+        return lengths
+
     def rows(self, indices: np.ndarray, pad_to: int = 0) -> np.ndarray:
         """(len(indices), longest) padded on the right; at least `pad_to` wide."""
         starts = self.offsets[indices]
@@ -80,8 +85,6 @@ Columns = Mapping[str, Column]
 class Source(ABC):
     """Where samples come from. `fetch` is the whole contract; the engine decides which, when and where."""
 
-    lengths: np.ndarray
-    """(n,) tokens per sample."""
     weights: Mapping[str, np.ndarray]
     """Unit -> (n,) weight of each sample in that unit, known before it is fetched."""
     parts: tuple[tuple[int, float], ...] = ()
@@ -89,6 +92,10 @@ class Source(ABC):
 
     @abstractmethod
     def __len__(self) -> int: ...
+
+    @abstractmethod
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """(len(indices),) int64: tokens of these samples, without fetching them."""
 
     @abstractmethod
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
@@ -102,12 +109,18 @@ class ArraySource(Source):
         self.columns = dict(columns)
         self.count = _common_count(self.columns)
         ragged = [c for c in self.columns.values() if isinstance(c, Ragged)]
-        self.lengths = ragged[0].lengths if ragged else np.ones(self.count, np.int64)
+        self._measured = ragged[0] if ragged else None
+        """The column whose rows' lengths are the samples'."""
         weights = {k.removesuffix(WEIGHT): c for k, c in self.columns.items() if k.endswith(WEIGHT)}
         self.weights = {k: np.asarray(c) for k, c in weights.items() if not isinstance(c, Ragged)}
 
     def __len__(self) -> int:
         return self.count
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        if self._measured is None:
+            return np.ones(len(indices), np.int64)
+        return self._measured.lengths_of(indices)
 
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         batch = {
@@ -116,7 +129,7 @@ class ArraySource(Source):
             else np.take(column, indices, axis=0)
             for name, column in self.columns.items()
         }
-        return {**batch, "index": indices, "length": self.lengths[indices]}
+        return {**batch, "index": indices, "length": self.lengths(indices)}
 
 
 def _common_count(columns: Columns) -> int:

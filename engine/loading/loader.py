@@ -82,7 +82,7 @@ class BatchLoader:
     def plan_step(self, step: int) -> StepWork:
         """The cut of global batch `step`: the same on every rank, but for `mine`."""
         samples = self.order(step)
-        lengths = self.source.lengths[samples]
+        lengths = self.source.lengths(samples)
         ranks = make_micro_batches(lengths, self.plan.processes, self.budget, self.cohort)
         mine = ranks[self.rank]
         if self.equal_counts:

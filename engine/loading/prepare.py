@@ -62,7 +62,7 @@ def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:
         fingerprint=fingerprint(folder),
         folder=str(folder),
         samples={split: len(s) for split, s in sources.items() if len(s)},
-        lengths=length_quantiles(np.asarray(sources["train"].lengths)),
+        lengths=length_quantiles(sources["train"].lengths(np.arange(len(sources["train"])))),
         extra=dict(extra),
     )
 

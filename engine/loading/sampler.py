@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,8 +38,8 @@ class Sampler:
     """Share of the samples used: a prefix of the permutation of epoch 0."""
     cohort: int = 1
     """Samples that stay together; batches hold whole cohorts."""
-    lengths: np.ndarray | None = None
-    """(count,) lengths, where batches are to hold samples of like length."""
+    lengths: Callable[[np.ndarray], np.ndarray] | None = None
+    """Sample numbers -> their lengths, where batches are to hold samples of like length."""
     parts: tuple[tuple[int, float], ...] = ()
     """(samples, share) of each set where several lie end to end; shares of any sum."""
 
@@ -111,7 +111,7 @@ class Sampler:
         window, within = divmod(place, LENGTH_WINDOW)
         span = LENGTH_WINDOW * self.batch_size
         samples = self._samples(epoch, window * span, (window + 1) * span)
-        samples = samples[np.argsort(self.lengths[samples], kind="stable")]
+        samples = samples[np.argsort(self.lengths(samples), kind="stable")]
         batches = math.ceil(len(samples) / self.batch_size)
         full = batches if len(samples) % self.batch_size == 0 else batches - 1
         if within < full:  # a short last batch stays last

@@ -79,7 +79,7 @@ def _batches(
     span = _round_up(max(1, budget.samples * world.size * _BATCHES_AHEAD), cohort)
     for start in range(0, len(chosen), span):
         samples = chosen[start : start + span]
-        ranks = make_micro_batches(source.lengths[samples], world.size, budget, cohort)
+        ranks = make_micro_batches(source.lengths(samples), world.size, budget, cohort)
         most = max(map(len, ranks)) if equal_counts else 0
         for micro in ranks[world.rank] + [dummy_micro_batch(budget)] * (most - len(ranks[world.rank])):
             counts = len(micro.positions) > 0

@@ -21,10 +21,14 @@ from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.training.loss_checks import refuse_other_forms
 
+_CHUNK = 1 << 20
+"""Samples whose lengths are looked at together."""
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from isobatch.core.plan import Plan
+    from isobatch.data.base import Source
     from isobatch.engine.training.session import Session
 
 
@@ -72,11 +76,11 @@ def largest_micro_batch_fits(session: Session, phase: str) -> bool:
 def _largest(session: Session, phase: str) -> None:
     """Longest samples, as many as fit the budget, beside memory set aside for the optimizer's state."""
     source, model, device = session.splits["train"], session.model, session.world.device
-    lengths = np.asarray(source.lengths)
     budget = micro_batch_budget(session.plan)
-    rows = min(budget.rows(int(lengths.max())), session.recipe.batch_size, len(lengths))
-    samples = np.argpartition(-lengths, rows - 1)[:rows]
-    batch = to_device(to_tensors(source.fetch(samples, budget.width(int(lengths.max()))), pin=False), device)
+    longest = longest_samples(source, session.recipe.batch_size)
+    most = int(source.lengths(longest[:1])[0])
+    samples = longest[: budget.rows(most)]
+    batch = to_device(to_tensors(source.fetch(samples, budget.width(most)), pin=False), device)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     held = int(OPTIMIZERS[session.recipe.optimizer].state_bytes * trained)
     moments = torch.empty(held, dtype=torch.uint8, device=device)
@@ -87,6 +91,15 @@ def _largest(session: Session, phase: str) -> None:
     sum((loss.sum for loss in losses.values()), torch.zeros((), device=device)).backward()
     _evaluate(session, phase, batch, samples)
     del moments
+
+
+def longest_samples(source: Source, count: int) -> np.ndarray:
+    """The numbers of the `count` longest samples, the longest first; no array of all lengths is made."""
+    kept = np.empty(0, np.int64)
+    for start in range(0, len(source), _CHUNK):
+        some = np.concatenate([kept, np.arange(start, min(start + _CHUNK, len(source)))])
+        kept = some[np.argsort(-source.lengths(some), kind="stable")[:count]]
+    return kept
 
 
 def _evaluate(session: Session, phase: str, batch: dict[str, torch.Tensor], samples: np.ndarray) -> None:

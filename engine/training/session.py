@@ -200,7 +200,7 @@ class Session:
         """`count` training samples in the recipe's order, in batches that no plan decides on."""
         steps = range(-(-count // self.recipe.batch_size))
         samples = np.concatenate([self.sampler.batch(step) for step in steps])[:count]
-        samples = samples[np.argsort(self.splits["train"].lengths[samples], kind="stable")]
+        samples = samples[np.argsort(self.splits["train"].lengths(samples), kind="stable")]
         for start in range(0, len(samples), CALIBRATION_BATCH):
             rows = samples[start : start + CALIBRATION_BATCH]
             yield to_device(

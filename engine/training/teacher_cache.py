@@ -41,10 +41,13 @@ class TeacherSource(Source):
 
     def __init__(self, source: Source, answers: dict[str, np.ndarray]) -> None:
         self.source, self.answers = source, answers
-        self.lengths, self.weights = source.lengths, source.weights
+        self.weights = source.weights
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        return self.source.lengths(indices)
 
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         taught = {PREFIX + name: np.take(a, indices, axis=0) for name, a in self.answers.items()}
@@ -89,7 +92,7 @@ def _folder(facts: Facts, teacher: Teacher) -> Path:
 
 
 def _batches(source: Source, used: np.ndarray) -> list[np.ndarray]:
-    order = used[np.argsort(source.lengths[used], kind="stable")]
+    order = used[np.argsort(source.lengths(used), kind="stable")]
     return [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
 
 

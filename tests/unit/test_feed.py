@@ -90,7 +90,7 @@ def test_every_sample_of_a_batch_is_fetched_by_some_rank_and_padded_as_cut() -> 
 def test_the_totals_are_of_the_whole_batch() -> None:
     source = Slow()
     work = feed(source, processes=3).plan_step(0)
-    tokens = int((source.lengths[work.samples] - 1).sum())
+    tokens = int((source.lengths(work.samples) - 1).sum())
     assert work.unit_weights == {"sample": 12.0, "cohort": 12.0, "token": float(tokens)}
     assert work.tokens == tokens + 12  # each row has one token more than it predicts
     cohorts = BatchLoader(source, lambda step: np.arange(11), plan(), 0, cohort=4).plan_step(0)

@@ -251,7 +251,7 @@ def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(together: Any) -> 
         return dict(zip(result.names, result.sums.tolist(), strict=False)), total
 
     ((losses, total),) = together(1, part).values
-    assert losses["next"] == pytest.approx(total / (rows.lengths[samples] - 1).sum(), rel=1e-5)
+    assert losses["next"] == pytest.approx(total / (rows.lengths(samples) - 1).sum(), rel=1e-5)
 
 
 def test_clipping_uses_the_norm_of_the_whole_gradient(together: Any) -> None:
@@ -535,7 +535,7 @@ def test_what_a_loss_records_is_summed_in_the_losses_reduction(size: int, togeth
     order = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
     for found in outcome.values:
         for step, recorded in enumerate(found):
-            lengths = source().lengths[order.batch(step)]
+            lengths = source().lengths(order.batch(step))
             assert recorded["samples"] == len(lengths)
             assert recorded["tokens"] == [int((lengths > column).sum()) for column in range(20)]
     sums = [call for call in outcome.calls[0] if call[0] == "sum" and call[2] == torch.float64]
