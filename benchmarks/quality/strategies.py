@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from isobatch.core.plan import Precision
+    from isobatch.engine.training.active_phase import ActivePhase
+    from isobatch.engine.training.session import Session
 
 TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 SHARDED = ("zero1", "zero2", "zero3")
@@ -135,7 +137,7 @@ def _write_config(folder: Path, strategy: str) -> None:
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
 
 
-def _session(strategy: Any, precision: Precision = "fp32") -> Any:
+def _session(strategy: Any, precision: Precision = "fp32") -> Session:
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
     from isobatch.engine.loading.prepare import prepare
@@ -154,16 +156,13 @@ def _session(strategy: Any, precision: Precision = "fp32") -> Any:
         recipe, facts, task.model_size(facts), hardware.parse_hardware("cpu:2x24gb"), options, world=size
     )
     plan = dataclasses.replace(plan, threads=1, strategy=strategy, precision=precision)
-    session = Session(recipe, facts, plan, Communicator(plan, hang_timeout=60))
-    session.enter(session.stretches[0])
-    return session
+    return Session(recipe, facts, plan, Communicator(plan, hang_timeout=60))
 
 
-def _steps(session: Any, start: int, stop: int) -> list[float]:
-    losses = []
-    for loaded in session.feed().steps(start, stop):
-        losses.append(sum(session.step(loaded).sums.tolist()))
-    return losses
+def _steps(active: ActivePhase, start: int, stop: int) -> list[float]:
+    """The loss of every step."""
+    results = [active.step(loaded) for loaded in active.batches(start, stop)]
+    return [sum(result.sums[: len(result.names)].tolist()) for result in results]
 
 
 def _train(folder: Path, strategy: str, mode: str) -> None:
@@ -171,35 +170,37 @@ def _train(folder: Path, strategy: str, mode: str) -> None:
 
     from isobatch.engine.checkpointing import checkpoint
 
-    session = _session(strategy, "bf16" if mode == "half" else "fp32")
-    name = f"{session.world.size}-{strategy}"
-    session.stepper.backward(next(iter(session.feed().steps(0, 1))))
-    gradient = reduced(session.strategy)
-    session.enter(session.stretches[0])
     steps, middle, _ = lengths()
-    losses = _steps(session, 0, middle)
-    if mode == "train":
-        facts = {"scaling": session.strategy.scaling()}
-        checkpoint.save(folder / f"saved-{name}", session.strategy.state(), facts, session.world)
-    losses += _steps(session, middle, steps)
-    if session.world.is_main:
+    with _session(strategy, "bf16" if mode == "half" else "fp32") as session:
+        world, schedule = session.world, session.schedules[0]
+        name = f"{world.size}-{strategy}"
+        with session.phase(schedule) as active:
+            active.stepper.backward(next(iter(active.batches(0, 1))))
+            gradient = reduced(active.strategy)
+        with session.phase(schedule) as active:
+            losses = _steps(active, 0, middle)
+            if mode == "train":
+                facts = {"scaling": active.strategy.loss_scale()}
+                checkpoint.save(folder / f"saved-{name}", active.strategy.collect_state(), facts, world)
+            losses += _steps(active, middle, steps)
+    if world.is_main:
         (folder / f"{mode}-{name}.json").write_text(json.dumps(losses))
         torch.save(gradient, folder / f"{mode}-{name}.pt")
-    session.leave()
 
 
 def _resume(folder: Path, strategy: str, saved: Path) -> None:
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 
-    session = _session(strategy)
-    session.put(SavedCheckpoint(saved))
     _, middle, kept_on = lengths()
-    losses = _steps(session, middle, middle + kept_on)
+    with (
+        _session(strategy) as session,
+        session.phase(session.schedules[0], SavedCheckpoint(saved)) as active,
+    ):
+        losses = _steps(active, middle, middle + kept_on)
     if session.world.is_main:
         reader = f"{session.world.size}-{strategy}"
         path = folder / f"resume-{saved.name.removeprefix('saved-')}+{reader}.json"
         path.write_text(json.dumps(losses))
-    session.leave()
 
 
 def reduced(strategy: Any) -> Any:
@@ -213,5 +214,5 @@ def reduced(strategy: Any) -> Any:
     else:
         from deepspeed.utils import safe_get_full_grad
 
-        found = [safe_get_full_grad(p).clone() for p in strategy.raw.parameters()]
+        found = [safe_get_full_grad(p).clone() for p in strategy.unwrapped.parameters()]
     return torch.cat([g.flatten() for g in found])
