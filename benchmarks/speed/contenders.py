@@ -161,7 +161,8 @@ def trainer(spec: Spec) -> Found:
 
 def isobatch(spec: Spec) -> Found:
     """A run as `auto` does it, with metrics log, sample hashes and checkpoint."""
-    from isobatch.engine.runs.run_folder import RunFolder, RunOptions
+    from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.runs.run_options import RunOptions
     from isobatch.engine.training.train_step import Stepper
     from isobatch.launch.local.worker import train_run
 

@@ -22,7 +22,7 @@ from isobatch.benchmarks import child_process
 from isobatch.benchmarks.report import Row, interleaved, middle, paired_ratio
 from isobatch.benchmarks.speed.random_tokens import lengths_of
 from isobatch.core.facts import Facts
-from isobatch.core.flags import Interval, options_to_dict
+from isobatch.core.flags import Interval
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import length_quantiles
@@ -161,7 +161,7 @@ def setup(case: Case, folder: Path) -> tuple[RunFolder, dict[str, Any]]:
     plan = make_plan(
         recipe, facts, task.model_size(facts), detect(), PlanOptions(device="cpu", precision="fp32")
     )
-    run = RunFolder.create(folder / "run", recipe, facts, options_to_dict(RunOptions(quiet=True)))
+    run = RunFolder.create(folder / "run", recipe, facts, RunOptions(quiet=True))
     run.write_plan(plan)
     order = make_sampler(recipe, data.open(Path(facts.folder), "train"), 1)
     np.save(folder / "order.npy", np.stack([order.batch(step) for step in range(case.steps)]))
