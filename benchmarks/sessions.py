@@ -26,23 +26,20 @@ def prepare_workload(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, 
 
 
 def make_session(name: str, values: dict[str, Any]) -> Session:
-    """A session that is ready for the first step of its first phase."""
+    """A session of a task with these flags; `with` ends it, and none of its phases has begun."""
     recipe, task, facts, _ = prepare_workload(name, values)
     options = PlanOptions(device="cpu", precision="fp32", processes=1)
     plan = make_plan(recipe, facts, task.model_size(facts), detect(), options)
-    made = Session(recipe, facts, plan, Communicator(plan))
-    made.enter(made.stretches[0])
-    return made
+    return Session(recipe, facts, plan, Communicator(plan))
 
 
-def train(made: Session, after: Callable[[str, float], None] = lambda *_: None) -> None:
+def train(session: Session, after: Callable[[str, float], None] = lambda *_: None) -> None:
     """Train all phases; `after` gets the phase and the seconds of each step."""
-    for stretch in made.stretches:
-        if stretch is not made.stretches[0]:
-            made.enter(stretch)
-        began = time.perf_counter()
-        for loaded in made.feed().steps(0, stretch.steps):
-            made.step(loaded)
-            now = time.perf_counter()
-            after(stretch.name, now - began)
-            began = now
+    for schedule in session.schedules:
+        with session.phase(schedule) as active:
+            began = time.perf_counter()
+            for loaded in active.batches(0, schedule.steps):
+                active.step(loaded)
+                now = time.perf_counter()
+                after(schedule.name, now - began)
+                began = now

@@ -24,11 +24,14 @@ from isobatch.benchmarks import child_process
 from isobatch.benchmarks.sessions import make_session, train
 from isobatch.data.interactions import movielens
 from isobatch.models.recommendation import ranking
+from isobatch.models.recommendation.catalogue import read_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from isobatch.benchmarks.report import Row
+    from isobatch.core.facts import Facts
+    from isobatch.engine.training.session import Session
 
 HIDDEN_SHARE, KEPT = 0.1, 3
 FEW = 50
@@ -55,15 +58,15 @@ def scheme(way: str, quick: str) -> Row:
     naive = {"text_dedup": False, "text_cache": "off"} if way == "lora, naive" else {}
     text = {"text": "frozen"} if way == "frozen only" else {}
     short = {"epochs": [1, 0.3]} if quick and not text else {}
-    made = make_session("recommender", {**text, **naive, **short})
-    if way == "lora over cached vectors":
-        _use_cached_vectors(made)
     seconds: dict[str, list[float]] = defaultdict(list)
-    train(made, functools.partial(_append, seconds))
-    encoder: Any = made.model.encoder
-    lora = [p.detach() for name, p in encoder.net.named_parameters() if "lora_B" in name]
-    moved = float(sum(p.square().sum() for p in lora) ** 0.5)
-    found = made.evaluate("test")
+    with make_session("recommender", {**text, **naive, **short}) as session:
+        if way == "lora over cached vectors":
+            _use_cached_vectors(session.task)
+        train(session, functools.partial(_append, seconds))
+        encoder: Any = session.model.encoder
+        lora = [p.detach() for name, p in encoder.net.named_parameters() if "lora_B" in name]
+        moved = float(sum(p.square().sum() for p in lora) ** 0.5)
+        found = session.evaluate("test")
     return {
         "way": way,
         "ms a step": round(1e3 * median(seconds.get("lora") or seconds["frozen"]), 1),
@@ -78,15 +81,15 @@ def _append(seconds: dict[str, list[float]], phase: str, took: float) -> None:
     seconds[phase].append(took)
 
 
-def _use_cached_vectors(made: Any) -> None:
+def _use_cached_vectors(task: Any) -> None:
     """Let LoRA train while text vectors come from a cache; the task's own flags refuse this."""
-    begin = made.task.begin_phase
+    begin = task.begin_phase
 
     def cached(model: Any, phase: str, first: Any) -> None:
         begin(model, phase, first)
         model.text_vectors, model.text_vectors_fixed = model.encoder.vectors(), True
 
-    made.task.begin_phase, made.task.observe = cached, lambda *_: {}
+    task.begin_phase, task.observe = cached, lambda *_: {}
 
 
 # Where texts help
@@ -97,19 +100,26 @@ def helped(quick: bool, data: Path, model: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as place:
         folder, hidden = remove_pairs(data, Path(place))
         for way, text in WAYS.items():
-            values = {"data": str(folder), "model": model, "text": text, "lora_blocks": 1, "batch_size": 4096}
+            values: dict[str, Any] = {
+                "data": str(folder),
+                "model": model,
+                "text": text,
+                "lora_blocks": 1,
+                "batch_size": 4096,
+            }
             length = [2, 2] if quick else [2400, 60]
-            made = make_session("recommender", {**values, "steps": length if text is None else length[:1]})
+            values["steps"] = length if text is None else length[:1]
             seconds: dict[str, list[float]] = defaultdict(list)
-            train(made, functools.partial(_append, seconds))
-            with torch.no_grad():
-                found = hit_rates(made, hidden)
+            with make_session("recommender", values) as session:
+                train(session, functools.partial(_append, seconds))
+                with torch.no_grad():
+                    found = hit_rates(session, hidden)
             yield {"uses": way, **found, "minutes": round(sum(map(sum, seconds.values())) / 60, 1)}
 
 
 def remove_pairs(data: Path, place: Path) -> tuple[Path, np.ndarray]:
     """Write the data with fewer training pairs; also returns the removed (user, item) pairs, (n, 2)."""
-    found = movielens.FORMS["ncf"].read(data)
+    found = movielens.FORMATS["ncf"].read(data)
     draw = np.random.default_rng(0)
     user, item = (found.splits["train"][name].to_numpy() for name in ("user", "item"))
     worded = np.array([int(name) for name in found.items])
@@ -130,10 +140,10 @@ def remove_pairs(data: Path, place: Path) -> tuple[Path, np.ndarray]:
     return folder, np.stack([user, item], 1)[cold]
 
 
-def hit_rates(made: Any, hidden: np.ndarray) -> dict[str, float]:
+def hit_rates(session: Session, hidden: np.ndarray) -> dict[str, float]:
     """HR@10 by how often the user or the item was seen in training."""
-    net: Any = made.model.eval()
-    test = made.splits["test"].fetch(np.arange(len(made.splits["test"])))
+    net: Any = session.model.eval()
+    test = session.splits["test"].fetch(np.arange(len(session.splits["test"])))
     user, item, rivals = (torch.from_numpy(test[k]).long() for k in ("user", "item", "rivals"))
     taken = torch.bincount(net.seen // len(net.item_text), minlength=len(net.user_text))
     known = net.counts[item] > 0
@@ -146,12 +156,12 @@ def hit_rates(made: Any, hidden: np.ndarray) -> dict[str, float]:
     for name, rows in groups.items():
         (scores,) = net(user[rows], [torch.cat([item[rows, None], rivals[rows]], 1)])
         found[name] = _hits(scores[:, 0], scores[:, 1:], torch.ones_like(scores[:, 1:], dtype=torch.bool))
-    return {**found, "items never seen": _among_hidden(net, _numbers(made, hidden))}
+    return {**found, "items never seen": _among_hidden(net, _numbers(session.facts, hidden))}
 
 
-def _numbers(made: Any, hidden: np.ndarray) -> np.ndarray:
+def _numbers(facts: Facts, hidden: np.ndarray) -> np.ndarray:
     """The data's names of pairs -> the model's numbers."""
-    written = names(made.facts.folder)
+    written = read_names(facts.folder)
     place = [{name: n for n, name in enumerate(written[kind])} for kind in ("users", "items")]
     return np.array([[place[0][str(u)], place[1][str(i)]] for u, i in hidden])
 

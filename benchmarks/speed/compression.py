@@ -8,6 +8,7 @@ one text of 32 tokens on one thread: processor time, lower quartile, so that oth
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from pathlib import Path
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from isobatch.benchmarks.report import Row
-    from isobatch.engine.training.session import Session
+    from isobatch.engine.training.active_phase import ActivePhase
 
 SHAPES = {0: (12, 3072), 20: (10, 2432), 50: (6, 1536), 75: (3, 768)}
 """Per cent removed -> heads and neurons of each layer, of 12 and 3072."""
@@ -128,15 +129,19 @@ def steps(quick: bool, data: str, model: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as place:
         teacher = _teacher(Path(place), data, model)
         common = {"data": data, "batch_size": 32, "steps": WARM + 2 * count, "max_length": 128}
-        plain = make_session("classifier", {**common, "model": teacher})
-        distilled = make_session("qat", {**common, "model": teacher})
-        half = make_session("classifier", {**common, "model": teacher})
-        config: Any = half.model.config
-        sizes = encoders.sizes(config.to_dict(), model)
-        _cut(half.model, sizes.heads // 2, sizes.neurons // 2, sizes.hidden // sizes.heads)
-        half.enter(half.stretches[0])
-        sessions = {"plain": plain, "4-bit with cached distillation": distilled, "half of it removed": half}
-        found = _interleaved(sessions, count)
+        tasks = {
+            "plain": "classifier",
+            "4-bit with cached distillation": "qat",
+            "half of it removed": "classifier",
+        }
+        with contextlib.ExitStack() as stack:
+            phases: dict[str, ActivePhase] = {}
+            for name, task in tasks.items():
+                session = stack.enter_context(make_session(task, {**common, "model": teacher}))
+                if name == "half of it removed":
+                    _cut_in_half(session.model)
+                phases[name] = stack.enter_context(session.phase(session.schedules[0]))
+            found = _interleaved(phases, count)
         base = found["plain"]
         rows = [
             {
@@ -149,6 +154,11 @@ def steps(quick: bool, data: str, model: str) -> list[Row]:
         return [*rows, *_overhead(teacher, data, count)]
 
 
+def _cut_in_half(model: Any) -> None:
+    sizes = encoders.sizes_from_config(model.config.to_dict(), model.config.name_or_path)
+    _cut(model, sizes.heads // 2, sizes.neurons // 2, sizes.hidden // sizes.heads)
+
+
 def _teacher(folder: Path, data: str, model: str) -> str:
     """A finished classifier: the encoder with a random head for this data's classes."""
     recipe, task, facts, _ = prepare_workload("classifier", {"data": data, "model": model, "max_length": 128})
@@ -159,15 +169,15 @@ def _teacher(folder: Path, data: str, model: str) -> str:
     return str(made)
 
 
-def _interleaved(sessions: dict[str, Session], count: int) -> dict[str, list[float]]:
+def _interleaved(phases: dict[str, ActivePhase], count: int) -> dict[str, list[float]]:
     """Seconds of the same steps of each, one after the other."""
-    feeds = {name: s.feed().steps(0, WARM + count) for name, s in sessions.items()}
-    found: dict[str, list[float]] = {name: [] for name in sessions}
+    batches = {name: active.batches(0, WARM + count) for name, active in phases.items()}
+    found: dict[str, list[float]] = {name: [] for name in phases}
     for number in range(WARM + count):
-        for name, made in sessions.items():
-            loaded = next(feeds[name])
+        for name, active in phases.items():
+            loaded = next(batches[name])
             began = time.perf_counter()
-            made.step(loaded)
+            active.step(loaded)
             if number >= WARM:
                 found[name].append(time.perf_counter() - began)
     return found
@@ -177,18 +187,20 @@ def _overhead(teacher: str, data: str, count: int) -> list[Row]:
     """Share of a pruning phase's time that importance scores, and events and cuts, take."""
     every = 40 if count > 12 else 4
     values = {"data": data, "teacher": teacher, "batch_size": 32, "sparsity": 0.5, "max_length": 128}
-    made = make_session("pruning", {**values, "steps": 2 * 5 * every, "prune_every": every})
+    session = make_session("pruning", {**values, "steps": 2 * 5 * every, "prune_every": every})
     spent = {"importance": 0.0, "optimizer steps": 0.0, "whole steps": 0.0}
-    began = time.perf_counter()
     with (
-        mock.patch.object(made.task, "observe", _timed(made.task.observe, spent, "importance")),
+        session,
+        session.phase(session.schedules[0]) as active,
+        mock.patch.object(session.task, "observe", _timed(session.task.observe, spent, "importance")),
         mock.patch.object(Stepper, "run", _timed(Stepper.run, spent, "optimizer steps")),
     ):
-        step = _timed(made.step, spent, "whole steps")
-        for loaded in made.feed().steps(0, made.stretch.steps):
+        step = _timed(active.step, spent, "whole steps")
+        began = time.perf_counter()
+        for loaded in active.batches(0, active.schedule.steps):
             step(loaded)
-    total = time.perf_counter() - began
-    # After its optimizer step, a session's step only asks the task for events and cuts the model.
+        total = time.perf_counter() - began
+    # After its optimizer step, a phase's step only asks the task for events and cuts the model.
     parts = {
         "importance": spent["importance"],
         "events and cuts": spent["whole steps"] - spent["optimizer steps"],

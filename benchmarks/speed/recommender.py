@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.sessions import make_session, prepare_workload
+from isobatch.benchmarks.sessions import make_session, prepare_workload, train
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.models.recommendation.catalogue import Catalogue
 from isobatch.models.recommendation.network import RecommenderNet
@@ -182,14 +182,9 @@ def delivered(quick: bool, data: str) -> Iterator[Row]:
 
 def _engine(data: str, batch: int, steps: int) -> float:
     values = {"data": data, "text": "off", "loss": "bce", "negatives": NEGATIVES, "dim": DIM, "head": "neumf"}
-    made = make_session("recommender", {**values, "batch_size": batch, "steps": steps})
-    taken = []
-    began = time.perf_counter()
-    for loaded in made.feed().steps(0, steps):
-        made.step(loaded)
-        now = time.perf_counter()
-        taken.append(now - began)
-        began = now
+    taken: list[float] = []
+    with make_session("recommender", {**values, "batch_size": batch, "steps": steps}) as session:
+        train(session, lambda _, seconds: taken.append(seconds))
     return batch / median(taken[2:])
 
 
