@@ -39,6 +39,7 @@ class StrategyTraits:
     """Whether it keeps fp16's loss scale."""
     compiles: bool = True
     """Whether torch.compile can follow it."""
+    library: str = "torch"
     devices: tuple[str, ...] = ("cpu", "cuda", "mps")
     tried: bool = False
     """Whether `auto` tries it where the model does not fit whole, in the order of the table."""
@@ -56,6 +57,7 @@ def _zero(**traits: bool | int) -> StrategyTraits:
         implementation="engine.strategies.zero:ZeroStrategy",
         copy_bytes=4.0,
         takes_fp16=False,
+        library="DeepSpeed",
         devices=("cpu", "cuda"),
         **common,  # type: ignore[arg-type]
     )
@@ -70,6 +72,18 @@ STRATEGIES = {
     "zero2": _zero(tried=True),
     "zero3": _zero(**_STAGE_3),
     "zero3-offload": _zero(**{**_STAGE_3, "offloads": True, "least_processes": 1}),
+    "fsdp2": StrategyTraits(
+        implementation="engine.strategies.fsdp2:FullyShardStrategy",
+        least_processes=2,
+        shards_weights=True,
+        shards_moments=True,
+        equal_counts=True,
+        flat_shards=True,  # of a matrix it has some rows
+        ends_model=True,
+        takes_fp16=False,
+        compiles=False,
+        devices=("cpu", "cuda"),
+    ),
 }
 """Name -> traits."""
 

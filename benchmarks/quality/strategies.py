@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from isobatch.engine.training.session import Session
 
 TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
-SHARDED = ("zero1", "zero2", "zero3")
+SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 QUICK = "STRATEGIES_QUICK"
 
 
@@ -124,7 +124,7 @@ def run_rank(place: str, modes: str, *only: str) -> None:
 
 
 def _write_config(folder: Path, strategy: str) -> None:
-    if strategy not in SHARDED:
+    if not strategy.startswith("zero"):
         return
     config = json.loads((ROOT / "configs" / "deepspeed" / f"{strategy}.json").read_text())
     small = {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000}
@@ -210,6 +210,9 @@ def reduced(strategy: Any) -> Any:
     if hasattr(strategy, "reduce"):
         strategy.reduce()
         found = [p.grad for p in strategy.trained if p.grad is not None]
+        strategy.optimizer.zero_grad()
+    elif strategy.plan.strategy == "fsdp2":
+        found = [p.grad.full_tensor() for p in strategy.unwrapped.parameters() if p.grad is not None]
         strategy.optimizer.zero_grad()
     else:
         from deepspeed.utils import safe_get_full_grad

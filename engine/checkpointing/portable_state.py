@@ -141,9 +141,10 @@ def load_moments(saved: StateReader, model: nn.Module, optimizer: Optimizer) -> 
             optimizer.state[p][kind] = value.item()
             continue
         # torch keeps `step` on the CPU, unless it is fused on a GPU.
-        on_host = kind == "step" and not _steps_on_device(optimizer, p)
+        on_host = kind == "step" and not steps_on_device(optimizer, p)
         optimizer.state[p][kind] = value if on_host else value.to(p.device)
 
 
-def _steps_on_device(optimizer: Optimizer, p: Tensor) -> bool:
+def steps_on_device(optimizer: Optimizer, p: Tensor) -> bool:
+    """Whether torch keeps the count of steps beside the parameter: where it is fused on a GPU."""
     return p.device.type != "cpu" and bool(optimizer.param_groups[0].get("fused") or False)

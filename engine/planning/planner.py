@@ -131,7 +131,8 @@ def _check_processes(case: PlanningCase, asked: PlanOptions, world: int | None) 
     if traits.shards and (why := why_not_shardable(case, asked.strategy)):
         raise UserError(f"--strategy {asked.strategy}: {why}")
     if case.device not in traits.devices:
-        raise UserError(f"--strategy {asked.strategy}: DeepSpeed does not run on Apple GPUs; use single")
+        library = traits.library
+        raise UserError(f"--strategy {asked.strategy}: {library} does not run on Apple GPUs; use single")
 
 
 def _layouts(case: PlanningCase, asked: PlanOptions, world: int | None) -> list[ParallelLayout]:

@@ -41,7 +41,7 @@ class ZeroStrategy(Strategy):
         sparse: Sequence[nn.Parameter] = (),
     ) -> None:
         assert not sparse, "the planner gives sparse tables no shards"
-        self.unwrapped, self.world = model, world
+        self.unwrapped, self.plan, self.world = model, plan, world
         self.config = config_for(plan, clip)
         self.stage = int(self.config["zero_optimization"]["stage"])
         self.model = self.engine = make_engine(model, make_optimizer(model), self.config, world)

@@ -47,8 +47,9 @@ def next_token_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     tokens: (B, T) int64; targets: (B, T) int64, IGNORE_INDEX where nothing is predicted.
     """
     head = getattr(model, "module", model).get_output_embeddings()
-    # Under ZeRO-3 the head's weights are gathered only while the head itself runs.
-    if not isinstance(head, BypassableHead) or hasattr(head.weight, "ds_id"):
+    # Under ZeRO-3 and FSDP the head's weights are gathered only while the model itself runs.
+    sharded = hasattr(head.weight, "ds_id") or hasattr(head.weight, "device_mesh")
+    if not isinstance(head, BypassableHead) or sharded:
         logits = model(input_ids=tokens, use_cache=False).logits
         # The last position has an ignored target, because slicing it off would copy all logits.
         return F.cross_entropy(

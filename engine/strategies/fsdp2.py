@@ -1,0 +1,176 @@
+"""torch's fully_shard (FSDP2, Zhao et al. 2023 for its ancestor): each process holds rows of every parameter.
+
+Gradients are summed, not averaged, because losses come divided by the global weight already. Blocks of the
+model's layer lists are gathered one by one, in the forward and again in the backward pass. Each micro-batch
+is reduced into the shards: whole gradients would undo what sharding saves. Every rank must use the same
+parameters in a micro-batch; a rank without samples computes a dummy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
+from isobatch.engine.strategies.base import MakeOptimizer, Strategy
+
+if TYPE_CHECKING:
+    from isobatch.core.plan import Plan
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+    from isobatch.engine.distributed.communicator import Communicator
+
+
+class FullyShardStrategy(Strategy):
+    """Rows of every parameter, its gradient and its moments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        plan: Plan,
+        world: Communicator,
+        clip: float,
+        sparse: Sequence[nn.Parameter] = (),
+    ) -> None:
+        assert not sparse, "the planner gives sparse tables no shards"
+        self.model = self.unwrapped = model
+        self.plan, self.world, self.clip = plan, world, clip
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        for module in (*_blocks(model), model):
+            fully_shard(module, mesh=mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        self.optimizer = make_optimizer(model)
+
+    @property
+    def equal_counts(self) -> bool:
+        """Every forward gathers weights."""
+        return True
+
+    def accumulate_gradients(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def forward_backward(self, last: bool) -> Iterator[None]:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_is_last_backward(last)
+        with self.world.waiting_for("FSDP's forward or backward"):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
+        norm = self.reduced_norm()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.clip and (gradients := self._gradients()):
+            torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp_max(1.0))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def reduced_norm(self) -> Tensor:
+        """0-d: norm of the whole gradient, whose rows lie on all ranks."""
+        gradients = self._gradients()
+        mine = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
+        return self.world.all_reduce_sum(mine.square()).sqrt()
+
+    def _gradients(self) -> list[Tensor]:
+        """This rank's rows of the gradients that there are."""
+        return [_rows(p.grad) for _, p in self._trained() if p.grad is not None]
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self.unwrapped.named_parameters() if p.requires_grad)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        changing = portable_state.changing_tensors(self.unwrapped)
+        return {name: t for name, t in changing if not isinstance(t, nn.Parameter)}
+
+    def collect_state(self) -> portable_state.PortableState:
+        """Every rank's own rows of weights and moments; buffers come from rank 0."""
+        entries: dict[str, TensorEntry] = {}
+        pieces: list[TensorPiece] = []
+        for name, buffer in self._buffers().items():
+            entries[WEIGHT + name] = portable_state.tensor_entry(buffer)
+            pieces += [TensorPiece(WEIGHT + name, 0, buffer.reshape(-1))] if self.world.is_main else []
+        for name, p in self._trained():
+            found = {WEIGHT + name: p.detach()}
+            found |= {f"{MOMENT}{kind}/{name}": torch.as_tensor(v) for kind, v in self._state_of(p).items()}
+            for key, value in found.items():
+                entries[key] = portable_state.tensor_entry(value)
+                if isinstance(value, DTensor):
+                    if (rows := _rows(value)).numel():
+                        pieces.append(TensorPiece(key, self._start(value), rows.reshape(-1)))
+                elif self.world.is_main:
+                    pieces.append(TensorPiece(key, 0, value.reshape(-1)))
+        return portable_state.PortableState(entries, pieces)
+
+    def _state_of(self, p: nn.Parameter) -> dict[str, Any]:
+        return {kind: v for kind, v in self.optimizer.state.get(p, {}).items() if v is not None}
+
+    def _start(self, whole: DTensor) -> int:
+        """The first element of this rank's rows in the flattened tensor; torch.chunk deals the rows."""
+        count = math.ceil(whole.shape[0] / self.world.size) * self.world.rank
+        return min(count, whole.shape[0]) * math.prod(whole.shape[1:])
+
+    def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
+        self.load_weights(saved)
+        parameters = dict(self._trained())
+        for key, kind, name in portable_state.saved_moments(saved):
+            p = parameters[name]
+            if saved.entries[key].shape:
+                moment = torch.zeros_like(p)
+                self._read(saved, key, moment)
+                self.optimizer.state[p][kind] = moment
+            else:
+                on_host = not portable_state.steps_on_device(self.optimizer, p)
+                value = saved.read(key)
+                self.optimizer.state[p][kind] = value if on_host else value.to(self.world.device)
+
+    def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
+        trained, buffers = dict(self._trained()), self._buffers()
+        shapes = {name: tuple(t.shape) for name, t in (*trained.items(), *buffers.items())}
+        known = portable_state.saved_weight_names(saved) if new_phase else set(shapes)
+        portable_state.check_shapes(saved, {name: shape for name, shape in shapes.items() if name in known})
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(saved.read(WEIGHT + name))
+            for name in trained.keys() & known:
+                self._read(saved, WEIGHT + name, trained[name])
+
+    def _read(self, saved: SavedCheckpoint, key: str, into: Tensor) -> None:
+        """This rank's rows of a saved tensor."""
+        assert isinstance(into, DTensor)
+        rows, start = _rows(into), self._start(into)
+        rows.copy_(saved.read_slice(key, start, start + rows.numel()).view(rows.shape))
+
+
+def _rows(whole: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, sharing its memory."""
+    assert isinstance(whole, DTensor)
+    local: Tensor = whole.to_local()
+    return local.detach()
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the outermost layer lists, which are gathered one at a time."""
+    inside: set[int] = set()
+    found: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and id(module) not in inside:
+            inside.update(id(m) for m in module.modules())
+            found += list(module)
+    return found
