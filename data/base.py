@@ -12,11 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from isobatch.core.errors import UserError
+
+if TYPE_CHECKING:
+    from isobatch.core.recipe import Recipe
 
 WEIGHT = ".weight"
 QUANTILES = 65
@@ -155,7 +158,7 @@ class Data(ABC):
     cache_name: ClassVar[str] = ""
     """Names this kind of data in the keys of the cache, wherever its class moves; by default its place."""
 
-    def __init__(self, recipe: Any, options: Any) -> None:
+    def __init__(self, recipe: Recipe, options: Any) -> None:
         self.recipe = recipe
         self.options = options
 

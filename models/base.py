@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
+
 Batch = Mapping[str, "Tensor"]
 """Name -> tensor with one row per sample; always `index` (B,), the samples' numbers, and `length` (B,)."""
 
@@ -191,7 +194,7 @@ class Task(ABC):
     cohort: ClassVar[int] = 1
     """Samples that must be computed together."""
 
-    def __init__(self, recipe: Any, options: Any) -> None:
+    def __init__(self, recipe: Recipe, options: Any) -> None:
         """`recipe`: the common fields, read by attribute; `options`: an instance of `Options`."""
         self.recipe = recipe
         self.options = options
@@ -214,7 +217,7 @@ class Task(ABC):
         return
 
     @abstractmethod
-    def build_model(self, facts: Any) -> nn.Module:
+    def build_model(self, facts: Facts) -> nn.Module:
         """The model on the CPU in fp32. The engine has seeded torch: the same weights on every machine."""
 
     @abstractmethod
@@ -232,7 +235,7 @@ class Task(ABC):
         weights |= {k[:-7]: batch[k].sum() for k in batch if k.endswith(".weight")}
         return {name: Sum(part.sum, weights[part.unit]) for name, part in losses.items()}
 
-    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, float]:
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, float]:
         """Named metrics from reduced parts: (value, weight) for a Sum, an array in sample order for Rows."""
         means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
         return means if "loss" in means else {"loss": sum(means.values()), **means}
@@ -280,12 +283,12 @@ class Task(ABC):
         return False
 
     def final_metrics(
-        self, model: nn.Module, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """Metrics of the exported model that need more than one pass over the held-out samples."""
         return {}
 
-    def model_size(self, facts: Any) -> ModelSize:
+    def model_size(self, facts: Facts) -> ModelSize:
         """The model's size, by default counted on a model without storage."""
         import torch
 
@@ -297,12 +300,12 @@ class Task(ABC):
             trainable=sum(p.numel() for p in parameters if p.requires_grad),
         )
 
-    def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
+    def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         """Write the trained model so that others can open it; by default its weights as safetensors."""
         from safetensors.torch import save_model
 
         save_model(model, str(folder / "model.safetensors"))
 
-    def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:
+    def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
         """A line or two that shows a person what the model learnt."""
         return None

@@ -10,12 +10,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from isobatch.core.facts import Facts
+
 POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")
 """Model types whose position ids start after the padding id."""
 SPECIAL_TOKEN_ROLES = ("eos", "bos", "pad", "unk")
 
 
-def save(model: nn.Module, facts: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+def save(model: nn.Module, facts: Facts, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write model.safetensors (of `weights` if given), config.json and the prepared data's tokenizer."""
     from safetensors.torch import save_file, save_model
 
@@ -35,7 +37,7 @@ def save(model: nn.Module, facts: Any, folder: Path, weights: Mapping[str, Tenso
     save_tokenizer(untyped_model.config.to_dict(), facts, folder)
 
 
-def save_tokenizer(config: Mapping[str, Any], facts: Any, folder: Path) -> None:
+def save_tokenizer(config: Mapping[str, Any], facts: Facts, folder: Path) -> None:
     """Write the prepared data's tokenizer and chat template for a model with this config."""
     from transformers import PreTrainedTokenizerFast
 
@@ -67,7 +69,7 @@ def max_input_tokens(config: Mapping[str, Any]) -> int | None:
     return int(found) - offset
 
 
-def load_tokenizer(facts: Any) -> Any:
+def load_tokenizer(facts: Facts) -> Any:
     """The prepared data's tokenizer, as an object of the tokenizers library."""
     from tokenizers import Tokenizer
 

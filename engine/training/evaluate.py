@@ -18,6 +18,7 @@ from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.base import Rows, StepContext, Sum, Task
 
 if TYPE_CHECKING:
+    from isobatch.core.facts import Facts
     from isobatch.engine.distributed.communicator import Communicator
 
 HOST_BATCH = 32
@@ -32,7 +33,7 @@ def evaluate(
     model: nn.Module,
     source: Source,
     split: str,
-    facts: Any,
+    facts: Facts,
     plan: Plan,
     world: Communicator,
     fraction: float = 1.0,

@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, UserError, WorkerLostError
@@ -32,6 +32,9 @@ from isobatch.launch.local.run_setup import locate_data, store_plan
 from isobatch.launch.slurm import client, time_limit
 from isobatch.launch.slurm.command import refuse_if_in_a_job, stored_plan
 from isobatch.launch.slurm.rendezvous import rendezvous_folder, wait_for
+
+if TYPE_CHECKING:
+    pass
 
 REPEAT_SIGNAL_SECONDS = 10.0
 EARLY_SIGNAL_SECONDS = 65.0

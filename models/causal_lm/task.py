@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from isobatch.core.facts import Facts
+
 MAX_LENGTH_WITH_ATTENTION_DROPOUT = 512
 """Above this length attention dropout is 0: keyed noise rules out the fused attention kernel."""
 
@@ -125,7 +127,7 @@ class CausalLM(Task):
                 f"--max-length {self.recipe.max_length}: {self._model_name} reads at most {context} tokens"
             )
 
-    def _raw_config(self, facts: Any) -> dict[str, Any]:
+    def _raw_config(self, facts: Facts) -> dict[str, Any]:
         """The model's config.json as a mapping, checked against the tokenizer and the block length."""
         name, vocabulary = self._model_name, facts.extra["vocabulary"]
         if name in PRESETS:
@@ -142,7 +144,7 @@ class CausalLM(Task):
         if self._model_name not in PRESETS:
             hub.fetch_weights(self._model_name, self.recipe.revision)
 
-    def build_model(self, facts: Any) -> nn.Module:
+    def build_model(self, facts: Facts) -> nn.Module:
         from transformers import GPT2LMHeadModel
 
         from isobatch.models.causal_lm import chunked_cross_entropy
@@ -169,12 +171,12 @@ class CausalLM(Task):
         folder = Path(self._model_name).expanduser()
         return str(folder.resolve()) if folder.is_dir() else self._model_name
 
-    def _transformers_config(self, facts: Any) -> Any:
+    def _transformers_config(self, facts: Facts) -> Any:
         from transformers import AutoConfig, GPT2Config
 
         values = self._raw_config(facts)
         if self._model_name in PRESETS:
-            ids = {f"{role}_token_id": facts.extra.get(role) for role in ("eos", "bos")}
+            ids: dict[str, Any] = {f"{role}_token_id": facts.extra.get(role) for role in ("eos", "bos")}
             config = GPT2Config(**values, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         else:
             path = hub.local_path_or_id(self._model_name, self.recipe.revision)
@@ -198,7 +200,7 @@ class CausalLM(Task):
             values |= {name: 0.0 for name in names if "att" in name}
         return values
 
-    def model_size(self, facts: Any) -> ModelSize:
+    def model_size(self, facts: Facts) -> ModelSize:
         """From the config's numbers for GPT-2 and Llama-like models; others are built without storage."""
         size = model_sizes.size_from_config(self._raw_config(facts)) or self._size_by_building(facts)
         if self._model_name in PRESETS:
@@ -212,7 +214,7 @@ class CausalLM(Task):
             size, self._transformers_config(facts), self.options, self.recipe.optimizer
         )
 
-    def _token_id_map(self, facts: Any) -> dict[int, int] | None:
+    def _token_id_map(self, facts: Facts) -> dict[int, int] | None:
         """New token id -> the model's own id of the same token, for --resize-embeddings."""
         from isobatch.models.causal_lm.resize_embeddings import match_token_ids
 
@@ -220,7 +222,7 @@ class CausalLM(Task):
             hub.local_path_or_id(self._model_name, self.recipe.revision), saving.load_tokenizer(facts)
         )
 
-    def _resize_remark(self, facts: Any) -> str:
+    def _resize_remark(self, facts: Facts) -> str:
         """What --resize-embeddings does to this model, as a remark in the plan."""
         if (rows := self._token_id_map(facts)) is None:
             return (
@@ -234,7 +236,7 @@ class CausalLM(Task):
     def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self._model_name in PRESETS else adapters.memory_saving_flags(self.options)
 
-    def _size_by_building(self, facts: Any) -> ModelSize:
+    def _size_by_building(self, facts: Facts) -> ModelSize:
         """The size of another architecture, counted on a model without storage."""
         import torch
         from transformers import AutoModelForCausalLM
@@ -287,11 +289,11 @@ class CausalLM(Task):
         count = len(batch["tokens"])
         return Sum(correct_predictions(model, batch, label_tokens).sum(), count) if count else Sum(0.0, 0)
 
-    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         stride = self.recipe.options.get("stride") or self.recipe.max_length
         return perplexity.metrics(parts, split, facts.extra, stride)
 
-    def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
+    def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         """A folder for AutoModelForCausalLM and AutoTokenizer; an adapter's for PeftModel."""
         configured: Any = model
         if self.options.adapter == "none":
@@ -302,7 +304,7 @@ class CausalLM(Task):
             saving.save_tokenizer(configured.config.to_dict(), facts, folder)
 
     def export_as(
-        self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         if self.options.adapter == "none":
             raise UserError(f"--to {kind}: the run trained no adapter: final/ is the whole model")
@@ -331,7 +333,7 @@ class CausalLM(Task):
             *generation.open_for_generation(final, self.options.load_bits, self.options.remote_code),
         )
 
-    def sample(self, model: nn.Module, facts: Any, folder: Path) -> str | None:  # noqa: ARG002  Task's signature
+    def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:  # noqa: ARG002  Task's signature
         """A continuation of a prompt; for a model trained on conversations, answers to held-out prompts."""
         from isobatch.models.causal_lm.generation import continue_text, stream_text
 
@@ -354,7 +356,7 @@ class CausalLM(Task):
         return "\n\n".join(shown)
 
 
-def _label_tokens(facts: Any) -> list[list[list[int]]]:
+def _label_tokens(facts: Facts) -> list[list[list[int]]]:
     """For each dataset its labels' token ids, each with the end token; empty if its answers are no labels."""
     return [one.get("label_tokens") or [] for one in facts.extra.get("sets") or []]
 

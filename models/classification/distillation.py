@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from isobatch.core.facts import Facts
+
 RUN_FILES = ("recipe.json", "facts.json")
 
 
@@ -120,7 +122,7 @@ class DistilledClassifier(Classifier):
         student_config, teacher_config = self._initial_config(), hub.load_config(path, None)
         return hidden_width(student_config) != hidden_width(teacher_config)
 
-    def _classifier_config(self, facts: Any) -> Any:
+    def _classifier_config(self, facts: Facts) -> Any:
         if (path := self._teacher_path()) is not None:
             _check_labels(path, self._teacher_flag, facts.extra["labels"])
         return super()._classifier_config(facts)

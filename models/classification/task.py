@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from isobatch.core.facts import Facts
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512},
     "bert-6l": {"num_hidden_layers": 6},
@@ -90,7 +92,7 @@ class Classifier(Task):
             return None
         return hub.load_config(self._model_name, self.recipe.revision)
 
-    def _classifier_config(self, facts: Any) -> Any:
+    def _classifier_config(self, facts: Facts) -> Any:
         """The transformers config with this data's classes, and with the recipe's dropout if it has one."""
         from transformers import AutoConfig, BertConfig
 
@@ -119,7 +121,7 @@ class Classifier(Task):
         if self._model_name not in PRESETS:
             hub.fetch_weights(self._model_name, self.recipe.revision)
 
-    def build_model(self, facts: Any) -> nn.Module:
+    def build_model(self, facts: Facts) -> nn.Module:
         import torch
         from transformers import BertForSequenceClassification
         from transformers.utils import logging
@@ -137,7 +139,7 @@ class Classifier(Task):
             ignore_mismatched_sizes=_has_other_classes(folder, config),
         )
 
-    def model_size(self, facts: Any) -> ModelSize:
+    def model_size(self, facts: Facts) -> ModelSize:
         """Counted on a model without storage (device meta)."""
         import torch
 
@@ -187,7 +189,7 @@ class Classifier(Task):
             "right": Rows(logits_BC.argmax(1) == batch["label"]),
         }
 
-    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:  # noqa: ARG002  Task's signature
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:  # noqa: ARG002  Task's signature
         is_correct, count = float(parts["right"].sum()), len(parts["right"])
         loss = float(parts["nll"].value) / float(parts["nll"].weight)
         return {
@@ -196,7 +198,7 @@ class Classifier(Task):
             "accuracy_ci95": evaluation.wilson_interval(is_correct, count),
         }
 
-    def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
+    def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""
         saving.save(model, facts, folder)
         encoders.write_layer_sizes(model, folder)
@@ -210,7 +212,7 @@ class Classifier(Task):
         return found + onnx_variants(final, exports)
 
     def export_as(
-        self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """hf: as final/. dense: unpruned sizes, for any transformers. onnx: fp32, for onnxruntime."""
         model = encoders.open_classifier(str(final))

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
+
 NUM_REMOVALS = 5
 """How often, over the ramp, masked weights are removed: each time makes the steps after it faster."""
 
@@ -84,7 +87,7 @@ class Pruning(DistilledClassifier):
         "patience": 0,
     }
 
-    def __init__(self, recipe: Any, options: Any) -> None:
+    def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self._sparsity_cache: tuple[Any, float] | None = None
 
@@ -118,7 +121,7 @@ class Pruning(DistilledClassifier):
     def _sizes(self, config: Mapping[str, Any]) -> encoders.EncoderSizes:
         return encoders.sizes_from_config(config, self._model_name)
 
-    def model_size(self, facts: Any) -> ModelSize:
+    def model_size(self, facts: Facts) -> ModelSize:
         return dataclasses.replace(super().model_size(facts), why_unshardable=CHANGES_SHAPE)
 
     def begin_phase(
@@ -235,7 +238,7 @@ class Pruning(DistilledClassifier):
         return match_saved_shapes(model, shapes)
 
     def final_metrics(
-        self, model: nn.Module, final: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """Sparsity and sizes, latency, and the comparison with the teacher."""
         found: dict[str, Any] = {"sparsity": measure_sparsity(model, self._budget(model))}

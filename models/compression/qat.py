@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from isobatch.core.facts import Facts
+
 CALIBRATION_SAMPLES = 256
 """Training samples from which the ranges of the activations are chosen."""
 QUANTIZERS_FILE = "quantizers.safetensors"
@@ -73,7 +75,7 @@ class QAT(DistilledClassifier):
             encoders.sizes_from_config(config, self._model_name)
             onnx_graph.check_activation(config)
 
-    def model_size(self, facts: Any) -> ModelSize:
+    def model_size(self, facts: Facts) -> ModelSize:
         """A run of two phases has two shapes, so its model cannot be sharded."""
         return dataclasses.replace(
             super().model_size(facts), why_unshardable="" if self.teacher_name else CHANGES_SHAPE
@@ -92,7 +94,7 @@ class QAT(DistilledClassifier):
             self.forward(model, batch)
         quantization.finish_calibration(model)
 
-    def export(self, model: nn.Module, folder: Path, facts: Any) -> None:
+    def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         """The ONNX file, the rounded weights as a folder for AutoModel, and the scales beside them."""
         from safetensors.torch import save_file
 
@@ -114,7 +116,7 @@ class QAT(DistilledClassifier):
         return [ModelVariant("onnxruntime 4-bit", "onnx", file, file, final), *other_variants]
 
     def export_as(
-        self, kind: str, final: Path, folder: Path, facts: Any, batches: Callable[[], Iterable[Batch]]
+        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """onnx-int4: the file in final/. The others have the rounded weights, and fp32 activations."""
         if kind != "onnx-int4":
@@ -130,7 +132,7 @@ class QAT(DistilledClassifier):
         self,
         model: nn.Module,  # noqa: ARG002  Task's signature
         final: Path,
-        facts: Any,
+        facts: Facts,
         batches: Callable[[], Iterable[Batch]],
     ) -> Mapping[str, Any]:
         """The exported file compared with the trained model, and with the teacher."""

@@ -18,6 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import nn
 
+    from isobatch.core.facts import Facts
     from isobatch.models.base import Batch
 
 Runner = Callable[[dict[str, np.ndarray]], np.ndarray]
@@ -175,14 +176,14 @@ def time_runs_ms(run: Runner, inputs: dict[str, np.ndarray], seconds: float = TI
     return np.array(times)
 
 
-def latency_metrics(run: Runner, facts: Any) -> dict[str, float]:
+def latency_metrics(run: Runner, facts: Facts) -> dict[str, float]:
     """latency_ms_p50 and latency_ms_p95 of one text of LATENCY_TOKENS tokens on one thread."""
     with one_thread():
         times = time_runs_ms(run, example_inputs(1, facts.extra["vocabulary"], has_text_pairs(facts)))
     return {f"latency_ms_p{p}": round(float(np.percentile(times, p)), 4) for p in (50, 95)}
 
 
-def has_text_pairs(facts: Any) -> bool:
+def has_text_pairs(facts: Facts) -> bool:
     """Whether the samples of prepared data are pairs of texts."""
     return (Path(facts.folder) / "train" / "types-values.npy").is_file()
 

@@ -13,11 +13,13 @@ from isobatch.models.recommendation import catalogue, recommendations
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from isobatch.core.facts import Facts
+
 TRAINING_FILE = "training.safetensors"
 """The trained parameters by name, for --start of another training."""
 
 
-def export_recommender(net: Any, folder: Path, facts: Any) -> None:
+def export_recommender(net: Any, folder: Path, facts: Facts) -> None:
     """Write what `Recommendations` reads, a copy of recommendations.py, and the trained parameters."""
     from safetensors.numpy import save_file
 

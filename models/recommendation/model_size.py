@@ -12,6 +12,9 @@ from isobatch.models.causal_lm import model_sizes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
+
 DOT_HIDDEN = 8
 """Hidden width that the planner gets for the dot head, which has hardly any multiplications."""
 ASSUMED_COUNT = 10_000
@@ -31,7 +34,9 @@ def num_negatives(options: Any) -> int:
     return int(options.negatives or (1024 if options.loss == "sampled-softmax" else 4))
 
 
-def recommender_size(recipe: Any, options: Any, facts: Any, config: Mapping[str, Any] | None) -> ModelSize:
+def recommender_size(
+    recipe: Recipe, options: Any, facts: Facts, config: Mapping[str, Any] | None
+) -> ModelSize:
     """The size of the id tables, the head and, if there is a `config`, the text encoder."""
     users, items, dim = (
         facts.extra.get("users", ASSUMED_COUNT),
@@ -86,7 +91,7 @@ def _encoder_size(config: Mapping[str, Any]) -> tuple[int, int]:
     return int(config["vocab_size"]) * hidden + layers * (4 * hidden**2 + 2 * hidden * intermediate), hidden
 
 
-def _tables_remark(recipe: Any, options: Any, table_weights: int) -> str:
+def _tables_remark(recipe: Recipe, options: Any, table_weights: int) -> str:
     """MB of the id tables: Adam keeps 4 floats a weight and moves 7, of all rows or of the batch's rows."""
     negatives_per_pair, shared = num_negatives(options), options.loss == "sampled-softmax"
     rows = recipe.batch_size * (2 if shared else 2 + negatives_per_pair) + (

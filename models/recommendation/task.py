@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
+
 TRAINABLE_PARTS = ("projection", "fusion", "mlp", "ids")
 """What --trainable can name: the parts of the network that train besides the encoder."""
 LORA_BLOCKS = 4
@@ -124,7 +127,7 @@ class Recommender(Task):
         }
     }
 
-    def __init__(self, recipe: Any, options: Any) -> None:
+    def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self.cohort = options.cohort or 1  # type: ignore[misc]
         self._lora_has_gradient = False
@@ -175,12 +178,17 @@ class Recommender(Task):
         model_size.parse_layer_widths(options.layers)
         self._check_text_model()
 
+    @property
+    def _text_model(self) -> str:
+        """A preset, a folder or a hub id."""
+        return self.recipe.model or str(self.defaults["model"])
+
     def fetch(self) -> None:
-        if self.options.text != "off" and self.recipe.model not in PRESETS:
-            hub.fetch_weights(self.recipe.model, self.recipe.revision, "--text-model")
+        if self.options.text != "off" and self._text_model not in PRESETS:
+            hub.fetch_weights(self._text_model, self.recipe.revision, "--text-model")
 
     def _check_text_model(self) -> None:
-        name = self.recipe.model
+        name = self._text_model
         if self.options.text == "off" or name in PRESETS:
             return
         folder = Path(name).expanduser()
@@ -203,13 +211,13 @@ class Recommender(Task):
     def _trainable(self) -> list[str]:
         return [part.strip() for part in self.options.trainable.split(",")]
 
-    def _encoder_config(self, facts: Any) -> dict[str, Any] | None:
+    def _encoder_config(self, facts: Facts) -> dict[str, Any] | None:
         """The text encoder's config.json; None if no texts are used."""
         if self.options.text in ("lora", "full") and not facts.extra.get("texts", 1):
             raise UserError(f"--text {self.options.text}: no user or item has a text; say --text off")
         if self.options.text == "off" or not facts.extra.get("texts", 1):
             return None
-        name, vocabulary = self.recipe.model, facts.extra.get("vocabulary", 0)
+        name, vocabulary = self._text_model, facts.extra.get("vocabulary", 0)
         if name in PRESETS:
             return PRESETS[name].config(vocabulary, self.recipe.max_length)
         config = hub.load_config(name, self.recipe.revision)
@@ -221,7 +229,7 @@ class Recommender(Task):
         hub.check_vocabulary(name, config.get("vocab_size"), vocabulary)
         return config
 
-    def build_model(self, facts: Any) -> nn.Module:
+    def build_model(self, facts: Facts) -> nn.Module:
         from isobatch.models.recommendation.catalogue import Catalogue
         from isobatch.models.recommendation.network import RecommenderNet
 
@@ -236,7 +244,7 @@ class Recommender(Task):
             self._load_start_weights(net, self.options.start, facts)
         return net
 
-    def _load_start_weights(self, net: Any, start: str, facts: Any) -> None:
+    def _load_start_weights(self, net: Any, start: str, facts: Facts) -> None:
         """Load the weights of another run; parameters that it lacks, such as LoRA, stay as they are.
 
         Raises UserError unless its users, items, encoder and shapes are the same.
@@ -270,14 +278,14 @@ class Recommender(Task):
                 )
         net.load_state_dict({k: v for k, v in found.items() if k in own}, strict=False)
 
-    def _build_encoder(self, facts: Any, catalogue: Any) -> Any:
+    def _build_encoder(self, facts: Facts, catalogue: Any) -> Any:
         from transformers import AutoConfig
 
         from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, load_text_model
 
         if (config := self._encoder_config(facts)) is None:
             return None
-        name, options = self.recipe.model, self.options
+        name, options = self._text_model, self.options
         if name in PRESETS:
             net = load_text_model(AutoConfig.for_model(**config), None, None)
         else:
@@ -296,7 +304,7 @@ class Recommender(Task):
         net.requires_grad_(False)
         return encoder
 
-    def model_size(self, facts: Any) -> ModelSize:
+    def model_size(self, facts: Facts) -> ModelSize:
         return model_size.recommender_size(self.recipe, self.options, facts, self._encoder_config(facts))
 
     def sparse_parameters(self, model: Any) -> Iterable[nn.Parameter]:
@@ -368,7 +376,7 @@ class Recommender(Task):
 
         return {**ranking.metric_parts(model, batch, self.options.top_k)}
 
-    def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, Any]:
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         found: dict[str, Any] = super().metrics(parts, split, facts)
         del found["loss"]
         return {**found, "protocol": facts.extra["protocol"]}
@@ -377,7 +385,7 @@ class Recommender(Task):
         self,
         model: Any,
         final: Path,  # noqa: ARG002  Task's signature
-        facts: Any,  # noqa: ARG002  Task's signature
+        facts: Facts,  # noqa: ARG002  Task's signature
         batches: Callable[[], Iterable[Batch]],
     ) -> Mapping[str, Any]:
         """Metrics of EASE on the same interactions, if the catalogue is small enough."""
@@ -393,7 +401,7 @@ class Recommender(Task):
         except UnknownUserError as error:
             raise UserError(str(error)) from None
 
-    def sample(self, model: Any, facts: Any, folder: Path) -> str | None:  # noqa: ARG002  Task's signature
+    def sample(self, model: Any, facts: Facts, folder: Path) -> str | None:  # noqa: ARG002  Task's signature
         """The first user's recommendations."""
         from isobatch.models.recommendation.recommendations import Recommendations
 
@@ -401,7 +409,7 @@ class Recommender(Task):
         lines = [f"  {title}  {score:.2f}" for title, score in found.top(found.users[0], 5)]
         return "\n".join([f"for user {found.users[0]}:", *lines])
 
-    def export(self, model: Any, folder: Path, facts: Any) -> None:
+    def export(self, model: Any, folder: Path, facts: Facts) -> None:
         from isobatch.models.recommendation.export import export_recommender
 
         export_recommender(model, folder, facts)
