@@ -95,7 +95,7 @@ def _import_error(place: str, file: Path, error: Exception) -> UserError:
     former = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
     if former and former.partition(".")[0] in FORMER_ROOTS:
         return UserError(
-            f"--task {place}: imports {former}, which is isobatch.{former} now: write `from isobatch import"
+            f"--task {place}: what it imports from {former} is in isobatch now: write `from isobatch import"
             " Task, Loss, Data, Ragged` (or whatever it takes from there)"
         )
     shown = "".join(traceback.format_exception(type(error), error, frames))

@@ -1,0 +1,103 @@
+"""A user's task file: its neighbours are its own, and what is wrong with it is said in a line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from isobatch.core.errors import UserCodeError, UserError
+from isobatch.engine.task_files import load_task_class, task_file_hash
+from isobatch.tests.conftest import Cli
+
+TASK = """
+from isobatch import Task
+
+class Mine(Task):
+    def build_model(self, facts): ...
+    def loss(self, model, batch, step): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forget_modules() -> Iterator[None]:
+    """Modules and the path are the process's: the next test has neither."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in sys.modules.keys() - modules:
+        if name in ("models", "data", "neighbour") or name.startswith("isobatch_user_"):
+            del sys.modules[name]
+
+
+def written(folder: Path, text: str) -> str:
+    (folder / "mine.py").write_text(text)
+    return f"{folder}/mine.py:Mine"
+
+
+def test_neighbours_called_as_our_rooms_are_the_users(tmp_path: Path) -> None:
+    for name in ("models", "data"):
+        (tmp_path / f"{name}.py").write_text(f"PLACE = {name!r}\n")
+    (tmp_path / "engine").mkdir()
+    text = "import data, models\nassert (data.PLACE, models.PLACE) == ('data', 'models')\n" + TASK
+    assert load_task_class(written(tmp_path, text)).__name__ == "Mine"
+
+
+def test_an_import_error_shows_the_users_frames_alone(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("import no_such_library\n")
+    with pytest.raises(UserCodeError, match="cannot be imported: ModuleNotFoundError") as caught:
+        load_task_class(written(tmp_path, "import neighbour\n" + TASK))
+    frames = caught.value.frames
+    assert f'File "{tmp_path}/mine.py", line 1' in frames
+    assert f'File "{tmp_path}/neighbour.py", line 1' in frames
+    assert "task_files.py" not in frames
+    assert caught.value.exit_code == 2
+
+
+def test_on_the_command_line_it_ends_with_2(tmp_path: Path, cli: Cli) -> None:
+    written(tmp_path, "def broken(:\n")
+    done = cli("describe", "./mine.py:Mine")
+    assert done.code == 2
+    assert "SyntaxError" in done.err.splitlines()[-1]
+    assert "launch/cli.py" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (
+            "from models.base import Task",
+            "imports models.base, which is isobatch.models.base now: write `from",
+        ),
+        ("from data.base import Data", "imports data.base, which is isobatch.data.base now"),
+        ("import hub", "imports hub, which is isobatch.hub now"),
+    ],
+)
+def test_an_import_of_the_first_release_is_answered_with_todays(
+    line: str, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        load_task_class(written(tmp_path, f"{line}\n{TASK}"))
+
+
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [
+        ("def evaluate(self, model, batch): ...", r"Mine.evaluate takes \(self, model, batch, step\) now"),
+        ("def begin(self, model, phase, first): ...", "Mine.begin is called begin_phase now: rename it"),
+        ("def appraise(self, *words): ...", "Mine.appraise is called final_metrics now"),
+    ],
+)
+def test_a_method_of_the_first_release_is_named(method: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=problem):
+        load_task_class(written(tmp_path, TASK + f"    {method}\n"))
+
+
+def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
+    place = written(tmp_path, TASK)
+    before = task_file_hash(place)
+    assert before == task_file_hash(place)
+    assert task_file_hash(written(tmp_path, TASK + "# changed\n")) != before
+    assert task_file_hash("causal-lm") is None
