@@ -68,7 +68,7 @@ def strategies_to_try(
     """(strategy, activation checkpointing) to try, the cheapest first."""
     plain: StrategyName = "single" if processes == 1 else "ddp"
     strategies: list[StrategyName] = [plain]
-    if asked.strategy != "auto" and traits_of(asked.strategy).shards:
+    if asked.strategy != "auto" and traits_of(asked.strategy).least_processes <= processes:
         strategies = [asked.strategy]
     elif asked.strategy == "auto" and case.device == "cuda":
         strategies += [

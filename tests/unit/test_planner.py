@@ -11,6 +11,7 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
+from isobatch.core.strategies import STRATEGIES, StrategyTraits
 from isobatch.engine.planning.hardware import GIB, MACHINES, Hardware, parse_hardware
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan, with_smaller_budget
 from isobatch.models.base import ModelSize
@@ -202,6 +203,19 @@ def test_partitioning_comes_only_where_ddp_does_not_fit() -> None:
     assert plan.reduction == "explicit"
     assert planned("8xh100").strategy == "ddp"
     assert planned("8xh100", strategy="zero2").reasons["strategy"] == "you asked for it"
+
+
+def test_a_strategy_that_shards_nothing_is_chosen_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traits = StrategyTraits(
+        implementation="engine.strategies.replicated:ReplicatedStrategy", least_processes=2
+    )
+    monkeypatch.setitem(STRATEGIES, "other", traits)
+    plan = planned("8xh100", strategy="other")
+    assert (plan.strategy, plan.reasons["strategy"]) == ("other", "you asked for it")
+    assert planned("h100", strategy="other").strategy == "single"  # as ddp, it means nothing there
+    assert planned("8xh100").strategy == "ddp"
 
 
 def test_zero_that_saves_nothing_is_refused_with_the_arithmetic() -> None:
