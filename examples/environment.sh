@@ -1,0 +1,2 @@
+# Read by the job of slurm.sh before it trains.
+export OMP_PROC_BIND=false

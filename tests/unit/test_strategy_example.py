@@ -1,0 +1,45 @@
+"""examples/strategy.py takes the steps that the strategies of the project take, on worlds of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from isobatch.engine.loading.loader import BatchLoader
+from isobatch.engine.loading.sampler import Sampler
+from isobatch.engine.optimization.optimizers import make_optimizer
+from isobatch.engine.strategies.base import Strategy
+from isobatch.engine.strategies.replicated import ReplicatedStrategy
+from isobatch.examples.strategy import PerParameterStrategy
+from isobatch.tests.unit.helpers import plan
+from isobatch.tests.unit.test_step import COUNT, RECIPE, model, source, stepper
+
+
+def weights_after_two_steps(kind: type[Strategy], size: int) -> Any:
+    """A rank's part."""
+    models = [model() for _ in range(size)]  # made here: seeding is global, threads would mix it up
+
+    def part(world: Any) -> dict[str, torch.Tensor]:
+        chosen = plan(processes=size, micro_batch_tokens=40)
+        strategy: Any = kind(
+            models[world.rank], lambda m: make_optimizer(m, RECIPE, "cpu"), chosen, world, clip=0.5
+        )
+        runner = stepper(strategy)
+        sampler = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
+        for loaded in BatchLoader(source(), sampler.batch, chosen, world.rank).steps(0, 2):
+            runner.run(loaded, RECIPE.lr, [])
+        return {name: p.detach().clone() for name, p in strategy.unwrapped.named_parameters()}
+
+    return part
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_it_takes_the_same_steps(size: int, together: Any) -> None:
+    ours = together(size, weights_after_two_steps(PerParameterStrategy, size))
+    theirs = together(size, weights_after_two_steps(ReplicatedStrategy, size))
+    assert all(calls == ours.calls[0] for calls in ours.calls)
+    for found in ours.values:
+        for name, weight in theirs.values[0].items():
+            assert torch.allclose(found[name], weight, atol=1e-6), name
