@@ -31,11 +31,11 @@ class Zygote:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zygote-")
         self._path = f"{self._folder.name}/socket"
-        told = dict(os.environ if environment is None else environment)
-        self._at_start = _read_at_import(told)
+        variables = dict(os.environ if environment is None else environment)
+        self._at_start = _read_at_import(variables)
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, self._path],
-            env=told,
+            env=variables,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -20,7 +20,7 @@ from isobatch.benchmarks.soak import cluster, one_machine
 from isobatch.benchmarks.soak.checks import STEPS, Tally, losses
 from isobatch.core.package import ROOT, own_command
 
-UNDISTURBED = f"{ROOT}/tests/tasks/troubled.py:Line"
+UNDISTURBED = f"{ROOT}/tests/tasks/failing.py:Line"
 FAULTS, QUICK_FAULTS = 105, 6
 CLUSTER_FAULTS, QUICK_CLUSTER_FAULTS = 25, 3
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-TASK = f"{ROOT}/tests/tasks/troubled.py:SlowHungry"
+TASK = f"{ROOT}/tests/tasks/failing.py:SlowHungry"
 LAYOUTS = (("1", "single"), ("2", "ddp"), ("2", "zero1"), ("2", "zero2"))
 """(processes, strategy) of which each start and resume draws one."""
 

@@ -1,4 +1,4 @@
-"""Real processes: the command line as a user types it."""
+"""Helpers of the integration tests: commands run as processes of their own."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def launch(
     *words: str, cwd: Path, timeout: float = 240, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`isobatch WORDS` in a folder, to its end."""
-    told = {**os.environ, **environment}
-    if (warm := _zygote()).serves(told):
-        return warm.run(words, cwd, told, timeout)
+    variables = {**os.environ, **environment}
+    if (warm := _zygote()).serves(variables):
+        return warm.run(words, cwd, variables, timeout)
     return command(own_command(*words), cwd, timeout, **environment)
 
 

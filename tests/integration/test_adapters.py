@@ -1,4 +1,4 @@
-"""Adapters as a user trains them: they learn, resume, merge, and open in the libraries they are made for."""
+"""LoRA adapters: they learn, resume, merge, and open in peft and transformers."""
 
 from __future__ import annotations
 

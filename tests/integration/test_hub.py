@@ -1,4 +1,4 @@
-"""Models of a hub: a small one on this machine, which answers as the real one does."""
+"""Models of a hub, against a small hub server on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models taught by instructions and chats, as a user does it: they learn answers, and answer."""
+"""Instructions and chats: a model learns to answer, and `chat` shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text, instructions and classes in one run, as a user mixes them."""
+"""Text, instructions and labelled texts in one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed at any instant, a run loses nothing before its last checkpoint, and repeats and skips no sample."""
+"""A run killed at any instant loses nothing before its last checkpoint; no sample is repeated or skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP and ZeRO learn the same, and go on from each other's checkpoints."""
+"""DDP and ZeRO learn the same and resume from each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_from_a_laptop_to_zero_and_back(tmp_path: Path) -> None:
 def test_a_phase_may_train_what_the_one_before_left_frozen(strategy: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    common = ["auto", "--task", f"{ROOT}/tests/tasks/troubled.py:Thaws", "--quiet"]
+    common = ["auto", "--task", f"{ROOT}/tests/tasks/failing.py:Thaws", "--quiet"]
     assert launch(*common, "--name", "one", cwd=tmp_path).returncode == 0
     two = [*common, "--name", "two", "--again", "--processes", "2", "--strategy", strategy]
     done = launch(*two, cwd=tmp_path)
@@ -110,7 +110,7 @@ def test_accelerates_config_decides_the_stage(tmp_path: Path) -> None:
 
 
 def test_a_parameter_that_no_loss_touches_is_refused_under_zero(tmp_path: Path) -> None:
-    task = f"{ROOT}/tests/tasks/troubled.py:Unused"
+    task = f"{ROOT}/tests/tasks/failing.py:Unused"
     words = ["auto", "--task", task, "--quiet", "--processes", "2", "--strategy", "zero1"]
     done = launch(*words, cwd=tmp_path)
     assert done.returncode == 2, done.stderr

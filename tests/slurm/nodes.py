@@ -18,7 +18,7 @@ import psutil
 from isobatch.tests.integration.helpers import ROOT, command, launch, rows
 
 SCRIPT = Path(__file__).with_name("cluster.sh")
-TASKS = f"{ROOT}/tests/tasks/troubled.py"
+TASKS = f"{ROOT}/tests/tasks/failing.py"
 
 
 def wait_for(done: Callable[[], Any], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""A small GPT-2 on sequences of very different lengths: what the split must not change."""
+"""A small GPT-2 on sequences of very different lengths, whose losses no micro-batching may change."""
 
 from __future__ import annotations
 

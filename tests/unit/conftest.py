@@ -1,4 +1,4 @@
-"""Worlds of several ranks as threads of one process: what each would communicate, and what comes of it."""
+"""Fixtures of the unit tests: several ranks as threads of one process, with their collectives recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Models of a few weights gain nothing from more, and on a busy machine they wait for them."""
+    """Torch on one thread: models of a few weights gain nothing from more, and lose on a busy machine."""
     import torch
 
     before = torch.get_num_threads()
@@ -30,18 +30,18 @@ def _one_thread() -> Iterator[None]:
 
 
 WAIT_SECONDS = 30.0
-"""A rank that waits longer for the others has been left alone: in a real world it would hang."""
+"""A rank that waits longer is alone in a collective: with real processes it would hang."""
 Call = tuple[Any, ...]
 
 
-class Meeting:
+class Exchange:
     """Where the ranks of one world exchange values."""
 
     def __init__(self, size: int) -> None:
         self.slots: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=WAIT_SECONDS)
 
-    def exchange(self, rank: int, value: Any) -> list[Any]:
+    def all_gather(self, rank: int, value: Any) -> list[Any]:
         self.slots[rank] = value
         self.barrier.wait()
         found = list(self.slots)
@@ -50,39 +50,39 @@ class Meeting:
 
 
 class ThreadWorld(Communicator):
-    """A rank that really exchanges with the others, and records every collective."""
+    """A communicator whose ranks are threads; it records every collective."""
 
-    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+    def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
         import torch
 
-        self.rank, self.size, self.meeting = rank, size, meeting
+        self.rank, self.size, self.exchange = rank, size, exchange
         self.device = torch.device("cpu")
         self.accelerator: Any = SimpleNamespace(autocast=contextlib.nullcontext)
         self.calls: list[Call] = []
 
-    def _meet(self, value: Any, *call: Any) -> list[Any]:
+    def _record_and_gather(self, value: Any, *call: Any) -> list[Any]:
         self.calls.append(call)
-        return self.meeting.exchange(self.rank, value)
+        return self.exchange.all_gather(self.rank, value)
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         import torch
 
-        parts = self._meet(values.clone(), "sum", tuple(values.shape), values.dtype)
+        parts = self._record_and_gather(values.clone(), "sum", tuple(values.shape), values.dtype)
         return values.copy_(torch.stack(parts).sum(0))
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        return self._meet(value, "gather")
+        return self._record_and_gather(value, "gather")
 
     def all_gather(self, values: Tensor) -> Tensor:
         import torch
 
-        return torch.cat(self._meet(values, "gather tensors", tuple(values.shape), values.dtype))
+        return torch.cat(self._record_and_gather(values, "gather tensors", tuple(values.shape), values.dtype))
 
     def broadcast_object(self, value: Any) -> Any:
-        return self._meet(value, "agree")[0]
+        return self._record_and_gather(value, "agree")[0]
 
     def barrier(self) -> None:
-        self._meet(None, "barrier")
+        self._record_and_gather(None, "barrier")
 
     def broadcast_model(self, model: nn.Module) -> None:
         raise NotImplementedError
@@ -90,22 +90,22 @@ class ThreadWorld(Communicator):
 
 @dataclass
 class Outcome:
-    """Per rank: what its part returned, and the collectives that it took part in."""
+    """Per rank: what its function returned, and the collectives that it took part in."""
 
     values: list[Any] = field(default_factory=list)
     calls: list[list[Call]] = field(default_factory=list)
 
 
-Together = Callable[[int, Callable[[ThreadWorld], Any]], Outcome]
+RunRanks = Callable[[int, Callable[[ThreadWorld], Any]], Outcome]
 
 
 @pytest.fixture
-def together() -> Together:
-    """`together(3, part)` runs `part(world)` on three ranks at once; an error on one rank ends all."""
+def run_ranks() -> RunRanks:
+    """`run_ranks(3, part)` runs `part(world)` on three ranks at once; an error on one rank ends all."""
 
     def run(size: int, part: Callable[[ThreadWorld], Any]) -> Outcome:
-        meeting = Meeting(size)
-        worlds = [ThreadWorld(rank, size, meeting) for rank in range(size)]
+        exchange = Exchange(size)
+        worlds = [ThreadWorld(rank, size, exchange) for rank in range(size)]
         errors: list[BaseException] = []
 
         def guarded(world: ThreadWorld) -> Any:
@@ -115,7 +115,7 @@ def together() -> Together:
                 raise
             except BaseException as error:
                 errors.append(error)
-                meeting.barrier.abort()
+                exchange.barrier.abort()
                 raise
 
         with ThreadPoolExecutor(size) as pool:

@@ -1,4 +1,4 @@
-"""What several tests try things with: a plan, state in memory, a small network."""
+"""Helpers of several unit tests: a plan, state in memory, a small network."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def plan(**changes: Any) -> Plan:
 
 
 @dataclass(frozen=True)
-class Held:
-    """State by name, read as a checkpoint on disk is."""
+class InMemoryState:
+    """Portable state by name, with the interface of a checkpoint on disk."""
 
     tensors: dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""Checkpoints: written while training goes on, whole or absent, read by any world, and damage has a name."""
+"""Tests of engine/checkpointing/checkpoint.py: asynchronous, atomic, read by any world, damage detected."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def share(world: Any) -> PortableState:
     return portable_state.rank_share(tensors(), world.rank, world.size)
 
 
-def save(together: Any, folder: Path, size: int = 2, facts: dict[str, Any] | None = None) -> Path:
-    together(size, lambda world: checkpoint.save(folder, share(world), facts or FACTS, world))
+def save(run_ranks: Any, folder: Path, size: int = 2, facts: dict[str, Any] | None = None) -> Path:
+    run_ranks(size, lambda world: checkpoint.save(folder, share(world), facts or FACTS, world))
     return folder
 
 
@@ -63,22 +63,22 @@ def steps(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
-def test_what_any_world_saved_is_loaded(size: int, together: Any, tmp_path: Path) -> None:
-    folder = save(together, tmp_path / "it's 日本" / "train-3", size)
+def test_what_any_world_saved_is_loaded(size: int, run_ranks: Any, tmp_path: Path) -> None:
+    folder = save(run_ranks, tmp_path / "it's 日本" / "train-3", size)
     assert same(load(folder), tensors())
     assert SavedCheckpoint(folder).state == FACTS
     assert len(list(folder.glob("*.safetensors"))) == size
     assert not list(folder.parent.glob(".*"))  # nothing half-written is left
 
 
-def test_every_rank_of_a_save_issues_the_same_collectives(together: Any, tmp_path: Path) -> None:
-    outcome = together(3, lambda world: checkpoint.save(tmp_path / "train-3", share(world), FACTS, world))
+def test_every_rank_of_a_save_issues_the_same_collectives(run_ranks: Any, tmp_path: Path) -> None:
+    outcome = run_ranks(3, lambda world: checkpoint.save(tmp_path / "train-3", share(world), FACTS, world))
     assert outcome.calls == [[("gather",), ("barrier",)]] * 3
 
 
-def test_saving_again_replaces_the_whole_folder(together: Any, tmp_path: Path) -> None:
-    save(together, tmp_path / "train-3", 5)
-    folder = save(together, tmp_path / "train-3", 1, {"progress": {"step": 4}})
+def test_saving_again_replaces_the_whole_folder(run_ranks: Any, tmp_path: Path) -> None:
+    save(run_ranks, tmp_path / "train-3", 5)
+    folder = save(run_ranks, tmp_path / "train-3", 1, {"progress": {"step": 4}})
     assert len(list(folder.glob("*.safetensors"))) == 1
     assert same(load(folder), tensors())
     assert SavedCheckpoint(folder).state == {"progress": {"step": 4}}
@@ -133,7 +133,7 @@ def await_vote(writer: CheckpointWriter) -> list[float]:
     return writer.rank_flags()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(together: Any, tmp_path: Path, gate: Gate) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(run_ranks: Any, tmp_path: Path, gate: Gate) -> None:
     folder = tmp_path / "train-3"
 
     def part(world: Any) -> None:
@@ -151,13 +151,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(together: Any, tmp_path:
         assert folder.exists()
         assert writer.rank_flags() == [0.0, 0.0]
 
-    together(3, part)
+    run_ranks(3, part)
     assert same(load(folder), tensors())
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_checkpoint_is_complete_only_when_every_rank_has_voted(
-    together: Any, tmp_path: Path, gate: Gate
+    run_ranks: Any, tmp_path: Path, gate: Gate
 ) -> None:
     folder = tmp_path / "train-3"
 
@@ -177,12 +177,12 @@ def test_a_checkpoint_is_complete_only_when_every_rank_has_voted(
         writer.complete_if_written(*counted[-1])  # as the next step does, whose votes were cast before
         return counted
 
-    assert together(3, part).values == [[[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]] * 3
+    assert run_ranks(3, part).values == [[[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]] * 3
     assert same(load(folder), tensors())
 
 
 def test_finish_waits_for_every_rank_and_shows_the_checkpoint_to_all(
-    together: Any, tmp_path: Path, gate: Gate
+    run_ranks: Any, tmp_path: Path, gate: Gate
 ) -> None:
     folder = tmp_path / "train-3"
 
@@ -194,11 +194,11 @@ def test_finish_waits_for_every_rank_and_shows_the_checkpoint_to_all(
         assert folder.exists()
         assert writer.rank_flags() == [0.0, 0.0]
 
-    together(3, part)
+    run_ranks(3, part)
     assert same(load(folder), tensors())
 
 
-def test_what_changes_after_begin_is_not_written(together: Any, tmp_path: Path, gate: Gate) -> None:
+def test_what_changes_after_begin_is_not_written(run_ranks: Any, tmp_path: Path, gate: Gate) -> None:
     def part(world: Any) -> None:
         held = tensors()
         writer = CheckpointWriter(world)
@@ -208,11 +208,11 @@ def test_what_changes_after_begin_is_not_written(together: Any, tmp_path: Path, 
         gate[world.rank].set()
         writer.wait()
 
-    together(3, part)
+    run_ranks(3, part)
     assert same(load(tmp_path / "train-3"), tensors())
 
 
-def test_a_second_begin_waits_for_the_first(together: Any, tmp_path: Path, gate: Gate) -> None:
+def test_a_second_begin_waits_for_the_first(run_ranks: Any, tmp_path: Path, gate: Gate) -> None:
     first, second = tmp_path / "train-3", tmp_path / "train-6"
 
     def part(world: Any) -> None:
@@ -224,12 +224,12 @@ def test_a_second_begin_waits_for_the_first(together: Any, tmp_path: Path, gate:
         writer.wait()
         assert (steps(first), steps(second)) == (3, 6)
 
-    together(3, part)
+    run_ranks(3, part)
     assert same(load(first), tensors())
     assert same(load(second), tensors())
 
 
-def test_the_main_rank_alone_is_told_that_a_checkpoint_is_complete(together: Any, tmp_path: Path) -> None:
+def test_the_main_rank_alone_is_told_that_a_checkpoint_is_complete(run_ranks: Any, tmp_path: Path) -> None:
     told: list[tuple[int, list[str]]] = []
 
     def part(world: Any) -> None:
@@ -241,12 +241,12 @@ def test_the_main_rank_alone_is_told_that_a_checkpoint_is_complete(together: Any
         writer.wait()
         writer.wait()  # nothing is left to do
 
-    together(3, part)
+    run_ranks(3, part)
     assert told == [(0, ["train-3"]), (0, ["train-3", "train-6"])]
 
 
 def test_a_writer_issues_the_same_collectives_on_every_rank(
-    together: Any, tmp_path: Path, gate: Gate
+    run_ranks: Any, tmp_path: Path, gate: Gate
 ) -> None:
     def part(world: Any) -> list[list[Any]]:
         writer, calls = CheckpointWriter(world), []
@@ -271,7 +271,7 @@ def test_a_writer_issues_the_same_collectives_on_every_rank(
         return calls
 
     ended = ["gather", "barrier"]
-    outcome = together(3, part)
+    outcome = run_ranks(3, part)
     assert outcome.values == [[[], [], [], [], ["gather"], [], ended, ended, []]] * 3
     assert all(calls == outcome.calls[0] for calls in outcome.calls)
 
@@ -293,11 +293,11 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(
     rank: int,
     error: BaseException,
     reason: str,
-    together: Any,
+    run_ranks: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save(together, tmp_path / "train-3")
+    save(run_ranks, tmp_path / "train-3")
     failing(monkeypatch, rank, error)
     told: list[int] = []
 
@@ -309,7 +309,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(
         writer.wait()  # and that was that
         return world.calls
 
-    assert together(3, part).values == [[("gather",)]] * 3
+    assert run_ranks(3, part).values == [[("gather",)]] * 3
     assert SavedCheckpoint(tmp_path / "train-3").state == FACTS  # the one before is untouched
     assert same(load(tmp_path / "train-3"), tensors())
     assert not list(tmp_path.glob(".*"))
@@ -317,7 +317,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(
 
 
 def test_one_vote_of_failure_ends_the_save_while_others_still_write(
-    together: Any, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    run_ranks: Any, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch, 1, OSError(28, "No space left on device"))
 
@@ -332,12 +332,12 @@ def test_one_vote_of_failure_ends_the_save_while_others_still_write(
             writer.complete_if_written(*found)
         return found
 
-    assert together(3, part).values == [[1.0, 1.0]] * 3
+    assert run_ranks(3, part).values == [[1.0, 1.0]] * 3
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_index_that_cannot_be_written_ends_the_save_on_all(
-    together: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -348,7 +348,7 @@ def test_an_index_that_cannot_be_written_ends_the_save_on_all(
         with pytest.raises(UserError, match=r"cannot write .*: No space left on device; choose another"):
             checkpoint.save(tmp_path / "train-3", share(world), FACTS, world)
 
-    together(3, part)
+    run_ranks(3, part)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -359,8 +359,8 @@ def files_of(size: int) -> list[str]:
 
 @pytest.mark.parametrize("name", files_of(2))
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "empty"])
-def test_damage_has_a_name(name: str, damage: str, together: Any, tmp_path: Path) -> None:
-    path = save(together, tmp_path / "train-3") / name
+def test_damage_has_a_name(name: str, damage: str, run_ranks: Any, tmp_path: Path) -> None:
+    path = save(run_ranks, tmp_path / "train-3") / name
     content = bytearray(path.read_bytes())
     if damage == "missing":
         path.unlink()
@@ -375,9 +375,9 @@ def test_damage_has_a_name(name: str, damage: str, together: Any, tmp_path: Path
 @pytest.mark.parametrize("name", files_of(2))
 @pytest.mark.parametrize("damage", ["missing", "cut"])
 def test_a_file_that_is_missing_or_cut_is_noticed_without_reading_all(
-    name: str, damage: str, together: Any, tmp_path: Path
+    name: str, damage: str, run_ranks: Any, tmp_path: Path
 ) -> None:
-    path = save(together, tmp_path / "train-3") / name
+    path = save(run_ranks, tmp_path / "train-3") / name
     content = path.read_bytes()
     path.unlink()
     if damage == "cut":
@@ -387,8 +387,8 @@ def test_a_file_that_is_missing_or_cut_is_noticed_without_reading_all(
 
 
 @pytest.mark.parametrize("name", files_of(2))
-def test_any_flipped_bit_of_any_file_is_found(name: str, together: Any, tmp_path: Path) -> None:
-    path = save(together, tmp_path / "train-3") / name
+def test_any_flipped_bit_of_any_file_is_found(name: str, run_ranks: Any, tmp_path: Path) -> None:
+    path = save(run_ranks, tmp_path / "train-3") / name
     whole = path.read_bytes()
 
     @given(st.integers(0, len(whole) - 1), st.integers(0, 7))
@@ -405,8 +405,8 @@ def test_any_flipped_bit_of_any_file_is_found(name: str, together: Any, tmp_path
 
 
 @pytest.mark.parametrize("position", range(0, 400, 7))
-def test_any_flipped_byte_of_the_weights_is_found(position: int, together: Any, tmp_path: Path) -> None:
-    path = save(together, tmp_path / "train-3", 1) / "rank-00000.safetensors"
+def test_any_flipped_byte_of_the_weights_is_found(position: int, run_ranks: Any, tmp_path: Path) -> None:
+    path = save(run_ranks, tmp_path / "train-3", 1) / "rank-00000.safetensors"
     content = bytearray(path.read_bytes())
     values = 8 + int.from_bytes(content[:8], "little")  # where they begin
     content[position % len(content)] ^= 0x10
@@ -417,8 +417,8 @@ def test_any_flipped_byte_of_the_weights_is_found(position: int, together: Any, 
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 7])
-def test_the_ranks_check_all_files_between_them(world: int, together: Any, tmp_path: Path) -> None:
-    folder = save(together, tmp_path / "train-3", 5)
+def test_the_ranks_check_all_files_between_them(world: int, run_ranks: Any, tmp_path: Path) -> None:
+    folder = save(run_ranks, tmp_path / "train-3", 5)
     for number in range(5):
         path = folder / f"rank-{number:05d}.safetensors"
         whole = path.read_bytes()
@@ -443,8 +443,8 @@ def assert_same_part(saved: SavedCheckpoint, wanted: Tensor, name: str, borders:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
-def test_any_part_is_a_slice_of_the_whole(size: int, together: Any, tmp_path: Path) -> None:
-    saved, wanted = SavedCheckpoint(save(together, tmp_path / "train-3", size)), tensors()
+def test_any_part_is_a_slice_of_the_whole(size: int, run_ranks: Any, tmp_path: Path) -> None:
+    saved, wanted = SavedCheckpoint(save(run_ranks, tmp_path / "train-3", size)), tensors()
 
     @given(st.sampled_from(sorted(wanted)), Borders)
     def look(name: str, borders: tuple[int, int]) -> None:
@@ -453,7 +453,7 @@ def test_any_part_is_a_slice_of_the_whole(size: int, together: Any, tmp_path: Pa
     look()
 
 
-def test_pieces_cut_and_dealt_anyhow_are_one_tensor_again(together: Any, tmp_path: Path) -> None:
+def test_pieces_cut_and_dealt_anyhow_are_one_tensor_again(run_ranks: Any, tmp_path: Path) -> None:
     """As each strategy deals them: no rank holds what `shared` would give it, and one may hold nothing."""
     flat = torch.arange(60.0)
     entries = {"weight/a": portable_state.tensor_entry(flat.view(5, 12))}
@@ -470,7 +470,7 @@ def test_pieces_cut_and_dealt_anyhow_are_one_tensor_again(together: Any, tmp_pat
             mine = [p for p, place in zip(pieces, dealt, strict=False) if place % 3 == world.rank]
             checkpoint.save(tmp_path / "train-3", PortableState(entries, mine), FACTS, world)
 
-        together(3, part)
+        run_ranks(3, part)
         assert same(load(tmp_path / "train-3"), {"weight/a": flat.view(5, 12)})
         assert_same_part(SavedCheckpoint(tmp_path / "train-3"), flat, "weight/a", borders)
 
@@ -479,26 +479,26 @@ def test_pieces_cut_and_dealt_anyhow_are_one_tensor_again(together: Any, tmp_pat
 
 @pytest.mark.parametrize("pieces", [[], [(0, 4)], [(5, 10)], [(0, 4), (5, 10)], [(0, 6), (5, 10)]])
 def test_a_tensor_with_a_gap_or_an_overlap_is_damage(
-    pieces: list[tuple[int, int]], together: Any, tmp_path: Path
+    pieces: list[tuple[int, int]], run_ranks: Any, tmp_path: Path
 ) -> None:
     flat = torch.arange(10.0)
     state = PortableState(
         {"weight/a": portable_state.tensor_entry(flat)},
         [TensorPiece("weight/a", a, flat[a:b]) for a, b in pieces],
     )
-    together(1, lambda world: checkpoint.save(tmp_path / "train-3", state, FACTS, world))
+    run_ranks(1, lambda world: checkpoint.save(tmp_path / "train-3", state, FACTS, world))
     with pytest.raises(TrainingError, match=DAMAGED + "parts of weight/a are missing"):
         SavedCheckpoint(tmp_path / "train-3")
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adafactor"])
-def test_training_goes_on_as_if_nothing_had_happened(kind: Any, together: Any, tmp_path: Path) -> None:
+def test_training_goes_on_as_if_nothing_had_happened(kind: Any, run_ranks: Any, tmp_path: Path) -> None:
     recipe = Recipe(task="t", optimizer=kind, lr=0.01)
     net = network()
     optimizer = make_optimizer(net, recipe, "cpu")
     train(net, optimizer, 0, 3)
     state = portable_state.collect_state(net, optimizer)
-    together(
+    run_ranks(
         3,
         lambda w: checkpoint.save(
             tmp_path / "train-3", portable_state.rank_share(state, w.rank, w.size), FACTS, w
@@ -556,9 +556,9 @@ def test_pruning_keeps_the_newest_and_the_spared(
 
 
 def test_a_half_written_checkpoint_is_no_checkpoint(
-    together: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(together, tmp_path / "train-3")
+    save(run_ranks, tmp_path / "train-3")
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -566,22 +566,22 @@ def test_a_half_written_checkpoint_is_no_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            save(together, tmp_path / "train-6", 1)
+            save(run_ranks, tmp_path / "train-6", 1)
     assert (tmp_path / ".train-6.tmp").is_dir()
     assert listed(tmp_path) == ["train-3"]
-    save(together, tmp_path / "train-6")  # and it is in nobody's way
+    save(run_ranks, tmp_path / "train-6")  # and it is in nobody's way
     assert listed(tmp_path) == ["train-3", "train-6"]
     assert same(load(tmp_path / "train-6"), tensors())
 
 
-def test_what_a_larger_world_left_half_written_is_not_read(together: Any, tmp_path: Path) -> None:
-    save(together, tmp_path / "train-3", 5).rename(tmp_path / ".train-3.tmp")
-    assert same(load(save(together, tmp_path / "train-3", 2, {"progress": {"step": 4}})), tensors())
+def test_what_a_larger_world_left_half_written_is_not_read(run_ranks: Any, tmp_path: Path) -> None:
+    save(run_ranks, tmp_path / "train-3", 5).rename(tmp_path / ".train-3.tmp")
+    assert same(load(save(run_ranks, tmp_path / "train-3", 2, {"progress": {"step": 4}})), tensors())
     assert steps(tmp_path / "train-3") == 4
 
 
-def test_a_sweep_leaves_only_what_is_complete(together: Any, tmp_path: Path) -> None:
-    save(together, tmp_path / "train-3")
+def test_a_sweep_leaves_only_what_is_complete(run_ranks: Any, tmp_path: Path) -> None:
+    save(run_ranks, tmp_path / "train-3")
     make(tmp_path, ".train-6.tmp", ".train-2.old")
     checkpoint.remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["train-3"]

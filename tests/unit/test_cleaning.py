@@ -1,4 +1,4 @@
-"""--clean: what each step does to texts, what it counts, and what is refused."""
+"""Tests of data/cleaning: what each step of --clean does to texts, what it counts, and what is refused."""
 
 from __future__ import annotations
 

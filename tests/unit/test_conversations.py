@@ -1,4 +1,4 @@
-"""Conversations: rows of several forms, templates, and the mask of what is learnt, against masks by hand."""
+"""Tests of data/text/conversations.py: row formats, chat templates, and loss masks against masks by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation: every sample once and in order, on any number of ranks."""
+"""Tests of engine/training/evaluate.py: every sample once and in order, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ class Drawing(Counting):
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_the_noise_of_an_evaluation_is_its_samples(size: int, together: Any) -> None:
-    (alone,) = together(1, lambda world: measured(world, Drawing(None, None))).values
+def test_the_noise_of_an_evaluation_is_its_samples(size: int, run_ranks: Any) -> None:
+    (alone,) = run_ranks(1, lambda world: measured(world, Drawing(None, None))).values
     assert np.unique(np.array(alone["each"])).size == 2 * COUNT
-    for found in together(size, lambda world: measured(world, Drawing(None, None))).values:
+    for found in run_ranks(size, lambda world: measured(world, Drawing(None, None))).values:
         assert found["each"] == alone["each"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.001])
-def test_every_sample_once_and_in_order_on_any_world(size: int, fraction: float, together: Any) -> None:
+def test_every_sample_once_and_in_order_on_any_world(size: int, fraction: float, run_ranks: Any) -> None:
     rows = [int(source().fetch(np.array([i]))["tokens"].sum()) for i in range(COUNT)]
     count = {1.0: 37, 0.5: 19, 0.001: 1}[fraction]  # ceil(37 / 2) = 19; at least one
-    outcome = together(size, lambda world: measured(world, Counting(None, None), fraction))
+    outcome = run_ranks(size, lambda world: measured(world, Counting(None, None), fraction))
     for found in outcome.values:
         assert found["each"] == rows[:count]
         assert found["weight"] == source().lengths(np.arange(count)).sum()
@@ -90,8 +90,8 @@ class Plain(Counting):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_by_default_the_losses_are_the_metrics(size: int, together: Any) -> None:
-    found = together(size, lambda world: measured(world, Plain(None, None))).values[0]
+def test_by_default_the_losses_are_the_metrics(size: int, run_ranks: Any) -> None:
+    found = run_ranks(size, lambda world: measured(world, Plain(None, None))).values[0]
     tokens = int(source().columns["tokens"].values.sum())
     lengths = int(source().lengths(np.arange(COUNT)).sum())
     assert found["tokens"] == pytest.approx(tokens / lengths)
@@ -112,8 +112,8 @@ class Paired(Plain):
 
 @pytest.mark.parametrize(("fraction", "count"), [(1.0, COUNT), (0.3, 12)])  # 11.1 samples are 4 cohorts
 @pytest.mark.parametrize("size", [1, 3])
-def test_cohorts_are_evaluated_whole(size: int, fraction: float, count: int, together: Any) -> None:
-    found = together(size, lambda world: measured(world, Paired(None, None), fraction)).values[0]
+def test_cohorts_are_evaluated_whole(size: int, fraction: float, count: int, run_ranks: Any) -> None:
+    found = run_ranks(size, lambda world: measured(world, Paired(None, None), fraction)).values[0]
     assert found["loss"] == pytest.approx(sum(range(count)) / -(-count // 3))
 
 
@@ -128,8 +128,8 @@ class Noisy(Task):
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_a_loss_with_noise_is_evaluated_alike_on_any_world(size: int, together: Any) -> None:
-    (alone,) = together(1, lambda world: measured(world, Noisy(None, None))).values
+def test_a_loss_with_noise_is_evaluated_alike_on_any_world(size: int, run_ranks: Any) -> None:
+    (alone,) = run_ranks(1, lambda world: measured(world, Noisy(None, None))).values
     assert 0 < alone["x"] < 1
-    for found in together(size, lambda world: measured(world, Noisy(None, None))).values:
+    for found in run_ranks(size, lambda world: measured(world, Noisy(None, None))).values:
         assert found["x"] == pytest.approx(alone["x"], rel=1e-12)

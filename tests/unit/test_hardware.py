@@ -1,4 +1,4 @@
-"""What there is: the machine table, and detection on folders of fixtures."""
+"""Tests of engine/planning/hardware.py and detect.py: the machine table, and detection on fixture folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interactions from every form of file, numbered, split, and ranked against what a user has not seen."""
+"""Tests of data/interactions: every file format, numbering, splits, and ranking against unseen items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labelled texts become token ids and class numbers, and bad rows one line."""
+"""Tests of data/labelled.py: texts become token ids and class numbers; a bad row is refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several sets in one run: their rows end to end, what each learns, and the share of each in every batch."""
+"""Tests of data/text/mixture.py and sources.py: several sets in one run, and the share of each in a batch."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_plain_sets_alone_need_no_answers(tmp_path: Path, make: Make) -> None:
 
 
 def test_kinds_are_told_by_columns() -> None:
-    told = {
+    kinds = {
         ("text",): "text",
         ("text", "label"): "labels",
         ("sentence", "label"): "labels",
@@ -184,7 +184,7 @@ def test_kinds_are_told_by_columns() -> None:
         ("instruction", "output", "text"): "instruction",
         ("body",): "text",
     }
-    assert {columns: detect_row_kind(columns, None, is_only_set=False) for columns in told} == told
+    assert {columns: detect_row_kind(columns, None, is_only_set=False) for columns in kinds} == kinds
     assert detect_row_kind(("text", "label"), None, is_only_set=True) == "text"
     assert detect_row_kind(("text", "label"), "text", is_only_set=False) == "text"
     assert detect_row_kind(("messages", "label"), "text", is_only_set=False) == "messages"

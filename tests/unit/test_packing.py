@@ -1,4 +1,4 @@
-"""Samples end to end learn what samples in padded rows learn, with the same noise."""
+"""Tests of engine/model_setup/packing.py: packed samples learn as in padded rows, with the same noise."""
 
 from __future__ import annotations
 

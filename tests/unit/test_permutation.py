@@ -1,4 +1,4 @@
-"""The computed permutation: a bijection, uniform, the same from a table and without one."""
+"""Tests of engine/loading/permutation.py: a bijection, uniform, the same from a table and without one."""
 
 from __future__ import annotations
 

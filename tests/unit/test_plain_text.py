@@ -1,4 +1,4 @@
-"""Text: readers, tokenizers and the arithmetic of blocks, on files made here."""
+"""Tests of plain text: readers, tokenizers and the arithmetic of blocks, on files made here."""
 
 from __future__ import annotations
 

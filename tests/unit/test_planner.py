@@ -1,4 +1,4 @@
-"""The planner as a table: what is decided for every machine, why, and what is refused."""
+"""Tests of engine/planning/planner.py: what is decided for each machine, why, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe: what it refuses, its hash, its file, and what it never mentions."""
+"""Tests of core/recipe.py: what it refuses, its hash, its file, and what it never mentions."""
 
 from __future__ import annotations
 

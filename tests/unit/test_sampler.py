@@ -1,4 +1,4 @@
-"""The sampler: every sample once an epoch, the same subset, and nothing remembered."""
+"""Tests of engine/loading/sampler.py: every sample once an epoch, batches computed from the step alone."""
 
 from __future__ import annotations
 

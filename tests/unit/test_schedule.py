@@ -1,4 +1,4 @@
-"""Phases, learning rates and alarms, by hand."""
+"""Tests of engine/optimization/schedule.py: phases, learning rates and save timers, by hand."""
 
 from __future__ import annotations
 

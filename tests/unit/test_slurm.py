@@ -1,4 +1,4 @@
-"""The script and what may be put into it; when a job stops and when it requeues itself."""
+"""Tests of launch/slurm: the sbatch script and its quoting; when a job stops and when it requeues itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from isobatch.launch.slurm.rendezvous import NodePlace, _join, _wait_for_answers
 from isobatch.tests.conftest import Cli
 
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1)
-LINE = f"{Path(__file__).parents[1]}/tasks/troubled.py:Line"
+LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
 
 
 def script(**changes: object) -> sbatch_script.JobScript:

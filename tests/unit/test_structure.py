@@ -1,4 +1,4 @@
-"""What the files may import and draw, and how soon the command line answers."""
+"""Tests of the repository: imports between rooms, forbidden calls, start-up time of the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promise: cut a global batch as you like, over as many processes as you like, and learn the same."""
+"""Losses and gradients are the same for any micro-batches and any number of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However the world is formed, the losses are one process's; a wrong world is refused."""
+"""Every launcher gives the losses of one process; a world that is not the plan's is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Something dies, fails on one process only, or is not what it says: the run ends in order and tells."""
+"""Errors on one process or on all, and changed files: the run ends in order with one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from isobatch.core.package import own_command
 from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
 
-TASKS = f"{ROOT}/tests/tasks/troubled.py"
+TASKS = f"{ROOT}/tests/tasks/failing.py"
 
 
 def words(task: str, *more: str) -> list[str]:

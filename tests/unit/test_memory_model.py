@@ -1,4 +1,4 @@
-"""Bytes and FLOPs from shapes; the expected arithmetic stands beside each assert."""
+"""Tests of engine/planning/memory_model.py: bytes and FLOPs; the arithmetic stands beside each assert."""
 
 from __future__ import annotations
 

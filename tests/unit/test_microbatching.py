@@ -1,4 +1,4 @@
-"""Cutting a global batch: nothing lost, nothing twice, within the budget, and evenly dealt."""
+"""Tests of engine/loading/microbatching.py: each sample once, within the budget, evenly over the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run comes from, and what is refused before anything trains."""
+"""Tests of launch/local/run_setup.py: new and continued runs, and what is refused before training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isobatch.launch.local.run_setup import create_run, locate_data, prepare_fac
 OWN = """
 import numpy as np
 from isobatch.data.base import Data
-from isobatch.tests.tasks import troubled
+from isobatch.tests.tasks import failing
 
 
 class Alone(Data):
@@ -27,7 +27,7 @@ class Alone(Data):
         return {"train": {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}}
 
 
-class Line(troubled.Line):
+class Line(failing.Line):
     data = Alone
 """
 

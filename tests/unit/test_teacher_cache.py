@@ -1,4 +1,4 @@
-"""A teacher is asked once."""
+"""Tests of engine/training/teacher_cache.py: a teacher computes each sample once."""
 
 from __future__ import annotations
 

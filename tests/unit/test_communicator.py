@@ -1,4 +1,4 @@
-"""Who is in a world, and refusing one that nobody formed."""
+"""Tests of engine/distributed/communicator.py: rank and world size, and worlds that are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_one_process_agrees_with_itself_without_a_process_group() -> None:
     assert broadcast_choice_before_planning(lambda: "here", 0, 1, cpu=True, timeout=1) == "here"
 
 
-def test_ranks_that_agree_get_what_rank_0_has(together) -> None:  # type: ignore[no-untyped-def]
+def test_ranks_that_agree_get_what_rank_0_has(run_ranks) -> None:  # type: ignore[no-untyped-def]
     """The stand-in that other tests use exchanges values as a world does."""
     import torch
 
@@ -74,15 +74,15 @@ def test_ranks_that_agree_get_what_rank_0_has(together) -> None:  # type: ignore
             world.is_main,
         )
 
-    outcome = together(3, part)
+    outcome = run_ranks(3, part)
     assert outcome.values == [(6.0, [0, 1, 2], 0, rank == 0) for rank in range(3)]  # 1 + 2 + 3
 
 
-def test_an_error_on_one_rank_ends_all(together) -> None:  # type: ignore[no-untyped-def]
+def test_an_error_on_one_rank_ends_all(run_ranks) -> None:  # type: ignore[no-untyped-def]
     def part(world):  # type: ignore[no-untyped-def]
         if world.rank == 1:
             raise UserError("rank 1 gave up")
         world.barrier()
 
     with pytest.raises(UserError, match="rank 1 gave up"):
-        together(3, part)
+        run_ranks(3, part)

@@ -1,4 +1,4 @@
-"""A run's records against its recipe: what was changed is found, on runs that only look trained."""
+"""Tests of engine/verification/audit.py: changed records of a run are found."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ def test_a_run_that_ended_is_done(run: RunFolder, status: str | None) -> None:
         (run.folder / "summary.json").unlink()
     else:
         atomic_files.write_json(run.folder / "summary.json", {**(run.summary() or {}), "status": status})
-    told = status or "unfinished"
-    assert found_in(run) == [f"metrics.jsonl says that the run is done, and summary.json that it is {told}"]
+    state = status or "unfinished"
+    assert found_in(run) == [f"metrics.jsonl says that the run is done, and summary.json that it is {state}"]
     MetricsLog(run, writes=True).truncate_after(
         ["train"], "train", STEPS
     )  # resumed, it has not ended any more

@@ -1,4 +1,4 @@
-"""Whatever memory, signals and dying processes do to a run: it goes on, learns the same, and tells."""
+"""Out of memory, signals and dying processes: the run goes on, learns the same, and says what happened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from isobatch.core.package import own_command
 from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
 
-TASKS = f"{ROOT}/tests/tasks/troubled.py"
+TASKS = f"{ROOT}/tests/tasks/failing.py"
 BOUND_SECONDS = 90
 SLOW = pytest.mark.slow
 
@@ -167,7 +167,7 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     (decision,) = decisions(run)
     assert "rank 1 has stood still" in decision["reason"]
     assert "at step 5" in decision["reason"]
-    assert "in loss (troubled.py:" in decision["reason"]
+    assert "in loss (failing.py:" in decision["reason"]
     whole(run, plain(tmp_path, 30))
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step on worlds of several ranks: the same numbers as on one, by the same collectives."""
+"""Tests of engine/training/train_step.py: the same numbers and collectives for any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from isobatch.engine.strategies.replicated import SCALE_START, ReplicatedStrateg
 from isobatch.engine.training.train_step import Stepper
 from isobatch.models import base
 from isobatch.models.base import Batch, Loss, StepContext, Task
-from isobatch.tests.unit.helpers import Held, plan
+from isobatch.tests.unit.helpers import InMemoryState, plan
 
 VOCABULARY, COUNT = 11, 40
 RECIPE = Recipe(task="tiny", batch_size=16, lr=0.1, clip=0.0, optimizer="sgd", dropout=0.2)
@@ -108,9 +108,9 @@ def trained(
         strategy = replicas(world, models[world.rank], recipe, **changes)
         runner = stepper(strategy, recipe)
         sampler = Sampler(COUNT, recipe.batch_size, recipe.seed)
-        feed = BatchLoader(source(), sampler.batch, strategy.plan, world.rank, 1, strategy.equal_counts)
+        loader = BatchLoader(source(), sampler.batch, strategy.plan, world.rank, 1, strategy.equal_counts)
         found: dict[str, Any] = {"sums": [], "norms": [], "votes": [], "scale": []}
-        for loaded in feed.steps(0, steps):
+        for loaded in loader.steps(0, steps):
             result = runner.run(loaded, recipe.lr, [float(world.rank == 1), 1.0])
             found["sums"].append(dict(zip(result.names, result.sums.tolist(), strict=False)))
             found["votes"].append(result.sums.tolist()[len(result.names) :])
@@ -149,17 +149,17 @@ class Counting(ReplicatedStrategy):
 
 
 @pytest.fixture
-def alone(together: Any) -> dict[str, Any]:
+def alone(run_ranks: Any) -> dict[str, Any]:
     """The whole batch at once on one rank."""
-    (found,) = together(
+    (found,) = run_ranks(
         1, trained(micro_batch_samples=1000, micro_batch_tokens=10**6, micro_batch_cost=1e9)
     ).values
     return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_any_cut_and_world_takes_the_same_steps(size: int, together: Any, alone: dict[str, Any]) -> None:
-    outcome = together(size, trained())
+def test_any_cut_and_world_takes_the_same_steps(size: int, run_ranks: Any, alone: dict[str, Any]) -> None:
+    outcome = run_ranks(size, trained())
     for found in outcome.values:
         assert [sorted(s) for s in found["sums"]] == [["first", "next"]] * 3
         for one, other in zip(found["sums"], alone["sums"], strict=True):
@@ -170,8 +170,8 @@ def test_any_cut_and_world_takes_the_same_steps(size: int, together: Any, alone:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 16, pytest.param(512, marks=pytest.mark.slow)])
-def test_every_rank_issues_the_same_collectives(size: int, together: Any) -> None:
-    outcome = together(size, trained(steps=2, most=size))
+def test_every_rank_issues_the_same_collectives(size: int, run_ranks: Any) -> None:
+    outcome = run_ranks(size, trained(steps=2, most=size))
     first = outcome.calls[0]
     assert all(calls == first for calls in outcome.calls)
     # Loss names once; then each step: who used which parameter, one bucket of gradients, losses and votes.
@@ -185,19 +185,19 @@ def test_every_rank_issues_the_same_collectives(size: int, together: Any) -> Non
     assert first == [("gather",), *one, *one]
 
 
-def test_ranks_without_samples_take_part(together: Any) -> None:
+def test_ranks_without_samples_take_part(run_ranks: Any) -> None:
     recipe = Recipe(task="tiny", batch_size=3, lr=0.1, clip=0.0, optimizer="sgd")
-    (single,) = together(1, trained(recipe)).values
-    outcome = together(5, trained(recipe))
+    (single,) = run_ranks(1, trained(recipe)).values
+    outcome = run_ranks(5, trained(recipe))
     assert all(calls == outcome.calls[0] for calls in outcome.calls)
     assert outcome.values[4]["norms"] == pytest.approx(single["norms"], rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_computed_dummies_change_nothing_and_even_out_the_counts(size: int, together: Any) -> None:
+def test_computed_dummies_change_nothing_and_even_out_the_counts(size: int, run_ranks: Any) -> None:
     recipe = Recipe(task="tiny", batch_size=4, lr=0.1, clip=0.0, optimizer="sgd", weight_decay=0.0)
-    (single,) = together(1, trained(recipe, steps=1)).values
-    outcome = together(size, trained(recipe, steps=1, kind=Counting, micro_batch_samples=1))
+    (single,) = run_ranks(1, trained(recipe, steps=1)).values
+    outcome = run_ranks(size, trained(recipe, steps=1, kind=Counting, micro_batch_samples=1))
     for found in outcome.values:
         assert found["seen"] == outcome.values[0]["seen"]  # in step, whatever each has to do
         assert found["sums"][0] == pytest.approx(single["sums"][0], rel=1e-5)
@@ -212,12 +212,12 @@ def test_computed_dummies_change_nothing_and_even_out_the_counts(size: int, toge
 
 
 def test_the_reduction_comes_in_buckets_of_bounded_size(
-    together: Any, monkeypatch: pytest.MonkeyPatch, alone: dict[str, Any]
+    run_ranks: Any, monkeypatch: pytest.MonkeyPatch, alone: dict[str, Any]
 ) -> None:
     from isobatch.engine.distributed import communicator as world_module
 
     monkeypatch.setattr(world_module, "_BUCKET_BYTES", 400)
-    outcome = together(2, trained())
+    outcome = run_ranks(2, trained())
     parameters = [p.numel() for n, p in model().named_parameters() if not n.startswith("idle")]
     floats = [c[1][0] for c in outcome.calls[0] if c[0] == "sum" and c[2] == torch.float32]
     assert max(floats) <= max(100, *parameters)  # 400 bytes are 100 numbers; a larger tensor goes alone
@@ -225,14 +225,14 @@ def test_the_reduction_comes_in_buckets_of_bounded_size(
     assert outcome.values[0]["norms"] == pytest.approx(alone["norms"], rel=1e-5)
 
 
-def test_votes_are_counted_over_the_ranks(together: Any) -> None:
-    outcome = together(3, trained(steps=1))
+def test_votes_are_counted_over_the_ranks(run_ranks: Any) -> None:
+    outcome = run_ranks(3, trained(steps=1))
     assert [v["votes"] for v in outcome.values] == [
         [[1.0, 3.0]]
     ] * 3  # rank 1 asks for one thing, all for another
 
 
-def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(together: Any) -> None:
+def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(run_ranks: Any) -> None:
     recipe = Recipe(task="tiny", batch_size=16, noise="keyed", clip=0.0, lr=0.0, optimizer="sgd")
     rows = source()
     samples = Sampler(COUNT, 16, 0).batch(0)
@@ -250,14 +250,14 @@ def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(together: Any) -> 
             total += nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
         return dict(zip(result.names, result.sums.tolist(), strict=False)), total
 
-    ((losses, total),) = together(1, part).values
+    ((losses, total),) = run_ranks(1, part).values
     assert losses["next"] == pytest.approx(total / (rows.lengths(samples) - 1).sum(), rel=1e-5)
 
 
-def test_clipping_uses_the_norm_of_the_whole_gradient(together: Any) -> None:
+def test_clipping_uses_the_norm_of_the_whole_gradient(run_ranks: Any) -> None:
     recipe = Recipe(task="tiny", batch_size=16, lr=1.0, clip=0.01, optimizer="sgd", weight_decay=0.0)
     for size in (1, 3):
-        found = together(size, trained(recipe, steps=1)).values[-1]
+        found = run_ranks(size, trained(recipe, steps=1)).values[-1]
         before = dict(model().named_parameters())
         moved = torch.cat([(found["weights"][n] - before[n]).flatten() for n in before])
         assert found["norms"][0] > 0.05  # reported as it was before
@@ -282,10 +282,10 @@ class Tables(ReplicatedStrategy):
 @pytest.mark.parametrize("kind", [Model, Tied])
 @pytest.mark.parametrize("size", [1, 2])
 def test_rows_that_were_read_make_the_gradient_of_the_table(
-    size: int, kind: type[nn.Module], together: Any, monkeypatch: pytest.MonkeyPatch
+    size: int, kind: type[nn.Module], run_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "Model", kind)
-    rows, tables = (together(size, trained(kind=k)).values[0] for k in (ReplicatedStrategy, Tables))
+    rows, tables = (run_ranks(size, trained(kind=k)).values[0] for k in (ReplicatedStrategy, Tables))
     assert rows["norms"] == pytest.approx(tables["norms"], rel=1e-5)
     for name, weight in tables["weights"].items():
         torch.testing.assert_close(rows["weights"][name], weight, rtol=1e-5, atol=1e-6)
@@ -302,12 +302,12 @@ class ByRows(ReplicatedStrategy):
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 def test_tables_by_rows_learn_the_same_on_any_number_of_ranks(
-    clip: float, together: Any, monkeypatch: pytest.MonkeyPatch
+    clip: float, run_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe(task="tiny", batch_size=16, lr=0.01, clip=clip, dropout=0.2)
-    alone = together(1, trained(recipe, kind=ByRows)).values[0]
+    alone = run_ranks(1, trained(recipe, kind=ByRows)).values[0]
     for size in (2, 3, 20):  # of twenty, some have no samples
-        for found in together(size, trained(recipe, kind=ByRows, most=20)).values:
+        for found in run_ranks(size, trained(recipe, kind=ByRows, most=20)).values:
             assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4)
             for name, weight in alone["weights"].items():
                 torch.testing.assert_close(found["weights"][name], weight, rtol=1e-3, atol=1e-4)
@@ -353,7 +353,7 @@ class Holding(Model):
 
 
 def test_what_is_held_is_made_once_a_step_and_learns_the_same(
-    together: Any, monkeypatch: pytest.MonkeyPatch
+    run_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "Model", Holding)
     made: list[ReplicatedStrategy] = []
@@ -363,15 +363,15 @@ def test_what_is_held_is_made_once_a_step_and_learns_the_same(
             super().__init__(*words)
             made.append(self)
 
-    once = together(1, trained(kind=Kept)).values[0]
-    each = together(1, trained(kind=Counting)).values[0]  # whose backwards reduce: it holds nothing
+    once = run_ranks(1, trained(kind=Kept)).values[0]
+    each = run_ranks(1, trained(kind=Counting)).values[0]  # whose backwards reduce: it holds nothing
     assert [m.unwrapped.hidden.times for m in made] == [3]
     assert once["norms"] == pytest.approx(each["norms"], rel=1e-5)
     for name, weight in each["weights"].items():
         torch.testing.assert_close(once["weights"][name], weight, rtol=1e-5, atol=1e-6)
 
 
-def test_half_a_step_leaves_no_gradient_behind(together: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_step_leaves_no_gradient_behind(run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def part(world: Any) -> tuple[Any, Any]:
         runner = stepper(strategy := replicas(world, Holding()))
         monkeypatch.setattr(Tiny, "loss", lambda *_: 1 / 0)
@@ -379,16 +379,16 @@ def test_half_a_step_leaves_no_gradient_behind(together: Any, monkeypatch: pytes
             runner.backward(next(iter(BatchLoader(source(), np.arange, strategy.plan, 0).steps(8, 9))))
         return strategy.unwrapped.hidden.leaf, strategy.unwrapped.hidden.weight.grad
 
-    assert together(1, part).values == [(None, None)]
+    assert run_ranks(1, part).values == [(None, None)]
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_overflow_redoes_the_same_step_at_half_the_scale(
-    size: int, together: Any, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    size: int, run_ranks: Any, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # fp32 arithmetic overflows too where the scale is out of bounds: 2^128 is no float.
     monkeypatch.setattr(replicas_module, "SCALE_START", 2.0**130)
-    outcome = together(size, trained(precision="fp16"))
+    outcome = run_ranks(size, trained(precision="fp16"))
     for found in outcome.values:
         assert 2.0**100 < found["scale"][0] < 2.0**130
         assert found["norms"] == pytest.approx(alone["norms"], rel=1e-5)
@@ -399,16 +399,16 @@ def test_an_overflow_redoes_the_same_step_at_half_the_scale(
 
 
 def test_a_gradient_that_overflows_at_every_scale_has_a_name(
-    together: Any, monkeypatch: pytest.MonkeyPatch
+    run_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas_module, "SCALE_LEAST", 2.0**200)
     monkeypatch.setattr(replicas_module, "SCALE_START", 2.0**201)
     with pytest.raises(TrainingError, match="fp16 gradients overflow at every loss scale"):
-        together(1, trained(precision="fp16"))
+        run_ranks(1, trained(precision="fp16"))
 
 
 def test_the_scale_doubles_after_enough_good_steps_and_is_saved(
-    together: Any, monkeypatch: pytest.MonkeyPatch
+    run_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas_module, "SCALE_PATIENCE", 2)
 
@@ -417,7 +417,7 @@ def test_the_scale_doubles_after_enough_good_steps_and_is_saved(
         scales = [first._overflowed(torch.tensor(1.0)) or first.scale for _ in range(3)]
         first._overflowed(torch.tensor(torch.inf))
         assert first._overflowed(torch.tensor(1.0)) is False
-        saved: Any = Held(portable_state.collect_state(first.unwrapped, first.optimizer))
+        saved: Any = InMemoryState(portable_state.collect_state(first.unwrapped, first.optimizer))
         again.restore(saved, first.loss_scale())
         fresh.restore(saved, {})  # as a strategy without a scale saves it
         other = replicas(world, model())
@@ -425,12 +425,12 @@ def test_the_scale_doubles_after_enough_good_steps_and_is_saved(
         return [scales, again.scale, again.good_steps, fresh.scale, other.scale]
 
     # Doubled by the second good step, halved by the overflow; fp32 has no scale whatever was saved.
-    ((scales, scale, good, unsaved, plain),) = together(1, part).values
+    ((scales, scale, good, unsaved, plain),) = run_ranks(1, part).values
     assert scales == [SCALE_START, 2 * SCALE_START, 2 * SCALE_START]
     assert (scale, good, unsaved, plain) == (SCALE_START, 1, SCALE_START, 1.0)
 
 
-def test_native_noise_is_drawn_again_by_a_resumed_run_and_refused_to_tasks(together: Any) -> None:
+def test_native_noise_is_drawn_again_by_a_resumed_run_and_refused_to_tasks(run_ranks: Any) -> None:
     recipe = Recipe(task="tiny", batch_size=16, noise="native")
 
     def part(world: Any) -> list[float]:
@@ -444,7 +444,7 @@ def test_native_noise_is_drawn_again_by_a_resumed_run_and_refused_to_tasks(toget
             runner.step_context(0).noise.uniform("shake", (1,))
         return drawn
 
-    ((one, other),) = together(1, part).values
+    ((one, other),) = run_ranks(1, part).values
     assert one == other
 
 
@@ -496,7 +496,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "foreign"), [(Recurrent, True), (Model, False)])
-def test_noise_of_the_models_own_is_noticed(kind: type[nn.Module], foreign: bool, together: Any) -> None:
+def test_noise_of_the_models_own_is_noticed(kind: type[nn.Module], foreign: bool, run_ranks: Any) -> None:
     def part(world: Any) -> bool | None:
         runner = stepper(strategy := replicas(world, kind()))
         assert runner.learnt.foreign_noise is None
@@ -505,7 +505,7 @@ def test_noise_of_the_models_own_is_noticed(kind: type[nn.Module], foreign: bool
         )
         return runner.learnt.foreign_noise
 
-    assert together(1, part).values == [foreign]
+    assert run_ranks(1, part).values == [foreign]
 
 
 class Recording(Tiny):
@@ -519,19 +519,19 @@ class Recording(Tiny):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_what_a_loss_records_is_summed_in_the_losses_reduction(size: int, together: Any) -> None:
+def test_what_a_loss_records_is_summed_in_the_losses_reduction(size: int, run_ranks: Any) -> None:
     models = {rank: model() for rank in range(size)}
 
     def part(world: Any) -> list[dict[str, Any]]:
         strategy = replicas(world, models[world.rank])
         runner = Stepper(Recording(RECIPE, None), RECIPE, world, strategy, KeyedNoise(0), "train")
         sampler = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
-        feed = BatchLoader(source(), sampler.batch, strategy.plan, world.rank)
-        results = [runner.run(loaded, 0.1, [1.0]) for loaded in feed.steps(0, 2)]
+        loader = BatchLoader(source(), sampler.batch, strategy.plan, world.rank)
+        results = [runner.run(loaded, 0.1, [1.0]) for loaded in loader.steps(0, 2)]
         assert [r.sums.tolist()[-1] for r in results] == [size, size]  # the rank flag stands last
         return [{name: value.tolist() for name, value in r.recorded.items()} for r in results]
 
-    outcome = together(size, part)
+    outcome = run_ranks(size, part)
     order = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
     for found in outcome.values:
         for step, recorded in enumerate(found):

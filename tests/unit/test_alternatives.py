@@ -1,4 +1,4 @@
-"""What other ways would take, from the same arithmetic as the plan."""
+"""Tests of engine/planning/alternatives.py: what other settings would take, by the plan's arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small files are whole or absent, and logs survive a kill."""
+"""Tests of engine/runs/run_folder.py and core/atomic_files.py: whole files or none, after a kill too."""
 
 from __future__ import annotations
 

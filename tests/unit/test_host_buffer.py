@@ -1,4 +1,4 @@
-"""What is written past the page cache is a safetensors file like any other."""
+"""Tests of engine/checkpointing/host_buffer.py: a file written with direct I/O is a safetensors file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keyed noise: as good as random, and the same however a batch is cut. Bounds are five standard errors."""
+"""Tests of engine/noise: as good as random, and the same for any micro-batches. Bounds: 5 standard errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that brings Python code of its own: it runs when a person has said so, and goes with the run."""
+"""Models with Python code of their own: it runs only if allowed, and is exported with the run."""
 
 from __future__ import annotations
 

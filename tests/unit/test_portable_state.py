@@ -1,4 +1,4 @@
-"""State by name: every element once and evenly over the ranks, and only what belongs to the model."""
+"""Tests of engine/checkpointing/portable_state.py: every element once, evenly over the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import TensorEntry
 from isobatch.engine.optimization.optimizers import make_optimizer
-from isobatch.tests.unit.helpers import Held, network, same, train
+from isobatch.tests.unit.helpers import InMemoryState, network, same, train
 
 SIZES = st.dictionaries(st.text("abc/.", min_size=1, max_size=6), st.integers(0, 97), min_size=1, max_size=8)
 
@@ -90,8 +90,8 @@ def test_state_put_into_another_model_is_its_state(kind: Any) -> None:
     optimizers = [make_optimizer(net, Recipe(task="t", optimizer=kind), "cpu") for net in nets]
     train(nets[0], optimizers[0], 0, 2)
     wanted = portable_state.collect_state(nets[0], optimizers[0])
-    portable_state.load_weights(Held(wanted), nets[1])
-    portable_state.load_moments(Held(wanted), nets[1], optimizers[1])
+    portable_state.load_weights(InMemoryState(wanted), nets[1])
+    portable_state.load_moments(InMemoryState(wanted), nets[1], optimizers[1])
     assert same(portable_state.collect_state(nets[1], optimizers[1]), wanted)
 
 
@@ -105,7 +105,7 @@ def test_another_models_names_are_refused() -> None:
     del state["weight/2.bias"]
     state["weight/3.bias"] = torch.zeros(2)
     with pytest.raises(TrainingError, match=r"not this model's: 2.bias, 3.bias \(2 names\)"):
-        portable_state.load_weights(Held(state), net)
+        portable_state.load_weights(InMemoryState(state), net)
 
 
 def test_another_models_shapes_are_refused_before_anything_is_changed() -> None:
@@ -114,5 +114,5 @@ def test_another_models_shapes_are_refused_before_anything_is_changed() -> None:
     state = {name: t + 1 for name, t in bare(net).items()}
     state["weight/2.bias"] = torch.zeros(1)  # would be broadcast
     with pytest.raises(TrainingError, match=r"2.bias has shape \(1,\), and this model's \(2,\)"):
-        portable_state.load_weights(Held(state), net)
+        portable_state.load_weights(InMemoryState(state), net)
     assert same(dict(net.state_dict()), before)

@@ -1,4 +1,4 @@
-"""Attention with keyed dropout: the plain kernel where there is none, and a mask that no padding moves."""
+"""Tests of engine/noise/keyed_attention.py: the plain kernel without dropout, a mask that ignores padding."""
 
 from __future__ import annotations
 

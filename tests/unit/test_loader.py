@@ -1,4 +1,4 @@
-"""The feed: the same batches from a thread and from workers, errors in the loop, nothing left running."""
+"""Tests of engine/loading/loader.py: a thread or worker processes, errors, and nothing left running."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import multiprocessing
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,42 +41,48 @@ class Slow(ArraySource):
         return super().fetch(indices, pad_to)
 
 
-def feed(source: ArraySource, rank: int = 0, **changes: Any) -> BatchLoader:
+def loader(source: ArraySource, rank: int = 0, **changes: Any) -> BatchLoader:
     return BatchLoader(source, Sampler(COUNT, 12, seed=0).batch, plan(**changes), rank)
 
 
-def told(steps: Iterator[LoadedStep]) -> list[Any]:
+def collected(steps: Iterator[LoadedStep]) -> list[Any]:
     return [
         (s.work.step, s.work.samples.tolist(), [{k: t.tolist() for k, t in b.items()} for b in s.batches])
         for s in steps
     ]
 
 
-def running() -> list[Any]:
-    """Threads and processes that a feed started."""
-    threads = [t for t in threading.enumerate() if t.name == "feed"]
-    return [*threads, *multiprocessing.active_children()]
+def running() -> set[Any]:
+    """Threads and processes of this process."""
+    return {*threading.enumerate(), *multiprocessing.active_children()}
 
 
-def wait_until_quiet() -> None:
-    deadline = time.monotonic() + 5
-    while running() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not running()
+@pytest.fixture
+def wait_until_quiet() -> Callable[[], None]:
+    """Wait for the end of every thread and process that the test has started; fail after 5 s."""
+    before = running()
+
+    def wait() -> None:
+        deadline = time.monotonic() + 5
+        while running() - before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not running() - before
+
+    return wait
 
 
 def test_a_thread_and_workers_give_the_same_batches() -> None:
-    threaded = told(feed(Slow()).steps(0, 6))
+    threaded = collected(loader(Slow()).steps(0, 6))
     assert [step for step, _, _ in threaded] == [0, 1, 2, 3, 4, 5]
-    assert told(feed(Slow(), workers=2).steps(0, 6)) == threaded
+    assert collected(loader(Slow(), workers=2).steps(0, 6)) == threaded
 
 
 def test_a_stream_may_begin_anywhere() -> None:
-    assert told(feed(Slow()).steps(3, 6)) == told(feed(Slow()).steps(0, 6))[3:]
+    assert collected(loader(Slow()).steps(3, 6)) == collected(loader(Slow()).steps(0, 6))[3:]
 
 
 def test_every_sample_of_a_batch_is_fetched_by_some_rank_and_padded_as_cut() -> None:
-    steps = [list(feed(Slow(), rank, processes=3).steps(0, 2)) for rank in range(3)]
+    steps = [list(loader(Slow(), rank, processes=3).steps(0, 2)) for rank in range(3)]
     for same in zip(*steps, strict=True):
         fetched = np.concatenate([b["index"].numpy() for s in same for b in s.batches])
         assert sorted(fetched) == sorted(same[0].work.samples)
@@ -89,7 +95,7 @@ def test_every_sample_of_a_batch_is_fetched_by_some_rank_and_padded_as_cut() -> 
 
 def test_the_totals_are_of_the_whole_batch() -> None:
     source = Slow()
-    work = feed(source, processes=3).plan_step(0)
+    work = loader(source, processes=3).plan_step(0)
     tokens = int((source.lengths(work.samples) - 1).sum())
     assert work.unit_weights == {"sample": 12.0, "cohort": 12.0, "token": float(tokens)}
     assert work.tokens == tokens + 12  # each row has one token more than it predicts
@@ -106,9 +112,11 @@ def test_a_rank_without_samples_computes_one_with_weight_zero() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_while_fetching_is_raised_in_the_loop(workers: int) -> None:
+def test_an_error_while_fetching_is_raised_in_the_loop(
+    workers: int, wait_until_quiet: Callable[[], None]
+) -> None:
     source = Slow(broken=int(Sampler(COUNT, 12, seed=0).batch(2)[5]))
-    steps = feed(source, workers=workers).steps(0, 4)
+    steps = loader(source, workers=workers).steps(0, 4)
     assert [next(steps).work.step, next(steps).work.step] == [0, 1]  # the steps before are whole
     with pytest.raises(UserError, match=r"^sample \d+ is damaged$"):
         next(steps)
@@ -123,12 +131,14 @@ class Wrong(Slow):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bug_in_a_source_is_shown_with_its_place_and_leaves_nothing_running(workers: int) -> None:
+def test_a_bug_in_a_source_is_shown_with_its_place_and_leaves_nothing_running(
+    workers: int, wait_until_quiet: Callable[[], None]
+) -> None:
     with pytest.raises(IndexError, match="a bug") as raised:
-        list(feed(Wrong(), workers=workers).steps(0, 1))
+        list(loader(Wrong(), workers=workers).steps(0, 1))
     wait_until_quiet()
-    told_where = str(raised.value) if workers else "".join(traceback.format_exception(raised.value))
-    assert "in fetch" in told_where
+    shown = str(raised.value) if workers else "".join(traceback.format_exception(raised.value))
+    assert "in fetch" in shown
 
 
 def test_an_error_of_the_order_is_raised_in_the_loop() -> None:
@@ -140,26 +150,28 @@ def test_an_error_of_the_order_is_raised_in_the_loop() -> None:
 
 
 def test_waiting_for_data_is_counted_and_the_loops_own_time_is_not() -> None:
-    slow = [s.wait_seconds for s in feed(Slow(seconds=0.02), prefetch=1).steps(0, 2)]
-    micros = len(feed(Slow()).plan_step(1).micro_batches)
+    slow = [s.wait_seconds for s in loader(Slow(seconds=0.02), prefetch=1).steps(0, 2)]
+    micros = len(loader(Slow()).plan_step(1).micro_batches)
     assert slow[1] >= 0.02 * (micros - 1) * 0.5  # at most a micro or two were ready
     busy = []
-    for loaded in feed(Slow(), prefetch=8).steps(0, 4):
+    for loaded in loader(Slow(), prefetch=8).steps(0, 4):
         busy.append(loaded.wait_seconds)
         time.sleep(0.05)
     assert max(busy[1:]) < 0.04  # loaded while the loop slept
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loop_that_stops_early_leaves_nothing_running(workers: int) -> None:
-    steps = feed(Slow(), workers=workers).steps(0, 1000)
+def test_a_loop_that_stops_early_leaves_nothing_running(
+    workers: int, wait_until_quiet: Callable[[], None]
+) -> None:
+    steps = loader(Slow(), workers=workers).steps(0, 1000)
     next(steps)
     steps.close()  # type: ignore[attr-defined]
     wait_until_quiet()
 
 
-def test_a_finished_stream_leaves_no_thread() -> None:
-    told(feed(Slow()).steps(0, 3))
+def test_a_finished_stream_leaves_no_thread(wait_until_quiet: Callable[[], None]) -> None:
+    collected(loader(Slow()).steps(0, 3))
     wait_until_quiet()
 
 

@@ -1,4 +1,4 @@
-"""What loss() must return is held against what it returns in the first step; nothing is learnt from it."""
+"""Tests of engine/training/loss_checks.py: the first step checks what loss() returns and changes nothing."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def trained(
     )
     runner = stepper(task(recipe, None), recipe, world, made, keyed, "train")
     order = Sampler(COUNT, recipe.batch_size, 0, cohort=task.cohort).batch
-    feed = BatchLoader(source(), order, chosen, world.rank, task.cohort, made.equal_counts)
-    sums = [runner.run(loaded, recipe.lr, []).sums.tolist() for loaded in feed.steps(0, 3)]
+    loader = BatchLoader(source(), order, chosen, world.rank, task.cohort, made.equal_counts)
+    sums = [runner.run(loaded, recipe.lr, []).sums.tolist() for loaded in loader.steps(0, 3)]
     calls = [site.calls for site in keyed.sites.values()] if keyed else []
     state = {name: t.tolist() for name, t in model.state_dict().items()}
     return {"sums": sums, "calls": calls, "state": state, "generator": torch.get_rng_state().tolist()}
@@ -209,33 +209,33 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ],
 )
 def test_looking_changes_nothing_that_is_learnt(
-    settings: dict[str, Any], looks: int, together: Any, looked: list[Any], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], looks: int, run_ranks: Any, looked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (found,) = together(1, partial(trained, **settings)).values
+    (found,) = run_ranks(1, partial(trained, **settings)).values
     assert len(looked) == looks
     monkeypatch.setattr(Stepper, "_refuse_means", lambda *_: None)
-    assert together(1, partial(trained, **settings)).values == [found]
+    assert run_ranks(1, partial(trained, **settings)).values == [found]
 
 
 @pytest.mark.parametrize("settings", [{}, {"stepper": Half}, {"micro": 2}])
-def test_a_mean_is_refused(settings: dict[str, Any], together: Any) -> None:
+def test_a_mean_is_refused(settings: dict[str, Any], run_ranks: Any) -> None:
     with pytest.raises(
         TrainingError, match=r"part odd is not a sum over samples: .* return the sum"
     ) as error:
-        together(1, partial(trained, task=Means, **settings))
+        run_ranks(1, partial(trained, task=Means, **settings))
     words = str(error.value).split()
     one, two = float(words[words.index("gives") + 1].strip(",")), float(words[words.index("together;") - 1])
     assert two / one == pytest.approx(2, rel=0.5)
     assert "\n" not in str(error.value)
 
 
-def test_samples_that_need_each_other_need_a_cohort(together: Any) -> None:
+def test_samples_that_need_each_other_need_a_cohort(run_ranks: Any) -> None:
     with pytest.raises(TrainingError, match="part loss is not a sum .* declare cohort if samples need each"):
-        together(1, partial(trained, task=Loose, micro=8))
+        run_ranks(1, partial(trained, task=Loose, micro=8))
 
 
-def test_noise_that_nobody_saw_is_no_mean(together: Any, looked: list[Any]) -> None:
-    together(1, partial(trained, task=Unseen))
+def test_noise_that_nobody_saw_is_no_mean(run_ranks: Any, looked: list[Any]) -> None:
+    run_ranks(1, partial(trained, task=Unseen))
     assert len(looked) == 1
 
 
@@ -276,9 +276,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize("problem", FORMS)
-def test_other_forms_of_a_loss_are_refused(problem: str, together: Any) -> None:
+def test_other_forms_of_a_loss_are_refused(problem: str, run_ranks: Any) -> None:
     with pytest.raises(TrainingError, match=problem + r".*: return {name: Loss\(sum, unit\)}"):
-        together(1, partial(trained, task=returns(FORMS[problem])))
+        run_ranks(1, partial(trained, task=returns(FORMS[problem])))
 
 
 @pytest.mark.parametrize(
@@ -289,10 +289,10 @@ def test_other_forms_of_a_loss_are_refused(problem: str, together: Any) -> None:
         (["final"], "a part called final, the name of another field of metrics.jsonl"),
     ],
 )
-def test_a_part_has_a_name_of_its_own(names: list[str], problem: str, together: Any) -> None:
+def test_a_part_has_a_name_of_its_own(names: list[str], problem: str, run_ranks: Any) -> None:
     task = returns(lambda errors: {name: Loss(errors.sum(), "sample") for name in names})
     with pytest.raises(TrainingError, match=problem):
-        together(1, partial(trained, task=task))
+        run_ranks(1, partial(trained, task=task))
 
 
 def test_every_field_of_a_row_is_reserved() -> None:

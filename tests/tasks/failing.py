@@ -1,4 +1,4 @@
-"""Tasks in which something goes wrong at one place."""
+"""Tasks that fail, hang or run out of memory at a known place, and the plain task they derive from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Early stopping and the best checkpoint, decided from rounded values."""
+"""Tests of engine/optimization/early_stopping.py: patience and the best checkpoint, on rounded values."""
 
 from __future__ import annotations
 

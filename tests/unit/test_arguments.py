@@ -1,0 +1,360 @@
+"""Tests of launch/local/arguments.py: from words to a checked recipe, plan and run options, or one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isobatch.core.errors import UserError
+from isobatch.core.flags import flags_of
+from isobatch.core.plan import PlanOptions
+from isobatch.core.recipe import Recipe
+from isobatch.engine.registry import Workload, workload
+from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.local.arguments import (
+    MEANINGS,
+    SYNONYMS,
+    BatchScaling,
+    Request,
+    command_options,
+    parse_request,
+    split_words,
+)
+
+FLAGS = {
+    "recipe": """task mode preset data format model tokenizer revision seed epochs steps phase batch_size
+        max_length lr weight_decay warmup schedule clip dropout optimizer train_fraction eval_fraction
+        eval_every patience min_delta group_by_length noise""",
+    "scaling": "scale_batch lr_rule per_device_batch_size gradient_accumulation_steps",
+    "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
+        activation_checkpointing attention pack device memory_limit""",
+    "run": """out name resume again save_every keep log_every tracker ledger anomaly hang_timeout
+        max_restarts debug quiet""",
+    "causal-lm": """adapter lora_r lora_alpha lora_dropout lora_targets lora_bias load_bits generate_prompt
+        generate_tokens resize_embeddings remote_code text_column template response_only mix clean stride
+        vocab_size data_config""",
+}
+
+
+def ask(*words: str) -> Request:
+    return parse_request(["--task", "causal-lm", *words], "auto")
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ValueError, match=".") as refused:
+        ask(*words)
+    assert refused.value.exit_code == 2  # type: ignore[attr-defined]
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_new_flag_is_a_decision() -> None:
+    found = {
+        "recipe": flags_of(Recipe, "recipe"),
+        "scaling": flags_of(BatchScaling, "recipe"),
+        "plan": flags_of(PlanOptions, "plan"),
+        "run": flags_of(RunOptions, "run"),
+        "causal-lm": workload("causal-lm").option_flags(),
+    }
+    assert {group: list(flags) for group, flags in found.items()} == {g: f.split() for g, f in FLAGS.items()}
+    names = [name for flags in found.values() for name in flags]
+    assert len(names) == len(set(names)), "one word, one meaning"
+    assert all(flag.help for flags in found.values() for flag in flags.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (["--lr=-1"], {"lr": "-1"}),
+        (["--lr", "-1e-3"], {"lr": "-1e-3"}),
+        (["--name=a=b"], {"name": "a=b"}),
+        (["--name", "a = b"], {"name": "a = b"}),
+        (["--data", 'it\'s "my" data/ünï 日本'], {"data": 'it\'s "my" data/ünï 日本'}),
+        (["--data", "{1: 2}"], {"data": "{1: 2}"}),
+        (["--data", "[a, b]"], {"data": "[a, b]"}),
+        (["--data", "1e5"], {"data": "1e5"}),
+        (["--name", "-"], {"name": "-"}),
+        (["--name", ""], {"name": ""}),
+        (["--name=-x"], {"name": "-x"}),
+        (["--name", "None"], {"name": "None"}),
+        (["--max-length", "8"], {"max_length": "8"}),
+        (["--max_length", "8"], {"max_length": "8"}),
+        (["--quiet", "--name", "x"], {"quiet": "True", "name": "x"}),
+        (["--quiet"], {"quiet": "True"}),
+        (["--no-compile"], {"compile": "False"}),
+        (["--nocompile"], {"compile": "False"}),
+        (["--no_compile"], {"compile": "False"}),
+        (["--no-compile=True"], {"compile": "False"}),
+        (["--no-compile=False"], {"compile": "True"}),
+        (["--noise", "native"], {"noise": "native"}),
+        ([], {}),
+    ],
+)
+def test_words_become_flags(words: list[str], flags: dict[str, str]) -> None:
+    assert split_words(words) == ([], flags)
+
+
+def test_positional_words_are_kept_in_order() -> None:
+    assert split_words(["runs/a b", "--json", "--steps", "3", "x"]) == (
+        ["runs/a b", "x"],
+        {"json": "True", "steps": "3"},
+    )
+
+
+@pytest.mark.parametrize("word", ["--", "--=3"])
+def test_a_lone_dash_pair_is_one_refusal(word: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="what is '--"):
+        split_words([word, "--lr", "1"])
+    assert capfd.readouterr().err == ""  # Fire would print its usage and leave
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20))
+def test_any_value_arrives_as_typed(value: str) -> None:
+    assert split_words([f"--name={value}"]) == ([], {"name": value})
+
+
+@pytest.mark.parametrize(
+    ("words", "start", "hint"),
+    [
+        (["--epohs", "3"], "--epohs: auto --task causal-lm has no such flag", "(did you mean --epochs?)"),
+        (["--learing-rate", "3"], "--learing-rate: ", "(did you mean --learning-rate?)"),
+        (["--use-cache"], "--use-cache: ", ""),
+        (["-l", "3"], "--l: ", ""),
+        (["--options", "3"], "--options: ", ""),
+        (["--scaled-from", "3"], "--scaled-from: ", ""),
+        (["--hash", "3"], "--hash: ", ""),
+        (["--noise"], "--noise: needs a value", ""),
+        (["--batch-size", "0"], "--batch-size 0: must be at least 1", ""),
+        (["--batch-size", "-4"], "--batch-size -4: must be at least 1", ""),
+        (["--batch-size", "4.0"], "--batch-size 4.0: is not an integer", ""),
+        (["--lr=-1"], "--lr -1: must be at least 0", ""),
+        (["--lr", "nan"], "--lr nan: is not a finite number", ""),
+        (["--seed", "9" * 100], "--seed 999", "must be at least 0 and at most"),
+        (["--clip", "none"], "--clip none: is not a number", ""),
+        (["--train-fraction", "0"], "--train-fraction 0: must be above 0 and at most 1", ""),
+        (["--optimizer", "adam"], "--optimizer adam: is not one of ", "(did you mean adamw?)"),
+        (["--epochs", "2", "--steps", "3"], "--epochs and --steps exclude each other", ""),
+        (["--epochs", "2,3"], "--epochs 2.0,3.0: give one number, or one for each of 1 phases", ""),
+        (["--phase", "recover"], "--phase recover: this task's phases are train", ""),
+        (["--eval-every", "0"], "--eval-every 0: must be above 0", ""),
+        (["--save-every", "0m"], "--save-every 0m: must be above 0", ""),
+        (["--preset", "finetun"], "--preset finetun: ", "(did you mean finetune?)"),
+        (["--max-length", "1"], "--max-length 1: a block needs at least 2 tokens", ""),
+        (["--generate-tokens", "-1"], "--generate-tokens -1: must be at least 0", ""),
+        (["--num-epochs", "2", "--epochs", "3"], "--epochs and --num-epochs say the same thing", ""),
+        (["--num-epochs", "2", "--num-train-epochs", "3"], "--num-train-epochs and --num-epochs say", ""),
+        (["--fast", "--mode", "full"], "--mode and --fast say the same thing", ""),
+        (["--mode", "full", "--fast"], "--fast and --mode say the same thing", ""),
+        (["--fast", "--full"], "--full and --fast say the same thing", ""),
+        (["--fast", "perhaps"], "--fast perhaps: is neither on nor off", ""),
+        (
+            ["--batch-size", "8", "--per-device-batch-size", "4"],
+            "--per-device-batch-size and --batch-size",
+            "",
+        ),
+        (["demo"], "auto: what is 'demo'? Flags start with --", ""),
+        (["--data", ""], "--data : is empty", ""),
+        (["--lr", "1", "--lr", "1"], "--lr is given twice: give it once", ""),
+        (["--batch-size", "1", "--batch_size=2"], "--batch-size is given twice", ""),
+        (["--compile", "--no-compile"], "--compile is given twice", ""),
+        (["--compile", "on", "--nocompile"], "--compile is given twice", ""),
+        (["--bf16", "--precision", "fp32"], "--precision and --bf16 say the same thing", ""),
+        (["--batch-size", "--quiet"], "--batch-size: needs a value", ""),
+        (["--quiet", "--data"], "--data: needs a value", ""),
+        (["--num-epochs"], "--epochs: needs a value", ""),
+        (["--mode"], "--mode: needs a value", ""),
+        (["--save-every"], "--save-every: needs a value", ""),
+    ],
+)
+def test_one_line_names_the_flag_the_value_and_the_way_out(words: list[str], start: str, hint: str) -> None:
+    message = refusal(*words)
+    assert message.startswith(start)
+    assert hint in message
+
+
+@pytest.mark.parametrize("words", [["--lr", "1"], ["--task"], ["--task", "--quiet"]])
+def test_a_task_is_needed(words: list[str]) -> None:
+    with pytest.raises(UserError, match="needs --task NAME"):
+        parse_request(words, "auto")
+
+
+def test_a_task_is_known() -> None:
+    with pytest.raises(UserError, match=r"no such task \(did you mean causal-lm\?\)"):
+        parse_request(["--task", "casual-lm"], "auto")
+    assert parse_request(["--task", "Causal_LM"], "auto").workload.name == "causal-lm"
+
+
+VALUES = {
+    "compile": "off",
+    "out": "there",
+    "tracker": "none",
+    "schedule": "constant",
+    "model": "small",
+}
+VALUES |= {
+    "precision": "16-mixed",
+    "activation_checkpointing": "on",
+    "remote_code": "on",
+    "data": "demo",
+    "lr": "0.5",
+    "clip": "2",
+}
+OURS = {name for flags in FLAGS.values() for name in flags.split()}
+TAKEN = sorted(word for word, name in SYNONYMS.items() if name in OURS)
+
+
+def both(asked: Request) -> tuple[Any, ...]:
+    return asked.recipe, asked.plan, asked.run
+
+
+@pytest.mark.parametrize("word", TAKEN)
+def test_a_word_of_another_tool_says_what_ours_says(word: str) -> None:
+    name, value = SYNONYMS[word], VALUES.get(SYNONYMS[word], "3")
+    theirs, ours = ask(f"--{word}", value), ask(f"--{name.replace('_', '-')}", value)
+    assert both(theirs) == both(ours)
+    assert both(theirs) == both(ask(f"--{word.replace('_', '-')}={value}"))
+    if value not in ("demo", "none"):  # the defaults
+        assert both(theirs) != both(ask())
+
+
+def test_all_but_a_few_words_of_other_tools_are_taken_here() -> None:
+    assert sorted(set(SYNONYMS) - set(TAKEN)) == ["pruned_model_path"]  # `pruning` and `qat` take it
+
+
+def test_switches_of_other_tools() -> None:
+    assert ask("--fast").recipe == ask("--mode", "fast").recipe
+    assert ask("--full").recipe == ask("--mode", "full").recipe == ask().recipe
+    assert ask("--fast", "off").recipe == ask("--no-fast").recipe == ask().recipe
+    assert ask("--bf16").plan == ask("--precision", "bf16").plan
+    assert (ask("--fp16").plan.precision, ask("--no-fp16").plan.precision) == ("fp16", "auto")
+    padded = ask("--use-dynamic-padding")
+    assert padded.recipe == ask().recipe
+    assert "--use-dynamic-padding has no effect: it is always so here" in padded.notes
+    for bits in (8, 4):
+        assert refusal(f"--load-in-{bits}bit").startswith(f"--load-bits {bits}: rounded weights cannot train")
+    others = {"fast_detection", "disable_metrics_monitoring", "use_cache"}
+    bits_of = {"load_in_8bit", "load_in_4bit"}
+    assert set(MEANINGS) == others | bits_of | {"fast", "full", "use_dynamic_padding", "bf16", "fp16"}
+    for name in others:
+        assert refusal(f"--{name}").startswith(f"--{name.replace('_', '-')}: ")  # the word that was typed
+
+
+def test_a_global_batch_in_other_tools_words() -> None:
+    words = ["--per-device-batch-size", "4", "--gradient-accumulation-steps", "3", "--processes", "2"]
+    assert ask(*words).recipe.batch_size == 24  # 4 * 3 * 2
+    assert ask(*words[:4]).recipe.batch_size == 12  # 4 * 3 on as many processes as there are
+    assert ask("--per-device-train-batch-size", "4").recipe.batch_size == 4
+    assert ask("--processes", "2").recipe == ask().recipe  # the plan alone changes no recipe
+
+
+def test_scaling_a_batch_makes_another_recipe() -> None:
+    plain, scaled = ask("--lr", "0.01").recipe, ask("--lr", "0.01", "--scale-batch", "4").recipe
+    assert scaled.batch_size == 4 * plain.batch_size
+    assert scaled.lr == pytest.approx(0.01 * math.sqrt(4))  # sqrt is the default rule
+    assert scaled.scaled_from == {"batch_size": plain.batch_size, "lr": 0.01, "rule": "sqrt"}
+    assert scaled.hash() != plain.hash()
+    linear = ask("--lr", "0.01", "--scale-batch", "4", "--lr-rule", "linear").recipe
+    assert linear.lr == pytest.approx(0.04)
+    # The numbers alone, without where they came from, are another recipe by hash but the same training.
+    numbers = ask("--lr", str(scaled.lr), "--batch-size", str(scaled.batch_size)).recipe
+    assert dataclasses.replace(scaled, scaled_from=None) == numbers
+
+
+def test_fast_mode_changes_the_recipe_and_says_how() -> None:
+    fast, full = ask("--fast").recipe, ask().recipe
+    changed = {f.name for f in dataclasses.fields(Recipe) if getattr(fast, f.name) != getattr(full, f.name)}
+    note = next(n for n in ask("--fast").notes if n.startswith("fast mode changes the recipe: "))
+    # The demo is as short as fast mode makes texts, so the length is named but stays.
+    assert changed == {"mode", "train_fraction", "eval_fraction"}
+    assert note.endswith("max_length 128, train_fraction 0.25, eval_fraction 0.25")
+    assert "train_fraction" not in " ".join(ask("--fast", "--train-fraction", "0.5").notes)
+    assert (ask("--fast").plan, ask("--fast").run) == (ask().plan, ask().run)
+
+
+def test_the_demo_is_announced(tmp_path: Path) -> None:
+    assert "no --data given: causal-lm runs its embedded demo" in ask().notes
+    text = tmp_path / "it's a text 日本.txt"
+    text.write_text("words")
+    own = ask("--data", str(text), "--model", "tiny")
+    assert (own.recipe.data, own.notes) == (str(text), [])
+
+
+OWN = Path(__file__).parents[1] / "tasks" / "failing.py"
+
+
+def test_a_users_own_task_brings_its_data() -> None:
+    assert parse_request(["--task", f"{OWN}:Line"], "auto").notes == []
+
+
+@pytest.mark.parametrize(
+    ("place", "hint"),
+    [
+        ("nofile.py", "there is no file .*nofile.py"),
+        ("nofile.py:Line", "there is no file .*nofile.py"),
+        (str(OWN), "which class\\? Write .*failing.py:Class; found: Line, Slow"),
+        (f"{OWN}:", "which class\\?"),
+        (f"{OWN}:Lin", r"no Task called Lin there \(did you mean Line\?\)"),
+    ],
+)
+def test_of_file_and_class_the_wrong_one_is_named(place: str, hint: str) -> None:
+    with pytest.raises(UserError, match=hint):
+        parse_request(["--task", place], "auto")
+
+
+class Layered(workload("causal-lm").task):  # type: ignore[misc]
+    """A value of its own in every layer; the later layer is the stronger."""
+
+    defaults = {"lr": 1.0, "clip": 1.0, "warmup": "1", "weight_decay": 1.0, "epochs": 1.0, "model": "tiny"}
+    demo = {"lr": 2.0, "clip": 2.0, "warmup": "2", "weight_decay": 2.0}
+    presets = {"p": {"lr": 3.0, "clip": 3.0, "warmup": "3"}}
+    fast = {"lr": 4.0, "clip": 4.0, "steps": 7}
+
+
+def layered(**asked: Any) -> Recipe:
+    return Workload("causal-lm", Layered, workload("causal-lm").data).complete(asked)[0]
+
+
+def test_the_later_layer_wins() -> None:
+    recipe = layered(preset="p", mode="fast", lr=5.0)
+    found = (recipe.max_length, recipe.weight_decay, recipe.warmup.value, recipe.clip, recipe.lr)
+    assert found == (128, 2.0, 3.0, 4.0, 5.0)  # the common default, demo, preset, fast, the user
+    assert layered(data="x.txt").weight_decay == 1.0  # the task's default; no demo
+    assert layered(data="x.txt", preset="p").lr == 3.0
+
+
+def test_steps_in_a_later_layer_take_the_place_of_epochs() -> None:
+    assert (layered().epochs, layered().steps) == ((1.0,), None)
+    assert (layered(mode="fast").epochs, layered(mode="fast").steps) == (None, (7,))
+    again = layered(mode="fast", epochs=(2.0,))
+    assert (again.epochs, again.steps) == ((2.0,), None)
+
+
+def test_a_task_option_is_part_of_the_recipe() -> None:
+    asked = ask("--generate-tokens", "5", "--vocab-size", "300")
+    assert asked.recipe.options["generate_tokens"] == 5
+    assert asked.recipe.options["vocab_size"] == 300
+    assert asked.recipe.hash() != ask().recipe.hash()
+    assert list(ask().recipe.options) == FLAGS["causal-lm"].split()
+
+
+def test_plan_and_run_flags_do_not_change_the_recipe() -> None:
+    asked = ask("--precision", "bf16-mixed", "--no-compile", "--quiet", "--out", "a b", "--num-workers", "0")
+    assert asked.recipe == ask().recipe
+    assert (asked.plan.precision, asked.plan.compile, asked.plan.workers) == ("bf16-mixed", "off", 0)
+    assert (asked.run.quiet, asked.run.out) == (True, "a b")
+
+
+def test_a_command_of_its_own_refuses_what_it_does_not_know() -> None:
+    assert command_options({"devices": "3", "bf16": "True"}, PlanOptions, "resume") == PlanOptions(
+        processes=3, precision="bf16"
+    )
+    with pytest.raises(UserError, match="--processes and --devices say the same thing"):
+        command_options({"devices": "3", "processes": "2"}, PlanOptions, "resume")
+    with pytest.raises(UserError, match=r"--learning-rate: resume has no such flag"):
+        command_options({"learning_rate": "3"}, PlanOptions, "resume")
