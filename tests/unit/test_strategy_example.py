@@ -14,7 +14,7 @@ from isobatch.engine.strategies.base import Strategy
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.examples.strategy import PerParameterStrategy
 from isobatch.tests.unit.helpers import plan
-from isobatch.tests.unit.test_step import COUNT, RECIPE, model, source, stepper
+from isobatch.tests.unit.test_train_step import COUNT, RECIPE, model, source, stepper
 
 
 def weights_after_two_steps(kind: type[Strategy], size: int) -> Any:
@@ -36,9 +36,9 @@ def weights_after_two_steps(kind: type[Strategy], size: int) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_it_takes_the_same_steps(size: int, together: Any) -> None:
-    ours = together(size, weights_after_two_steps(PerParameterStrategy, size))
-    theirs = together(size, weights_after_two_steps(ReplicatedStrategy, size))
+def test_it_takes_the_same_steps(size: int, run_ranks: Any) -> None:
+    ours = run_ranks(size, weights_after_two_steps(PerParameterStrategy, size))
+    theirs = run_ranks(size, weights_after_two_steps(ReplicatedStrategy, size))
     assert all(calls == ours.calls[0] for calls in ours.calls)
     for found in ours.values:
         for name, weight in theirs.values[0].items():
