@@ -72,9 +72,11 @@ huge pages: with GPT-2's vocabulary 1.6 times faster on a CPU, in less memory.
 
 USAGE = """isobatch: the recipe decides what is learnt, the plan decides how fast
 
-  python -m launch auto --task causal-lm                     train the demo on this machine
-  python -m launch plan --task causal-lm --hardware 8xh100   what would happen there
-  accelerate launch launch/train.py --task causal-lm         in a world that accelerate formed
+  isobatch auto --task causal-lm                       train the demo on this machine
+  isobatch plan --task causal-lm --hardware 8xh100     what would happen there
+  accelerate launch launch/train.py --task causal-lm   in a world that accelerate formed
+
+In a clone that is not installed: python -m launch auto ...
 
 commands:
 {commands}

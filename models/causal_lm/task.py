@@ -1,8 +1,8 @@
 """The workload causal-lm: training a GPT-2 from scratch, or fine-tuning any decoder that transformers opens.
 
-python -m launch auto --task causal-lm --data FOLDER --model small
-python -m launch auto --task causal-lm --data FOLDER --model openai-community/gpt2 --preset finetune
-python -m launch auto --task causal-lm --data FOLDER --model FOLDER --adapter qlora
+isobatch auto --task causal-lm --data FOLDER --model small
+isobatch auto --task causal-lm --data FOLDER --model openai-community/gpt2 --preset finetune
+isobatch auto --task causal-lm --data FOLDER --model FOLDER --adapter qlora
 """
 
 from __future__ import annotations
