@@ -13,7 +13,10 @@ import pytest
 from isobatch.tests.paths import ROOT
 
 DECISIONS = ROOT / "docs" / "decisions"
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 RUN_FOLDERS = ("checkpoints", "exports", "final", "report", "runs", "slurm")
 """Folders that a run writes: documents name files in them, and the repository has none."""
 CODE_FOLDERS = (
