@@ -23,7 +23,7 @@ from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, summa
 from isobatch.tests.paths import REGISTER
 
 EXAMPLES = ROOT / "examples"
-TROUBLED = f"{ROOT}/tests/tasks/troubled.py"
+FAILING = f"{ROOT}/tests/tasks/failing.py"
 MINE = ["auto", "--task", "./mine.py:Mine", "--quiet"]
 
 
@@ -104,12 +104,12 @@ def test_one_entry_adds_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(OPTIMIZERS, "lion", LION)
     monkeypatch.chdir(tmp_path)
     values = {"optimizer": "lion", "lr": 0.1, "steps": 30}
-    line = isobatch.Recipe(task=f"{TROUBLED}:Line", **values)
+    line = isobatch.Recipe(task=f"{FAILING}:Line", **values)
     assert isobatch.plan(line, hardware="8xh100", processes=8, strategy="zero3").strategy == "zero3"
     whole = isobatch.train(line, quiet=True)
     assert sum(_losses(whole)[-5:]) < 0.5 * sum(_losses(whole)[:5])
 
-    stopping = isobatch.Recipe(task=f"{TROUBLED}:InterruptedAtTheTenthStep", **values)
+    stopping = isobatch.Recipe(task=f"{FAILING}:InterruptedAtTheTenthStep", **values)
     Path("interrupt").touch()
     with pytest.raises(KeyboardInterrupt):
         isobatch.train(stopping, name="stopped", save_every=2, quiet=True)
@@ -161,7 +161,7 @@ def test_the_slurm_jobs_are_printed(examples: Path) -> None:
 THIRD_PLACE = (
     "import sys\n"
     "from isobatch.engine.registry import TASKS, TaskEntry\n"
-    "TASKS['line'] = TaskEntry('tests.tasks.troubled:Line', 'tests.tasks.troubled:Points', 'fit a line')\n"
+    "TASKS['line'] = TaskEntry('tests.tasks.failing:Line', 'tests.tasks.failing:Points', 'fit a line')\n"
     "from isobatch.launch.cli import main\n"
     "sys.exit(main(sys.argv[1:]))\n"
 )
