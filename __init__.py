@@ -30,11 +30,25 @@ if TYPE_CHECKING:
     from isobatch.launch.api.functions import Verification, load, plan, train, verify
     from isobatch.launch.api.recipe import Recipe
     from isobatch.launch.api.run import Run
-    from isobatch.models.base import Batch, Change, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
+    from isobatch.models.base import (
+        Batch,
+        CachedWeightTransform,
+        Change,
+        Loss,
+        ModelSize,
+        Noise,
+        Phase,
+        Rows,
+        StepContext,
+        Sum,
+        Task,
+        Teacher,
+    )
 
 __all__ = [
     "ArraySource",
     "Batch",
+    "CachedWeightTransform",
     "Change",
     "Columns",
     "Data",
@@ -42,6 +56,7 @@ __all__ = [
     "IsobatchError",
     "Loss",
     "ModelSize",
+    "Noise",
     "OutOfMemoryError",
     "Phase",
     "Plan",
@@ -56,6 +71,7 @@ __all__ = [
     "StopRequestedError",
     "Sum",
     "Task",
+    "Teacher",
     "TrainingError",
     "UserError",
     "Verification",
@@ -78,7 +94,8 @@ _PLACES = {
     "launch.api.recipe": ("Recipe",),
     "launch.api.run": ("Run",),
     "models.base": (
-        *("Batch", "Change", "Loss", "ModelSize", "Phase", "Rows", "StepContext", "Sum", "Task"),
+        *("Batch", "CachedWeightTransform", "Change", "Loss", "ModelSize", "Noise", "Phase", "Rows"),
+        *("StepContext", "Sum", "Task", "Teacher"),
     ),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}

@@ -199,6 +199,11 @@ def _convert(kind: Any, value: Any) -> Any:
     if origin is tuple:
         items = value if isinstance(value, list | tuple) else str(value).split(",")
         return tuple(_convert(arguments[0], item) for item in items)
+    if kind not in _SCALARS:
+        raise TypeError(
+            f"a field of type {kind} cannot be a flag: use int, float, bool, str, Interval, Literal[...],"
+            " tuple[int, ...] or one of them | None"
+        )
     return _SCALARS[kind](value)
 
 

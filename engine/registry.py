@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ class Workload:
             if name not in recipe_flags and name not in own_flags:
                 hint = nearest_hint(name, [*recipe_flags, *own_flags])
                 raise UserError(f"{name}: {self.name} has no such recipe field{hint}")
+        if taken := sorted(recipe_flags.keys() & own_flags.keys()):
+            raise UserError(f"{self.name}: its Options have {taken[0]}, which every recipe has: rename it")
         layers, notes = self._layers({k: v for k, v in asked.items() if k in recipe_flags})
         merged = _merge([*layers, asked])
         found = self.task.complete(asked)
@@ -88,10 +91,7 @@ class Workload:
         common = {k: convert(recipe_flags[k], v) for k, v in merged.items() if k in recipe_flags}
         for name in ("model", "tokenizer"):
             common[name] = SHORT_MODEL_NAMES.get(str(common.get(name)), common.get(name))
-        options = {
-            name: convert(flag, merged[name]) if name in merged else flag.default
-            for name, flag in own_flags.items()
-        }
+        options = {name: _value(flag, merged) for name, flag in own_flags.items()}
         written = {
             name: to_json_value(value)
             for name, value in options.items()
@@ -121,6 +121,14 @@ class Workload:
             changes = ", ".join(f"{k} {v}" for k, v in task.fast.items() if k not in asked)
             notes.append(f"fast mode changes the recipe: {changes or 'nothing for this task'}")
         return layers, notes
+
+
+def _value(flag: Flag, merged: Mapping[str, Any]) -> Any:
+    if flag.name in merged:
+        return convert(flag, merged[flag.name])
+    if flag.default is dataclasses.MISSING:
+        raise UserError(f"{flag.spelling}: this task needs it")
+    return flag.default
 
 
 def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

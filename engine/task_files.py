@@ -18,14 +18,15 @@ from isobatch.models.base import Task
 FORMER_ROOTS = ("core", "data", "engine", "hub", "launch", "models")
 """What the first release installed as modules of their own."""
 RENAMED_METHODS = {
-    "begin": "begin_phase",
-    "cheaper": "memory_saving_flags",
-    "lazy": "sparse_parameters",
-    "fit": "match_shapes",
-    "appraise": "final_metrics",
-    "shape": "model_size",
+    "begin": ("begin_phase", ("model", "phase", "first")),
+    "cheaper": ("memory_saving_flags", ()),
+    "lazy": ("sparse_parameters", ("model",)),
+    "fit": ("match_shapes", ("model", "shapes")),
+    "appraise": ("final_metrics", ("model", "final", "facts", "batches")),
+    "shape": ("model_size", ("facts",)),
 }
-"""Methods of the first release's Task -> their names now: unnoticed, one would never be called."""
+"""Methods of the first release's Task -> their names now, and what they took: unnoticed, one would never be
+called. A user's own method of such a name takes something else."""
 
 
 def is_task_file(name: str) -> bool:
@@ -111,8 +112,9 @@ def _user_frames(frames: TracebackType | None, file: Path) -> TracebackType | No
 
 def _refuse_former_contract(place: str, task: type[Task]) -> None:
     """A method that was renamed, or that takes one argument more now, is named in one line."""
-    for former, name in RENAMED_METHODS.items():
-        if callable(getattr(task, former, None)) and not hasattr(Task, former):
+    for former, (name, took) in RENAMED_METHODS.items():
+        method = getattr(task, former, None)
+        if inspect.isfunction(method) and tuple(inspect.signature(method).parameters)[1:] == took:
             raise UserError(f"--task {place}: {task.__name__}.{former} is called {name} now: rename it")
     parameters = inspect.signature(task.evaluate).parameters.values()
     if len(parameters) < 4 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):

@@ -140,7 +140,7 @@ class Phase:
 
 
 CHANGES_SHAPE = "it changes the model's shape"
-"""A reason for Shape.whole."""
+"""A reason for ModelSize.why_unshardable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ class ModelSize:
     weight_bytes: float = 0.0
     """Of all weights, where they are not 4 a parameter."""
     packs: bool = False
-    """Whether attention can be told where a sample ends and the next begins (engine/training/packing.py)."""
+    """Whether attention can be told where a sample ends and the next begins."""
     remark: str = ""
     """What a plan should say of this model beside."""
     why_unshardable: str = ""

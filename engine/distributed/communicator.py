@@ -38,7 +38,7 @@ def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
         if started > 1:
             raise UserError(
                 f"{started} processes were started ({name}={started}) but no world was formed: each would"
-                " train alone. Start one launcher per node (torchrun or accelerate launch), or `launch slurm`"
+                " train alone. Start one launcher per node (torchrun or accelerate launch), or use `slurm`"
             )
     return 0, 1
 

@@ -74,22 +74,23 @@ def strategies_to_try(
         strategies += [
             name
             for name, traits in STRATEGIES.items()
-            if traits.tried and traits.least_processes <= processes and not why_not_shardable(case, name)
+            if traits.tried and traits.least_processes <= processes and not why_not_fit(case, name)
         ]
     checkpointing = {"auto": [False, True], "on": [True], "off": [False]}[asked.activation_checkpointing]
     return [(strategy, recompute) for strategy in strategies for recompute in checkpointing]
 
 
-def why_not_shardable(case: PlanningCase, strategy: StrategyName) -> str:
-    """Why this recipe cannot be trained by a strategy that shards, or nothing."""
+def why_not_fit(case: PlanningCase, strategy: StrategyName) -> str:
+    """Why this recipe cannot be trained by a strategy, or nothing."""
     traits = traits_of(strategy)
-    if case.shape.why_unshardable:
+    name = "ZeRO" if traits.library == "DeepSpeed" else strategy
+    if traits.shards and case.shape.why_unshardable:
         return f"{case.recipe.task}: {case.shape.why_unshardable}, so each process holds all of it: use ddp"
     if case.precision == "fp16" and not traits.takes_fp16:
-        return "fp16's loss scale is not kept under ZeRO: use --precision fp32 or bf16"
+        return f"fp16's loss scale is not kept under {name}: use --precision fp32 or bf16"
     if traits.flat_shards and not OPTIMIZERS[case.recipe.optimizer].elementwise:
         return (
-            f"--optimizer {case.recipe.optimizer} looks at whole matrices, and ZeRO's shards are flat: it"
+            f"--optimizer {case.recipe.optimizer} looks at whole matrices, and {name}'s shards are flat: it"
             " would learn something else; use adamw or sgd"
         )
     return ""

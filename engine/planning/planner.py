@@ -33,7 +33,7 @@ from isobatch.engine.planning.parallel_layout import (
     candidate_process_counts,
     fastest_layout,
     find_layout,
-    why_not_shardable,
+    why_not_fit,
     zero_savings,
 )
 from isobatch.models.base import ModelSize
@@ -128,7 +128,7 @@ def _check_processes(case: PlanningCase, asked: PlanOptions, world: int | None) 
         raise UserError(
             f"--strategy {asked.strategy}: one process has nobody to share with; use single, zero3-offload"
         )
-    if traits.shards and (why := why_not_shardable(case, asked.strategy)):
+    if why := why_not_fit(case, asked.strategy):
         raise UserError(f"--strategy {asked.strategy}: {why}")
     if case.device not in traits.devices:
         library = traits.library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from isobatch.core import recipe
@@ -20,7 +21,8 @@ class Recipe(recipe.Recipe):
 
     __slots__ = ()
 
-    def __init__(self, task: str, **values: Any) -> None:
+    def __init__(self, task: str | Path, **values: Any) -> None:
+        task = str(task)
         if "options" in values:  # a complete recipe's fields, as dataclasses.replace gives them
             super().__init__(task=task, **values)
             return

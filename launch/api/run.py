@@ -23,7 +23,7 @@ class Run:
     """A run's folder, and what is in it."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._files = folder
+        self._files = RunFolder(folder.folder.resolve())  # wherever the program goes from here
 
     @property
     def folder(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from isobatch.core.errors import UserCodeError, UserError
+from isobatch.engine.registry import complete
 from isobatch.engine.task_files import load_task_class, task_file_hash
 from isobatch.tests.conftest import Cli
 
@@ -84,7 +86,10 @@ def test_an_import_of_the_first_release_is_answered_with_todays(
     [
         ("def evaluate(self, model, batch): ...", r"Mine.evaluate takes \(self, model, batch, step\) now"),
         ("def begin(self, model, phase, first): ...", "Mine.begin is called begin_phase now: rename it"),
-        ("def appraise(self, *words): ...", "Mine.appraise is called final_metrics now"),
+        (
+            "def appraise(self, model, final, facts, batches): ...",
+            "Mine.appraise is called final_metrics now",
+        ),
     ],
 )
 def test_a_method_of_the_first_release_is_named(method: str, problem: str, tmp_path: Path) -> None:
@@ -98,3 +103,43 @@ def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
     assert before == task_file_hash(place)
     assert task_file_hash(written(tmp_path, TASK + "# changed\n")) != before
     assert task_file_hash("causal-lm") is None
+
+
+@pytest.mark.parametrize(
+    "method", ["def shape(self, model, facts): ...", "def fit(self): ...", "shape = (3, 4)"]
+)
+def test_a_name_of_the_first_release_may_be_the_users_own(method: str, tmp_path: Path) -> None:
+    assert load_task_class(written(tmp_path, TASK + f"    {method}\n")).__name__ == "Mine"
+
+
+OPTIONS = """
+import dataclasses
+from isobatch import Task
+from isobatch.data.base import ArraySource, Data
+
+class Nothing(Data):
+    def read(self): ...
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    FIELD
+
+class Mine(Task):
+    Options, data = Options, Nothing
+    def build_model(self, facts): ...
+    def loss(self, model, batch, step): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "problem"),
+    [
+        ("width: int", "--width: this task needs it"),
+        ("lr: float = 1.0", "its Options have lr, which every recipe has: rename it"),
+        ("sizes: list = ()", "--sizes 3: a field of type <class 'list'> cannot be a flag: use int"),
+    ],
+)
+def test_options_that_cannot_be_had_are_one_line(field: str, problem: str, tmp_path: Path) -> None:
+    place = written(tmp_path, OPTIONS.replace("FIELD", field))
+    with pytest.raises(UserError, match=re.escape(problem)):
+        complete(place, {"sizes": "3"} if "sizes" in field else {})
