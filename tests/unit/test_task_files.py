@@ -88,7 +88,7 @@ def test_an_import_of_the_first_release_is_answered_with_todays(
         ("def begin(self, model, phase, first): ...", "Mine.begin is called begin_phase now: rename it"),
         (
             "def appraise(self, model, final, facts, batches): ...",
-            "Mine.appraise is called final_metrics now",
+            "appraise is called final_metrics now",
         ),
     ],
 )
