@@ -71,7 +71,8 @@ def _svg(draw: Any, width: float, height: float, columns: int = 1) -> str:
 def _curves(run: dict[str, Any], names: tuple[str, ...]) -> str:
     """Loss, and of `names` what was measured."""
     training, evaluations = run["training"], run["evaluations"]
-    more = [(c, name) for name in names for c in (evaluations, training) if name in c]
+    curves = {name: training if name in training else evaluations for name in names}
+    more = [(curve, name) for name, curve in curves.items() if name in curve]
 
     def draw(loss: Any, *others: Any) -> None:
         loss.plot(training["step"], training["loss"], lw=0.8, alpha=0.7, label="training")
