@@ -1,6 +1,6 @@
-"""Makes the clone or installation in which this file lies the package `isobatch`. Entry scripts run it first.
+"""Registers the folder above this file as the package `isobatch`. Entry scripts run it first.
 
-It is run by its path (`runpy.run_path`), because before it has run nothing of ours can be imported.
+It is run by its path (`runpy.run_path`), because before it nothing of isobatch can be imported.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ HOME = Path(__file__).resolve().parent.parent
 
 
 def register() -> None:
-    """Also where another copy is installed: the one that was started runs."""
+    """Register this copy even where another one is installed."""
     found = sys.modules.get("isobatch")
     if found is not None and Path(str(found.__file__)).resolve().parent == HOME:
         return
@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def forget_start_folder() -> None:
-    """Python puts the working directory or the script's folder first: files there would hide libraries."""
+    """Remove the working directory or the script's folder from sys.path: files there would hide libraries."""
     first = os.path.realpath(sys.path[0] or ".") if sys.path else ""
     if first in (os.path.realpath("."), str(HOME), str(HOME / "launch"), str(HOME / "benchmarks")):
         del sys.path[0]

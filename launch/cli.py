@@ -62,12 +62,14 @@ INTERNAL = {
     "node": "slurm.node:node",
     "call": "report.child_process:call",
 }
-"""What the sbatch script, its steps and `report` run."""
+"""Commands that the sbatch script, its steps and `report` start."""
 ALIASES = {"train": "auto"}
 BEFORE_TORCH = {"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1"}
-"""Set where the user has not. Waiting threads soon sleep: beside a busy neighbour 1.5 times faster than
-spinning, and alone 1.3 times faster than sleeping at once, where operations are small. Large tensors lie in
-huge pages: with GPT-2's vocabulary 1.6 times faster on a CPU, in less memory.
+"""Environment variables that must be set before torch is imported; the user's own values stay.
+
+OpenMP threads that wait soon sleep: with small operations 1.5 times faster than spinning beside another busy
+program, and 1.3 times faster than sleeping at once without one. Large tensors lie in huge pages: with GPT-2's
+vocabulary 1.6 times faster on a CPU, in less memory.
 """
 
 USAGE = """isobatch: the recipe decides what is learnt, the plan decides how fast
@@ -91,16 +93,16 @@ def main(words: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     arguments = list(sys.argv[1:] if words is None else words)
     if "--debug" not in arguments:
-        warnings.filterwarnings("ignore", category=FutureWarning)  # libraries', about each other
+        warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, about each other
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return guarded(_print_usage)
     name = ALIASES.get(arguments[0], arguments[0])
     if name in INTERNAL:
-        return guarded(lambda: _function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
+        return guarded(lambda: _load_function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
     if name not in COMMANDS:
         from isobatch.core.flags import nearest_hint
 
-        return _complain(
+        return _print_error(
             f"there is no command {name!r}{nearest_hint(name, [*COMMANDS, *ALIASES])}; see --help"
         )
     if any(word in ("-h", "--help") for word in arguments[1:]):
@@ -109,6 +111,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
+    """The text of --help."""
     return USAGE.format(commands="\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()))
 
 
@@ -118,7 +121,7 @@ def _print_usage() -> int:
 
 
 def guarded(action: Callable[[], int], debug: bool = False) -> int:
-    """The action's code; a user's error in one line, a bug with its traceback."""
+    """The exit code of an action; prints a known error in one line, a bug with its traceback."""
     try:
         return action()
     except KeyboardInterrupt:
@@ -134,23 +137,23 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
             return BUG if error is None else error.exit_code
         if isinstance(error, UserCodeError):
             sys.stderr.write(error.frames)
-        return _complain(str(error), error.exit_code)
+        return _print_error(str(error), error.exit_code)
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
-    return _function(COMMANDS[name][0])
+    return _load_function(COMMANDS[name][0])
 
 
-def _function(place: str) -> Callable[[Sequence[str]], int]:
-    """From `module:function`, the module as this folder has it."""
-    module, _, function = place.partition(":")
+def _load_function(target: str) -> Callable[[Sequence[str]], int]:
+    """The function that `module:function` in launch/ names; imports the module."""
+    module, _, function = target.partition(":")
     found: Callable[[Sequence[str]], int] = getattr(
         importlib.import_module(f"isobatch.launch.{module}"), function
     )
     return found
 
 
-def _complain(message: str, code: int = WRONG_INPUT) -> int:
+def _print_error(message: str, code: int = WRONG_INPUT) -> int:
     print(f"isobatch: {' '.join(message.split())}", file=sys.stderr)
     return code
 

@@ -1,4 +1,4 @@
-"""What accelerate and torchrun start in every process: `accelerate launch launch/train.py --task T [flags]`.
+"""The script that launchers start in every process: `accelerate launch launch/train.py --task T [flags]`.
 
 `auto` starts it with `--run FOLDER`, `verify` with `--redo FOLDER`.
 """
@@ -18,5 +18,5 @@ if __name__ == "__main__":
     for name, value in BEFORE_TORCH.items():
         os.environ.setdefault(name, value)
     code = guarded(lambda: main(sys.argv[1:]), debug="--debug" in sys.argv)
-    # torchrun takes any other code for a crash and would kill ranks that are still writing.
+    # torchrun treats any other code as a crash and would kill ranks that are still writing.
     sys.exit(DONE if code == STOPPED else code)

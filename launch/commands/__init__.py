@@ -1,1 +1,1 @@
-"""One file per command."""
+"""The commands, a file for each or for a few that are alike."""

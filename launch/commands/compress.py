@@ -1,4 +1,4 @@
-"""`auto --task compress`: classifier, pruning, qat, exports and the report, one after the other.
+"""`auto --task compress`: trains classifier, pruning and qat, exports each, and writes the report.
 
 Each stage is a run of its own in --out. Typed again, the command goes on where it was stopped.
 """
@@ -13,14 +13,14 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import BareValue, build_options, nearest_hint
 from isobatch.engine.registry import CHAINS
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.commands.export import exported
+from isobatch.launch.commands.export import export_form
 from isobatch.launch.local.arguments import parse_request, split_words
-from isobatch.launch.local.launch_run import AnswerOptions, find_or_train
-from isobatch.launch.report.command import markdown, write
+from isobatch.launch.local.launch_run import AutoOptions, find_or_train
+from isobatch.launch.report.command import markdown, write_report
 
 STAGES = CHAINS["compress"]
 ONLY_FIRST = ("model", "tokenizer", "revision", "preset")
-"""Flags that say what the first stage begins with; each later one begins with the stage before."""
+"""Flags of the first stage's initial model; each later stage starts from the model of the one before."""
 EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}
 
 
@@ -28,79 +28,81 @@ def compress(words: Sequence[str]) -> int:
     """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]"""
     _, flags = split_words(words)
     flags.pop("task")
-    answer = build_options(AnswerOptions, {k: flags.pop(k) for k in ("json",) if k in flags}, "auto")
-    given = _given(flags)
-    _check(given)
+    options = build_options(AutoOptions, {k: flags.pop(k) for k in ("json",) if k in flags}, "auto")
+    stage_flags = _flags_per_stage(flags)
+    _check_all_stages(stage_flags)
     runs: list[RunFolder] = []
     for stage in STAGES:
         print(f"compress: {stage}", file=sys.stderr)
-        source = {"pruning": "teacher", "qat": "pruned"}.get(stage)
-        begins = {source: str(runs[-1].folder)} if source else {}
+        source_flag = {"pruning": "teacher", "qat": "pruned"}.get(stage)
+        source_options = {source_flag: str(runs[-1].folder)} if source_flag else {}
         run, verdict = find_or_train(
-            parse_request(_words(stage, {**given[stage], **begins}), "auto", AnswerOptions)
+            parse_request(_to_words(stage, {**stage_flags[stage], **source_options}), "auto", AutoOptions)
         )
         if verdict.code != DONE:
             return verdict.code
         runs.append(run)
         for kind in EXPORTS[stage]:
             if not (run.folder / "exports" / kind).is_dir():
-                exported(run, kind)
+                export_form(run, kind)
     folder = runs[-1].folder / "report"
-    made = write(runs, folder)
-    text = f"{markdown(made)}\n\n{folder}/report.html"
-    print(json.dumps(made.to_dict(), ensure_ascii=False) if answer.json else text)
+    contents = write_report(runs, folder)
+    text = f"{markdown(contents)}\n\n{folder}/report.html"
+    print(json.dumps(contents.to_dict(), ensure_ascii=False) if options.json else text)
     return DONE
 
 
-def _given(flags: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The flags of each stage; one that no stage knows is refused."""
-    known = {stage: request_names(stage) for stage in STAGES}
+def _flags_per_stage(flags: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Stage -> its flags. Raises UserError for a flag that no stage has."""
+    known = {stage: flags_of_stage(stage) for stage in STAGES}
     for name in flags:
         if not any(name in names for names in known.values()):
-            every = sorted(set().union(*known.values()))
-            spelt = "--" + name.replace("_", "-")
-            hint = nearest_hint(spelt, ["--" + n.replace("_", "-") for n in every])
-            raise UserError(f"{spelt}: no stage of compress has such a flag{hint}")
+            all_names = sorted(set().union(*known.values()))
+            flag = "--" + name.replace("_", "-")
+            hint = nearest_hint(flag, ["--" + n.replace("_", "-") for n in all_names])
+            raise UserError(f"{flag}: no stage of compress has such a flag{hint}")
     found = {
-        stage: {k: v for k, v in flags.items() if k in known[stage] and (place == 0 or k not in ONLY_FIRST)}
-        for place, stage in enumerate(STAGES)
+        stage: {
+            k: v for k, v in flags.items() if k in known[stage] and (position == 0 or k not in ONLY_FIRST)
+        }
+        for position, stage in enumerate(STAGES)
     }
-    for place, stage in enumerate(STAGES):
+    for position, stage in enumerate(STAGES):
         if "name" in flags:
             found[stage]["name"] = f"{flags['name']}-{stage}"
         for length in ("epochs", "steps"):
             if length in flags:
-                found[stage][length] = _nth(flags[length], place, f"--{length}")
+                found[stage][length] = _value_of_stage(flags[length], position, f"--{length}")
     return found
 
 
-def _nth(word: str, place: int, flag: str) -> str:
-    """The stage's own number of several."""
+def _value_of_stage(word: str, position: int, flag: str) -> str:
+    """The value for one stage of a flag with one number or one per stage. Raises UserError."""
     parts = word.split(",")
     if len(parts) not in (1, len(STAGES)):
         raise UserError(f"{flag} {word}: give one number, or one for each of {', '.join(STAGES)}")
-    return parts[0] if len(parts) == 1 else parts[place]
+    return parts[0] if len(parts) == 1 else parts[position]
 
 
-def request_names(stage: str) -> set[str]:
-    """Every flag that a stage's `auto` takes, with the words of other tools."""
-    from isobatch.launch.local.arguments import MEANINGS, SYNONYMS, known_flags
+def flags_of_stage(stage: str) -> set[str]:
+    """Names of all flags that `auto` takes for a stage, those of other tools included."""
+    from isobatch.launch.local.arguments import SWITCHES, SYNONYMS, known_flags
 
     known = known_flags(stage)
     words = {k for k, v in SYNONYMS.items() if v in known} | {
-        k for k, v in MEANINGS.items() if set(v) <= known
+        k for k, v in SWITCHES.items() if set(v) <= known
     }
     return (known | words) - {"teacher", "pruned", "seeds"}
 
 
-def _check(given: Mapping[str, Mapping[str, str]]) -> None:
-    """What a later stage would refuse is refused now: each is asked with the first stage's model."""
-    first = {k: v for k, v in given[STAGES[0]].items() if k in ONLY_FIRST}
+def _check_all_stages(stage_flags: Mapping[str, Mapping[str, str]]) -> None:
+    """Check the flags of all stages before the first trains, each with the first stage's model."""
+    first = {k: v for k, v in stage_flags[STAGES[0]].items() if k in ONLY_FIRST}
     for stage in STAGES:
-        parse_request(_words(stage, {**given[stage], **first}), "auto", AnswerOptions)
+        parse_request(_to_words(stage, {**stage_flags[stage], **first}), "auto", AutoOptions)
 
 
-def _words(stage: str, flags: Mapping[str, str]) -> list[str]:
+def _to_words(stage: str, flags: Mapping[str, str]) -> list[str]:
     return [
         "--task",
         stage,

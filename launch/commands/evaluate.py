@@ -1,4 +1,4 @@
-"""`evaluate` and `recommend`: a run after it has ended."""
+"""`evaluate` and `recommend`: metrics and recommendations of a finished run."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class RecommendOptions:
 
 
 def open_single_run(positional: list[str], command: str) -> RunFolder:
+    """The run that the one positional word names. Raises UserError."""
     if len(positional) != 1:
         raise UserError(f"{command}: give the folder of one run (`runs` lists them)")
     return RunFolder.open(positional[0])
@@ -52,52 +53,58 @@ def open_single_run(positional: list[str], command: str) -> RunFolder:
 def evaluate(words: Sequence[str]) -> int:
     """Usage: evaluate RUN [--split valid] [--json]: the newest checkpoint on the held-out data."""
     positional, flags = split_words(words)
-    run, own = open_single_run(positional, "evaluate"), command_options(flags, EvaluateOptions, "evaluate")
-    metrics = _evaluate(run, own)
-    if own.json:
+    run, options = (
+        open_single_run(positional, "evaluate"),
+        command_options(flags, EvaluateOptions, "evaluate"),
+    )
+    metrics = _evaluate(run, options)
+    if options.json:
         print(json.dumps(metrics))
-    for name, found in {} if own.json else metrics.items():
+    for name, found in {} if options.json else metrics.items():
         print(f"{name}: " + format_metrics(found, ".6g"))
     return 0
 
 
-def _evaluate(run: RunFolder, own: EvaluateOptions) -> dict[str, Any]:
+def _evaluate(run: RunFolder, options: EvaluateOptions) -> dict[str, Any]:
     from isobatch.engine.verification.replay import Replay
     from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
 
-    locate_data(run, run.recipe, own.data)
-    here = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
-    redo = Replay(run, here)
-    if not redo.load_trained():
+    locate_data(run, run.recipe, options.data)
+    plan = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
+    replay = Replay(run, plan)
+    if not replay.load_trained():
         raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
-    splits = [own.split] if own.split else [s for s in run.facts.samples if s != "train"]
-    if own.split and own.split not in run.facts.samples:
-        raise UserError(f"--split {own.split}: the data has {', '.join(run.facts.samples)}")
-    return {name: redo.evaluate(name) for name in splits}
+    splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
+    if options.split and options.split not in run.facts.samples:
+        raise UserError(f"--split {options.split}: the data has {', '.join(run.facts.samples)}")
+    return {name: replay.evaluate(name) for name in splits}
 
 
 def recommend(words: Sequence[str]) -> int:
     """Usage: recommend RUN --user ID [--top 10] [--json]"""
     positional, flags = split_words(words)
-    run, own = open_single_run(positional, "recommend"), command_options(flags, RecommendOptions, "recommend")
-    if own.user is None:
+    run, options = (
+        open_single_run(positional, "recommend"),
+        command_options(flags, RecommendOptions, "recommend"),
+    )
+    if options.user is None:
         raise UserError("recommend: needs --user ID")
     found = require_capability(run, Recommends, "recommend", "recommends nothing").recommend(
-        run.final, own.user, own.top
+        run.final, options.user, options.top
     )
-    if own.json:
+    if options.json:
         items = [{"title": title, "score": score} for title, score in found]
-        print(json.dumps({"user": own.user, "items": items}, ensure_ascii=False))
-    for title, score in [] if own.json else found:
+        print(json.dumps({"user": options.user, "items": items}, ensure_ascii=False))
+    for title, score in [] if options.json else found:
         print(f"{score:8.3f}  {title}")
     return 0
 
 
-def require_capability(run: RunFolder, what: type[T], command: str, otherwise: str) -> T:
-    """The task of a finished run, if it does this."""
+def require_capability(run: RunFolder, capability: type[T], command: str, refusal: str) -> T:
+    """A finished run's task. Raises UserError without the protocol `capability`, or without final/."""
     task, _ = workload(run.recipe.task).make(run.recipe)
-    if not isinstance(task, what):
-        raise UserError(f"{command}: {run.folder} trained {run.recipe.task}, which {otherwise}")
+    if not isinstance(task, capability):
+        raise UserError(f"{command}: {run.folder} trained {run.recipe.task}, which {refusal}")
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
     return task

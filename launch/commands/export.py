@@ -38,57 +38,63 @@ def export(words: Sequence[str]) -> int:
     samples; exit 3 where an exported model answers otherwise than the trained one.
     """
     positional, flags = split_words(words)
-    run, own = open_single_run(positional, "export"), command_options(flags, ExportOptions, "export")
-    found = {kind: exported(run, kind, own.data) for kind in _kinds(run, own)}
-    if own.json:
+    run, options = open_single_run(positional, "export"), command_options(flags, ExportOptions, "export")
+    found = {kind: export_form(run, kind, options.data) for kind in _kinds(run, options)}
+    if options.json:
         print(json.dumps(found))
-    for figures in () if own.json else found.values():
-        apart = f"largest logit difference {figures['max_logit_difference']:.1e}"
-        print(f"{figures['folder']}: {apart} over {figures['samples']} samples{_ties(figures)}")
+    for figures in () if options.json else found.values():
+        difference = f"largest logit difference {figures['max_logit_difference']:.1e}"
+        print(f"{figures['folder']}: {difference} over {figures['samples']} samples{_format_ties(figures)}")
         if "remark" in figures:
             print(figures["remark"])
     return 0
 
 
-def _ties(figures: dict[str, Any]) -> str:
-    """What float noise does between two levels of a rounded activation, where a form rounds any."""
+def _format_ties(figures: dict[str, Any]) -> str:
+    """Differences with ties rounded as they come, for forms that round activations."""
     if "max_logit_difference_with_ties" not in figures:
         return ""
     most, changed = figures["max_logit_difference_with_ties"], figures["predictions_changed_by_ties"]
     return f" with ties rounded alike, {most:.1e} as they come ({changed} predictions changed)"
 
 
-def _kinds(run: RunFolder, own: ExportOptions) -> tuple[str, ...]:
+def _kinds(run: RunFolder, options: ExportOptions) -> tuple[str, ...]:
     task, _ = workload(run.recipe.task).make(run.recipe)
     if not isinstance(task, Exports):
         raise UserError(f"export: {run.recipe.task} has no other form than {run.final}")
-    if odd := [kind for kind in own.to if kind not in task.exports]:
-        needs = ": `auto --task qat --pruned RUN` makes such a model" if odd[0] == "onnx-int4" else ""
-        raise UserError(f"--to {odd[0]}: a {run.recipe.task} run exports {', '.join(task.exports)}{needs}")
-    return own.to or task.exports
+    if unknown := [kind for kind in options.to if kind not in task.exports]:
+        needs = ": `auto --task qat --pruned RUN` makes such a model" if unknown[0] == "onnx-int4" else ""
+        raise UserError(
+            f"--to {unknown[0]}: a {run.recipe.task} run exports {', '.join(task.exports)}{needs}"
+        )
+    return options.to or task.exports
 
 
-def exported(run: RunFolder, kind: str, data: str | None = None) -> dict[str, Any]:
-    """One form of a finished run's model, written beside its place and moved there once it is checked."""
+def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict[str, Any]:
+    """Write one form of a finished run's model to exports/KIND once it is checked; returns the figures.
+
+    `data_path`: where the data lies now, if it has moved. Raises UserError, and ExportError where the
+    exported model differs from the trained one.
+    """
     from isobatch.launch.local.run_setup import locate_data
 
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
-    locate_data(run, run.recipe, data)
-    facts, (task, source) = run.facts, workload(run.recipe.task).make(run.recipe)
+    locate_data(run, run.recipe, data_path)
+    facts, (task, data) = run.facts, workload(run.recipe.task).make(run.recipe)
     assert isinstance(task, Exports), "the caller has asked"
     held_out = next((s for s in HELD_OUT_SPLITS if s in facts.samples), "train")
-    samples = source.open(Path(facts.folder), held_out)
-    place = run.folder / "exports" / kind
-    fresh = place.with_name(f".{kind}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
+    samples = data.open(Path(facts.folder), held_out)
+    folder = run.folder / "exports" / kind
+    unchecked = folder.with_name(f".{kind}.new")
+    shutil.rmtree(unchecked, ignore_errors=True)
+    unchecked.mkdir(parents=True)
     try:
-        figures = dict(task.export_as(kind, run.final, fresh, facts, lambda: host_batches(samples)))
-        figures |= {"split": held_out, "folder": str(place)}
-        (fresh / PARITY).write_text(json.dumps(figures, indent=2) + "\n")
-        shutil.rmtree(place, ignore_errors=True)
-        fresh.rename(place)
+        figures = dict(task.export_as(kind, run.final, unchecked, facts, lambda: host_batches(samples)))
+        figures |= {"split": held_out, "folder": str(folder)}
+        (unchecked / PARITY).write_text(json.dumps(figures, indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        unchecked.rename(folder)
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(unchecked, ignore_errors=True)
     return figures

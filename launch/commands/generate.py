@@ -1,4 +1,4 @@
-"""`generate` and `chat`: a trained language model writes."""
+"""`generate` and `chat`: text from a trained language model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESET, QUIT = "/reset", "/quit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WritingOptions:
+class SamplingOptions:
     """Flags of `generate` and `chat`."""
 
     tokens: number_ranges.Positive = 60
@@ -37,7 +37,7 @@ class WritingOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateOptions(WritingOptions):
+class GenerateOptions(SamplingOptions):
     """Flags of `generate`."""
 
     prompt: str | None = None
@@ -49,7 +49,7 @@ class GenerateOptions(WritingOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatOptions(WritingOptions):
+class ChatOptions(SamplingOptions):
     """Flags of `chat`."""
 
     tokens: number_ranges.Positive = 256
@@ -63,23 +63,28 @@ def generate(words: Sequence[str]) -> int:
     [--top-p 0.9] [--seed 0] [--json]
     """
     positional, flags = split_words(words)
-    run, own = open_single_run(positional, "generate"), command_options(flags, GenerateOptions, "generate")
-    if own.prompt is None:
+    run, options = (
+        open_single_run(positional, "generate"),
+        command_options(flags, GenerateOptions, "generate"),
+    )
+    if options.prompt is None:
         raise UserError('generate: needs --prompt "..."')
     template = _template(run)
-    if template is None and own.system is not None:
+    if template is None and options.system is not None:
         raise UserError(f"--system: {run.folder} was not trained on conversations: leave it out")
-    write = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
-    asked = (
-        own.prompt if template is None else template.prompt_segments(_told(own.system) + [_user(own.prompt)])
+    write_text = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
+    prompt = (
+        options.prompt
+        if template is None
+        else template.prompt_segments(_system_messages(options.system) + [_user_message(options.prompt)])
     )
-    pieces = write(asked, _sampling(own, template))
-    shown = own.prompt if template is None else ""
-    if own.json:
+    pieces = write_text(prompt, _sampling(options, template))
+    shown = options.prompt if template is None else ""
+    if options.json:
         text = shown + "".join(pieces)
-        print(json.dumps({"prompt": own.prompt, "text": text}, ensure_ascii=False))
+        print(json.dumps({"prompt": options.prompt, "text": text}, ensure_ascii=False))
     else:
-        _show(pieces, shown)
+        _print_pieces(pieces, shown)
     return 0
 
 
@@ -88,38 +93,38 @@ def chat(words: Sequence[str]) -> int:
     [--seed 0]: a line is a question; /reset forgets all before, /quit or the end of input ends it.
     """
     positional, flags = split_words(words)
-    run, own = open_single_run(positional, "chat"), command_options(flags, ChatOptions, "chat")
+    run, options = open_single_run(positional, "chat"), command_options(flags, ChatOptions, "chat")
     template = _template(run)
     if template is None:
         raise UserError(
             f"chat: {run.folder} was not trained on conversations (instruction and output, or messages): use"
             " generate"
         )
-    write = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
-    _talk(template, own, lambda asked: write(asked, _sampling(own, template)))
+    write_text = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
+    _chat_loop(template, options, lambda prompt: write_text(prompt, _sampling(options, template)))
     return 0
 
 
-def _talk(
-    template: ChatTemplate, own: ChatOptions, write: Callable[[list[ChatSegment]], Iterable[str]]
+def _chat_loop(
+    template: ChatTemplate, options: ChatOptions, write_text: Callable[[list[ChatSegment]], Iterable[str]]
 ) -> None:
-    messages = _told(own.system)
-    for line in _lines():
+    messages = _system_messages(options.system)
+    for line in _input_lines():
         if line == QUIT:
             return
         if line == RESET:
-            messages = _told(own.system)
+            messages = _system_messages(options.system)
             continue
-        messages.append(_user(line))
-        answer = _show(write(template.prompt_segments(messages)))
+        messages.append(_user_message(line))
+        answer = _print_pieces(write_text(template.prompt_segments(messages)))
         messages.append({"role": "assistant", "content": answer})
 
 
-def _lines() -> Iterator[str]:
-    """What a person types, or a file holds, without empty lines."""
-    typed = sys.stdin.isatty()
+def _input_lines() -> Iterator[str]:
+    """Lines of standard input without empty ones, with a prompt on a terminal."""
+    interactive = sys.stdin.isatty()
     while True:
-        if typed:
+        if interactive:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
@@ -128,10 +133,10 @@ def _lines() -> Iterator[str]:
             yield line.strip()
 
 
-def _show(pieces: Iterable[str], before: str = "") -> str:
-    """Each piece as it comes; returns them all."""
+def _print_pieces(pieces: Iterable[str], prefix: str = "") -> str:
+    """Print each piece as it comes; returns the whole text."""
     text = ""
-    print(before, end="", flush=True)
+    print(prefix, end="", flush=True)
     for piece in pieces:
         text += piece
         print(piece, end="", flush=True)
@@ -144,20 +149,20 @@ def _template(run: RunFolder) -> ChatTemplate | None:
     return ChatTemplate.from_dict(found) if found else None
 
 
-def _told(system: str | None) -> list[dict[str, str]]:
+def _system_messages(system: str | None) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _user(text: str) -> dict[str, str]:
+def _user_message(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def _sampling(own: Any, template: ChatTemplate | None) -> Sampling:
+def _sampling(options: Any, template: ChatTemplate | None) -> Sampling:
     return Sampling(
-        max_new_tokens=own.tokens,
-        temperature=own.temperature,
-        top_k=own.top_k,
-        top_p=own.top_p,
-        seed=own.seed,
+        max_new_tokens=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
         stop_token_id=None if template is None else template.end_id,
     )

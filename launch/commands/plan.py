@@ -1,4 +1,4 @@
-"""`plan` and `prepare`: what would happen, and what must happen first. Neither trains."""
+"""`plan` and `prepare`: show the plan, and prepare the data. Neither trains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from isobatch.launch.local.arguments import Request, parse_request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanningOptions:
+class PlanCommandOptions:
     """Flags of `plan` beside the recipe's and the plan's."""
 
     hardware: str | None = None
@@ -33,7 +33,7 @@ class PlanningOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JsonOption:
+class PrepareOptions:
     """Flags of `prepare` beside the recipe's."""
 
     json: bool = False
@@ -42,64 +42,69 @@ class JsonOption:
 
 def plan(words: Sequence[str]) -> int:
     """Usage: plan --task TASK [--hardware 8xh100] [--assume-length 128] [--json] [flags]"""
-    asked = parse_request(words, "plan", PlanningOptions)
-    length = asked.extra.get("assume_length")
-    task, data = asked.workload.make(asked.recipe)
+    request = parse_request(words, "plan", PlanCommandOptions)
+    length = request.extra.get("assume_length")
+    task, data = request.workload.make(request.recipe)
     facts = assumed_facts(length) if length else prepare_data(data)
-    wanted = asked.extra.get("hardware")
-    machine = hardware.parse_hardware(wanted) if wanted else detect()
-    shape = task.model_size(facts)
-    made = make_plan(asked.recipe, facts, shape, machine, asked.plan)
-    others = batch_size_frontier(asked.recipe, facts, shape, machine, asked.plan)
-    cheaper = memory_alternatives(
-        lambda recipe: asked.workload.make(recipe)[0], asked.recipe, facts, shape, made
+    hardware_name = request.extra.get("hardware")
+    machine = hardware.parse_hardware(hardware_name) if hardware_name else detect()
+    model_size = task.model_size(facts)
+    chosen = make_plan(request.recipe, facts, model_size, machine, request.plan)
+    frontier = batch_size_frontier(request.recipe, facts, model_size, machine, request.plan)
+    alternatives = memory_alternatives(
+        lambda recipe: request.workload.make(recipe)[0], request.recipe, facts, model_size, chosen
     )
-    answer = {
-        "recipe": {**asked.recipe.to_dict(), "hash": asked.recipe.hash()},
-        "global_batch": asked.recipe.batch_size,
-        "plan": made.to_dict(),
-        "reasons": made.reasons,
-        "invariance": made.invariance,
-        "frontier": others,
-        "savings": cheaper,
+    result = {
+        "recipe": {**request.recipe.to_dict(), "hash": request.recipe.hash()},
+        "global_batch": request.recipe.batch_size,
+        "plan": chosen.to_dict(),
+        "reasons": chosen.reasons,
+        "invariance": chosen.invariance,
+        "frontier": frontier,
+        "savings": alternatives,
     }
     print(
-        json.dumps(answer, ensure_ascii=False)
-        if asked.extra.get("json")
-        else _sheet(asked, facts, made, others, cheaper)
+        json.dumps(result, ensure_ascii=False)
+        if request.extra.get("json")
+        else _format_plan(request, facts, chosen, frontier, alternatives)
     )
     return 0
 
 
-def _sheet(
-    asked: Request, facts: Facts, made: Plan, others: list[dict[str, Any]], cheaper: list[dict[str, Any]]
+def _format_plan(
+    request: Request,
+    facts: Facts,
+    chosen: Plan,
+    frontier: list[dict[str, Any]],
+    alternatives: list[dict[str, Any]],
 ) -> str:
     lines = [
-        f"recipe {asked.recipe.hash()}: {asked.recipe.task}, global batch {asked.recipe.batch_size},"
+        f"recipe {request.recipe.hash()}: {request.recipe.task}, global batch {request.recipe.batch_size},"
         f" {facts.samples['train']:,} samples of up to {facts.longest} tokens",
         "",
     ]
-    shown = {k: v for k, v in made.to_dict().items() if k in made.reasons}
+    shown = {k: v for k, v in chosen.to_dict().items() if k in chosen.reasons}
     width = max(map(len, shown), default=0)
     lines += [
-        f"  {name:<{width}}  {_value(value)!s:<12}  {made.reasons[name]}" for name, value in shown.items()
+        f"  {name:<{width}}  {_format_value(value)!s:<12}  {chosen.reasons[name]}"
+        for name, value in shown.items()
     ]
     lines += [
         "",
-        f"predicted: {made.predicted_step_seconds:.3g} s a step,"
-        f" {format_bytes(made.predicted_peak_memory_bytes)} per process"
+        f"predicted: {chosen.predicted_step_seconds:.3g} s a step,"
+        f" {format_bytes(chosen.predicted_peak_memory_bytes)} per process"
         + (
             ""
-            if made.calibrated
+            if chosen.calibrated
             else " (uncalibrated: no measurement on this kind of device stands behind it)"
         ),
         "",
         "the same micro-batch in other ways would take (all but the first flag are other recipes):",
-        *_ways(cheaper),
+        *_format_alternatives(alternatives),
         "",
         "other global batches would be other recipes (--scale-batch K --lr-rule sqrt|linear|none):",
     ]
-    for row in others:
+    for row in frontier:
         lines.append(
             f"  {row['batch_size']:>7}  {row['processes']} processes  {row['step_seconds']:.3g} s a step"
             f"  {format_duration(row['epoch_hours'] * 3600)} an epoch"
@@ -108,7 +113,7 @@ def _sheet(
     return "\n".join(lines)
 
 
-def _ways(rows: list[dict[str, Any]]) -> list[str]:
+def _format_alternatives(rows: list[dict[str, Any]]) -> list[str]:
     width = max(len(row["flags"]) for row in rows)
     return [
         f"  {row['flags']:<{width}}  {format_bytes(row['peak_memory_bytes']):>8}  {row['remark']}".rstrip()
@@ -116,17 +121,17 @@ def _ways(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _value(value: Any) -> Any:
+def _format_value(value: Any) -> Any:
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
 def prepare(words: Sequence[str]) -> int:
     """Usage: prepare --task TASK [--data PATH] [flags]. Run it where the internet is; runs then need none."""
-    asked = parse_request(words, "prepare", JsonOption)
-    task, data = asked.workload.make(asked.recipe)
+    request = parse_request(words, "prepare", PrepareOptions)
+    task, data = request.workload.make(request.recipe)
     facts = prepare_data(data)
     task.fetch()
-    if asked.extra.get("json"):
+    if request.extra.get("json"):
         print(json.dumps(facts.to_dict(), ensure_ascii=False))
         return 0
     counts = ", ".join(f"{n:,} {split}" for split, n in facts.samples.items())

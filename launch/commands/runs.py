@@ -1,4 +1,4 @@
-"""`tasks`, `runs` and `describe`: what there is."""
+"""`tasks`, `runs` and `describe`: lists of workloads, runs and flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from isobatch.engine.runs.run_folder import RunFolder, list_runs
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import BatchScaling, command_options, split_words
 from isobatch.launch.slurm import client
-from isobatch.launch.slurm.client import job_of
+from isobatch.launch.slurm.client import last_job_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +33,8 @@ class ListingOptions:
 
 def tasks(words: Sequence[str]) -> int:
     """Usage: tasks [--json]"""
-    own = command_options(split_words(words)[1], ListingOptions, "tasks")
-    if own.json:
+    options = command_options(split_words(words)[1], ListingOptions, "tasks")
+    if options.json:
         print(json.dumps({name: entry.summary for name, entry in TASKS.items()}))
     else:
         print("\n".join(f"{name:<14}{entry.summary}" for name, entry in TASKS.items()))
@@ -46,27 +46,27 @@ def tasks(words: Sequence[str]) -> int:
 def runs(words: Sequence[str]) -> int:
     """Usage: runs [FOLDER] [--json]"""
     positional, flags = split_words(words)
-    own = command_options(flags, ListingOptions, "runs")
-    folder = Path(positional[0] if positional else own.out).expanduser()
+    options = command_options(flags, ListingOptions, "runs")
+    folder = Path(positional[0] if positional else options.out).expanduser()
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     found = list(list_runs(folder))
-    rows = [_readable(run) | job for run, job in zip(found, _jobs(found), strict=True)]
-    if own.json:
+    rows = [_row_or_unreadable(run) | job for run, job in zip(found, _slurm_jobs(found), strict=True)]
+    if options.json:
         print(json.dumps({"runs": rows}, ensure_ascii=False))
         return 0
     for row in rows:
         loss = row["metrics"].get("loss")
-        figure = "" if loss is None else f"  loss {loss:.4f}"
+        loss_text = "" if loss is None else f"  loss {loss:.4f}"
         job = f"  job {row['job']} {row['job_state']}".rstrip() if row["job"] else ""
-        print(f"{row['folder']:<44}{row['status']:<12}{row['steps'] or '-':>8} steps{figure}{job}")
+        print(f"{row['folder']:<44}{row['status']:<12}{row['steps'] or '-':>8} steps{loss_text}{job}")
     if not rows:
         print(f"no runs in {folder}")
     return 0
 
 
-def _readable(run: RunFolder) -> dict[str, Any]:
-    """One damaged run must not hide the others."""
+def _row_or_unreadable(run: RunFolder) -> dict[str, Any]:
+    """A run's row; one with status "unreadable" where its files are damaged, so that others are shown."""
     try:
         return _row(run)
     except UserError as error:
@@ -85,9 +85,9 @@ def _row(run: Any) -> dict[str, Any]:
     }
 
 
-def _jobs(found: list[RunFolder]) -> list[dict[str, str]]:
-    """Each run's Slurm job and its state there; empty where there was none, or Slurm has forgotten it."""
-    numbers = [job_of(run) for run in found]
+def _slurm_jobs(found: list[RunFolder]) -> list[dict[str, str]]:
+    """Each run's last Slurm job and its state; empty where it had none or Slurm no longer knows it."""
+    numbers = [last_job_of(run) for run in found]
     states = client.job_states([n for n in numbers if n])
     return [{"job": number, "job_state": states.get(number, "")} for number in numbers]
 
@@ -95,7 +95,7 @@ def _jobs(found: list[RunFolder]) -> list[dict[str, str]]:
 def describe(words: Sequence[str]) -> int:
     """Usage: describe TASK [--json]: every flag with type, default and meaning."""
     positional, flags = split_words(words)
-    own = command_options(flags, ListingOptions, "describe")
+    options = command_options(flags, ListingOptions, "describe")
     if len(positional) != 1:
         raise UserError("describe: name one task, as in: describe causal-lm (`tasks` lists them)")
     chosen = workload(positional[0])
@@ -107,7 +107,7 @@ def describe(words: Sequence[str]) -> int:
     }
     defaults = dict(chosen.task.defaults)
     rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in groups.items()}
-    if own.json:
+    if options.json:
         print(json.dumps({"task": chosen.name, "flags": rows}, ensure_ascii=False))
         return 0
     for title, found in rows.items():

@@ -1,4 +1,4 @@
-"""`auto --seeds N`: one recipe with several seeds, and what its metrics are worth."""
+"""`auto --seeds N`: trains one recipe with several seeds; mean and deviation of its metrics."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from isobatch.core.errors import DONE
 from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.launch_run import find_or_train
 
-FILE = "seeds.json"
+FILE_NAME = "seeds.json"
 
 
-def train_seeds(asked: Request, count: int, as_json: bool) -> int:
-    """A run per seed, from the recipe's own on; seeds.json in the first run's folder.
+def train_seeds(request: Request, count: int, as_json: bool) -> int:
+    """Train runs with the recipe's seed and those after it; writes seeds.json to the first run's folder.
 
-    Typed again, the command goes on where it was stopped.
+    Returns the exit code. Called again, it goes on where it was stopped.
     """
     runs = []
-    for seed in range(asked.recipe.seed, asked.recipe.seed + count):
-        run, verdict = find_or_train(with_seed(asked, seed))
+    for seed in range(request.recipe.seed, request.recipe.seed + count):
+        run, verdict = find_or_train(with_seed(request, seed))
         if verdict.code != DONE:
             return verdict.code
         runs.append(run)
     metrics = aggregate([(run.summary() or {}).get("metrics", {}) for run in runs])
-    found = {"runs": [str(run.folder) for run in runs], "metrics": metrics}
-    atomic_files.write_json(runs[0].folder / FILE, found)
-    print(json.dumps(found) if as_json else _sheet(found))
+    result = {"runs": [str(run.folder) for run in runs], "metrics": metrics}
+    atomic_files.write_json(runs[0].folder / FILE_NAME, result)
+    print(json.dumps(result) if as_json else _format_result(result))
     return DONE
 
 
-def with_seed(asked: Request, seed: int) -> Request:
-    recipe = dataclasses.replace(asked.recipe, seed=seed)
-    name = asked.run.name
-    run = dataclasses.replace(asked.run, name=f"{name}-seed{seed}" if name else None)
-    return dataclasses.replace(asked, recipe=recipe, run=run)
+def with_seed(request: Request, seed: int) -> Request:
+    """The request with another seed, and a run name that says it."""
+    recipe = dataclasses.replace(request.recipe, seed=seed)
+    name = request.run.name
+    run = dataclasses.replace(request.run, name=f"{name}-seed{seed}" if name else None)
+    return dataclasses.replace(request, recipe=recipe, run=run)
 
 
 def aggregate(metrics: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Name -> mean, sample standard deviation, least and largest, of every number that all runs have."""
+    """Metric -> mean, sample standard deviation, least and largest, for each number that all runs have."""
     names = [k for k, v in metrics[0].items() if isinstance(v, float | int)]
     columns = {name: [m[name] for m in metrics] for name in names if all(name in m for m in metrics)}
     return {
@@ -55,9 +56,9 @@ def aggregate(metrics: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def _sheet(found: dict[str, Any]) -> str:
-    lines = [f"{len(found['runs'])} seeds: {', '.join(found['runs'])}"]
-    for name, of in found["metrics"].items():
-        spread = f"{of['deviation']:.2g} ({of['least']:.6g} to {of['largest']:.6g})"
-        lines.append(f"  {name} {of['mean']:.6g} +- {spread}")
+def _format_result(result: dict[str, Any]) -> str:
+    lines = [f"{len(result['runs'])} seeds: {', '.join(result['runs'])}"]
+    for name, values in result["metrics"].items():
+        spread = f"{values['deviation']:.2g} ({values['least']:.6g} to {values['largest']:.6g})"
+        lines.append(f"  {name} {values['mean']:.6g} +- {spread}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`verify`: prove that a run is what its recipe says."""
+"""`verify`: checks a run's records and redoes logged steps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def verify(words: Sequence[str]) -> int:
     positional, flags = split_words(words)
     if len(positional) != 1:
         raise UserError("verify: give the folder of one run (`runs` lists them)")
-    run, own = RunFolder.open(positional[0]), command_options(flags, VerifyOptions, "verify")
-    report = verify_run(run, own)
-    print(json.dumps(report) if own.json else _sheet(report, run.plan.invariance))
+    run, options = RunFolder.open(positional[0]), command_options(flags, VerifyOptions, "verify")
+    report = verify_run(run, options)
+    print(json.dumps(report) if options.json else _format_report(report, run.plan.invariance))
     return DONE if report["verified"] else FAILED
 
 
-def _sheet(report: dict[str, Any], invariance: str) -> str:
+def _format_report(report: dict[str, Any], invariance: str) -> str:
     lines = []
     if report["steps"]:
         lines.append(

@@ -1,4 +1,4 @@
-"""Worker processes under accelerate: started, signalled, listened to."""
+"""Starts the worker processes under accelerate launch, forwards signals to them and relays their output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from isobatch.engine.runs.console import LINE_MARK
 
 PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 120
-"""How long children may take to save after a signal before they are killed."""
+"""How long workers may take to save after a signal before they are killed."""
 
 
 def launch_workers(
@@ -28,10 +28,10 @@ def launch_workers(
     script: Path,
     arguments: list[str],
     folder: Path,
-    extra: Mapping[str, str] | None = None,
+    extra_environment: Mapping[str, str] | None = None,
     forward_signals: bool = True,
 ) -> LauncherExit:
-    """Run `script` in the plan's world under accelerate; config and launcher.log go to `folder`.
+    """Run `script` in the plan's processes; writes accelerate.yaml and launcher.log to `folder`.
 
     With `forward_signals` this process's SIGTERM, SIGINT and SIGUSR1 go to the workers. Without, its handlers
     stay as they are, and a KeyboardInterrupt asks the workers to save and stop.
@@ -47,26 +47,26 @@ def launch_workers(
         # torchrun binds a free port itself; a port that was probed and released may be taken meanwhile.
         "PET_STANDALONE": "1",
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
-        **(extra or {}),
+        **(extra_environment or {}),
     }
-    return _wait([*command, *arguments], environment, folder, forward_signals)
+    return _run_launcher([*command, *arguments], environment, folder, forward_signals)
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherExit:
-    """How a launcher ended."""
+    """The end of a launcher process."""
 
     code: int
     stop_requested: bool
-    """Whether a signal that asks for a stop was passed on to it."""
+    """Whether a signal that asks for a stop was forwarded to it."""
 
 
-def _wait(
+def _run_launcher(
     command: list[str], environment: dict[str, str], folder: Path, forward_signals: bool
 ) -> LauncherExit:
-    """Run the launcher in a session of its own; pass every first signal on; keep its noise in a log."""
-    log = folder / "launcher.log"
-    with atomic_files.explain_write_errors(log), log.open("ab", buffering=0) as noise:
+    """Run the launcher in its own session; forward the first signal of each kind, kill at a second SIGINT."""
+    log_path = folder / "launcher.log"
+    with atomic_files.explain_write_errors(log_path), log_path.open("ab", buffering=0) as log:
         child = subprocess.Popen(
             command,
             env=environment,
@@ -74,23 +74,23 @@ def _wait(
             stderr=subprocess.PIPE,
             preexec_fn=_die_with_parent,
         )
-        seen: set[int] = set()
+        forwarded: set[int] = set()
 
         def forward(number: int, frame: FrameType | None) -> None:
-            if number in seen and number == signal.SIGINT:
+            if number in forwarded and number == signal.SIGINT:
                 _kill_all(child.pid)
-            elif number not in seen:
-                seen.add(number)
+            elif number not in forwarded:
+                forwarded.add(number)
                 child.send_signal(number)
 
         caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) if forward_signals else ()
         before = {n: signal.signal(n, forward) for n in caught}
         try:
-            relay_output(child, noise)
-            return LauncherExit(child.wait(), bool(seen))
+            relay_output(child, log)
+            return LauncherExit(child.wait(), bool(forwarded))
         except KeyboardInterrupt:
             child.send_signal(signal.SIGINT)
-            relay_output(child, noise)
+            relay_output(child, log)
             child.wait()
             raise
         finally:
@@ -99,7 +99,7 @@ def _wait(
 
 
 def _kill_all(number: int) -> None:
-    """The launcher and its workers, which lead sessions of their own."""
+    """Kill the launcher and its workers, which are in sessions of their own."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
@@ -109,27 +109,27 @@ def _kill_all(number: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """In the child, on Linux: be told to stop (and save) should the command that waits for us be killed."""
+    """In the child, on Linux: get SIGTERM, so save and stop, where the parent process is killed."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def relay_output(child: subprocess.Popen[bytes], noise: Any) -> None:
-    """Show what the run says; keep the launcher's own chatter, and any traceback, in launcher.log."""
+def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:
+    """Print the run's own lines, which have a mark; write all others, with any traceback, to `log`."""
     assert child.stderr is not None
     for line in child.stderr:
         if line.startswith(LINE_MARK.encode()):
             sys.stderr.write(line[len(LINE_MARK.encode()) :].decode(errors="replace"))
             sys.stderr.flush()
         else:
-            with contextlib.suppress(OSError):  # a full disk must not end what it only describes
-                noise.write(line)
+            with contextlib.suppress(OSError):  # a full disk must not end the run because of its log
+                log.write(line)
 
 
 def write_config(folder: Path, plan: Plan) -> Path:
-    """The accelerate config of this plan, rendered from configs/accelerate."""
+    """Write the accelerate config of a plan, made from a template of configs/accelerate; returns its path."""
     import yaml
 
     template = ROOT / "configs" / "accelerate" / ("cpu.yaml" if plan.device == "cpu" else "multi_gpu.yaml")

@@ -54,8 +54,8 @@ SYNONYMS = {
     "trust_remote_code": "remote_code",
     "per_device_train_batch_size": "per_device_batch_size",
 }
-"""Words people bring from other tools, and ours."""
-MEANINGS: dict[str, dict[str, str]] = {
+"""Flags of other tools -> our flag."""
+SWITCHES: dict[str, dict[str, str]] = {
     "fast": {"mode": "fast"},
     "full": {"mode": "full"},
     "bf16": {"precision": "bf16"},
@@ -67,12 +67,12 @@ MEANINGS: dict[str, dict[str, str]] = {
     "use_dynamic_padding": {},
     "use_cache": {"text_cache": "on"},
 }
-"""Switches of other tools, and what they come to. Padding is always dynamic: asking changes nothing."""
+"""Switches of other tools -> our flags and values. Padding is always dynamic, whatever its switch says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchScaling:
-    """Flags that make a new recipe out of the one asked for."""
+    """Flags that change the global batch of the recipe."""
 
     scale_batch: number_ranges.Rate | None = None
     """Train with this many times the global batch: a NEW recipe, which says what it was scaled from."""
@@ -86,7 +86,7 @@ class BatchScaling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A command line understood: what to learn, how fast, and where to keep it."""
+    """A parsed and checked command line: the recipe, and options of the plan and of the run."""
 
     workload: Workload
     recipe: Recipe
@@ -95,30 +95,33 @@ class Request:
     extra: dict[str, Any]
     """The command's own flags."""
     notes: list[str]
-    """What the words came to, where that is not plain."""
+    """Lines for the user on values that were derived, such as those of a preset."""
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Positional words and flags, all as text, `-` and `_` alike; Fire knows --a b, --a=b and --no-a."""
+    """Positional words, and flags by name with `_` for `-`, all values as text. Raises UserError.
+
+    Fire reads --a b, --a=b and --no-a.
+    """
     import fire
 
-    if odd := [word for word in words if word == "--" or word.startswith("--=")]:
-        raise UserError(f"what is {odd[0]!r}? A flag is --name value or --name=value")
-    written = _written(words)
-    if twice := [name for name, count in Counter(name for name, _ in written).items() if count > 1]:
-        raise UserError(f"{_spell(twice[0])} is given twice: give it once")
+    if malformed := [word for word in words if word == "--" or word.startswith("--=")]:
+        raise UserError(f"what is {malformed[0]!r}? A flag is --name value or --name=value")
+    written = _flags_as_written(words)
+    if repeated := [name for name, count in Counter(name for name, _ in written).items() if count > 1]:
+        raise UserError(f"{_spell(repeated[0])} is given twice: give it once")
     found: dict[str, Any] = {}
 
     @fire.decorators.SetParseFn(str)
     def collect(*positional: str, **flags: str) -> None:
         found.update(positional=positional, flags=flags)
 
-    # A lone "-" would cut the words into several calls.
+    # By default Fire splits the words at a lone "-" into several calls.
     fire.Fire(collect, command=[*words, "--", "--separator=\x00"], name="isobatch")
     flags = {}
     for name, value in found["flags"].items():
         key = name.replace("-", "_")
-        if key.startswith("_"):  # Fire has cut the "no" off --no-compile
+        if key.startswith("_"):  # Fire has removed the "no" of --no-compile
             flags[key[1:]] = "False"
         elif key.startswith("no_") and value in ("True", "False"):
             flags[key[3:]] = "False" if value == "True" else "True"
@@ -127,37 +130,40 @@ def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return list(found["positional"]), flags
 
 
-def _written(words: Sequence[str]) -> list[tuple[str, bool]]:
-    """The flags as written, but for a leading no, and whether each has a value; flags are what Fire says."""
+def _flags_as_written(words: Sequence[str]) -> list[tuple[str, bool]]:
+    """(name without a leading no, whether it has a value) of each flag; flags are what Fire takes for one."""
     is_flag = [word.startswith("--") or bool(re.match("-[a-zA-Z]", word)) for word in words] + [True]
     found = []
-    for place, word in enumerate(words):
-        if is_flag[place]:
-            valued = "=" in word or not is_flag[place + 1]
+    for position, word in enumerate(words):
+        if is_flag[position]:
+            valued = "=" in word or not is_flag[position + 1]
             name = word.lstrip("-").partition("=")[0].replace("-", "_")
             found.append((re.sub("^no_" if valued else "^no_?", "", name), valued))
     return found
 
 
 def command_options(flags: Mapping[str, str], kind: type, command: str) -> Any:
-    """A command's options where it takes no recipe: unknown names are refused."""
+    """Options of a command without a recipe, as an instance of the dataclass `kind`. Raises UserError."""
     renamed, typed, _ = _translate(flags)
     _refuse_unknown(typed, flags_of(kind, command), command)
     return build_options(kind, renamed, command)
 
 
 def task_name(words: Sequence[str]) -> str:
-    """The word after --task, or nothing."""
+    """The value of --task in lower case; empty where there is none."""
     return split_words(words)[1].get("task", "").replace("_", "-").lower()
 
 
 def known_flags(task: str) -> set[str]:
-    """Names of all that `auto` takes for a task, its own answer's flags apart."""
+    """Names of all flags that `auto` takes for a task, without those of AutoOptions."""
     return {name for names in _groups(workload(task), "auto", None).values() for name in names}
 
 
-def parse_request(words: Sequence[str], command: str, own: type | None = None) -> Request:
-    """Everything a command that needs a recipe was asked."""
+def parse_request(words: Sequence[str], command: str, options_class: type | None = None) -> Request:
+    """Parse and check the words of a command that needs a recipe; no torch is imported.
+
+    `options_class`: dataclass of the command's own flags, for `Request.extra`. Raises UserError.
+    """
     positional, flags = split_words(words)
     if positional:
         raise UserError(
@@ -167,7 +173,7 @@ def parse_request(words: Sequence[str], command: str, own: type | None = None) -
         raise UserError(f"{command}: needs --task NAME (`tasks` lists them)")
     chosen = workload(flags["task"])
     flags, typed, notes = _translate(flags)
-    groups = _groups(chosen, command, own)
+    groups = _groups(chosen, command, options_class)
     known = {name: group for group, names in groups.items() for name in names}
     _refuse_unknown(typed, known, f"{command} --task {chosen.name}")
     if "gradient_accumulation_steps" in flags and "per_device_batch_size" not in flags:
@@ -184,20 +190,22 @@ def parse_request(words: Sequence[str], command: str, own: type | None = None) -
         for group, known_flags in groups.items()
     }
     plan = PlanOptions(**values["plan"])
-    recipe, more = chosen.complete({**values["recipe"], **values["options"]})
-    recipe = _scaled(recipe, BatchScaling(**values["scaling"]), plan)
-    request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["own"], notes + more)
+    recipe, preset_notes = chosen.complete({**values["recipe"], **values["options"]})
+    recipe = _with_batch_scaling(recipe, BatchScaling(**values["scaling"]), plan)
+    request = Request(
+        chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes + preset_notes
+    )
     check_request(request)
     return request
 
 
 def check_request(request: Request) -> None:
-    """Raise UserError for what the task, its data or a tracker cannot do; cheap, before anything heavy."""
+    """Checks of the task, its data and the tracker that need no torch. Raises UserError."""
     task, data = request.workload.make(request.recipe)
     task.check()
     data.check()
     _check_tracker(request.run.tracker)
-    # --phase, and as many --epochs as phases
+    # Checks --phase, and that --epochs has one number or one per phase.
     phase_schedules(request.recipe, task.phases(), steps_per_epoch=1)
 
 
@@ -206,49 +214,49 @@ def _check_tracker(name: str) -> None:
         raise UserError(f"--tracker {name} needs: pip install {name}")
 
 
-def _groups(chosen: Workload, command: str, own: type | None) -> dict[str, dict[str, Flag]]:
+def _groups(chosen: Workload, command: str, options_class: type | None) -> dict[str, dict[str, Flag]]:
     return {
         "recipe": flags_of(Recipe, "recipe"),
         "options": chosen.option_flags(),
         "plan": flags_of(PlanOptions, "plan"),
         "run": flags_of(RunOptions, "run"),
         "scaling": flags_of(BatchScaling, "recipe"),
-        "own": flags_of(own, command) if own else {},
+        "command": flags_of(options_class, command) if options_class else {},
     }
 
 
 def _translate(flags: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Our name -> value, our name -> the word typed for it, and notes on words without effect."""
+    """Our name -> value, our name -> the name that was typed, and notes on flags without effect."""
     out: dict[str, str] = {}
     typed: dict[str, str] = {}
     notes = []
     for name, value in flags.items():
-        meaning = _meaning(name, value)
-        if name in MEANINGS and not MEANINGS[name]:
+        meaning = _expand_flag(name, value)
+        if name in SWITCHES and not SWITCHES[name]:
             notes.append(f"{_spell(name)} has no effect: it is always so here")
-        for key, plain in meaning.items():
+        for key, meaning_value in meaning.items():
             if key in typed:
                 raise UserError(
                     f"{_spell(name)} and {_spell(typed[key])} say the same thing: give one of them"
                 )
-            out[key], typed[key] = plain, name
+            out[key], typed[key] = meaning_value, name
     return out, typed, notes
 
 
-def _meaning(name: str, value: str) -> dict[str, str]:
-    if name not in MEANINGS:
+def _expand_flag(name: str, value: str) -> dict[str, str]:
+    if name not in SWITCHES:
         return {SYNONYMS.get(name, name): value}
-    return MEANINGS[name] if convert(Flag(name, bool, False, "", ""), value) else {}
+    return SWITCHES[name] if convert(Flag(name, bool, False, "", ""), value) else {}
 
 
 def _refuse_unknown(typed: Mapping[str, str], known: Mapping[str, Any], where: str) -> None:
-    """`typed`: our name -> the word that the user typed."""
+    """Raises UserError for unknown names. `typed`: our name -> the name that was typed."""
     for name, word in typed.items():
         if name not in known:
-            if f"no{name}" in known:  # Fire takes --noise without a value for "no ise"
+            if f"no{name}" in known:  # Fire reads --noise without a value as "no ise"
                 raise UserError(f"{_spell('no' + name)}: needs a value")
             synonyms = [k for k, v in SYNONYMS.items() if v in known]
-            synonyms += [k for k, v in MEANINGS.items() if all(n in known for n in v)]
+            synonyms += [k for k, v in SWITCHES.items() if all(n in known for n in v)]
             hint = nearest_hint(_spell(word), [_spell(k) for k in (*known, *synonyms)])
             raise UserError(f"{_spell(word)}: {where} has no such flag{hint}")
 
@@ -257,7 +265,7 @@ def _spell(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _scaled(recipe: Recipe, scaling: BatchScaling, plan: PlanOptions) -> Recipe:
+def _with_batch_scaling(recipe: Recipe, scaling: BatchScaling, plan: PlanOptions) -> Recipe:
     if scaling.per_device_batch_size or scaling.gradient_accumulation_steps:
         rows = scaling.per_device_batch_size or recipe.batch_size
         batch = rows * (scaling.gradient_accumulation_steps or 1) * (plan.processes or 1)

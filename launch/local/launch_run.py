@@ -1,4 +1,4 @@
-"""What a command line comes to: a run, found or made, trained to its end."""
+"""From a request to a finished run: find or create it, plan it, and train it to its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnswerOptions:
+class AutoOptions:
     """Flags of `auto` and `resume` beside the recipe's, the plan's and the run's."""
 
     json: bool = False
@@ -26,34 +26,35 @@ class AnswerOptions:
     """Train so often, with --seed and the numbers after it, and give mean and deviation of the metrics."""
 
 
-def find_or_train(asked: Request, owns_process: bool = True) -> tuple[RunFolder, Verdict]:
-    """The run that a request comes to, found or made, trained to its end; and how that ended.
+def find_or_train(request: Request, owns_process: bool = True) -> tuple[RunFolder, Verdict]:
+    """Find the request's run or create it, and train it to its end; the run and its verdict.
 
-    Where the process is another program's (`owns_process` False), nothing ends it and it keeps its signals.
+    With `owns_process` False, as in a notebook, the process is never ended and its signal handlers stay.
+    Raises UserError, for example where the run is being trained already.
     """
-    for note in asked.notes:
-        print_unless_quiet(note, asked.run.quiet)
-    facts = prepare_facts(asked)
-    run = find_run(asked, facts)
+    for note in request.notes:
+        print_unless_quiet(note, request.run.quiet)
+    facts = prepare_facts(request)
+    run = find_run(request, facts)
     if run is not None and run.status() == "done":
         print_unless_quiet(
-            f"{run.folder} has this recipe and is done (--again for a new run)", asked.run.quiet
+            f"{run.folder} has this recipe and is done (--again for a new run)", request.run.quiet
         )
         return run, Verdict(DONE, "")
     if run is None:
-        run = plan_run(asked, facts, None)
+        run = plan_run(request, facts, None)
         with run.lock("launch"):
-            return run, launch_run(run, asked.run, owns_process)
-    print_unless_quiet(f"going on with {run.folder} ({run.status()})", asked.run.quiet)
+            return run, launch_run(run, request.run, owns_process)
+    print_unless_quiet(f"going on with {run.folder} ({run.status()})", request.run.quiet)
     with run.lock("launch"):
         run.refuse_if_training()
-        return run, launch_run(plan_run(asked, facts, run), asked.run, owns_process)
+        return run, launch_run(plan_run(request, facts, run), request.run, owns_process)
 
 
 def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> Verdict:
-    """Train by the run's plan; how the last attempt ended."""
+    """Train by the run's plan, with restarts; the verdict of the last attempt."""
     run.write_options(options)
-    # DeepSpeed forms a process group even of one process, and that would stay.
+    # DeepSpeed forms a process group even for one process, which would stay in a process that is not ours.
     in_process = run.plan.processes == 1 and (owns_process or not traits_of(run.plan.strategy).shards)
     start = train_in_process if in_process else train_in_children
     return train_with_restarts(run, partial(start, owns_process=owns_process))

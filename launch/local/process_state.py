@@ -1,4 +1,4 @@
-"""A run inside another program, such as a notebook: what it changes in the process is put back."""
+"""Restores the state of the process after a run inside another program, such as a notebook."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def preserve_process_state() -> Iterator[None]:
-    """Around a run in this process: environment, warning filters, torch's threads, every random generator and
-    accelerate's state are afterwards what they were before. Inside, accelerate's state is empty.
+    """Context that restores environment, warning filters, torch's number of threads, all random generators
+    and accelerate's state at its end. Inside, accelerate's state is empty.
     """
     import numpy as np
     import torch
@@ -35,7 +35,7 @@ def preserve_process_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fresh_accelerate_state() -> Iterator[None]:
-    """accelerate keeps one state for the whole process; the program around us may have its own."""
+    """accelerate keeps one state for the whole process, which the surrounding program may use, too."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     shared: list[dict[str, Any]] = [

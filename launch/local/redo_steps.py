@@ -1,4 +1,4 @@
-"""Redo steps of a run in a world of the caller's: in this process, or in children under accelerate."""
+"""Computes logged steps of a run again: in this process, or in worker processes under accelerate."""
 
 from __future__ import annotations
 
@@ -18,43 +18,46 @@ from isobatch.launch.local.accelerate_launcher import launch_workers
 
 
 def redo_steps(run: RunFolder, plan: Plan, steps: int, owns_process: bool = True) -> list[dict[str, Any]]:
-    """The steps done again under a plan, in this process or in as many as it says; a JSON object each."""
+    """Redo `steps` steps from each starting point under another plan; a JSON object for each step.
+
+    Raises RuntimeError where worker processes end without a result.
+    """
     if plan.processes == 1:
-        return _redone(run, plan, steps)
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
+        return _redo_here(run, plan, steps)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         task = {"run": str(run.folder.resolve()), "plan": plan.to_dict(), "steps": steps}
-        atomic_files.write_json(place / "task.json", task)
+        atomic_files.write_json(folder / "task.json", task)
         code = launch_workers(
-            plan, TRAIN_SCRIPT, ["--redo", str(place)], place, forward_signals=owns_process
+            plan, TRAIN_SCRIPT, ["--redo", str(folder)], folder, forward_signals=owns_process
         ).code
-        if code != DONE or not (place / "report.json").exists():
-            sys.stderr.write((place / "launcher.log").read_text(errors="replace")[-4000:])
+        if code != DONE or not (folder / "report.json").exists():
+            sys.stderr.write((folder / "launcher.log").read_text(errors="replace")[-4000:])
             raise RuntimeError(f"the {plan.processes} processes that redid the steps ended with {code}")
-        steps_redone: list[dict[str, Any]] = atomic_files.read_json(place / "report.json")["steps"]
+        steps_redone: list[dict[str, Any]] = atomic_files.read_json(folder / "report.json")["steps"]
         return steps_redone
 
 
-def _redone(run: RunFolder, plan: Plan, steps: int, place: Path | None = None) -> list[dict[str, Any]]:
-    """The steps done again in this world, as JSON, in `place` where the processes end with it."""
+def _redo_here(run: RunFolder, plan: Plan, steps: int, folder: Path | None = None) -> list[dict[str, Any]]:
+    """Redo the steps in this process group; with `folder` rank 0 writes them to report.json there."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from isobatch.engine.verification.replay import Replay
 
-    redo = Replay(run, plan)
-    found = [
+    replay = Replay(run, plan)
+    rows = [
         {**dataclasses.asdict(r), "loss_difference": r.loss_difference, "norm_difference": r.norm_difference}
-        for r in redo.steps(steps)
+        for r in replay.steps(steps)
     ]
-    if place is not None and redo.world.is_main:
-        atomic_files.write_json(place / "report.json", {"steps": found})
-    redo.world.close()
-    redo.world.exit_process(DONE)
-    return found
+    if folder is not None and replay.world.is_main:
+        atomic_files.write_json(folder / "report.json", {"steps": rows})
+    replay.world.close()
+    replay.world.exit_process(DONE)
+    return rows
 
 
-def redo_as_told(folder: Path) -> int:
-    """In a child: the steps that task.json in `folder` names; the answer is report.json beside it."""
+def redo_task_file(folder: Path) -> int:
+    """In a worker process: redo the steps that task.json in `folder` asks for; writes report.json there."""
     task = atomic_files.read_json(folder / "task.json")
-    _redone(RunFolder.open(task["run"]), Plan.from_dict(task["plan"]), task["steps"], folder)
+    _redo_here(RunFolder.open(task["run"]), Plan.from_dict(task["plan"]), task["steps"], folder)
     return DONE

@@ -1,4 +1,4 @@
-"""A run's attempts: begun again from its last checkpoint when memory ran out or a process was lost."""
+"""Trains a run in attempts: a new one from the last checkpoint after out-of-memory or a lost process."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS, launch_workers
 
-Start = Callable[[RunFolder], Verdict | None]
-"""Trains a run by its plan once, to the end of that attempt; None where no process left a verdict."""
-LOG_TAIL = 6000
-FULL_BYTES = 1 << 16
+Attempt = Callable[[RunFolder], Verdict | None]
+"""Trains a run by its plan once; its verdict, or None where no process wrote one."""
+LOG_TAIL_CHARACTERS = 6000
+FULL_DISK_BYTES = 1 << 16
 
 
-def train_with_restarts(run: RunFolder, start: Start) -> Verdict:
-    """Attempts until one ends for good, and how that one ended. Recipe, order and global batches stay."""
+def train_with_restarts(run: RunFolder, attempt: Attempt) -> Verdict:
+    """Make attempts until one is not to be repeated; its verdict. Recipe, order and global batches stay."""
     options = run.options()
     restarts = 0
     while True:
-        verdict = _verdict_of(run, start(run), run.folder / "launcher.log")
+        verdict = _verdict_of(run, attempt(run), run.folder / "launcher.log")
         if verdict.cause == OutOfMemoryError.cause:
             try:
-                _shrink(run, verdict)
+                _reduce_budget(run, verdict)
             except TrainingError as error:
                 return _fail(run, str(error))
         elif verdict.cause == WorkerLostError.cause:
             restarts += 1
             if restarts > options.max_restarts:
                 return _fail(run, f"{verdict.reason}; ended after --max-restarts {options.max_restarts}")
-            _note(run, "restart", verdict.reason, f"attempt {restarts + 1}")
+            _log_restart(run, "restart", verdict.reason, f"attempt {restarts + 1}")
         else:
             return verdict
 
@@ -66,15 +66,15 @@ def train_in_children(run: RunFolder, owns_process: bool = True) -> Verdict | No
     """One attempt in worker processes of this machine."""
     nonce = secrets.token_hex(8)
     arguments = ["--run", str(run.folder.resolve())]
-    # accelerate's own code says only 0 or 1, and 1 for a clean stop too: the run's own file is the truth.
-    ended = launch_workers(
+    # accelerate's exit code is only 0 or 1, and 1 for a clean stop, too: the verdict is read from exit.json.
+    launcher = launch_workers(
         run.plan, TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce}, forward_signals=owns_process
     )
     if run.read_exit(nonce) is None:
         _wait_for_orphans(run)
-    run.forget_plan()  # the children may have made the budget smaller
+    run.forget_plan()  # the workers may have reduced the budget
     verdict = run.read_exit(nonce)
-    if verdict is None and ended.stop_requested:
+    if verdict is None and launcher.stop_requested:
         saved = (
             "what was saved before stands" if any(run.checkpoints.glob("[!.]*-*")) else "nothing was saved"
         )
@@ -84,9 +84,9 @@ def train_in_children(run: RunFolder, owns_process: bool = True) -> Verdict | No
 
 
 def _wait_for_orphans(run: RunFolder) -> None:
-    """Workers whose launcher was killed save and stop; a new attempt begins when they are gone."""
-    end = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < end:
+    """Wait for workers whose launcher was killed: they save and stop, then a new attempt can begin."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline:
         try:
             run.refuse_if_training()
             return
@@ -95,18 +95,18 @@ def _wait_for_orphans(run: RunFolder) -> None:
 
 
 def _verdict_of(run: RunFolder, verdict: Verdict | None, log: Path) -> Verdict:
-    """The verdict, or what can be known of an attempt that left none."""
+    """The verdict, or one from the disk's state and the launcher's log where the attempt wrote none."""
     if verdict is None:
         verdict = _full_disk(run) or _dead_process(log)
     if verdict is None or verdict.code == BUG:
-        sys.stderr.write(log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else "")
+        sys.stderr.write(log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if log.exists() else "")
         return verdict or Verdict(BUG, "no process left a verdict")
     return verdict
 
 
 def _full_disk(run: RunFolder) -> Verdict | None:
-    """A verdict cannot be written where nothing can."""
-    if shutil.disk_usage(run.folder).free > FULL_BYTES:
+    """A verdict where the disk is full, so that no process could write one."""
+    if shutil.disk_usage(run.folder).free > FULL_DISK_BYTES:
         return None
     reason = f"no space left on device for {run.folder}: make some, then go on with `resume`"
     print(f"isobatch: {reason}", file=sys.stderr)
@@ -114,8 +114,8 @@ def _full_disk(run: RunFolder) -> Verdict | None:
 
 
 def _dead_process(log: Path) -> Verdict | None:
-    """The process that a signal ended first, from what torch's launcher said last."""
-    text = log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else ""
+    """A verdict on the process that a signal ended first, from the end of torchrun's log."""
+    text = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if log.exists() else ""
     found = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+)", text.rpartition("Root Cause")[2])
     if not found:
         return None
@@ -124,17 +124,17 @@ def _dead_process(log: Path) -> Verdict | None:
     return Verdict(FAILED, reason, WorkerLostError.cause)
 
 
-def _shrink(run: RunFolder, verdict: Verdict) -> None:
+def _reduce_budget(run: RunFolder, verdict: Verdict) -> None:
     plan = with_smaller_budget(run.plan, run.recipe, run.facts)
     run.write_plan(plan)
     budget = f"{plan.micro_batch_samples} samples, {plan.micro_batch_tokens} tokens"
     recompute = ", activation checkpointing" if plan.activation_checkpointing else ""
-    _note(run, "smaller micro-batches", verdict.reason, f"at most {budget}{recompute}")
+    _log_restart(run, "smaller micro-batches", verdict.reason, f"at most {budget}{recompute}")
 
 
-def _note(run: RunFolder, decision: str, reason: str, what: str) -> None:
-    run.log_decision(decision, reason=reason, what=what)
-    print(f"isobatch: going on from the last checkpoint: {what}", file=sys.stderr)
+def _log_restart(run: RunFolder, decision: str, reason: str, change: str) -> None:
+    run.log_decision(decision, reason=reason, what=change)
+    print(f"isobatch: going on from the last checkpoint: {change}", file=sys.stderr)
 
 
 def _fail(run: RunFolder, reason: str) -> Verdict:

@@ -1,4 +1,4 @@
-"""Where a run comes from: found again by its recipe and data, or made new; with a plan for this machine."""
+"""Finds a run by its recipe and data or creates it, and plans it for this machine."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from isobatch.launch.local.arguments import Request
 INVARIANCE_ORDER = ("exact", "precision", "noise")
 
 
-def prepare_facts(asked: Request) -> Facts:
-    """The facts of the data asked for, prepared if need be; the model is fetched too."""
-    task, data = asked.workload.make(asked.recipe)
+def prepare_facts(request: Request) -> Facts:
+    """Prepare the request's data where it is not in the cache, and fetch its model. Raises UserError."""
+    task, data = request.workload.make(request.recipe)
     facts = prepare(data)
     task.fetch()
-    if asked.recipe.patience and "valid" not in facts.samples:
+    if request.recipe.patience and "valid" not in facts.samples:
         raise UserError(
-            f"--patience {asked.recipe.patience}: this data has no valid split to watch (it has"
+            f"--patience {request.recipe.patience}: this data has no valid split to watch (it has"
             f" {', '.join(facts.samples)}): give it one, or leave --patience out"
         )
     return facts
 
 
-def plan_run(asked: Request, facts: Facts, run: RunFolder | None, world: int | None = None) -> RunFolder:
-    """The run's folder with a plan for this machine; a new folder where `run` is None."""
-    plan = plan_for_this_machine(asked.recipe, facts, asked.plan, world)
-    run = run or create_run(asked, facts)
+def plan_run(request: Request, facts: Facts, run: RunFolder | None, world: int | None = None) -> RunFolder:
+    """Plan a run for this machine; a new run where `run` is None. `world`: number of processes, if given."""
+    plan = plan_for_this_machine(request.recipe, facts, request.plan, world)
+    run = run or create_run(request, facts)
     store_plan(run, plan)
     return run
 
 
 def store_plan(run: RunFolder, plan: Plan) -> None:
-    """plan.json; what a run was once trained with in another precision is never called exact again."""
+    """Write plan.json; a run that was once trained with a weaker invariance keeps the weaker one."""
     if run.has_plan and any(run.checkpoints.glob("*-*")):
         before = run.plan.invariance
         if INVARIANCE_ORDER.index(before) > INVARIANCE_ORDER.index(plan.invariance):
@@ -54,71 +54,80 @@ def store_plan(run: RunFolder, plan: Plan) -> None:
     run.write_plan(plan)
 
 
-def find_run(asked: Request, facts: Facts) -> RunFolder | None:
-    """The run to go on with: the one named by --resume, else the newest here with this recipe and data."""
-    choice, wanted = asked.run.resume, (asked.recipe.hash(), facts.fingerprint)
-    if choice not in ("auto", "never"):
-        run = RunFolder.open(choice)
+def find_run(request: Request, facts: Facts) -> RunFolder | None:
+    """The run of --resume, else the newest in --out with this recipe and data; None where there is none.
+
+    Raises UserError where the run of --resume has another recipe or other data.
+    """
+    resume, wanted = request.run.resume, (request.recipe.hash(), facts.fingerprint)
+    if resume not in ("auto", "never"):
+        run = RunFolder.open(resume)
         if _identity(run) != wanted:
             raise UserError(
-                f"--resume {choice}: that run has another recipe or other data;"
-                f" `resume {choice}` goes on with its own"
+                f"--resume {resume}: that run has another recipe or other data;"
+                f" `resume {resume}` goes on with its own"
             )
         return run
-    if choice == "never" or asked.run.again:
+    if resume == "never" or request.run.again:
         return None
-    same = [r for r in list_runs(Path(asked.run.out).expanduser()) if _identity(r) == wanted]
-    if asked.run.name:
-        same = [r for r in same if r.folder.name == asked.run.name]
-    return same[-1] if same else None
+    matching = [r for r in list_runs(Path(request.run.out).expanduser()) if _identity(r) == wanted]
+    if request.run.name:
+        matching = [r for r in matching if r.folder.name == request.run.name]
+    return matching[-1] if matching else None
 
 
 def _identity(run: RunFolder) -> tuple[str, str]:
     return run.recorded_hash, run.facts.fingerprint
 
 
-def create_run(asked: Request, facts: Facts) -> RunFolder:
+def create_run(request: Request, facts: Facts) -> RunFolder:
     """A new run folder with recipe and facts, named after the recipe unless the user named it."""
-    out = Path(asked.run.out).expanduser()
-    name = asked.run.name or run_name(asked.recipe)
-    folder = out / name if asked.run.name else free_folder(out, name)
-    return RunFolder.create(folder, asked.recipe, facts, asked.run)
+    out = Path(request.run.out).expanduser()
+    name = request.run.name or run_name(request.recipe)
+    folder = out / name if request.run.name else free_folder(out, name)
+    return RunFolder.create(folder, request.recipe, facts, request.run)
 
 
-def plan_for_this_machine(recipe: Recipe, facts: Facts, asked: PlanOptions, world: int | None = None) -> Plan:
-    """The plan for this machine."""
+def plan_for_this_machine(
+    recipe: Recipe, facts: Facts, options: PlanOptions, world: int | None = None
+) -> Plan:
+    """The plan for this machine; `world`: number of processes, if given. Raises UserError."""
     task, _ = workload(recipe.task).make(recipe)
-    return make_plan(recipe, facts, task.model_size(facts), detect(), asked, world=world)
+    return make_plan(recipe, facts, task.model_size(facts), detect(), options, world=world)
 
 
 def options_of_run(run: RunFolder, changes: Mapping[str, Any]) -> RunOptions:
-    """The run's own options, with what was asked anew."""
+    """The run's stored options with these changes."""
     return dataclasses.replace(run.options(), **changes)
 
 
 def locate_data(run: RunFolder, recipe: Recipe, data: str | None) -> None:
-    """Find the prepared data again, from another place if told; code and samples must be the trained ones."""
+    """Make sure that the run's prepared data exists, prepared anew where the cache has lost it.
+
+    `data`: where the source lies now. Raises UserError where the task's code or the samples have changed.
+    """
     if changed := task_file_problem(recipe):
         raise UserError(changed)
-    place = dataclasses.replace(recipe, data=data) if data else recipe
-    task, source = workload(recipe.task).make(place)
+    located_recipe = dataclasses.replace(recipe, data=data) if data else recipe
+    task, data_source = workload(recipe.task).make(located_recipe)
     facts = run.facts
     if not data and Path(facts.folder).is_dir() and (Path(facts.folder) / "facts.json").exists():
         return
-    source.check()
-    fresh = prepare(source)
-    refuse_other_data(run, fresh)
-    run.write_facts(fresh)
+    data_source.check()
+    new_facts = prepare(data_source)
+    refuse_other_data(run, new_facts)
+    run.write_facts(new_facts)
 
 
-def refuse_other_data(run: RunFolder, fresh: Facts) -> None:
-    if fresh.fingerprint != run.facts.fingerprint:
+def refuse_other_data(run: RunFolder, new_facts: Facts) -> None:
+    """Raises UserError where the data is not what the run was trained on."""
+    if new_facts.fingerprint != run.facts.fingerprint:
         raise UserError(
-            f"the data is not what {run.folder} was trained on (fingerprint {fresh.fingerprint} against"
+            f"the data is not what {run.folder} was trained on (fingerprint {new_facts.fingerprint} against"
             f" {run.facts.fingerprint}): --again starts a new run"
         )
-    if odd := run.facts.differing_fields(fresh):
+    if differing := run.facts.differing_fields(new_facts):
         raise UserError(
-            f"{run.folder}/facts.json was changed: {', '.join(odd)} differs from the data's; put it right"
-            " or start a new run with --again"
+            f"{run.folder}/facts.json was changed: {', '.join(differing)} differs from the data's; put it"
+            " right or start a new run with --again"
         )

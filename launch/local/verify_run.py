@@ -1,4 +1,4 @@
-"""Prove that a run is what its recipe says: its records, and logged steps redone in another cut."""
+"""Verifies a run against its recipe: its records, and logged steps redone with other micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from isobatch.launch.local.redo_steps import redo_steps
 from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
 
 TOLERANCE = {"exact": (1e-4, 1e-2), "rounding": (2e-3, 5e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
-"""Invariance -> largest difference of loss and gradient norm that rounding (or noise) explains.
+"""Invariance -> largest differences (loss, gradient norm) that rounding, or noise, explains.
 
 "rounding" is for exact plans of tasks that round activations: a flipped level was seen to move a loss by
 1.4e-4 within three steps.
@@ -42,42 +42,45 @@ class VerifyOptions:
     """One JSON object on standard output."""
 
 
-def verify_run(run: RunFolder, own: VerifyOptions, owns_process: bool = True) -> dict[str, Any]:
-    """What was found: `verified`, `problems` (a sentence each), `steps` (each redone step as JSON)."""
+def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True) -> dict[str, Any]:
+    """A dict of `run`, `verified`, `problems` (a sentence each) and `steps` (each redone step as JSON).
+
+    Where steps were redone also `world_size` and `micro_batch_samples`. Raises UserError.
+    """
     report: dict[str, Any] = {"run": str(run.folder), "problems": recipe_problems(run), "steps": []}
     if not report["problems"]:
-        locate_data(run, run.recipe, own.data)
+        locate_data(run, run.recipe, options.data)
         report["problems"] = record_problems(run)
     if not report["problems"]:
-        other = _other_plan(run, own)
-        looser: str = max(run.plan.invariance, other.invariance, key=list(TOLERANCE).index)
-        if looser == "exact" and workload(run.recipe.task).task.rounds:
-            looser = "rounding"
-        report |= {"world_size": other.processes, "micro_batch_samples": other.micro_batch_samples}
+        other_plan = _other_plan(run, options)
+        invariance: str = max(run.plan.invariance, other_plan.invariance, key=list(TOLERANCE).index)
+        if invariance == "exact" and workload(run.recipe.task).task.rounds:
+            invariance = "rounding"
+        report |= {"world_size": other_plan.processes, "micro_batch_samples": other_plan.micro_batch_samples}
         try:
-            report["steps"] = redo_steps(run, other, own.steps, owns_process)
-            report["problems"] = _differences(report["steps"], looser)
+            report["steps"] = redo_steps(run, other_plan, options.steps, owns_process)
+            report["problems"] = _differences(report["steps"], invariance)
         except TrainingError as error:
             report["problems"] = [str(error)]
     report["verified"] = not report["problems"]
     return report
 
 
-def _other_plan(run: RunFolder, own: VerifyOptions) -> Plan:
-    """A plan for this machine in another cut than the run's, and in as many processes as asked."""
+def _other_plan(run: RunFolder, options: VerifyOptions) -> Plan:
+    """A plan for this machine with half the run's micro-batch unless given, and the processes asked for."""
     plan = run.plan
-    samples = own.micro_batch or max(1, plan.micro_batch_samples // 2)
-    here = detect().kind
-    asked = PlanOptions(
-        device=here,
-        processes=own.processes,
-        strategy=own.strategy,
+    samples = options.micro_batch or max(1, plan.micro_batch_samples // 2)
+    device = detect().kind
+    plan_options = PlanOptions(
+        device=device,
+        processes=options.processes,
+        strategy=options.strategy,
         micro_batch=min(samples, run.recipe.batch_size),
-        precision=plan.precision if plan.device == here else "auto",
+        precision=plan.precision if plan.device == device else "auto",
         compile="off",
     )
-    made = plan_for_this_machine(run.recipe, run.facts, asked)
-    return dataclasses.replace(made, reduction="explicit")
+    new_plan = plan_for_this_machine(run.recipe, run.facts, plan_options)
+    return dataclasses.replace(new_plan, reduction="explicit")
 
 
 def _differences(rows: list[dict[str, Any]], invariance: str) -> list[str]:

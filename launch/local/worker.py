@@ -1,5 +1,7 @@
-"""What each process of a run does. Under accelerate, torchrun or srun launch/train.py calls `main` in all of
-them; `auto` calls `train_run` in place for one.
+"""What each process of a run does.
+
+Under accelerate, torchrun or srun launch/train.py calls `main` in each process; `auto` with one process calls
+`train_run` itself.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.launch.local.arguments import Request
 
-RANK_0_SPEAKS_FIRST_SECONDS = 3
+RANK_0_REPORTS_FIRST_SECONDS = 3
 
 
 def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> int:
-    """Train a run's plan in this world; returns the exit code and leaves it in exit.json.
+    """Train a run by its plan in this process group; returns the exit code and writes exit.json.
 
-    Where the process is another program's, no signal is caught and no watchdog may end it.
+    With `owns_process` False no signal is handled and no watchdog ends the process.
     """
     if not owns_process:
         options = dataclasses.replace(options, hang_timeout=0)
@@ -49,10 +51,10 @@ def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) ->
             if main or code not in (DONE, STOPPED):
                 run.write_exit(verdict)
         if code not in (DONE, STOPPED):
-            # The others may stand in a collective that will never end: leave, and the launcher ends them.
+            # The other ranks may wait in a collective for ever: exit, and the launcher ends them.
             world.exit_process(code)
         world.close()
-    # torchrun takes any other code for a crash and would kill ranks that are still writing.
+    # torchrun treats any other code as a crash and would kill ranks that are still writing.
     world.exit_process(DONE if code == STOPPED else code)
     return code
 
@@ -65,13 +67,13 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.trainer import train
 
-    # Under `auto` the run's own lines are told from the launcher's by a mark.
+    # Under `auto` a mark distinguishes the run's own lines from the launcher's.
     mark = LINE_MARK if NONCE in os.environ else ""
     log = run.folder / "log.txt" if world.is_main else None
     console = Console(log, options.quiet or not world.is_main, mark)
 
-    def end(reason: str) -> None:
-        """From the watch: the main thread stands in something that will not return."""
+    def exit_on_hang(reason: str) -> None:
+        """Called by the watchdog: the main thread is blocked and cannot end the process itself."""
         if not run.has_verdict():
             run.write_exit(Verdict(FAILED, reason, WorkerLostError.cause))
             console.say(f"isobatch: {reason}", always=True)
@@ -81,7 +83,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         world.accelerator.init_trackers("isobatch", config={})
     try:
         with torch.autograd.set_detect_anomaly(options.anomaly):
-            train(RunContext(run, world, options, console, catch_signals=owns_process), end)
+            train(RunContext(run, world, options, console, catch_signals=owns_process), exit_on_hang)
         return Verdict(DONE, "")
     except Exception as caught:
         error = classify(caught)
@@ -94,7 +96,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
             run.mark_failed(str(error))
         console.end_phase()
         line = " ".join(str(error).split())
-        if not owns_process:  # whose program gets the error raised
+        if not owns_process:  # the caller raises the error
             return Verdict(code, str(error), error.cause)
         if (world.is_main and not isinstance(error, WorkerLostError)) or _failed_alone(run):
             console.say(line if code == STOPPED else f"isobatch: {line}", always=True)
@@ -103,7 +105,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
 
 def _failed_alone(run: RunFolder) -> bool:
     """Print once: rank 0 reports errors common to all ranks; a rank that fails alone reports itself."""
-    time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
+    time.sleep(RANK_0_REPORTS_FIRST_SECONDS)
     return not run.has_verdict()
 
 
@@ -114,18 +116,18 @@ def _quiet_libraries(options: RunOptions) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """`--run FOLDER` from `auto`, `--redo FOLDER` from `verify`, or a task's flags in a launcher's world."""
+    """`--run FOLDER` from `auto`, `--redo FOLDER` from `verify`, or a task's flags under a launcher."""
     if list(words[:1]) == ["--redo"] and len(words) == 2:
-        from isobatch.launch.local.redo_steps import redo_as_told
+        from isobatch.launch.local.redo_steps import redo_task_file
 
-        return redo_as_told(Path(words[1]))
+        return redo_task_file(Path(words[1]))
     if list(words[:1]) == ["--run"] and len(words) == 2:
         run = RunFolder.open(words[1])
         return train_run(run, run.options())
-    return _with_flags(words)
+    return _train_from_flags(words)
 
 
-def _with_flags(words: Sequence[str]) -> int:
+def _train_from_flags(words: Sequence[str]) -> int:
     from isobatch.engine.distributed.communicator import (
         broadcast_choice_before_planning,
         check_world,
@@ -136,39 +138,44 @@ def _with_flags(words: Sequence[str]) -> int:
     from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts
 
     rank, size = rank_and_world_size(os.environ)
-    asked = _under_deepspeed(parse_request(words, "train.py"))
-    if asked.plan.processes:
-        check_world(asked.plan.processes, size)
-    # Every rank asks; one makes, the others wait at a file lock: no process group stands idle meanwhile.
-    facts = prepare_facts(asked)
+    request = _with_deepspeed_strategy(parse_request(words, "train.py"))
+    if request.plan.processes:
+        check_world(request.plan.processes, size)
+    # One rank prepares, the others wait for its file lock: a process group could time out meanwhile.
+    facts = prepare_facts(request)
 
-    def choose() -> str:
-        run = find_run(asked, facts)
+    def choose_run() -> str:
+        run = find_run(request, facts)
         if run is None or run.status() != "done":
             if run is not None:
                 run.refuse_if_training()
-            run = plan_run(asked, facts, run, size)
-            run.write_options(asked.run)
+            run = plan_run(request, facts, run, size)
+            run.write_options(request.run)
         return str(run.folder.resolve())
 
-    cpu = asked.plan.device == "cpu" or (asked.plan.device == "auto" and detect().kind == "cpu")
-    run = RunFolder.open(broadcast_choice_before_planning(choose, rank, size, cpu, asked.run.hang_timeout))
+    cpu = request.plan.device == "cpu" or (request.plan.device == "auto" and detect().kind == "cpu")
+    run = RunFolder.open(
+        broadcast_choice_before_planning(choose_run, rank, size, cpu, request.run.hang_timeout)
+    )
     if run.status() == "done":
         print(f"{run.folder} is done (--again for a new run)", file=sys.stderr)
         return DONE
-    return train_run(run, asked.run)
+    return train_run(run, request.run)
 
 
-def _under_deepspeed(asked: Request) -> Request:
-    """The strategy of the DeepSpeed config that accelerate was given. The engine is ours to build."""
+def _with_deepspeed_strategy(request: Request) -> Request:
+    """The request with the strategy of accelerate's DeepSpeed config; accelerate itself builds no engine.
+
+    Raises UserError where the config has no deepspeed_config_file or --strategy contradicts it.
+    """
     if os.environ.pop("ACCELERATE_USE_DEEPSPEED", "false") != "true":
-        return asked
+        return request
     from isobatch.engine.strategies.deepspeed_engine import given_config, strategy_of
 
     config = given_config()
     if config is None:
         raise UserError("accelerate's config asks for DeepSpeed without a deepspeed_config_file: name one")
     strategy = strategy_of(config)
-    if asked.plan.strategy not in ("auto", strategy):
-        raise UserError(f"--strategy {asked.plan.strategy}: the DeepSpeed config is for {strategy}")
-    return dataclasses.replace(asked, plan=dataclasses.replace(asked.plan, strategy=strategy))
+    if request.plan.strategy not in ("auto", strategy):
+        raise UserError(f"--strategy {request.plan.strategy}: the DeepSpeed config is for {strategy}")
+    return dataclasses.replace(request, plan=dataclasses.replace(request.plan, strategy=strategy))

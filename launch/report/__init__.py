@@ -1,1 +1,1 @@
-"""Runs and models side by side."""
+"""The command `report`: runs and models compared."""

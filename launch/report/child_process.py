@@ -1,4 +1,4 @@
-"""A function called alone in a process of its own, which answers in JSON: `isobatch call PLACE VALUES`."""
+"""Calls a function in a new process and reads its result as JSON: `isobatch call TARGET ARGUMENTS`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from typing import Any
 from isobatch.core.package import own_command
 
 
-def call_in_child(place: str, **values: Any) -> Any:
-    """What `module:function` of isobatch returns for these values, from a process of its own."""
-    words = own_command("call", place, json.dumps(values))
+def call_in_child(target: str, **arguments: Any) -> Any:
+    """The result of isobatch's `module:function`, called in a new process; all values are JSON.
+
+    Raises RuntimeError with the end of its error output where the process fails.
+    """
+    words = own_command("call", target, json.dumps(arguments))
     ended = subprocess.run(words, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise RuntimeError(f"{place} in a child ended with {ended.returncode}: {ended.stderr[-2000:]}")
+        raise RuntimeError(f"{target} in a child ended with {ended.returncode}: {ended.stderr[-2000:]}")
     return json.loads(ended.stdout.splitlines()[-1])
 
 
 def call(words: Sequence[str]) -> int:
     """Usage: call MODULE:FUNCTION JSON, in a process that `report` starts."""
-    place, values = words
-    module, _, function = place.partition(":")
-    found = getattr(importlib.import_module(f"isobatch.{module}"), function)(**json.loads(values))
+    target, arguments = words
+    module, _, function = target.partition(":")
+    found = getattr(importlib.import_module(f"isobatch.{module}"), function)(**json.loads(arguments))
     print(json.dumps(found))
     return 0

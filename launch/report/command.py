@@ -1,4 +1,4 @@
-"""`report`: what models came to, side by side: accuracy with its noise, size, and speed measured here."""
+"""`report`: compares runs: accuracy with its confidence interval, size, and speed measured here."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.report.contents import Contents, collect
-from isobatch.launch.report.html import page
-from isobatch.launch.report.tables import plain, runs_table
+from isobatch.launch.report.html import render_page
+from isobatch.launch.report.tables import format_value, runs_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,46 +32,46 @@ def report(words: Sequence[str]) -> int:
     The first run is the baseline that the others are compared with.
     """
     positional, flags = split_words(words)
-    own = command_options(flags, ReportOptions, "report")
+    options = command_options(flags, ReportOptions, "report")
     if not positional:
         raise UserError("report: give the folders of one or more runs, the baseline first")
     runs = [RunFolder.open(place) for place in positional]
-    folder = Path(own.to).expanduser() if own.to else runs[-1].folder / "report"
-    made = write(runs, folder)
-    text = f"{markdown(made)}\n\n{folder}/report.html"
-    print(json.dumps(made.to_dict(), ensure_ascii=False) if own.json else text)
+    folder = Path(options.to).expanduser() if options.to else runs[-1].folder / "report"
+    contents = write_report(runs, folder)
+    text = f"{markdown(contents)}\n\n{folder}/report.html"
+    print(json.dumps(contents.to_dict(), ensure_ascii=False) if options.json else text)
     return 0
 
 
-def write(runs: Sequence[RunFolder], folder: Path) -> Contents:
-    """Measure, compare and write the three files."""
+def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:
+    """Measure and compare finished runs; write report.json, report.md and report.html. Raises UserError."""
     if unfinished := [r for r in runs if r.status() != "done"]:
         raise UserError(
             f"report: {unfinished[0].folder} is {unfinished[0].status()}: finish it with `resume`"
         )
-    made = collect(runs)
+    contents = collect(runs)
     with atomic_files.explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    atomic_files.write_json(folder / "report.json", made.to_dict())
-    atomic_files.write_text(folder / "report.md", markdown(made) + "\n")
-    atomic_files.write_text(folder / "report.html", page(made))
-    return made
+    atomic_files.write_json(folder / "report.json", contents.to_dict())
+    atomic_files.write_text(folder / "report.md", markdown(contents) + "\n")
+    atomic_files.write_text(folder / "report.html", render_page(contents))
+    return contents
 
 
-def markdown(made: Contents) -> str:
-    """report.md."""
+def markdown(contents: Contents) -> str:
+    """The text of report.md."""
     lines = ["# Report"]
-    for family in made.families:
-        table = [list(family.report.columns), *family.table()]
-        lines += ["", family.caption(made.machine), "", *_markdown_table(table)]
-    if not made.families:
-        lines += ["", f"Trained on {made.machine}."]
-    if rest := runs_table(made.unmeasured()):
+    for group in contents.groups:
+        table = [list(group.report.columns), *group.table()]
+        lines += ["", group.caption(contents.machine), "", *_markdown_table(table)]
+    if not contents.groups:
+        lines += ["", f"Trained on {contents.machine}."]
+    if rest := runs_table(contents.unmeasured()):
         lines += ["", *_markdown_table(rest)]
-    for run in made.runs:
-        known = {k: v for k, v in (run["metrics"] or {}).items() if isinstance(v, float | int | list)}
+    for run in contents.runs:
+        shown = {k: v for k, v in (run["metrics"] or {}).items() if isinstance(v, float | int | list)}
         lines += ["", f"## {run['run']} ({run['task']})", ""]
-        lines += [f"- {name}: {plain(value)}" for name, value in known.items()]
+        lines += [f"- {name}: {format_value(value)}" for name, value in shown.items()]
         if run["sample"]:
             lines += ["", "What it writes:", "", *(f"    {line}" for line in run["sample"].splitlines())]
     return "\n".join(lines)

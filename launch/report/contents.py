@@ -1,4 +1,4 @@
-"""What a report holds: each run's records and curves, and the models that their tasks measure and compare."""
+"""The contents of a report: each run's records and curves, and the models that their tasks measure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from isobatch.launch.report.child_process import call_in_child
 from isobatch.models.protocols import Drawing, ReportRow, Reports, TaskReport
 
 POINTS = 400
-"""Of a curve; more cannot be seen."""
+"""Most points of a curve; more are not visible."""
 SUMMARY_FIELDS = (
     "train_seconds", "steps", "samples_seen", "parameters", "trainable_parameters", "metrics", "split",
     "world_size", "precision", "peak_memory_bytes", "sample",
@@ -26,8 +26,8 @@ SUMMARY_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """Models that are compared with each other."""
+class ComparedModels:
+    """Models of one kind of task, which are compared with each other."""
 
     report: TaskReport
     rows: list[ReportRow]
@@ -37,30 +37,32 @@ class Family:
         return [self.report.cells(row) for row in self.rows]
 
     def caption(self, machine: str) -> str:
+        """What the table's figures were measured on."""
         return self.report.caption(self.rows[0], machine)
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All that is written down of some runs."""
+    """All that a report shows of its runs."""
 
     machine: str
     runs: list[dict[str, Any]]
-    families: list[Family]
+    groups: list[ComparedModels]
     reports: dict[str, TaskReport]
-    """Run -> what its task reports."""
+    """Run -> the report of its task, where it has one."""
 
     def to_dict(self) -> dict[str, Any]:
-        """report.json."""
-        models = [row for family in self.families for row in family.rows]
+        """The object of report.json."""
+        models = [row for group in self.groups for row in group.rows]
         return {"machine": self.machine, "runs": self.runs, "models": models}
 
     def unmeasured(self) -> list[dict[str, Any]]:
-        """The runs whose models were not measured here."""
-        measured = {row["run"] for family in self.families for row in family.rows}
+        """Runs whose models were not measured."""
+        measured = {row["run"] for group in self.groups for row in group.rows}
         return [run for run in self.runs if run["run"] not in measured]
 
     def run_drawings(self) -> list[Drawing]:
+        """Figures of single runs."""
         return [
             drawing
             for run in self.runs
@@ -69,23 +71,25 @@ class Contents:
         ]
 
     def curves_of(self, run: dict[str, Any]) -> tuple[str, ...]:
-        """Metrics that are drawn beside the loss."""
+        """Names of the metrics that are drawn beside the loss."""
         return self.reports[run["run"]].curves if run["run"] in self.reports else ()
 
 
 def collect(runs: Sequence[RunFolder]) -> Contents:
-    """Measure and compare the models of finished runs."""
+    """Read the runs' records; measure and compare their models on this machine."""
     reports = {run.folder.name: found for run in runs if (found := _report_of(run)) is not None}
     measured: dict[type[TaskReport], list[ReportRow]] = {}
     for run in runs:
         if (report := reports.get(run.folder.name)) is not None:
             measured.setdefault(type(report), []).extend(_measure(run, report))
     of_class = {type(report): report for report in reversed(reports.values())}
-    families = [
-        Family(of_class[kind], of_class[kind].compare(rows)) for kind, rows in measured.items() if rows
+    groups = [
+        ComparedModels(of_class[kind], of_class[kind].compare(rows))
+        for kind, rows in measured.items()
+        if rows
     ]
     records = [_records(run, reports.get(run.folder.name)) for run in runs]
-    return Contents(detect().describe(), records, families, reports)
+    return Contents(detect().describe(), records, groups, reports)
 
 
 def _report_of(run: RunFolder) -> TaskReport | None:
@@ -94,7 +98,7 @@ def _report_of(run: RunFolder) -> TaskReport | None:
 
 
 def _measure(run: RunFolder, report: TaskReport) -> list[ReportRow]:
-    """A row for each form in which the run's model runs; nothing where no split is held out."""
+    """A row for each form of the run's model; none where no split is held out."""
     locate_data(run, run.recipe, None)
     split = next((s for s in HELD_OUT_SPLITS if s in run.facts.samples), None)
     if split is None:
@@ -132,7 +136,7 @@ def _phase_starts(steps: list[dict[str, Any]]) -> dict[str, int]:
 def _curve(
     rows: list[dict[str, Any]], names: tuple[str, ...], starts: dict[str, int]
 ) -> dict[str, list[Any]]:
-    """Columns of rows, thinned; steps count through all phases."""
+    """Columns of at most about 2 * POINTS rows; steps are counted through all phases."""
     thinned = rows[:: max(1, len(rows) // POINTS)]
     found = {"step": [starts.get(row["phase"], 0) + row["step"] for row in thinned]}
     found |= {name: [row.get(name) for row in thinned] for name in names}

@@ -1,4 +1,4 @@
-"""The report as one HTML page: no script, no font, no picture from elsewhere."""
+"""The report as one HTML page without scripts, and without fonts or images from elsewhere."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
 TEMPLATE = ROOT / "launch" / "report" / "page.html.jinja"
 
 
-def page(made: Contents) -> str:
-    """The whole document."""
+def render_page(contents: Contents) -> str:
+    """The text of report.html."""
     from jinja2 import Environment, StrictUndefined
 
-    families = [
+    groups = [
         {
-            "caption": family.caption(made.machine),
-            "columns": family.report.columns,
-            "rows": family.table(),
-            "figures": [_figure(drawing) for drawing in family.report.drawings(family.rows)],
+            "caption": group.caption(contents.machine),
+            "columns": group.report.columns,
+            "rows": group.table(),
+            "figures": [_figure(drawing) for drawing in group.report.drawings(group.rows)],
         }
-        for family in made.families
+        for group in contents.groups
     ]
     sections: dict[str, list[dict[str, str]]] = {}
-    for drawing in made.run_drawings():
+    for drawing in contents.run_drawings():
         sections.setdefault(drawing.title, []).append(_figure(drawing))
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text())
     return template.render(
-        machine=made.machine,
-        families=families,
-        runs_table=runs_table(made.unmeasured()),
+        machine=contents.machine,
+        groups=groups,
+        runs_table=runs_table(contents.unmeasured()),
         sections=sections,
-        curves=[_curves(run, made.curves_of(run)) for run in made.runs],
-        written=[run for run in made.runs if run["sample"]],
+        curves=[_curves(run, contents.curves_of(run)) for run in contents.runs],
+        written=[run for run in contents.runs if run["sample"]],
     )
 
 
@@ -69,7 +69,7 @@ def _svg(draw: Any, width: float, height: float, columns: int = 1) -> str:
 
 
 def _curves(run: dict[str, Any], names: tuple[str, ...]) -> str:
-    """Loss, and of `names` what was measured."""
+    """An SVG of the loss and of each metric of `names` that the run has."""
     training, evaluations = run["training"], run["evaluations"]
     curves = {name: training if name in training else evaluations for name in names}
     more = [(curve, name) for name, curve in curves.items() if name in curve]

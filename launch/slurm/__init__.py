@@ -1,1 +1,1 @@
-"""Jobs of a Slurm cluster."""
+"""The command `slurm`, and what its jobs run."""

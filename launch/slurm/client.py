@@ -1,4 +1,4 @@
-"""What Slurm is asked, and told: bounded calls of its own commands."""
+"""Calls of Slurm's own commands (squeue, sinfo, scontrol, sbatch), each with a time limit."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 
-SECONDS = 30
+TIMEOUT_SECONDS = 30
 UNUSABLE_STATES = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
-"""Words in a node's state that say that nothing new can run there."""
+"""Words in a node's state under which no new step can run there."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a command of Slurm's came to; code 127 where it is missing or does not answer."""
+    """Exit code and output of a Slurm command; code 127 where it is missing or exceeds its time limit."""
 
     code: int
     out: str
     err: str
 
 
-def run_slurm(*words: str, seconds: float = SECONDS) -> CommandResult:
+def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS) -> CommandResult:
+    """Run one Slurm command, for `seconds` at most; never raises."""
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL, check=False
@@ -39,17 +40,21 @@ def run_slurm(*words: str, seconds: float = SECONDS) -> CommandResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """What this job was given, from the variables of its batch step."""
+    """This job's allocation, from the environment variables of its batch step."""
 
     job: str
-    """Its own number, or ARRAY_TASK of an array: the bare number may name the whole array."""
+    """The job's number, or ARRAY_TASK in an array, where the number alone may mean the whole array."""
     nodes: tuple[str, ...]
     cpus: int
+    """Per node."""
     gpus: int
+    """Per node."""
     restarts: int = 0
+    """How often the job was requeued."""
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Allocation:
+    def from_environment(cls, environment: Mapping[str, str]) -> Allocation:
+        """Raises UserError outside a Slurm job."""
         if "SLURM_JOB_ID" not in environment:
             raise UserError("job: runs inside a Slurm job; `slurm --task ... --submit` starts one")
         array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
@@ -57,34 +62,35 @@ class Allocation:
             job=f"{array}_{task}" if array else environment["SLURM_JOB_ID"],
             nodes=hostnames(environment["SLURM_JOB_NODELIST"]),
             cpus=int(environment.get("SLURM_CPUS_PER_TASK", 1)),
-            gpus=_number(environment.get("SLURM_GPUS_PER_NODE", "")),
+            gpus=_gpu_count(environment.get("SLURM_GPUS_PER_NODE", "")),
             restarts=int(environment.get("SLURM_RESTART_COUNT", 0)),
         )
 
 
-def _number(text: str) -> int:
+def _gpu_count(text: str) -> int:
     """GPUs in `8` or `h100:8`."""
     match = re.search(r"(\d+)$", text)
     return int(match[1]) if match else 0
 
 
-def nodes_left(job: str, nodes: Sequence[str]) -> tuple[str, ...]:
-    """Those of a job's nodes that it still has and that answer; all where Slurm does not say.
+def available_nodes(job: str, nodes: Sequence[str]) -> tuple[str, ...]:
+    """The nodes that a job still has and that respond; all of `nodes` where Slurm does not say.
 
     A node that failed leaves the job (`--no-kill`) and does not return to it, even where it is up again.
     """
-    kept = hostnames(run_slurm("squeue", "-h", "-j", job, "-o", "%N").out.strip()) or tuple(nodes)
+    allocated = hostnames(run_slurm("squeue", "-h", "-j", job, "-o", "%N").out.strip()) or tuple(nodes)
     rows = run_slurm("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T")
     states = dict(line.split()[:2] for line in rows.out.splitlines() if len(line.split()) > 1)
-    return tuple(n for n in nodes if n in kept and _usable(states.get(n, "")))
+    return tuple(n for n in nodes if n in allocated and is_usable(states.get(n, "")))
 
 
 def hostnames(nodes: str) -> tuple[str, ...]:
-    """The names in a list such as n[1-2]."""
+    """The names in a Slurm node list such as n[1-2]."""
     return tuple(run_slurm("scontrol", "show", "hostnames", nodes).out.split()) if nodes else ()
 
 
-def _usable(state: str) -> bool:
+def is_usable(state: str) -> bool:
+    """Whether a step can run on a node in this state of sinfo."""
     # A star is Slurm's mark for a node that does not answer; a draining one still serves its jobs.
     return state.upper() == "DRAINING" or not (
         "*" in state or any(w in state.upper() for w in UNUSABLE_STATES)
@@ -92,7 +98,7 @@ def _usable(state: str) -> bool:
 
 
 def address_of(node: str) -> str:
-    """Where Slurm itself reaches a node."""
+    """The address at which Slurm reaches a node (NodeAddr); empty where scontrol does not say."""
     match = re.search(r"NodeAddr=(\S+)", run_slurm("scontrol", "show", "node", node).out)
     return match[1] if match else ""
 
@@ -104,7 +110,7 @@ def job_state(job: str) -> str:
 
 
 def seconds_left(job: str) -> float | None:
-    """Until the job's time limit; None where there is none."""
+    """Seconds until the job's time limit; None where it has none."""
     from isobatch.launch.slurm.sbatch_script import parse_time_limit
 
     text = run_slurm("squeue", "-h", "-j", job, "-o", "%L").out.strip()
@@ -115,15 +121,15 @@ def seconds_left(job: str) -> float | None:
 
 
 def job_states(jobs: Sequence[str]) -> dict[str, str]:
-    """Job -> state, of those that Slurm still knows; one call, and none where there is nothing to ask."""
+    """Job -> state, of those that Slurm still knows, by one call of squeue."""
     if not jobs or shutil.which("squeue") is None:
         return {}
     listed = run_slurm("squeue", "-h", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(jobs), seconds=5)
     return dict(line.split() for line in listed.out.splitlines() if len(line.split()) == 2)
 
 
-def job_of(run: RunFolder) -> str:
-    """The number of the run's last job; empty where there was none."""
+def last_job_of(run: RunFolder) -> str:
+    """The number of the run's last job, from slurm/job.json; empty where there was none."""
     path = run.folder / "slurm" / "job.json"
     return str(atomic_files.read_json(path).get("job", "")) if path.exists() else ""
 
@@ -139,24 +145,24 @@ def smallest_node(partition: str | None) -> tuple[int, int] | None:
 
 
 def submit(script: Path) -> str:
-    """The number of the new job; UserError in Slurm's own words where it refuses."""
+    """Submit a script; the number of the new job. Raises UserError with Slurm's reason where it refuses."""
     if shutil.which("sbatch") is None:
         raise UserError(f"--submit: there is no sbatch here; on a machine that has one: sbatch {script}")
     done = run_slurm("sbatch", "--parsable", str(script.resolve()))
     if done.code == 0:
         return done.out.strip().partition(";")[0]
-    tested = run_slurm("sbatch", "--test-only", str(script.resolve()))
-    raise UserError(f"sbatch refuses {script}: {_said(tested) or _said(done)}")
+    test = run_slurm("sbatch", "--test-only", str(script.resolve()))
+    raise UserError(f"sbatch refuses {script}: {_error_text(test) or _error_text(done)}")
 
 
-def _said(answer: CommandResult) -> str:
+def _error_text(result: CommandResult) -> str:
     lines = [
-        re.sub(r"^(sbatch: |error: |allocation failure: |fatal: )+", "", s) for s in answer.err.splitlines()
+        re.sub(r"^(sbatch: |error: |allocation failure: |fatal: )+", "", s) for s in result.err.splitlines()
     ]
-    return "; ".join(dict.fromkeys(s for s in lines if s)) if answer.code else ""
+    return "; ".join(dict.fromkeys(s for s in lines if s)) if result.code else ""
 
 
 def requeue(job: str) -> str:
-    """Put the running job back into the queue; empty, or Slurm's reason not to."""
+    """Put the running job back into the queue; returns Slurm's reason where it refuses, else nothing."""
     done = run_slurm("scontrol", "requeue", job)
     return "" if done.code == 0 else done.err.strip() or "scontrol did not answer"

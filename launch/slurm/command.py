@@ -1,6 +1,6 @@
-"""`slurm`: the run is set up here, its sbatch script printed or submitted; the job then trains by itself.
+"""`slurm`: make the run and its sbatch script, and print or submit the script.
 
-What the job does is in job.py; what every node of it does, in node.py.
+The script runs `job` (job.py) on the first node, which runs `node` (node.py) on every node.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
 from isobatch.launch.slurm import client, sbatch_script, time_limit
 
-CPUS, CPUS_PER_GPU = 4, 8
-"""Cores asked for on a node where neither the user nor sinfo says."""
+DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
+"""Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""
 FINISHED_STATES = (
     "COMPLETED",
     "FAILED",
@@ -86,201 +86,215 @@ def slurm(words: Sequence[str]) -> int:
     flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --job-name --setup FILE
            --array 0-4 (a run per seed) --after JOB --lead SECONDS --sbatch "OPTIONS", and those of `auto`
     """
-    asked = parse_request(_joined(words), "slurm", SlurmOptions)
-    own = SlurmOptions(**asked.extra)
-    asked = _checked(asked, own)
-    seeds = sbatch_script.parse_array(own.array) if own.array else [0]
-    place = Path(asked.run.out).expanduser().resolve() / (asked.run.name or "run")
-    # A draft first: what is wrong with the script is said before anything is made.
-    sbatch_script.render(_script({seed: RunFolder(place) for seed in seeds}, asked, own))
-    for note in asked.notes:
+    request = parse_request(join_sbatch_value(words), "slurm", SlurmOptions)
+    options = SlurmOptions(**request.extra)
+    request = _validated(request, options)
+    seeds = sbatch_script.parse_array(options.array) if options.array else [0]
+    draft_folder = Path(request.run.out).expanduser().resolve() / (request.run.name or "run")
+    # A script for a folder that is not made yet: errors in it are reported before anything is written.
+    sbatch_script.render(_script({seed: RunFolder(draft_folder) for seed in seeds}, request, options))
+    for note in request.notes:
         print(note, file=sys.stderr)
-    runs = {seed: run for seed, run in _runs(asked, own, seeds).items() if _is_open(run)}
+    runs = {seed: run for seed, run in _runs_by_seed(request, options, seeds).items() if _is_unfinished(run)}
     if not runs:
         return DONE
-    script = _script(runs, asked, own)
+    script = _script(runs, request, options)
     text = sbatch_script.render(script)
     for run in runs.values():
-        _leave_request(run, asked, own, script.lead)
+        _write_request(run, request, options, script.lead)
     script.folder.mkdir(exist_ok=True)
     path = script.folder / "job.sh"
     atomic_files.write_text(path, text)
-    job = _submit(path, runs, own) if own.submit else None
-    _answer(text, path, job, runs, own)
+    job = _submit(path, runs, options) if options.submit else None
+    _print_result(text, path, job, runs, options)
     return DONE
 
 
-def _joined(words: Sequence[str]) -> list[str]:
-    """`--sbatch "--exclusive"` as one word: its value starts with dashes, too."""
+def join_sbatch_value(words: Sequence[str]) -> list[str]:
+    """`--sbatch "--exclusive"` as one word: a value that starts with dashes would be taken for a flag."""
     joined = list(words)
     if "--sbatch" in joined[:-1]:
-        place = joined.index("--sbatch")
-        joined[place : place + 2] = [f"--sbatch={joined[place + 1]}"]
+        position = joined.index("--sbatch")
+        joined[position : position + 2] = [f"--sbatch={joined[position + 1]}"]
     return joined
 
 
-def _checked(asked: Request, own: SlurmOptions) -> Request:
-    """Everything that can be wrong, before anything is made. `--cpu` and `--device cpu` are one."""
-    cpu = own.cpu or asked.plan.device == "cpu"
-    if cpu and (own.gpus_per_node or asked.plan.device == "cuda"):
+def _validated(request: Request, options: SlurmOptions) -> Request:
+    """The request with `--cpu` as `--device cpu`. Raises UserError for flags that contradict each other."""
+    cpu = options.cpu or request.plan.device == "cpu"
+    if cpu and (options.gpus_per_node or request.plan.device == "cuda"):
         raise UserError("--cpu: and GPUs were asked for, too; leave one of them out")
-    if not cpu and not own.gpus_per_node:
+    if not cpu and not options.gpus_per_node:
         raise UserError("slurm: needs --gpus-per-node, or --cpu for a partition without GPUs")
-    if own.time is None:
+    if options.time is None:
         raise UserError("slurm: needs --time, the limit of one leg, as in --time 12:00:00")
-    if own.array and asked.recipe.seed:
+    if options.array and request.recipe.seed:
         raise UserError("--seed: each task of --array is a seed of its own; leave one of them out")
-    if own.lead and own.lead >= sbatch_script.parse_time_limit(own.time):
-        raise UserError(f"--lead {own.lead}: must be shorter than --time {own.time}")
-    processes = asked.plan.processes
-    most = own.nodes * own.gpus_per_node or processes or 0
-    if processes and (processes % own.nodes or processes > most):
+    if options.lead and options.lead >= sbatch_script.parse_time_limit(options.time):
+        raise UserError(f"--lead {options.lead}: must be shorter than --time {options.time}")
+    processes = request.plan.processes
+    max_processes = options.nodes * options.gpus_per_node or processes or 0
+    if processes and (processes % options.nodes or processes > max_processes):
         raise UserError(
-            f"--processes {processes}: must be a multiple of --nodes {own.nodes}, and one per GPU at most"
+            f"--processes {processes}: must be a multiple of --nodes {options.nodes}, and one per GPU at most"
         )
-    world, strategy = _local(asked, own) * own.nodes, asked.plan.strategy
+    world_size, strategy = _processes_per_node(request, options) * options.nodes, request.plan.strategy
     traits = None if strategy == "auto" else traits_of(strategy)
-    if traits and traits.most_processes is not None and world > traits.most_processes:
-        raise UserError(f"--strategy single: is one process, not {world}: leave it out, or take ddp")
-    if traits and traits.shards and traits.least_processes > world:
+    if traits and traits.most_processes is not None and world_size > traits.most_processes:
+        raise UserError(f"--strategy single: is one process, not {world_size}: leave it out, or take ddp")
+    if traits and traits.shards and traits.least_processes > world_size:
         raise UserError(
             f"--strategy {strategy}: one process has nobody to share with: add --nodes or --processes"
         )
-    if own.setup is not None and not Path(own.setup).expanduser().is_file():
-        raise UserError(f"--setup {own.setup}: there is no such file")
-    return dataclasses.replace(asked, plan=dataclasses.replace(asked.plan, device="cpu")) if cpu else asked
-
-
-def _runs(asked: Request, own: SlurmOptions, seeds: list[int]) -> dict[int, RunFolder]:
-    """The run of each seed of the array; without one, the run."""
-    if not own.array:
-        return {0: _run(asked)}
-    return {seed: _run(_with_seed(asked, seed)) for seed in seeds}
-
-
-def _with_seed(asked: Request, seed: int) -> Request:
-    name = f"{asked.run.name}-{seed}" if asked.run.name else None
-    return dataclasses.replace(
-        asked,
-        recipe=dataclasses.replace(asked.recipe, seed=seed),
-        run=dataclasses.replace(asked.run, name=name),
+    if options.setup is not None and not Path(options.setup).expanduser().is_file():
+        raise UserError(f"--setup {options.setup}: there is no such file")
+    return (
+        dataclasses.replace(request, plan=dataclasses.replace(request.plan, device="cpu")) if cpu else request
     )
 
 
-def _run(asked: Request) -> RunFolder:
-    facts = prepare_facts(asked)
-    run = find_run(asked, facts) or create_run(asked, facts)
+def _runs_by_seed(request: Request, options: SlurmOptions, seeds: list[int]) -> dict[int, RunFolder]:
+    """Seed -> run, of the array; without --array one run under 0."""
+    if not options.array:
+        return {0: _find_or_create_run(request)}
+    return {seed: _find_or_create_run(_with_seed(request, seed)) for seed in seeds}
+
+
+def _with_seed(request: Request, seed: int) -> Request:
+    name = f"{request.run.name}-{seed}" if request.run.name else None
+    return dataclasses.replace(
+        request,
+        recipe=dataclasses.replace(request.recipe, seed=seed),
+        run=dataclasses.replace(request.run, name=name),
+    )
+
+
+def _find_or_create_run(request: Request) -> RunFolder:
+    facts = prepare_facts(request)
+    run = find_run(request, facts) or create_run(request, facts)
     if run.status() != "done":
         refuse_if_in_a_job(run)
         run.refuse_if_training()
-        run.write_options(asked.run)
+        run.write_options(request.run)
     return RunFolder(run.folder.resolve())
 
 
-def refuse_if_in_a_job(run: RunFolder, own: str = "") -> None:
-    """Two jobs of one run would take turns at it; `own` is the one that asks."""
-    job = client.job_of(run)
-    if job and job != own and (state := client.job_states([job]).get(job)) and state not in FINISHED_STATES:
+def refuse_if_in_a_job(run: RunFolder, asking_job: str = "") -> None:
+    """Refuse a run that another job than `asking_job` trains or will train. Raises UserError."""
+    job = client.last_job_of(run)
+    if (
+        job
+        and job != asking_job
+        and (state := client.job_states([job]).get(job))
+        and state not in FINISHED_STATES
+    ):
         raise UserError(f"{run.folder} is in job {job} already ({state}): scancel {job} first")
 
 
-def _is_open(run: RunFolder) -> bool:
-    """Whether there is something left to train."""
+def _is_unfinished(run: RunFolder) -> bool:
+    """Whether the run is not done; says so where it is."""
     if run.status() == "done":
         print(f"{run.folder} has this recipe and is done (--again for a new run)", file=sys.stderr)
         return False
     return True
 
 
-def _script(runs: dict[int, RunFolder], asked: Request, own: SlurmOptions) -> sbatch_script.JobScript:
+def _script(runs: dict[int, RunFolder], request: Request, options: SlurmOptions) -> sbatch_script.JobScript:
     first = next(iter(runs.values()))
     name = sbatch_script.refuse_control_characters(
-        own.job_name or asked.run.name or first.folder.name, "--job-name"
+        options.job_name or request.run.name or first.folder.name, "--job-name"
     )
-    seconds = sbatch_script.parse_time_limit(own.time or "")
-    many = first.folder.parent / f"slurm-{first.folder.name}"
+    seconds = sbatch_script.parse_time_limit(options.time or "")
+    array_folder = first.folder.parent / f"slurm-{first.folder.name}"
     return sbatch_script.JobScript(
         name=name,
         runs={seed: run.folder for seed, run in runs.items()},
-        folder=many if own.array else first.folder / "slurm",
-        nodes=own.nodes,
+        folder=array_folder if options.array else first.folder / "slurm",
+        nodes=options.nodes,
         seconds=seconds,
-        lead=own.lead or _lead(seconds, runs),
-        cpus=own.cpus_per_task or _fair_cpus(own),
-        gpus=own.gpus_per_node,
-        array=_array(own.array, runs) if own.array else "",
-        wishes=tuple(_wishes(own)),
-        passed=sbatch_script.parse_sbatch_options(own.sbatch) if own.sbatch else (),
-        setup=Path(own.setup).expanduser().resolve() if own.setup else None,
-        start=Path.cwd(),
+        lead=options.lead or _lead(seconds, runs),
+        cpus=options.cpus_per_task or _fair_cpus(options),
+        gpus=options.gpus_per_node,
+        array=_remaining_array(options.array, runs) if options.array else "",
+        extra_options=tuple(_extra_options(options)),
+        raw_options=sbatch_script.parse_sbatch_options(options.sbatch) if options.sbatch else (),
+        setup=Path(options.setup).expanduser().resolve() if options.setup else None,
+        start_folder=Path.cwd(),
     )
 
 
 def _lead(seconds: int, runs: dict[int, RunFolder]) -> int:
-    """What the slowest of these runs was measured to need, where that is more than usual."""
-    need = max(round(time_limit.seconds_to_stop(run) or 0) for run in runs.values())
-    return max(sbatch_script.default_lead(seconds), min(need, seconds // 2))
+    """Seconds before the time limit to save: the default, or what the slowest run was measured to need."""
+    measured = max(round(time_limit.seconds_to_stop(run) or 0) for run in runs.values())
+    return max(sbatch_script.default_lead(seconds), min(measured, seconds // 2))
 
 
-def _array(asked: str, runs: dict[int, RunFolder]) -> str:
-    """The seeds that are not done yet, with the limit asked for."""
-    limit = asked.partition("%")[2]
+def _remaining_array(array: str, runs: dict[int, RunFolder]) -> str:
+    """--array for the seeds that are not done yet, with the limit asked for."""
+    limit = array.partition("%")[2]
     return ",".join(map(str, runs)) + (f"%{limit}" if limit else "")
 
 
-def _wishes(own: SlurmOptions) -> list[tuple[str, str]]:
+def _extra_options(options: SlurmOptions) -> list[tuple[str, str]]:
     names = ("partition", "account", "qos", "constraint", "mem")
-    wishes = [(name, str(getattr(own, name))) for name in names if getattr(own, name)]
-    if own.after:
-        jobs = own.after.split(",")
+    extra_options = [(name, str(getattr(options, name))) for name in names if getattr(options, name)]
+    if options.after:
+        jobs = options.after.split(",")
         if any(not job.replace("_", "", 1).isdigit() for job in jobs):
-            raise UserError(f"--after {own.after}: is not a job's number, or several with commas")
-        if own.submit and (unknown := [job for job in jobs if not client.job_state(job)]):
+            raise UserError(f"--after {options.after}: is not a job's number, or several with commas")
+        if options.submit and (unknown := [job for job in jobs if not client.job_state(job)]):
             print(
                 f"--after {', '.join(unknown)}: Slurm knows no such job, and will not wait for it",
                 file=sys.stderr,
             )
-        # A job before it that failed will never be done: do not wait for ever.
-        wishes += [("dependency", "afterok:" + ":".join(jobs)), ("kill-on-invalid-dep", "yes")]
-    return wishes
+        # Without this Slurm keeps a job whose dependency failed in the queue for ever.
+        extra_options += [("dependency", "afterok:" + ":".join(jobs)), ("kill-on-invalid-dep", "yes")]
+    return extra_options
 
 
-def _fair_cpus(own: SlurmOptions) -> int:
-    """All cores of a node for its share of the GPUs; all of them where it has none."""
-    found = client.smallest_node(own.partition)
-    if found is None:
-        return CPUS_PER_GPU * own.gpus_per_node or CPUS
-    cpus, gpus = found
-    return max(1, cpus * own.gpus_per_node // gpus) if gpus and own.gpus_per_node else cpus
+def _fair_cpus(options: SlurmOptions) -> int:
+    """Cores of the smallest node in proportion to the GPUs asked for; all where it has no GPU."""
+    smallest = client.smallest_node(options.partition)
+    if smallest is None:
+        return DEFAULT_CPUS_PER_GPU * options.gpus_per_node or DEFAULT_CPUS
+    cpus, gpus = smallest
+    return max(1, cpus * options.gpus_per_node // gpus) if gpus and options.gpus_per_node else cpus
 
 
-def _leave_request(run: RunFolder, asked: Request, own: SlurmOptions, lead: int) -> None:
-    """What the job plans from. Its world is the nodes it has, so a number of processes is one per node."""
-    local = _local(asked, own)
+def _write_request(run: RunFolder, request: Request, options: SlurmOptions, lead: int) -> None:
+    """Write request.json, from which the job plans: processes per node, lead in seconds, plan options.
+
+    The number of nodes may change between attempts, so --processes is stored per node.
+    """
     (run.folder / "slurm").mkdir(exist_ok=True)
-    plan = {**options_to_dict(asked.plan), "processes": None}
+    plan = {**options_to_dict(request.plan), "processes": None}
     atomic_files.write_json(
-        run.folder / "slurm" / "request.json", {"local": local, "lead": lead, "plan": plan}
+        run.folder / "slurm" / "request.json",
+        {"local": _processes_per_node(request, options), "lead": lead, "plan": plan},
     )
 
 
-def _local(asked: Request, own: SlurmOptions) -> int:
-    """Processes on a node."""
-    return asked.plan.processes // own.nodes if asked.plan.processes else max(1, own.gpus_per_node)
+def _processes_per_node(request: Request, options: SlurmOptions) -> int:
+    """Processes on a node: --processes / --nodes, else one per GPU."""
+    return (
+        request.plan.processes // options.nodes if request.plan.processes else max(1, options.gpus_per_node)
+    )
 
 
-def _submit(path: Path, runs: dict[int, RunFolder], own: SlurmOptions) -> str:
+def _submit(path: Path, runs: dict[int, RunFolder], options: SlurmOptions) -> str:
     job = client.submit(path)
     for seed, run in runs.items():
         atomic_files.write_json(
-            run.folder / "slurm" / "job.json", {"job": f"{job}_{seed}" if own.array else job}
+            run.folder / "slurm" / "job.json", {"job": f"{job}_{seed}" if options.array else job}
         )
     return job
 
 
-def _answer(text: str, path: Path, job: str | None, runs: dict[int, RunFolder], own: SlurmOptions) -> None:
+def _print_result(
+    text: str, path: Path, job: str | None, runs: dict[int, RunFolder], options: SlurmOptions
+) -> None:
     folders = [str(run.folder) for run in runs.values()]
-    if own.json:
+    if options.json:
         print(json.dumps({"job": job, "script": text, "path": str(path), "runs": folders}))
     elif job:
         print(job)
@@ -290,5 +304,6 @@ def _answer(text: str, path: Path, job: str | None, runs: dict[int, RunFolder], 
         print(f"the run is ready: sbatch {path}, or --submit", file=sys.stderr)
 
 
-def stored_plan(values: dict[str, Any]) -> PlanOptions:
+def plan_options_from_request(values: dict[str, Any]) -> PlanOptions:
+    """The plan options that request.json holds."""
     return build_options(PlanOptions, {k: v for k, v in values.items() if v is not None}, "plan")

@@ -1,9 +1,9 @@
-"""`job RUN`: what the sbatch script runs, on the first node: attempts, one step of all nodes each.
+"""`job RUN`: what the sbatch script runs on the first node. It trains in attempts, each one srun step.
 
-Before the time limit Slurm sends SIGUSR1 (`--signal`), up to a minute early, and what `--signal` says cannot
-be changed once submitted. So the job watches the clock itself, with a lead from this run's own steps and
-checkpoints. At that time, or at a SIGUSR1 that the limit does not explain, the workers save and stop, and the
-job puts itself back into the queue.
+Slurm sends SIGUSR1 (`--signal`) before the time limit, up to a minute early, and that time cannot be changed
+after submission. So the job watches the clock itself, with a lead computed from this run's measured steps and
+checkpoints. At that time, or at a SIGUSR1 long before the limit (a preemption), workers save and stop, and
+the job requeues itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.local import restarts
 from isobatch.launch.local.run_setup import locate_data, store_plan
 from isobatch.launch.slurm import client, time_limit
-from isobatch.launch.slurm.command import refuse_if_in_a_job, stored_plan
+from isobatch.launch.slurm.command import plan_options_from_request, refuse_if_in_a_job
 from isobatch.launch.slurm.rendezvous import rendezvous_folder, wait_for
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 REPEAT_SIGNAL_SECONDS = 10.0
 EARLY_SIGNAL_SECONDS = 65.0
-"""How much earlier than asked Slurm sends its signal."""
+"""Slurm may send its signal this much earlier than --signal asks."""
 VERDICT_WAIT_SECONDS = 25.0
-"""srun may end before its tasks where Slurm ends the job: how long a verdict is waited for."""
-LOG_CHARACTERS = 2500
+"""How long to wait for exit.json after srun, which may end before its tasks where Slurm ends the job."""
+LOG_TAIL_CHARACTERS = 2500
 STEP_SHELL = """trap '' USR1 TERM INT; exec "$@" >>"$0/node-$SLURMD_NODENAME.log" 2>&1"""
-"""A signal that comes while Python starts must not be its end (the next one is heard); a log per node."""
+"""A log per node. Signals are ignored while Python starts; job repeats them until the workers handle them."""
 REQUEUEABLE_STATES = ("RUNNING", "PREEMPTED", "TIMEOUT")
-"""States of a job that a stop may be followed by another leg. One that the user cancelled has ended."""
+"""States of a job that may requeue itself after a stop; a cancelled one may not."""
 
 
 def job(words: Sequence[str]) -> int:
@@ -53,39 +53,40 @@ def job(words: Sequence[str]) -> int:
     if len(words) != 1:
         raise UserError("job: give the folder of one run, inside a Slurm job")
     run = RunFolder.open(words[0])
-    allocation = client.Allocation.of(os.environ)
+    allocation = client.Allocation.from_environment(os.environ)
     with JobStop() as stop:
         if run.status() == "done":
             return DONE
         refuse_if_in_a_job(run, allocation.job)
         with run.lock("launch"):
             run.refuse_if_training()
-            _note(run, job=allocation.job)
+            _update_job_record(run, job=allocation.job)
             steps = StepRunner(run, allocation, stop)
             code = restarts.train_with_restarts(run, steps).code
-        return _go_on(run, allocation, stop) if code == STOPPED else code
+        return _requeue_or_stop(run, allocation, stop) if code == STOPPED else code
 
 
 class JobStop:
-    """What asked this job to stop: `limit`, `term` or `interrupt`; empty so far."""
+    """Context that handles stop signals; `reason` is `limit`, `term` or `interrupt`, empty before a stop."""
 
     def __init__(self) -> None:
         self.reason = ""
         self.warned = False
-        """SIGUSR1 came: the time limit is near, or the job is to make room."""
+        """SIGUSR1 came: the time limit is near, or the job is about to be preempted."""
         self._before: dict[int, Any] = {}
 
-    def request(self, why: str) -> None:
-        self.reason = self.reason or why
+    def request(self, reason: str) -> None:
+        """Ask for a stop; the first reason is kept."""
+        self.reason = self.reason or reason
 
     def __enter__(self) -> JobStop:
-        def hear(number: int, frame: FrameType | None) -> None:
+        def handle_signal(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGUSR1:
                 self.warned = True
             else:
                 self.request("term" if number == signal.SIGTERM else "interrupt")
 
-        self._before = {number: signal.signal(number, hear) for number in STOP_SIGNALS}
+        self._before = {number: signal.signal(number, handle_signal) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,58 +95,58 @@ class JobStop:
 
 
 class StepRunner:
-    """Starts the run's attempts, each as a step on the nodes that are left."""
+    """An `Attempt` of restarts.py: each call is one srun step on the nodes that are still available."""
 
     def __init__(self, run: RunFolder, allocation: client.Allocation, stop: JobStop) -> None:
         self.allocation, self.stop = allocation, stop
         self.request = atomic_files.read_json(run.folder / "slurm" / "request.json")
         locate_data(run, run.recipe, None)
-        self.nodes = self._left()
-        self._plan(run)
+        self.nodes = self._available_nodes()
+        self._make_plan(run)
         left = client.seconds_left(allocation.job)
-        self.end = None if left is None else time.monotonic() + left
+        self.deadline = None if left is None else time.monotonic() + left
 
-    def _left(self) -> tuple[str, ...]:
-        return client.nodes_left(self.allocation.job, self.allocation.nodes)
+    def _available_nodes(self) -> tuple[str, ...]:
+        return client.available_nodes(self.allocation.job, self.allocation.nodes)
 
-    def _plan(self, run: RunFolder) -> None:
-        """The run's plan for the nodes there are. The global batch stays."""
+    def _make_plan(self, run: RunFolder) -> None:
+        """Plan anew for the available nodes; the global batch stays."""
         if not self.nodes:
             raise UserError("none of this job's nodes is left")
         store_plan(run, plan_for_nodes(run, len(self.nodes), self.request))
 
     def __call__(self, run: RunFolder) -> Verdict | None:
-        """One attempt, to its end."""
+        """Run one attempt to its end; None where no process left a verdict."""
         if self.stop.reason:
             return Verdict(STOPPED, "asked to stop before it began")
-        left = self._left()
+        left = self._available_nodes()
         if left != self.nodes:
             print(f"going on with {len(left)} of {len(self.allocation.nodes)} nodes: {', '.join(left)}")
             self.nodes = left
-            self._plan(run)
+            self._make_plan(run)
         nonce = secrets.token_hex(8)
-        meeting = rendezvous_folder(run.folder, nonce)
-        meeting.mkdir(parents=True)
+        folder = rendezvous_folder(run.folder, nonce)
+        folder.mkdir(parents=True)
         try:
-            self._watch(run, subprocess.Popen(srun(run, self.nodes, self.allocation, nonce)))
+            self._watch(run, subprocess.Popen(srun_command(run, self.nodes, self.allocation, nonce)))
             return self._verdict(run, nonce)
         finally:
-            shutil.rmtree(meeting, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _watch(self, run: RunFolder, step: subprocess.Popen[bytes]) -> None:
-        """Until the step ends. A stop is told again: srun may not have been listening yet."""
-        told = -REPEAT_SIGNAL_SECONDS
+        """Wait for the end of the step; repeat a stop until it ends: srun may not be ready for the first."""
+        last_sent = -REPEAT_SIGNAL_SECONDS
         while step.poll() is None:
             now = time.monotonic()
-            left = None if self.end is None else self.end - now
+            left = None if self.deadline is None else self.deadline - now
             if should_save_now(
                 left, self.stop.warned, self.request["lead"], time_limit.seconds_to_stop(run) or 0
             ):
                 self.stop.request("limit")
-            if self.stop.reason and now - told >= REPEAT_SIGNAL_SECONDS:
-                # srun hands this one to every process of the step; at SIGTERM and SIGINT it ends itself.
+            if self.stop.reason and now - last_sent >= REPEAT_SIGNAL_SECONDS:
+                # srun forwards SIGUSR1 to every process of the step; at SIGTERM and SIGINT it ends itself.
                 step.send_signal(signal.SIGUSR1)
-                told = now
+                last_sent = now
             time.sleep(0.5)
 
     def _verdict(self, run: RunFolder, nonce: str) -> Verdict | None:
@@ -156,7 +157,7 @@ class StepRunner:
             return verdict
         if self.stop.reason:
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
-        left = self._left()
+        left = self._available_nodes()
         if lost := [node for node in self.nodes if node not in left]:
             return Verdict(FAILED, f"Slurm lost {', '.join(lost)}", WorkerLostError.cause)
         atomic_files.write_text(run.folder / "launcher.log", node_logs(run, self.nodes))
@@ -164,22 +165,24 @@ class StepRunner:
 
 
 def plan_for_nodes(run: RunFolder, nodes: int, request: dict[str, Any]) -> Plan:
-    """For `nodes` nodes like this one, as many processes on each as were asked for."""
+    """The plan for `nodes` nodes like this one; `request` is request.json, with the processes per node."""
     recipe, facts = run.recipe, run.facts
     task, _ = workload(recipe.task).make(recipe)
-    asked, world = stored_plan(request["plan"]), request["local"] * nodes
-    return make_plan(recipe, facts, task.model_size(facts), detect(nodes=nodes), asked, world=world)
+    options, world_size = plan_options_from_request(request["plan"]), request["local"] * nodes
+    return make_plan(recipe, facts, task.model_size(facts), detect(nodes=nodes), options, world=world_size)
 
 
-def srun(run: RunFolder, nodes: Sequence[str], allocation: client.Allocation, nonce: str) -> list[str]:
-    """The step: one launcher on each node, none of which outlives another that failed."""
+def srun_command(
+    run: RunFolder, nodes: Sequence[str], allocation: client.Allocation, nonce: str
+) -> list[str]:
+    """The command of a step: one launcher per node; one that fails ends the others."""
     return [
         "srun",
         f"--nodes={len(nodes)}",
         f"--ntasks={len(nodes)}",
         f"--nodelist={','.join(nodes)}",
         "--ntasks-per-node=1",
-        # What sbatch was told does not reach a step by itself.
+        # A step does not inherit --cpus-per-task from sbatch.
         f"--cpus-per-task={allocation.cpus}",
         *([f"--gpus-per-node={allocation.gpus}"] if allocation.gpus else []),
         "--kill-on-bad-exit=1",
@@ -191,9 +194,10 @@ def srun(run: RunFolder, nodes: Sequence[str], allocation: client.Allocation, no
 
 
 def should_save_now(left: float | None, warned: bool, lead: float, measured: float) -> bool:
-    """Whether to save now, to be gone before the time limit; `left` is the time until then, if there is one.
+    """Whether to save and stop now. `left`: seconds to the time limit, None without one; `lead`, `measured`:
+    seconds that a stop takes, as asked for and as measured.
 
-    A warning that comes long before the limit is about something else, and is heeded at once.
+    A SIGUSR1 long before the limit (`warned`) means preemption, so the job stops at once.
     """
     if left is not None and left <= max(lead, measured):
         return True
@@ -201,29 +205,30 @@ def should_save_now(left: float | None, warned: bool, lead: float, measured: flo
 
 
 def node_logs(run: RunFolder, nodes: Sequence[str]) -> str:
+    """The ends of the nodes' logs, one below the other."""
     paths = [run.folder / "slurm" / f"node-{name}.log" for name in nodes]
-    ends = [(p.name, p.read_text(errors="replace")[-LOG_CHARACTERS:]) for p in paths if p.is_file()]
+    ends = [(p.name, p.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]) for p in paths if p.is_file()]
     return "".join(f"--- {name}\n{text}\n" for name, text in ends)
 
 
-def _go_on(run: RunFolder, allocation: client.Allocation, stop: JobStop) -> int:
-    """After a stop: back into the queue where there was progress, else the end."""
-    before = _noted(run).get("requeued_at")
+def _requeue_or_stop(run: RunFolder, allocation: client.Allocation, stop: JobStop) -> int:
+    """After a stop: requeue the job if it made progress. Returns the exit code STOPPED."""
+    before = _read_job_record(run).get("requeued_at")
     now = furthest_checkpoint(run)
     why_not = why_not_requeue(stop.reason, client.job_state(allocation.job), before, now)
     if why_not:
         print(f"stopped and not requeued: {why_not}", flush=True)
         return STOPPED
-    _note(run, requeued_at=now)
+    _update_job_record(run, requeued_at=now)
     print(f"requeueing at step {now[1] if now else 0} (leg {allocation.restarts + 1})", flush=True)
     if problem := client.requeue(allocation.job):
         print(f"Slurm does not requeue the job: {problem}", flush=True)
     return STOPPED
 
 
-def why_not_requeue(why: str, state: str, before: list[int] | None, now: list[int] | None) -> str:
+def why_not_requeue(reason: str, state: str, before: list[int] | None, now: list[int] | None) -> str:
     """Why a stopped job does not requeue itself; empty where it does."""
-    if why not in ("limit", "term"):
+    if reason not in ("limit", "term"):
         return "a signal asked for a stop, not the time limit"
     if state and state not in REQUEUEABLE_STATES:
         return f"the job is {state}"
@@ -240,14 +245,14 @@ def furthest_checkpoint(run: RunFolder) -> list[int] | None:
     return max(([phases.index(p), int(s)] for p, _, s in names if p in phases and s.isdigit()), default=None)
 
 
-def _noted(run: RunFolder) -> dict[str, Any]:
+def _read_job_record(run: RunFolder) -> dict[str, Any]:
     path = run.folder / "slurm" / "job.json"
     return atomic_files.read_json(path) if path.exists() else {}
 
 
-def _note(run: RunFolder, **facts: Any) -> None:
-    """job.json; what was noted of another job says nothing of this one."""
-    before = _noted(run)
+def _update_job_record(run: RunFolder, **facts: Any) -> None:
+    """Update job.json; entries of another job are dropped."""
+    before = _read_job_record(run)
     if "job" in facts and before.get("job") != facts["job"]:
         before = {}
     (run.folder / "slurm").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""`node RUN NONCE`: one per node of a step; starts that node's workers and passes a stop on to them."""
+"""`node RUN NONCE`: one per node of a step; runs torchrun for the node's workers, forwards a stop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from isobatch.core.plan import Plan
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import relay_output
-from isobatch.launch.slurm.rendezvous import NodePlace, is_loopback, own_address, rendezvous
+from isobatch.launch.slurm.rendezvous import StepNode, is_loopback, local_address, rendezvous
 
 REPEAT_SIGNAL_SECONDS = 2.0
-"""Between two words to stop: one that comes while a worker still starts is not heard."""
+"""Between two stop signals: one that comes while a worker still starts is ignored."""
 JOIN_SECONDS = 120
-CLOSE_SECONDS = 20
-"""How long torchrun waits for the workers beside one that died."""
+SHUTDOWN_SECONDS = 20
+"""How long torchrun waits for the other workers after one has died."""
 
 
 def node(words: Sequence[str]) -> int:
@@ -34,51 +34,51 @@ def node(words: Sequence[str]) -> int:
         raise UserError("node: is started by `job`, inside Slurm")
     run, nonce = RunFolder(Path(words[0])), words[1]
     os.environ[NONCE] = nonce
-    place = NodePlace.of(os.environ)
+    this_node = StepNode.from_environment(os.environ)
     with StopFlag() as stop:
         try:
-            data = Path(run.facts.folder) if place.rank == 0 or run.folder.is_dir() else Path()
-            with rendezvous(place, run.folder, nonce, data) as (host, port):
-                own = own_address(host, port)
-                command = _torchrun(run.plan, place, host, port, own, nonce, run.folder)
-                return _train(command, _environment(run.plan, own), stop)
+            data = Path(run.facts.folder) if this_node.rank == 0 or run.folder.is_dir() else Path()
+            with rendezvous(this_node, run.folder, nonce, data) as (host, port):
+                local = local_address(host, port)
+                command = _torchrun_command(run.plan, this_node, host, port, local, nonce, run.folder)
+                return _run_torchrun(command, _environment(run.plan, local), stop)
         except UserError as error:
             with contextlib.suppress(UserError, OSError):  # a node that does not see the folder cannot say so
                 run.write_exit(Verdict(WRONG_INPUT, str(error)))
             raise
 
 
-def _torchrun(
-    plan: Plan, place: NodePlace, host: str, port: int, own: str, nonce: str, folder: Path
+def _torchrun_command(
+    plan: Plan, this_node: StepNode, host: str, port: int, local: str, nonce: str, folder: Path
 ) -> list[str]:
-    """torchrun itself: accelerate would probe the port, and take ours for someone else's."""
+    """The torchrun command. accelerate would probe the port and find it in use, by our own rendezvous."""
     return [
         sys.executable,
         "-m",
         "torch.distributed.run",
-        f"--nnodes={len(place.nodes)}",
-        f"--nproc-per-node={plan.processes // len(place.nodes)}",
+        f"--nnodes={len(this_node.nodes)}",
+        f"--nproc-per-node={plan.processes // len(this_node.nodes)}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={host}:{port}",
         f"--rdzv-id={nonce}",
         f"--rdzv-conf=is_host=0,join_timeout={JOIN_SECONDS}",
-        *([] if is_loopback(own) else [f"--local-addr={own}"]),
-        "--",  # or --run would be short for two of torchrun's own
+        *([] if is_loopback(local) else [f"--local-addr={local}"]),
+        "--",  # else torchrun takes --run for an abbreviation of two of its own flags
         str(TRAIN_SCRIPT),
         "--run",
         str(folder),
     ]
 
 
-def _environment(plan: Plan, own: str) -> dict[str, str]:
-    # Gloo would listen at the address of the host's own name, which may be a loopback.
-    interface = {} if is_loopback(own) else {"GLOO_SOCKET_IFNAME": _interface(own)}
+def _environment(plan: Plan, local: str) -> dict[str, str]:
+    # Gloo would listen at the address of the host name, which may be a loopback.
+    interface = {} if is_loopback(local) else {"GLOO_SOCKET_IFNAME": _interface(local)}
     return {
         **interface,
         **os.environ,
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
-        "PET_SHUTDOWN_TIMEOUT": str(CLOSE_SECONDS),
-        # Slurm signals every process of a step. torchrun, told to handle these, would end its workers.
+        "PET_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
+        # Slurm signals every process of a step; at any of these torchrun would end its workers.
         "PET_SIGNALS_TO_HANDLE": "SIGHUP",
     }
 
@@ -88,31 +88,33 @@ def _interface(address: str) -> str:
     import psutil
 
     found = psutil.net_if_addrs().items()
-    return next(name for name, held in found if any(a.address == address for a in held))
+    return next(name for name, addresses in found if any(a.address == address for a in addresses))
 
 
-def _train(command: list[str], environment: dict[str, str], stop: StopFlag) -> int:
-    child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, preexec_fn=_ignore)
-    log = io.FileIO(2, "wb", closefd=False)  # a node that is killed has said what it had to say
-    copying = threading.Thread(target=relay_output, args=(child, log), daemon=True)
-    copying.start()
+def _run_torchrun(command: list[str], environment: dict[str, str], stop: StopFlag) -> int:
+    child = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, preexec_fn=_ignore_stop_signals
+    )
+    log = io.FileIO(2, "wb", closefd=False)  # unbuffered: a killed node keeps its log
+    relay = threading.Thread(target=relay_output, args=(child, log), daemon=True)
+    relay.start()
     while child.poll() is None:
         if stop.requested:
-            _tell(child.pid)
+            _signal_workers(child.pid)
             time.sleep(REPEAT_SIGNAL_SECONDS)
         time.sleep(0.1)
-    copying.join(timeout=5)
+    relay.join(timeout=5)
     return DONE if child.returncode == 0 else BUG
 
 
-def _ignore() -> None:
-    """In torchrun, and in its workers until they listen: a signal then is not the end of them."""
+def _ignore_stop_signals() -> None:
+    """In the child: torchrun, and its workers until they install handlers, ignore stop signals."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _tell(pid: int) -> None:
-    """Ask the workers to stop; to be asked twice is nothing to them."""
+def _signal_workers(pid: int) -> None:
+    """Send SIGUSR1 to the workers; a repeated one has no effect."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,6 +1,6 @@
-"""How the nodes of a step find each other: in the run's folder, which proves that all of them see it.
+"""The rendezvous of a step's nodes, by files in the run's folder: this also checks that all nodes share it.
 
-The first node binds a port, keeps it, and writes where it is; every node answers with a file of its own.
+The first node binds a port, keeps it, and writes its addresses; every node answers with a file of its own.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from isobatch.core.errors import UserError
 from isobatch.launch.slurm import client
 
 ANSWER_SECONDS = 90.0
-"""A shared file system may take a minute to show one node what another wrote."""
+"""How long the first node waits: a shared file system may take a minute to show a new file to other nodes."""
 JOIN_EXTRA_SECONDS = 30.0
-"""The others wait longer than the first node, which names those that are missing."""
+"""The other nodes wait longer, so that the first node reports which are missing."""
 REACH_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodePlace:
-    """This node among those of its step. The job may have more: its own variables would mislead."""
+class StepNode:
+    """This node among the nodes of its step, from the step's variables: the job may have more nodes."""
 
     rank: int
     nodes: tuple[str, ...]
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> NodePlace:
+    def from_environment(cls, environment: Mapping[str, str]) -> StepNode:
+        """Raises UserError outside a step."""
         if "SLURM_STEP_NODELIST" not in environment:
             raise UserError("node: runs in a step of a Slurm job, which `job` starts")
         nodes = client.hostnames(environment["SLURM_STEP_NODELIST"])
@@ -43,92 +44,95 @@ class NodePlace:
         return self.nodes[self.rank]
 
 
-def rendezvous_folder(folder: Path, nonce: str) -> Path:
+def rendezvous_folder(run_folder: Path, nonce: str) -> Path:
     """Of one attempt: no file of an earlier one can be taken for its own."""
-    return folder / "slurm" / f"meeting-{nonce}"
+    return run_folder / "slurm" / f"meeting-{nonce}"
 
 
 @contextlib.contextmanager
-def rendezvous(place: NodePlace, folder: Path, nonce: str, data: Path) -> Iterator[tuple[str, int]]:
-    """(host, port) of the rendezvous, which the first node holds as long as the block lasts."""
-    meeting = rendezvous_folder(folder, nonce)
-    if place.rank:
-        yield _join(place, meeting, data)
+def rendezvous(node: StepNode, run_folder: Path, nonce: str, data: Path) -> Iterator[tuple[str, int]]:
+    """(host, port) of a TCPStore that the first node keeps open inside the block.
+
+    `data`: the folder of prepared data. Raises UserError where a node does not see the run's folder or the
+    data, or cannot reach the port.
+    """
+    folder = rendezvous_folder(run_folder, nonce)
+    if node.rank:
+        yield join(node, folder, data)
         return
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    addresses = [socket.gethostname(), client.address_of(place.name)]
-    _write(meeting / "call.json", {"addresses": [a for a in addresses if a], "port": store.port})
-    _answer_call(place, meeting, data)
-    _wait_for_answers(place, meeting, data)
-    yield _reachable(place, addresses, store.port)
+    addresses = [socket.gethostname(), client.address_of(node.name)]
+    _write_json(folder / "call.json", {"addresses": [a for a in addresses if a], "port": store.port})
+    _write_answer(node, folder, data)
+    wait_for_answers(node, folder, data)
+    yield _reachable_address(node, addresses, store.port)
     del store
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
     try:
         atomic_files.write_json(path, value)
     except (UserError, OSError) as error:
         raise UserError(f"{path.parent} cannot be written: {error}") from None
 
 
-def _answer_call(place: NodePlace, meeting: Path, data: Path) -> None:
-    seen = (data / "facts.json").is_file()
-    _write(meeting / f"{place.rank}.json", {"node": place.name, "sees_data": seen})
+def _write_answer(node: StepNode, folder: Path, data: Path) -> None:
+    sees_data = (data / "facts.json").is_file()
+    _write_json(folder / f"{node.rank}.json", {"node": node.name, "sees_data": sees_data})
 
 
-def _wait_for_answers(place: NodePlace, meeting: Path, data: Path) -> None:
-    """The first node waits for an answer of every other."""
-    wait_for(lambda: len(_answers(place, meeting)) == len(place.nodes), ANSWER_SECONDS)
-    answers = _answers(place, meeting)
-    if missing := [name for rank, name in enumerate(place.nodes) if rank not in answers]:
+def wait_for_answers(node: StepNode, folder: Path, data: Path) -> None:
+    """On the first node: wait until every node has answered. Raises UserError for those that have not."""
+    wait_for(lambda: len(_answers(node, folder)) == len(node.nodes), ANSWER_SECONDS)
+    answers = _answers(node, folder)
+    if missing := [name for rank, name in enumerate(node.nodes) if rank not in answers]:
         raise UserError(
-            f"{', '.join(missing)} did not see in {ANSWER_SECONDS:.0f} s what {place.name} wrote to"
-            f" {meeting.parent.parent}: choose an --out on a file system that all nodes share"
+            f"{', '.join(missing)} did not see in {ANSWER_SECONDS:.0f} s what {node.name} wrote to"
+            f" {folder.parent.parent}: choose an --out on a file system that all nodes share"
         )
-    if blind := [answer["node"] for answer in answers.values() if not answer["sees_data"]]:
+    if unseen := [answer["node"] for answer in answers.values() if not answer["sees_data"]]:
         raise UserError(
-            f"{', '.join(blind)} cannot see the prepared data in {data}: point ISOBATCH_CACHE to a folder"
+            f"{', '.join(unseen)} cannot see the prepared data in {data}: point ISOBATCH_CACHE to a folder"
             " that all nodes share, and submit again"
         )
 
 
-def _answers(place: NodePlace, meeting: Path) -> dict[int, dict[str, Any]]:
-    found = {rank: meeting / f"{rank}.json" for rank in range(len(place.nodes))}
+def _answers(node: StepNode, folder: Path) -> dict[int, dict[str, Any]]:
+    found = {rank: folder / f"{rank}.json" for rank in range(len(node.nodes))}
     return {rank: atomic_files.read_json(path) for rank, path in found.items() if path.is_file()}
 
 
-def _join(place: NodePlace, meeting: Path, data: Path) -> tuple[str, int]:
-    """Every other node answers the first."""
-    path = meeting / "call.json"
+def join(node: StepNode, folder: Path, data: Path) -> tuple[str, int]:
+    """On the other nodes: answer the first; (host, port). Raises UserError where its file does not appear."""
+    path = folder / "call.json"
     if not wait_for(path.is_file, ANSWER_SECONDS + JOIN_EXTRA_SECONDS):
         raise UserError(
-            f"{place.name} does not see in {meeting.parent.parent} what {place.nodes[0]} wrote there: choose"
+            f"{node.name} does not see in {folder.parent.parent} what {node.nodes[0]} wrote there: choose"
             " an --out on a file system that all nodes share"
         )
-    _answer_call(place, meeting, data)
+    _write_answer(node, folder, data)
     call = atomic_files.read_json(path)
-    return _reachable(place, call["addresses"], int(call["port"]))
+    return _reachable_address(node, call["addresses"], int(call["port"]))
 
 
-def _reachable(place: NodePlace, addresses: list[str], port: int) -> tuple[str, int]:
-    """The first of the addresses that answers from here, but for a loopback: on some systems a host's own
-    name is one."""
+def _reachable_address(node: StepNode, addresses: list[str], port: int) -> tuple[str, int]:
+    """(host, port) that can be reached from here, a loopback last: on some systems the host name is one."""
     found: dict[str, str] = {}
 
-    def look() -> bool:
-        found.update({a: own for a in addresses if (own := own_address(a, port))})
+    def find_reachable() -> bool:
+        found.update({a: local for a in addresses if (local := local_address(a, port))})
         return bool(found)
 
-    if not wait_for(look, REACH_SECONDS):
+    if not wait_for(find_reachable, REACH_SECONDS):
         where = ", ".join(f"{a}:{port}" for a in addresses)
-        raise UserError(f"{place.name} cannot reach {place.nodes[0]} at {where}: is there a firewall?")
+        raise UserError(f"{node.name} cannot reach {node.nodes[0]} at {where}: is there a firewall?")
     return min(found, key=lambda address: is_loopback(found[address])), port
 
 
-def own_address(host: str, port: int) -> str:
-    """Where another machine is reached from, numerically; empty where nothing answers."""
+def local_address(host: str, port: int) -> str:
+    """The numeric local address of a connection to host:port; empty where nothing answers."""
     try:
         with socket.create_connection((host, port), timeout=5) as connection:
             return str(connection.getsockname()[0])
@@ -141,7 +145,7 @@ def is_loopback(address: str) -> bool:
 
 
 def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.1) -> bool:
-    """Whether it came to be within the time."""
+    """Poll `done` until it is true or the time is over, in seconds; whether it became true."""
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() > end:

@@ -1,7 +1,7 @@
-"""The sbatch script: a pure function of what was asked, with every word quoted for whoever reads it.
+"""The sbatch script as a pure function of `JobScript`, with words quoted for sbatch or for bash.
 
-#SBATCH lines are read by sbatch, the rest by bash. Secrets have no place in it: the job has the submitter's
-environment, as sbatch hands it on.
+#SBATCH lines are read by sbatch, the rest by bash. No secrets are written: sbatch passes the submitter's
+environment on to the job.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from isobatch.core.errors import UserError
 from isobatch.core.package import own_command
 
-LONGEST = 1000
+MAX_CHARACTERS = 1000
 """Characters of an #SBATCH line that sbatch reads."""
-PRINTED_LEAD = 120
-"""Seconds before the end that a job is told to save, where nothing was measured and time is ample."""
+DEFAULT_LEAD_SECONDS = 120
+"""Seconds before the time limit at which a job saves, where nothing was measured and the limit is long."""
 RESERVED_OPTIONS = {
     "nodes": "--nodes",
     "ntasks": "--nodes",
@@ -39,7 +39,7 @@ RESERVED_OPTIONS = {
     "wait": "--submit",
     "no-requeue": "--nodes",
 }
-"""sbatch's options that the script sets itself, and the flag of ours that each belongs to."""
+"""Options of sbatch that the script sets itself -> the flag of `slurm` to use instead."""
 SHORT_OPTIONS = {
     "N": "nodes",
     "n": "ntasks",
@@ -50,38 +50,42 @@ SHORT_OPTIONS = {
 }
 SHORT_OPTIONS |= {"J": "job-name", "o": "output", "D": "chdir", "W": "wait"}
 SWITCHES = "HhkOQsvV"
-"""sbatch's letters without a value, behind which others may stand."""
+"""Short options of sbatch without a value, which others may follow in one word (-Hn2)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobScript:
-    """What the script of a job says."""
+    """All that the script depends on."""
 
     name: str
     runs: dict[int, Path]
     """The run of each array task; one run under 0 where `array` is empty."""
     folder: Path
-    """Where the job's own output goes."""
+    """Folder of the job's output."""
     nodes: int
     seconds: int
+    """Time limit."""
     lead: int
+    """Seconds before the time limit at which Slurm sends SIGUSR1."""
     cpus: int
+    """Per node."""
     gpus: int = 0
+    """Per node."""
     array: str = ""
-    wishes: tuple[tuple[str, str], ...] = ()
-    """More of sbatch's options: (name, value)."""
-    passed: tuple[str, ...] = ()
-    """Words handed to sbatch as they are."""
+    extra_options: tuple[tuple[str, str], ...] = ()
+    """Further options of sbatch: (name, value)."""
+    raw_options: tuple[str, ...] = ()
+    """Words of --sbatch, passed on as they are."""
     setup: Path | None = None
-    start: Path
-    """The folder it was asked for in: a task's file may be named from there."""
+    start_folder: Path
+    """The folder in which `slurm` was called: the path of a task's file may be relative to it."""
 
 
 def render(script: JobScript) -> str:
-    """The whole text."""
+    """The text of the script. Raises UserError for control characters and lines too long for sbatch."""
     lines = ["#!/bin/bash", *map(_directive, _options(script))]
-    if script.passed:
-        lines.append(_checked("#SBATCH " + " ".join(map(sbatch_word, script.passed))))
+    if script.raw_options:
+        lines.append(_checked_length("#SBATCH " + " ".join(map(sbatch_word, script.raw_options))))
     return "\n".join([*lines, "", *_body(script), ""])
 
 
@@ -90,17 +94,17 @@ def _options(script: JobScript) -> list[tuple[str, str]]:
     return [
         ("job-name", script.name),
         ("nodes", str(script.nodes)),
-        # One launcher per node, which starts a process per GPU: all of them then see each other's GPUs.
+        # One launcher per node starts a process per GPU, so that all processes see all GPUs of the node.
         ("ntasks-per-node", "1"),
         ("cpus-per-task", str(script.cpus)),
         *([("gpus-per-node", str(script.gpus))] if script.gpus else []),
         ("time", format_time_limit(script.seconds)),
-        *script.wishes,
+        *script.extra_options,
         *([("array", script.array)] if script.array else []),
-        # Only the first process hears of the end, and passes it on in its own way.
+        # B: only the batch script is signalled; `job` forwards the stop.
         ("signal", f"B:USR1@{script.lead}"),
         ("requeue", ""),
-        # A node that dies does not take the others' allocation with it.
+        # A node that fails does not end the allocation of the others.
         ("no-kill", ""),
         ("open-mode", "append"),
         ("output", f"{pattern_path(script.folder)}/{pattern}"),
@@ -109,23 +113,23 @@ def _options(script: JobScript) -> list[tuple[str, str]]:
 
 def _directive(option: tuple[str, str]) -> str:
     name, value = option
-    return _checked(f"#SBATCH --{name}" + (f"={sbatch_word(value)}" if value else ""))
+    return _checked_length(f"#SBATCH --{name}" + (f"={sbatch_word(value)}" if value else ""))
 
 
-def _checked(line: str) -> str:
-    if len(line) > LONGEST:
+def _checked_length(line: str) -> str:
+    if len(line) > MAX_CHARACTERS:
         raise UserError(
-            f"{line[:60]}...: sbatch reads {LONGEST} characters a line; use a shorter name or path"
+            f"{line[:60]}...: sbatch reads {MAX_CHARACTERS} characters a line; use a shorter name or path"
         )
     return line
 
 
 def _body(script: JobScript) -> list[str]:
-    lines = [f"cd -- {shlex.quote(refuse_control_characters(str(script.start)))} || exit 2"]
+    lines = [f"cd -- {shlex.quote(refuse_control_characters(str(script.start_folder)))} || exit 2"]
     if script.setup:
-        # Before `set -u`: activation scripts read variables that nobody set.
+        # Before `set -u`: activation scripts read unset variables.
         lines.append(f"source {shlex.quote(str(script.setup))} || exit 2")
-    # A signal while Python starts must not end the job, which watches the clock itself.
+    # A signal while Python starts must not end the job.
     lines += ["set -u", "trap '' USR1 TERM"]
     run = shlex.quote(str(next(iter(script.runs.values()))))
     if script.array:
@@ -137,7 +141,7 @@ def _body(script: JobScript) -> list[str]:
 
 
 def sbatch_word(word: str) -> str:
-    """A word as sbatch's own reader of #SBATCH lines takes it: plain, or between double quotes."""
+    """A word quoted for sbatch's reader of #SBATCH lines: plain, or between double quotes."""
     refuse_control_characters(word)
     if re.fullmatch(r"[A-Za-z0-9_./:,=@%+-]+", word):
         return word
@@ -145,14 +149,16 @@ def sbatch_word(word: str) -> str:
 
 
 def refuse_control_characters(word: str, flag: str = "") -> str:
-    """The word, unless a character in it would end the line or hide in it."""
+    """The word. Raises UserError for control characters such as a line break."""
     if any(not c.isprintable() for c in word):
         raise UserError(f"{flag or 'sbatch option'} {word!r}: holds a control character, which no script may")
     return word
 
 
 def pattern_path(folder: Path) -> str:
-    """A folder in one of Slurm's file name patterns, where % is a mark and \\ turns marks off."""
+    """A folder in a Slurm file name pattern, where % starts a placeholder. Raises UserError for a backslash,
+    which turns placeholders off.
+    """
     text = refuse_control_characters(str(folder), "--out")
     if "\\" in text:
         raise UserError(f"--out {text}: Slurm cannot write to a path with a backslash; choose another")
@@ -160,7 +166,7 @@ def pattern_path(folder: Path) -> str:
 
 
 def parse_sbatch_options(text: str) -> tuple[str, ...]:
-    """--sbatch's words; what the script sets itself is refused, with the flag to use."""
+    """The words of --sbatch. Raises UserError for options that the script sets itself."""
     try:
         words = shlex.split(refuse_control_characters(text, "--sbatch"))
     except ValueError as error:
@@ -174,7 +180,7 @@ def parse_sbatch_options(text: str) -> tuple[str, ...]:
 
 
 def _reserved_option(word: str) -> str:
-    """The option of ours that a word sets, or nothing. sbatch takes beginnings of names, and -Hn2."""
+    """The key of RESERVED_OPTIONS that a word sets, or nothing; sbatch accepts --nod=2 and -Hn2, too."""
     if word.startswith("--"):
         name = word[2:].partition("=")[0]
         return (
@@ -187,7 +193,7 @@ def _reserved_option(word: str) -> str:
 
 
 def parse_time_limit(text: str) -> int:
-    """Slurm's times: minutes, M:S, H:M:S, D-H, D-H:M and D-H:M:S."""
+    """Seconds of a Slurm time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S. Raises UserError."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if match is None:
         raise UserError(f"--time {text}: is not a time such as 12:00:00 or 1-00:00:00")
@@ -202,13 +208,14 @@ def parse_time_limit(text: str) -> int:
 
 
 def format_time_limit(seconds: int) -> str:
+    """Seconds as [D-]HH:MM:SS."""
     days, rest = divmod(seconds, 86400)
     text = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}-{text}" if days else text
 
 
 def parse_array(array: str) -> list[int]:
-    """The task numbers of --array: 0-4, 1,3,7, 0-10:2, each with %LIMIT behind."""
+    """The task numbers of --array: 0-4, 1,3,7 or 0-10:2, each with an optional %LIMIT. Raises UserError."""
     body, _, limit = array.partition("%")
     found: list[int] = []
     for part in body.split(","):
@@ -223,5 +230,5 @@ def parse_array(array: str) -> list[int]:
 
 
 def default_lead(seconds: int) -> int:
-    """Two minutes, or a quarter of a time limit that is shorter than eight."""
-    return max(5, min(PRINTED_LEAD, seconds // 4))
+    """Seconds before a time limit at which to save: 120, or a quarter of a limit shorter than 8 minutes."""
+    return max(5, min(DEFAULT_LEAD_SECONDS, seconds // 4))

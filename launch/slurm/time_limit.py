@@ -1,4 +1,4 @@
-"""How long a run takes to stop: what its own steps and checkpoints were measured to take."""
+"""How long a run takes to stop, from its measured steps and the size of its checkpoints."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import json
 from isobatch.engine.runs.run_folder import RunFolder
 
 TAIL_BYTES = 200_000
-SLOW_STORE = 100e6
-"""Bytes/s that a busy shared file system is sure to write."""
-LEAVING_SECONDS = 15.0
-"""From the last rank's end to the job's: processes end, the job is put back into the queue."""
+SLOW_STORE_BYTES_PER_SECOND = 100e6
+"""Write speed that a busy shared file system still reaches."""
+SHUTDOWN_SECONDS = 15.0
+"""From the end of training to the end of the job: processes exit, the job is requeued."""
 
 
 def seconds_to_stop(run: RunFolder) -> float | None:
-    """From the signal to the job's end; None before the first step.
+    """Seconds from the signal to the job's end; None before the first step.
 
-    A step may have begun when the signal comes, and ends; the vote travels with the next one's losses.
-    A save that was under way ends before the last one begins.
+    Three steps: the one under way, the one whose reduction carries the stop flag, and the one in which the
+    flag takes effect.
+    Two checkpoints: a save under way ends before the last one begins.
     """
     steps = _step_seconds(run)
     if not steps:
         return None
-    return LEAVING_SECONDS + 3 * max(steps) + 2 * _checkpoint_bytes(run) / SLOW_STORE
+    return SHUTDOWN_SECONDS + 3 * max(steps) + 2 * _checkpoint_bytes(run) / SLOW_STORE_BYTES_PER_SECOND
 
 
 def _step_seconds(run: RunFolder) -> list[float]:
@@ -42,6 +43,6 @@ def _seconds_in(line: bytes) -> float:
 
 
 def _checkpoint_bytes(run: RunFolder) -> int:
-    """Of the largest there is."""
+    """Bytes of the largest checkpoint."""
     folders = [p for p in run.checkpoints.glob("[!.]*-*") if p.is_dir()]
     return max((sum(f.stat().st_size for f in p.rglob("*") if f.is_file()) for p in folders), default=0)

@@ -67,7 +67,7 @@ def test_an_answer_is_learnt_and_given(home: Path) -> None:
     prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert prompt.endswith("### Instruction:\nWhat does a duck say?\n\n### Response:\n")
     assert summary(run)["metrics"]["unit"] == "response token"
-    made = command.write([RunFolder.open(str(run))], home / "report")
+    made = command.write_report([RunFolder.open(str(run))], home / "report")
     assert made.runs[0]["metrics"]["perplexity"] == summary(run)["metrics"]["perplexity"]
     for page in ("report.md", "report.html"):
         assert "[reference: It says" in (home / "report" / page).read_text()

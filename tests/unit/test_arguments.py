@@ -18,7 +18,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import Workload, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import (
-    MEANINGS,
+    SWITCHES,
     SYNONYMS,
     BatchScaling,
     Request,
@@ -240,7 +240,7 @@ def test_switches_of_other_tools() -> None:
         assert refusal(f"--load-in-{bits}bit").startswith(f"--load-bits {bits}: rounded weights cannot train")
     others = {"fast_detection", "disable_metrics_monitoring", "use_cache"}
     bits_of = {"load_in_8bit", "load_in_4bit"}
-    assert set(MEANINGS) == others | bits_of | {"fast", "full", "use_dynamic_padding", "bf16", "fp16"}
+    assert set(SWITCHES) == others | bits_of | {"fast", "full", "use_dynamic_padding", "bf16", "fp16"}
     for name in others:
         assert refusal(f"--{name}").startswith(f"--{name.replace('_', '-')}: ")  # the word that was typed
 

@@ -11,7 +11,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.data.base import Ragged, save
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.commands.auto import _print_outcome
+from isobatch.launch.commands.auto import print_outcome
 from isobatch.launch.commands.evaluate import evaluate
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.run_setup import create_run, locate_data, prepare_facts
@@ -64,7 +64,7 @@ def test_the_last_line(
     metrics = {"loss": 0.5} if split else {}
     summary = {"status": "done", "steps": 3, "split": split, "metrics": metrics}
     atomic_files.write_json(tmp_path / "summary.json", summary)
-    _print_outcome(RunFolder(tmp_path))
+    print_outcome(RunFolder(tmp_path))
     assert capsys.readouterr().out.endswith(line.removeprefix("x"))
 
 

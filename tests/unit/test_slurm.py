@@ -16,9 +16,9 @@ from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import split_words
 from isobatch.launch.slurm import client, sbatch_script, time_limit
-from isobatch.launch.slurm.command import SlurmOptions, _joined, refuse_if_in_a_job
+from isobatch.launch.slurm.command import SlurmOptions, join_sbatch_value, refuse_if_in_a_job
 from isobatch.launch.slurm.job import plan_for_nodes, should_save_now, why_not_requeue
-from isobatch.launch.slurm.rendezvous import NodePlace, _join, _wait_for_answers, own_address
+from isobatch.launch.slurm.rendezvous import StepNode, join, local_address, wait_for_answers
 from isobatch.tests.conftest import Cli
 
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1)
@@ -34,7 +34,7 @@ def script(**changes: object) -> sbatch_script.JobScript:
         "seconds": 180,
         "lead": 45,
         "cpus": 16,
-        "start": Path("/home/some one"),
+        "start_folder": Path("/home/some one"),
     }
     return sbatch_script.JobScript(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ def as_sbatch_reads(line: str) -> list[str]:
 
 
 def test_what_a_cluster_person_looks_for() -> None:
-    lines = sbatch_script.render(script(gpus=8, wishes=(("partition", "gpu"),))).splitlines()
+    lines = sbatch_script.render(script(gpus=8, extra_options=(("partition", "gpu"),))).splitlines()
     assert lines[0] == "#!/bin/bash"
     for wanted in (
         "--nodes=2",
@@ -109,7 +109,7 @@ def test_paths_reach_bash_as_they_are(name: str) -> None:
     folder = Path("/shared") / name
     try:
         text = sbatch_script.render(
-            script(runs={0: folder}, folder=folder / "slurm", setup=folder / "s.sh", start=folder)
+            script(runs={0: folder}, folder=folder / "slurm", setup=folder / "s.sh", start_folder=folder)
         )
     except UserError:
         return
@@ -127,7 +127,7 @@ def test_bash_runs_the_script_of_hostile_paths(tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s $(touch pwned) "`touch pwned`" ; touch pwned'
     folder.mkdir()
     text = sbatch_script.render(
-        script(runs={3: folder, 4: Path("/x")}, array="3,4", folder=folder, start=folder)
+        script(runs={3: folder, 4: Path("/x")}, array="3,4", folder=folder, start_folder=folder)
     )
     text = text.replace("exec ", "printf %s ").replace(" -P -m isobatch job ", " ")
     environment = {"SLURM_ARRAY_TASK_ID": "3", "PATH": "/usr/bin:/bin"}
@@ -138,7 +138,12 @@ def test_bash_runs_the_script_of_hostile_paths(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", ["a\nb", "a\r#SBATCH --x", "a\x00b", "a\u2028b", "a\x1b[0m", "a\x85b"])
 def test_control_characters_are_refused(bad: str) -> None:
-    for change in ({"name": bad}, {"folder": Path(bad)}, {"wishes": (("account", bad),)}, {"passed": (bad,)}):
+    for change in (
+        {"name": bad},
+        {"folder": Path(bad)},
+        {"extra_options": (("account", bad),)},
+        {"raw_options": (bad,)},
+    ):
         with pytest.raises(UserError, match="control character"):
             sbatch_script.render(script(**change))
 
@@ -201,10 +206,10 @@ def test_a_run_that_is_in_a_job_is_left_alone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(client, "job_states", lambda jobs: {"7": "NODE_FAIL"})
     refuse_if_in_a_job(run, "8")
     assert '#SBATCH --exclusive "--comment=a b"' in sbatch_script.render(
-        script(passed=("--exclusive", "--comment=a b"))
+        script(raw_options=("--exclusive", "--comment=a b"))
     )
     assert (
-        split_words(_joined(["--sbatch", "--exclusive --x", "--nodes", "2"]))[1]["sbatch"]
+        split_words(join_sbatch_value(["--sbatch", "--exclusive --x", "--nodes", "2"]))[1]["sbatch"]
         == "--exclusive --x"
     )
     for bad in ("date", "'", ""):
@@ -239,11 +244,11 @@ def test_the_lead_is_measured_where_it_can_be(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert time_limit.seconds_to_stop(run) is None
     run.metrics.write_text('{"step_seconds": 2}\n{"step_seconds": 4}\n{"split": "valid"}\n{"step_sec')
-    assert time_limit.seconds_to_stop(run) == time_limit.LEAVING_SECONDS + 12
+    assert time_limit.seconds_to_stop(run) == time_limit.SHUTDOWN_SECONDS + 12
     (run.checkpoints / "train-5").mkdir(parents=True)
     (run.checkpoints / "train-5" / "x").write_bytes(b"0" * 10**6)
     assert time_limit.seconds_to_stop(run) == pytest.approx(
-        time_limit.LEAVING_SECONDS + 12 + 2e6 / time_limit.SLOW_STORE
+        time_limit.SHUTDOWN_SECONDS + 12 + 2e6 / time_limit.SLOW_STORE_BYTES_PER_SECOND
     )
     assert [sbatch_script.default_lead(s) for s in (60, 180, 3600)] == [15, 45, 120]
 
@@ -292,11 +297,11 @@ def test_the_world_is_read_from_the_steps_variables(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(client, "hostnames", lambda text: tuple(text.split(",")))
     job = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "a,b,c,d", "SLURM_JOB_ID": "7"}
     step = {"SLURM_STEP_NODELIST": "b,d", "SLURM_NODEID": "1"}
-    assert NodePlace.of({**job, **step}).name == "d"
+    assert StepNode.from_environment({**job, **step}).name == "d"
     with pytest.raises(UserError, match="step"):
-        NodePlace.of(job)
+        StepNode.from_environment(job)
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_GPUS_PER_NODE": "h100:8"}
-    allocation = client.Allocation.of({**job, **array})
+    allocation = client.Allocation.from_environment({**job, **array})
     assert (allocation.job, allocation.gpus, len(allocation.nodes)) == ("7_3", 8, 4)
 
 
@@ -306,16 +311,16 @@ def test_a_node_that_does_not_see_the_folder_is_named(
     monkeypatch.setattr("isobatch.launch.slurm.rendezvous.ANSWER_SECONDS", 0.2)
     meeting = tmp_path / "r" / "slurm" / "meeting-1"
     meeting.mkdir(parents=True)
-    first, second = (NodePlace(rank=rank, nodes=("n1", "n2")) for rank in (0, 1))
+    first, second = (StepNode(rank=rank, nodes=("n1", "n2")) for rank in (0, 1))
     atomic_files.write_json(meeting / "0.json", {"node": "n1", "sees_data": True})
     with pytest.raises(UserError, match=r"n2 did not see .* --out on a file system that all nodes share"):
-        _wait_for_answers(first, meeting, tmp_path)
+        wait_for_answers(first, meeting, tmp_path)
     atomic_files.write_json(meeting / "1.json", {"node": "n2", "sees_data": False})
     with pytest.raises(UserError, match=r"n2 cannot see the prepared data .* ISOBATCH_CACHE"):
-        _wait_for_answers(first, meeting, tmp_path)
+        wait_for_answers(first, meeting, tmp_path)
     monkeypatch.setattr("isobatch.launch.slurm.rendezvous.JOIN_EXTRA_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"n2 does not see .* what n1 wrote"):
-        _join(second, tmp_path / "elsewhere" / "slurm" / "meeting-1", tmp_path)
+        join(second, tmp_path / "elsewhere" / "slurm" / "meeting-1", tmp_path)
 
 
 def test_a_rendezvous_that_cannot_be_reached_is_named(
@@ -323,19 +328,19 @@ def test_a_rendezvous_that_cannot_be_reached_is_named(
 ) -> None:
     monkeypatch.setattr("isobatch.launch.slurm.rendezvous.REACH_SECONDS", 0.2)
     atomic_files.write_json(tmp_path / "call.json", {"addresses": ["127.0.0.1"], "port": 1})
-    assert not own_address("127.0.0.1", 1)
+    assert not local_address("127.0.0.1", 1)
     with pytest.raises(UserError, match="n2 cannot reach n1 at 127.0.0.1:1"):
-        _join(NodePlace(rank=1, nodes=("n1", "n2")), tmp_path, tmp_path)
+        join(StepNode(rank=1, nodes=("n1", "n2")), tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("state", ["idle", "allocated", "mixed", "draining", "completing"])
 def test_nodes_that_can_be_used(state: str) -> None:
-    assert client._usable(state)
+    assert client.is_usable(state)
 
 
 @pytest.mark.parametrize("state", ["down", "down*", "idle*", "drained", "failing", "fail"])
 def test_nodes_that_cannot(state: str) -> None:
-    assert not client._usable(state)
+    assert not client.is_usable(state)
 
 
 @pytest.mark.parametrize(
