@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
 from isobatch.core.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
@@ -21,7 +23,7 @@ def write_text(path: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -137,7 +137,7 @@ def _field_docs(options: type) -> dict[str, str]:
                 and isinstance(doc, ast.Expr)
                 and isinstance(doc.value, ast.Constant)
             ):
-                docs[typing.cast(ast.Name, field.target).id] = " ".join(str(doc.value.value).split())
+                docs[typing.cast("ast.Name", field.target).id] = " ".join(str(doc.value.value).split())
     return docs
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
+    from torch.optim import Optimizer  # noqa: TC004  heavy, and no class here has flags
 
 Groups = list[dict[str, Any]]
 """torch's parameter groups: {"params": [...], "weight_decay": x}."""

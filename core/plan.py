@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -13,6 +12,9 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import OneOf, check_fields, choices_of
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.strategies import STRATEGIES
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MEMORY_LIMIT = r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)"
 StrategyName = Annotated[str, OneOf(STRATEGIES)]

@@ -10,14 +10,16 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import ADDED_LATER, Interval, OneOf, check_fields, convert, flags_of, options_to_dict
 from isobatch.core.number_ranges import Count, Fraction, Positive, Probability, Rate, Seed
 from isobatch.core.optimizers import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DEMO = "demo"
 RULES = 1

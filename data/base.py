@@ -11,7 +11,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -19,6 +18,8 @@ import numpy as np
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from isobatch.core.recipe import Recipe
 
 WEIGHT = ".weight"

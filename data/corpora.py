@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.data import hub, readers
+from isobatch.data.readers import LocatedRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from isobatch.data.readers import LocatedRows
+    from collections.abc import Iterator
 
 DEMO = "demo"
 DEMO_PACKAGES = ("email", "http", "json", "logging", "urllib")

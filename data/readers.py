@@ -12,13 +12,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.data.tokenizers import file_hash
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CHUNK_BYTES = 1 << 15
 MAX_LINE_BYTES = 1 << 20

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, WRONG_INPUT, UserCodeError
 from isobatch.engine.runs.classify_errors import classify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 COMMANDS = {
     "auto": (
@@ -161,7 +165,7 @@ def _print_error(message: str, code: int = WRONG_INPUT) -> int:
 def _help(name: str, words: Sequence[str]) -> int:
     print(f"isobatch {name}: {COMMANDS[name][1]}\n")
     print((_command(name).__doc__ or "").strip())
-    task = next((b for a, b in zip(words, words[1:], strict=False) if a == "--task"), None)
+    task = next((b for a, b in itertools.pairwise(words) if a == "--task"), None)
     if task:
         print()
         return _command("describe")([task])

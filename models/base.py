@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from pathlib import Path
+
+    from torch import Tensor, nn  # noqa: TC004  heavy, and no class here has flags
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
@@ -200,7 +201,7 @@ class Task(ABC):
         self.options = options
 
     @classmethod
-    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG003  for tasks to use
         """Recipe values that follow from those asked for; what was asked for itself comes first."""
         return {}
 

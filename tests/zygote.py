@@ -16,9 +16,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYTHON", "CUDA", "LD_", "LANG")
 """Variables that libraries read when they are imported: another value needs a fresh process."""
@@ -40,7 +42,7 @@ class Zygote:
             start_new_session=True,
         )
         end = time.monotonic() + START_SECONDS
-        while not os.path.exists(self._path):
+        while not Path(self._path).exists():
             if self._process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError("the process that tests fork from did not start")
             time.sleep(0.02)
@@ -86,7 +88,7 @@ def serve(path: str) -> int:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen()
-    os.replace(f"{path}.new", path)
+    Path(f"{path}.new").replace(path)
     while True:
         connection, _ = listener.accept()
         _, files, _, _ = socket.recv_fds(connection, 1, 2)

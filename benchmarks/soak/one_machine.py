@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from isobatch.benchmarks.soak.checks import HANG_SECONDS, STEPS, Progress, Tally
 from isobatch.core.package import ROOT, own_command
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable
 
 TASK = f"{ROOT}/tests/tasks/failing.py:SlowHungry"

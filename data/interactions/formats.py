@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    import numpy as np
-    import pyarrow as pa
+    import numpy as np  # noqa: TC004  heavy, and no class here has flags
+    import pyarrow as pa  # noqa: TC004  heavy, and no class here has flags
 
 TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 USER_COLUMNS = ("user", "user_id", "userId", "uid", "ncf_user")

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -15,17 +16,16 @@ from isobatch.data import chat_formats
 from isobatch.data.base import Column, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning.pipeline import CleaningPipeline
+from isobatch.data.readers import LocatedRows
 from isobatch.data.text import chat_templates
+from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.plain_text import SpooledArray, TokenizationSettings
 from isobatch.data.text.truncation import TokenRow, TruncatedRow, learn_mask, truncate
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tokenizers import Tokenizer
 
-    from isobatch.data.readers import LocatedRows
-    from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
+    from isobatch.data.text.chat_templates import ChatSegment
 
 TOKENIZATION_VERSION = 2
 """Part of the cache key: raise it when the same rows become other tokens."""

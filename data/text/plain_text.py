@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +16,9 @@ from isobatch.data.base import Column, Ragged
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer  # noqa: TC004  heavy, and no class here has flags
 
     from isobatch.data.cleaning.steps import CleaningStep
     from isobatch.data.corpora import Corpus

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import (
@@ -27,6 +26,8 @@ from isobatch.launch.api.run import Run
 from isobatch.launch.local.arguments import Request, check_request
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
 

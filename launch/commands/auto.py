@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import flags_of
@@ -15,6 +15,9 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import command_options, parse_request, split_words, task_name
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train, launch_run, print_unless_quiet
 from isobatch.launch.local.run_setup import locate_data, options_of_run, plan_for_this_machine, store_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def auto(words: Sequence[str]) -> int:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import BareValue, build_options, nearest_hint
 from isobatch.engine.registry import CHAINS
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local.arguments import parse_request, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.report.command import markdown, write_report
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from isobatch.engine.runs.run_folder import RunFolder
 
 STAGES = CHAINS["compress"]
 ONLY_FIRST = ("model", "tokenizer", "revision", "preset")

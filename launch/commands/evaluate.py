@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
@@ -15,6 +14,9 @@ from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.models.protocols import Recommends
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 T = TypeVar("T")
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.commands.evaluate import open_single_run
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.models.protocols import Exports
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from isobatch.engine.runs.run_folder import RunFolder
 
 PARITY = "parity.json"
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.protocols import Generates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from isobatch.engine.runs.run_folder import RunFolder
 
 RESET, QUIT = "/reset", "/quit"
 
@@ -76,7 +79,7 @@ def generate(words: Sequence[str]) -> int:
     prompt = (
         options.prompt
         if template is None
-        else template.prompt_segments(_system_messages(options.system) + [_user_message(options.prompt)])
+        else template.prompt_segments([*_system_messages(options.system), _user_message(options.prompt)])
     )
     pieces = write_text(prompt, _sampling(options, template))
     shown = options.prompt if template is None else ""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isobatch.core.facts import Facts
 from isobatch.core.measures import format_bytes, format_duration
 from isobatch.core.number_ranges import Positive
-from isobatch.core.plan import Plan
 from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.planning import hardware
@@ -18,6 +15,12 @@ from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan
 from isobatch.launch.local.arguments import Request, parse_request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from isobatch.core.facts import Facts
+    from isobatch.core.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, flags_of, to_json_value
@@ -19,6 +18,9 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import BatchScaling, command_options, split_words
 from isobatch.launch.slurm import client
 from isobatch.launch.slurm.client import last_job_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

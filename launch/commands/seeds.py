@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
-from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.launch_run import find_or_train
+
+if TYPE_CHECKING:
+    from isobatch.launch.local.arguments import Request
 
 FILE_NAME = "seeds.json"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import DONE, FAILED, UserError
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def verify(words: Sequence[str]) -> int:

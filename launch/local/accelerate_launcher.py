@@ -7,16 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.package import ROOT
-from isobatch.core.plan import Plan
 from isobatch.engine.runs.console import LINE_MARK
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from types import FrameType
+
+    from isobatch.core.plan import Plan
 
 PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 120
@@ -76,7 +79,7 @@ def _run_launcher(
         )
         forwarded: set[int] = set()
 
-        def forward(number: int, frame: FrameType | None) -> None:
+        def forward(number: int, _: FrameType | None) -> None:
             if number in forwarded and number == signal.SIGINT:
                 _kill_all(child.pid)
             elif number not in forwarded:

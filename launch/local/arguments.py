@@ -10,9 +10,8 @@ import dataclasses
 import importlib.util
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
@@ -22,6 +21,9 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import Workload, workload
 from isobatch.engine.runs.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 SYNONYMS = {
     "num_epochs": "epochs",

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import DONE
 from isobatch.core.strategies import traits_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
-from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
 from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts
+
+if TYPE_CHECKING:
+    from isobatch.engine.runs.run_options import RunOptions
+    from isobatch.launch.local.arguments import Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,10 @@ import contextlib
 import os
 import random
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @contextlib.contextmanager
@@ -39,7 +41,8 @@ def _fresh_accelerate_state() -> Iterator[None]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     shared: list[dict[str, Any]] = [
-        kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)
+        kind._shared_state  # noqa: SLF001  accelerate has no public way to keep and restore it
+        for kind in (PartialState, AcceleratorState, GradientState)
     ]
     before = [dict(state) for state in shared]
     for state in shared:

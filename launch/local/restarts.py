@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import (
     BUG,
@@ -24,6 +24,9 @@ from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS, launch_workers
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Attempt = Callable[[RunFolder], Verdict | None]
 """Trains a run by its plan once; its verdict, or None where no process wrote one."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.facts import Facts
-from isobatch.core.plan import Plan, PlanOptions
-from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder, free_folder, list_runs, run_name
-from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.task_files import task_file_problem
-from isobatch.launch.local.arguments import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from isobatch.core.facts import Facts
+    from isobatch.core.plan import Plan, PlanOptions
+    from isobatch.core.recipe import Recipe
+    from isobatch.engine.runs.run_options import RunOptions
+    from isobatch.launch.local.arguments import Request
 
 INVARIANCE_ORDER = ("exact", "precision", "noise")
 
@@ -109,7 +112,7 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None) -> None:
     if changed := task_file_problem(recipe):
         raise UserError(changed)
     located_recipe = dataclasses.replace(recipe, data=data) if data else recipe
-    task, data_source = workload(recipe.task).make(located_recipe)
+    _, data_source = workload(recipe.task).make(located_recipe)
     facts = run.facts
     if not data and Path(facts.folder).is_dir() and (Path(facts.folder) / "facts.json").exists():
         return

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import TrainingError
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import Plan, PlanOptions, StrategyChoice
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.verification.audit import recipe_problems, record_problems
 from isobatch.launch.local.redo_steps import redo_steps
 from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
+
+if TYPE_CHECKING:
+    from isobatch.engine.runs.run_folder import RunFolder
 
 TOLERANCE = {"exact": (1e-4, 1e-2), "rounding": (2e-3, 5e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
 """Invariance -> largest differences (loss, gradient norm) that rounding, or noise, explains.

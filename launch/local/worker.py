@@ -13,17 +13,18 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, UserError
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
-from isobatch.engine.runs.run_options import RunOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.runs.run_options import RunOptions
     from isobatch.launch.local.arguments import Request
 
 RANK_0_REPORTS_FIRST_SECONDS = 3

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.package import own_command
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def call_in_child(target: str, **arguments: Any) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -14,6 +14,9 @@ from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.report.contents import Contents, collect
 from isobatch.launch.report.html import render_page
 from isobatch.launch.report.tables import format_value, runs_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

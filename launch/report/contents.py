@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.local.run_setup import locate_data
 from isobatch.launch.report.child_process import call_in_child
 from isobatch.models.protocols import Drawing, ReportRow, Reports, TaskReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from isobatch.engine.runs.run_folder import RunFolder
 
 POINTS = 400
 """Most points of a curve; more are not visible."""

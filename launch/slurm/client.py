@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.engine.runs.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from isobatch.engine.runs.run_folder import RunFolder
 
 TIMEOUT_SECONDS = 30
 UNUSABLE_STATES = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")

@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
@@ -23,6 +22,9 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
 from isobatch.launch.slurm import client, sbatch_script, time_limit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 """Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""

@@ -14,14 +14,11 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, UserError, WorkerLostError
 from isobatch.core.package import own_command
-from isobatch.core.plan import Plan
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import make_plan
@@ -34,6 +31,11 @@ from isobatch.launch.slurm.command import plan_options_from_request, refuse_if_i
 from isobatch.launch.slurm.rendezvous import rendezvous_folder, wait_for
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+    from isobatch.core.plan import Plan
+
     pass
 
 REPEAT_SIGNAL_SECONDS = 10.0
@@ -80,7 +82,7 @@ class JobStop:
         self.reason = self.reason or reason
 
     def __enter__(self) -> JobStop:
-        def handle_signal(number: int, frame: FrameType | None) -> None:
+        def handle_signal(number: int, _: FrameType | None) -> None:
             if number == signal.SIGUSR1:
                 self.warned = True
             else:

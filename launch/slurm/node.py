@@ -10,16 +10,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
 from isobatch.core.package import TRAIN_SCRIPT
-from isobatch.core.plan import Plan
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import relay_output
 from isobatch.launch.slurm.rendezvous import StepNode, is_loopback, local_address, rendezvous
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from isobatch.core.plan import Plan
 
 REPEAT_SIGNAL_SECONDS = 2.0
 """Between two stop signals: one that comes while a worker still starts is ignored."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.launch.slurm import client
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
 ANSWER_SECONDS = 90.0
 """How long the first node waits: a shared file system may take a minute to show a new file to other nodes."""

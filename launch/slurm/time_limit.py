@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
-from isobatch.engine.runs.run_folder import RunFolder
+if TYPE_CHECKING:
+    from isobatch.engine.runs.run_folder import RunFolder
 
 TAIL_BYTES = 200_000
 SLOW_STORE_BYTES_PER_SECOND = 100e6

@@ -10,16 +10,17 @@ import dataclasses
 import importlib
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import ExportError, UserError
-from isobatch.core.number_ranges import Positive, Probability  # noqa: TC001  flags are read at run time
+from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from torch import nn
 

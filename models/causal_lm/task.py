@@ -254,7 +254,7 @@ class CausalLM(Task):
             count, layers, hidden, heads, intermediate, config.vocab_size, plain, packs
         )
 
-    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:  # noqa: ARG002  Task's signature
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
         return {"loss": Loss(self._nll_sum(model, batch), "token")}
 
@@ -333,7 +333,7 @@ class CausalLM(Task):
             *generation.open_for_generation(final, self.options.load_bits, self.options.remote_code),
         )
 
-    def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:  # noqa: ARG002  Task's signature
+    def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
         """A continuation of a prompt; for a model trained on conversations, answers to held-out prompts."""
         from isobatch.models.causal_lm.generation import continue_text, stream_text
 

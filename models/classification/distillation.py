@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
-from isobatch.core.number_ranges import Share, Temperature  # noqa: TC001  flags are read at run time
+from isobatch.core.number_ranges import Share, Temperature
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, StepContext, Teacher
 from isobatch.models.classification.task import Classifier

@@ -156,7 +156,7 @@ class Classifier(Task):
             intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
         )
 
-    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:  # noqa: ARG002  Task's signature
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,), label (B,), and for pairs types (B, T)."""
         from torch.nn import functional as F
 
@@ -189,7 +189,7 @@ class Classifier(Task):
             "right": Rows(logits_BC.argmax(1) == batch["label"]),
         }
 
-    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:  # noqa: ARG002  Task's signature
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         is_correct, count = float(parts["right"].sum()), len(parts["right"])
         loss = float(parts["nll"].value) / float(parts["nll"].weight)
         return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.number_ranges import Fraction, Positive, Share  # noqa: TC001  flags are read at run time
+from isobatch.core.number_ranges import Fraction, Positive, Share
 from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelSize, Phase, StepContext
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
 from isobatch.models.encoder import encoders, evaluation, importance, weight_surgery
@@ -128,7 +128,7 @@ class Pruning(DistilledClassifier):
         self,
         model: Any,
         phase: str,
-        first: Callable[[int], Iterable[Batch]],  # noqa: ARG002  Task's signature
+        first: Callable[[int], Iterable[Batch]],
     ) -> None:
         """Add buffers for the running mean of the importance, if gradients count."""
         import torch

@@ -130,7 +130,7 @@ class QAT(DistilledClassifier):
 
     def final_metrics(
         self,
-        model: nn.Module,  # noqa: ARG002  Task's signature
+        model: nn.Module,
         final: Path,
         facts: Facts,
         batches: Callable[[], Iterable[Batch]],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from isobatch.models.encoder.encoders import EncoderLayer, EncoderSizes
+    from isobatch.models.encoder.encoders import EncoderLayer, EncoderSizes  # noqa: TC004  imports torch, and no class here has flags
 
 Granularity = Literal["both", "heads", "neurons"]
 SIGNIFICANT_DIGITS = 5

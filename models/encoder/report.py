@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +11,8 @@ from isobatch.models.encoder import evaluation
 from isobatch.models.protocols import Batches, Drawing, ReportRow, TaskReport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from isobatch.core.facts import Facts
 

@@ -315,7 +315,7 @@ class Recommender(Task):
         self,
         model: Any,
         phase: str,
-        first: Callable[[int], Iterable[Batch]],  # noqa: ARG002  Task's signature
+        first: Callable[[int], Iterable[Batch]],
     ) -> None:
         """Choose what trains, and compute once what will not change in this phase."""
         for kind, parameters in model.trainable_parts().items():
@@ -384,8 +384,8 @@ class Recommender(Task):
     def final_metrics(
         self,
         model: Any,
-        final: Path,  # noqa: ARG002  Task's signature
-        facts: Facts,  # noqa: ARG002  Task's signature
+        final: Path,
+        facts: Facts,
         batches: Callable[[], Iterable[Batch]],
     ) -> Mapping[str, Any]:
         """Metrics of EASE on the same interactions, if the catalogue is small enough."""
@@ -401,7 +401,7 @@ class Recommender(Task):
         except UnknownUserError as error:
             raise UserError(str(error)) from None
 
-    def sample(self, model: Any, facts: Facts, folder: Path) -> str | None:  # noqa: ARG002  Task's signature
+    def sample(self, model: Any, facts: Facts, folder: Path) -> str | None:
         """The first user's recommendations."""
         from isobatch.models.recommendation.recommendations import Recommendations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,6 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from isobatch.data import corpora, tokenizers
 from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise, hash_bits
 from isobatch.tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

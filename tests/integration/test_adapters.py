@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.tests.integration.helpers import furthest, launch, losses, summary
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TASK = ["auto", "--task", "causal-lm", "--model", "base", "--lr", "1e-2", "--quiet", "--save-every", "6"]
 WAYS = {

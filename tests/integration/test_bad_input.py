@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from isobatch.tests.integration.helpers import RAGGED, ROOT, launch, summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LM = ["--task", "causal-lm"]
 WORDS = {

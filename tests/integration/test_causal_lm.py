@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from isobatch.tests.integration.helpers import ROOT, launch, losses, summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext2"
 BPE = ROOT.parent / "shared" / "data" / "gpt2-bpe"

@@ -6,14 +6,16 @@ import json
 import random
 import re
 import shutil
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from isobatch.tests.integration.helpers import furthest, launch, rows, summary
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.integration.test_resume import killed_at_random
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SMALL = ["--train-fraction", "0.5", "--quiet"]
 PRUNE = [

@@ -6,9 +6,9 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from isobatch.data import corpora, tokenizers
 from isobatch.models.hub import files_to_download, has_weights
 from isobatch.tests.integration.helpers import launch, summary
 from isobatch.tests.integration.test_bad_input import complaint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 COMMIT = "a" * 40
 NAME = "owner/little"

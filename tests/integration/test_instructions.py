@@ -7,7 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from isobatch.core.package import own_command
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.report import command
 from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ANIMALS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "owl": "hoot"}
 ASK = ("What does a {} say?", "Which sound has the {}?", "Tell me what {}s say.", "The {} says what?")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,6 +18,9 @@ from isobatch.tests.integration.helpers import (
     rows,
     summary,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SETTINGS = ["--task", RAGGED, "--steps", "12", "--quiet", "--name", "run", "--ledger"]
 TRAIN = str(ROOT / "launch" / "train.py")

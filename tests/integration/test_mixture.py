@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WORDS = ("sun", "rain", "wind", "snow", "fog", "hail", "storm", "cloud")
 FEELINGS = {"good": ("fine", "lovely", "bright"), "bad": ("awful", "dull", "grim")}

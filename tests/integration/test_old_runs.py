@@ -7,8 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +17,9 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing.checkpoint import list_checkpoints
 from isobatch.tests.integration.helpers import ROOT, rows, summary
 from isobatch.tests.zygote import Zygote
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 OLD = ROOT / "tests" / "fixtures" / "version_0_1"
 RUNS = {
@@ -69,7 +71,8 @@ def copy_of(name: str, folder: Path) -> Path:
 
 
 def test_all_old_runs_are_tested() -> None:
-    assert sorted(RUNS) == sorted({name for name, _ in RESUMES}) == sorted(os.listdir(OLD / "runs"))
+    kept = sorted(path.name for path in (OLD / "runs").iterdir())
+    assert sorted(RUNS) == sorted({name for name, _ in RESUMES}) == kept
 
 
 def test_old_recipes_have_their_recorded_hashes() -> None:

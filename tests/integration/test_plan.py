@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from isobatch.core.package import own_command
 from isobatch.tests.integration.helpers import RAGGED, command, launch
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MACHINES = [
     *("rtx4080-laptop", "rtx4080", "t4", "v100", "a100-40gb", "a100-80gb", "h100", "h200"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -36,9 +35,10 @@ def process_state() -> dict[str, Any]:
         "generator": torch.get_rng_state().tolist(),
         "handlers": [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
         "threads": {t.name for t in threading.enumerate()},
-        "accelerate": (AcceleratorState._shared_state == {}, PartialState._shared_state == {}),
-        "attention": set(AttentionInterface._global_mapping),
-        "folder": os.getcwd(),
+        # Neither library has a public way to read these.
+        "accelerate": [kind._shared_state == {} for kind in (AcceleratorState, PartialState)],  # noqa: SLF001
+        "attention": set(AttentionInterface._global_mapping),  # noqa: SLF001
+        "folder": Path.cwd(),
     }
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import isobatch
 from isobatch.tests.integration.helpers import ROOT, launch, losses, summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +15,9 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.models.recommendation.recommendations import Recommendations
 from isobatch.tests.integration.helpers import furthest, launch, rows, summary
 from isobatch.tests.integration.test_bad_input import complaint
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHORT = ["auto", "--task", "recommender", "--epochs", "1,0.3", "--save-every", "5", "--keep", "9", "--quiet"]
 

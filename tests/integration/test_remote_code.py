@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +15,9 @@ from isobatch.data import corpora, tokenizers
 from isobatch.models import hub
 from isobatch.tests.integration.helpers import launch, losses
 from isobatch.tests.integration.test_bad_input import complaint
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CONFIG = """
 from transformers import GPT2Config

@@ -6,15 +6,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 from isobatch.core.package import own_command
 from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 TASKS = f"{ROOT}/tests/tasks/failing.py"
 BOUND_SECONDS = 90

@@ -9,12 +9,15 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from isobatch.core.package import own_command
 from isobatch.tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SETTINGS = [
     "--task",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from isobatch.benchmarks.quality import strategies
 from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 

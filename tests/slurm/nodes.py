@@ -8,14 +8,16 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from isobatch.tests.integration.helpers import ROOT, command, launch, rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 SCRIPT = Path(__file__).with_name("cluster.sh")
 TASKS = f"{ROOT}/tests/tasks/failing.py"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
 from isobatch.tests.slurm.nodes import TASKS, Cluster, Job, ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.slurm
 SAMPLES, BATCH = 64, 8

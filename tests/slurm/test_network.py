@@ -6,8 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,6 +17,10 @@ from isobatch.launch.local.run_setup import store_plan
 from isobatch.launch.slurm.job import plan_for_nodes
 from isobatch.tests.integration.helpers import furthest, launch, losses, summary
 from isobatch.tests.slurm.nodes import TASKS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.slurm
 SLOWLY = ["qdisc", "add", "dev", "iso1", "root", "tbf", "rate", "1mbit", "burst", "8k", "latency", "1s"]
@@ -95,7 +98,8 @@ def start(run: Path, rank: int) -> subprocess.Popen[str]:
     )
 
 
-def test_a_slow_link_costs_time_only(linked: None, run: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("linked")
+def test_a_slow_link_costs_time_only(run: Path, tmp_path: Path) -> None:
     ip("netns", "exec", NAMES[0], "tc", *SLOWLY)
     nodes = [start(run, rank) for rank in (0, 1)]
     said = [node.communicate(timeout=120)[1] for node in nodes]
@@ -106,7 +110,8 @@ def test_a_slow_link_costs_time_only(linked: None, run: Path, tmp_path: Path) ->
     assert furthest(losses(run), losses(tmp_path / "runs" / "one")) < 1e-5
 
 
-def test_a_node_that_cannot_reach_the_first_says_so(linked: None, run: Path) -> None:
+@pytest.mark.usefixtures("linked")
+def test_a_node_that_cannot_reach_the_first_says_so(run: Path) -> None:
     ip("-n", NAMES[0], "link", "set", "iso1", "down")
     first, second = (start(run, rank) for rank in (0, 1))
     try:

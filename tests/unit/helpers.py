@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,9 @@ from isobatch.core.plan import Plan
 from isobatch.engine.checkpointing import portable_state
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn  # noqa: TC004  heavy, and no class here has flags
     from torch.optim import Optimizer
 
 _DEFAULTS: dict[str, Any] = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from isobatch.core.errors import ExportError, UserError
 from isobatch.models.causal_lm import adapters, chunked_cross_entropy, model_sizes
 from isobatch.models.causal_lm.task import CausalLMOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {

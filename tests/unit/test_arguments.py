@@ -47,9 +47,9 @@ def ask(*words: str) -> Request:
 
 
 def refusal(*words: str) -> str:
-    with pytest.raises(ValueError, match=".") as refused:
+    with pytest.raises(UserError) as refused:
         ask(*words)
-    assert refused.value.exit_code == 2  # type: ignore[attr-defined]
+    assert refused.value.exit_code == 2
     assert "\n" not in str(refused.value)
     return str(refused.value)
 

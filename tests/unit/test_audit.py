@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,9 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.training.session import make_sampler
 from isobatch.engine.verification.audit import recipe_problems, record_problems
 from isobatch.tests.unit.helpers import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TASK = Path(__file__).parents[1] / "tasks" / "ragged.py"
 STEPS = 9  # two epochs of 4 steps (93 samples in batches of 24), and one
@@ -218,7 +220,7 @@ def test_changed_facts_are_found(run: RunFolder, field: str) -> None:
 
 def test_facts_cut_short_are_named(run: RunFolder) -> None:
     atomic_files.write_json(run.folder / "facts.json", {"samples": {"train": 90}})
-    with pytest.raises(UserError, match="facts.json lacks fingerprint, folder, lengths"):
+    with pytest.raises(UserError, match=r"facts\.json lacks fingerprint, folder, lengths"):
         found_in(run)
 
 

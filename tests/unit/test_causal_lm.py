@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,6 +21,9 @@ from isobatch.models.base import StepContext
 from isobatch.models.causal_lm.generation import Sampling, open_for_generation, stream_text
 from isobatch.models.causal_lm.model_sizes import PRESETS, size_from_config
 from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 VOCABULARY = 257
 STEP = StepContext(0, "evaluate", NativeNoise())

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +21,10 @@ from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
 from isobatch.engine.optimization.optimizers import make_optimizer
 from isobatch.tests.unit.helpers import network, same, train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 FACTS = {"progress": {"phase": "train", "step": 3}}
 DAMAGED = r"checkpoint .*train-3 is damaged: "

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,6 +14,9 @@ from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.models.base import Rows, StepContext, Sum
 from isobatch.models.classification.task import Classifier
 from isobatch.models.encoder.evaluation import wilson_interval
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 VOCABULARY = 300
 
@@ -125,5 +127,5 @@ def test_bad_input_is_answered_in_one_line(changes: dict[str, Any], says: str) -
 
 def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds no tokenizer .* add --tokenizer"):
+    with pytest.raises(UserError, match=r"holds no tokenizer .* add --tokenizer"):
         make(str(tmp_path)).check()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +18,9 @@ from isobatch.data.cleaning import steps as cleaning_steps
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.cleaning.steps import CONTROL, count_words, parse_steps
 from isobatch.data.text.dataset import Text, TextOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 TOKENIZER = {"model": "tiny", "tokenizer": None, "revision": None, "format": None, "max_length": 64}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,9 @@ from isobatch.data.text import chat_templates, jinja_sandbox, truncation
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.truncation import TokenRow
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 END = tokenizers.END_OF_TEXT
 ADD = {"instruction": "Add.", "input": "1 2", "output": "3"}
@@ -336,12 +338,12 @@ def test_a_broken_row_is_named_by_its_line(tmp_path: Path, case: str) -> None:
 
 
 def test_a_split_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="train split has no conversation to learn from; .* 1 with no answer"):
+    with pytest.raises(UserError, match=r"split has no conversation to learn from; .* 1 with no answer"):
         make(tmp_path, [{"messages": CHAT[:2]}]).read()
 
 
 def test_the_missing_columns_are_named_before_anything_heavy(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--text-column text: .* it has: body"):
+    with pytest.raises(UserError, match=r"--text-column text: .* it has: body"):
         make(tmp_path, [{"body": "x"}]).check()
 
 
@@ -388,7 +390,7 @@ CHINESE = {"instruction": "你好吗？", "output": "我很好。"}
 def test_chinese_with_word_pieces(tmp_path: Path) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"你好吗？我很。"]
     (tmp_path / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-    extra, columns, tokenizer = prepared(tmp_path / "d", [CHINESE], tmp_path / "vocab.txt", template="plain")
+    extra, columns, _ = prepared(tmp_path / "d", [CHINESE], tmp_path / "vocab.txt", template="plain")
     # [SEP] stands for an end; the line break between the two is white space and no token.
     assert [words[i] for i in columns["tokens"].values] == [*"你好吗？我很好。", "[SEP]"]
     assert columns["learn"].values.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]

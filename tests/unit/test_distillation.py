@@ -25,6 +25,7 @@ def test_soft_label_loss_is_kl_at_temperature_times_its_square() -> None:
 def test_layers_are_matched_in_order_and_last_with_last(
     student: int, teacher: int, places: list[int]
 ) -> None:
+    assert len(places) == student
     torch.manual_seed(0)
     states = torch.randn(2, teacher, 8)
     assert float(hidden_state_loss(states[:, places], states)) == pytest.approx(0, abs=1e-6)

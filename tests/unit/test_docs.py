@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from isobatch.tests.paths import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 DECISIONS = ROOT / "docs" / "decisions"
 DOCUMENTS = [

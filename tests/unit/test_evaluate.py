@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,6 +13,9 @@ from isobatch.data.base import ArraySource, Ragged
 from isobatch.engine.training.evaluate import evaluate
 from isobatch.models.base import Batch, Loss, Rows, StepContext, Sum, Task
 from isobatch.tests.unit.helpers import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 COUNT = 37
 

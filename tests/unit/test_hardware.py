@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.engine.planning import detect, detect_nvidia
 from isobatch.engine.planning.hardware import GIB, MACHINES, MIB, parse_hardware
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 GROUP = "proc/self/cgroup"
 

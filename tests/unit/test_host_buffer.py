@@ -6,14 +6,16 @@ import errno
 import json
 import os
 import zlib
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from isobatch.engine.checkpointing.host_buffer import SECTOR, HostBuffer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 KINDS += [torch.int8, torch.uint8, torch.bool]

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
 from isobatch.data.interactions import splits as splitting
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.engine.loading.prepare import prepare
 from isobatch.models.recommendation import catalogue
 from isobatch.models.recommendation.catalogue import Catalogue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from isobatch.core.facts import Facts
 
 NCF = Path(__file__).parents[3] / "shared" / "data" / "ml-1m-ncf"
 
@@ -162,7 +166,8 @@ def test_columns_of_other_names_and_a_single_file(tmp_path: Path) -> None:
     file = tmp_path / "log.csv"
     file.write_text("who,what,stars\n1,a,5\n1,b,1\n1,c,5\n2,a,4\n")
     facts, splits = made(file, user_column="who", item_column="what", min_rating=4)
-    assert sorted(sum((ids(facts, s) for s in splits.values()), [])) == [("1", "a"), ("1", "c"), ("2", "a")]
+    pairs = itertools.chain.from_iterable(ids(facts, s) for s in splits.values())
+    assert sorted(pairs) == [("1", "a"), ("1", "c"), ("2", "a")]
     assert any(note.startswith("there are no times") for note in facts.extra["notes"])
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,6 +18,9 @@ from isobatch.engine.noise.keyed_attention import (
     key_attention,
 )
 from isobatch.engine.noise.keyed_noise import KeyedNoise
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CPU = torch.device("cpu")
 HEADS, WIDTH = 4, 8

@@ -6,9 +6,7 @@ import multiprocessing
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,6 +17,10 @@ from isobatch.data.base import ArraySource, Ragged, save
 from isobatch.engine.loading.loader import BatchLoader, LoadedStep, to_device, to_tensors
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.tests.unit.helpers import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 COUNT = 50
 
@@ -142,7 +144,7 @@ def test_a_bug_in_a_source_is_shown_with_its_place_and_leaves_nothing_running(
 
 
 def test_an_error_of_the_order_is_raised_in_the_loop() -> None:
-    def order(step: int) -> np.ndarray:
+    def order(_: int) -> np.ndarray:
         raise UserError("no order")
 
     with pytest.raises(UserError, match="no order"):

@@ -230,7 +230,7 @@ def test_a_mean_is_refused(settings: dict[str, Any], run_ranks: Any) -> None:
 
 
 def test_samples_that_need_each_other_need_a_cohort(run_ranks: Any) -> None:
-    with pytest.raises(TrainingError, match="part loss is not a sum .* declare cohort if samples need each"):
+    with pytest.raises(TrainingError, match=r"part loss is not a sum .* declare cohort if samples need each"):
         run_ranks(1, partial(trained, task=Loose, micro=8))
 
 

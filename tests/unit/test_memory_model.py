@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.core.plan import StrategyName
 from isobatch.core.recipe import Recipe
 from isobatch.engine.planning.memory_model import (
     CONTEXT_BYTES,
@@ -17,6 +17,9 @@ from isobatch.engine.planning.memory_model import (
     memory_footprint,
 )
 from isobatch.models.base import ModelSize
+
+if TYPE_CHECKING:
+    from isobatch.core.plan import StrategyName
 
 LAYERS, HIDDEN = 12, 768
 GPT2 = ModelSize(

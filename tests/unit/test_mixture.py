@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,9 @@ from isobatch.data.text.sources import detect_row_kind, split_set_names
 from isobatch.engine.training.evaluate import _first
 from isobatch.engine.training.session import make_sampler
 from isobatch.engine.training.teacher_cache import samples_used
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PROSE = "".join(f"line {i} of plain text\n" for i in range(40))
 CHATS = [{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)]
@@ -232,7 +234,7 @@ def test_one_set_has_no_shares_and_no_name_is_empty(tmp_path: Path, make: Make) 
 def test_too_many_labels_say_how_to_read_plain_text(tmp_path: Path, make: Make) -> None:
     rows = [{"text": "words of it", "label": f"class {i}"} for i in range(1200)]
     a, b = jsonl(tmp_path / "a.jsonl", CHATS), jsonl(tmp_path / "b.jsonl", rows)
-    with pytest.raises(UserError, match="different values: .*; --text-column text reads plain text"):
+    with pytest.raises(UserError, match=r"different values: .*; --text-column text reads plain text"):
         make(f"{a},{b}").prepare(tmp_path / "out")
     extra = make(f"{a},{b}", text_column="text").prepare(tmp_path / "out2")
     assert [one["form"] for one in extra["sets"]] == ["conversations", "text"]

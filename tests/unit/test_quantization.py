@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,6 +23,9 @@ from isobatch.models.encoder import (
     weight_surgery,
 )
 from isobatch.tests.unit.encoders import FAMILIES, HEAD, classifier, given, logits, some_masks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def quantized(family: str = "bert", bits: int = 4, embedding_bits: int = 8, cut: bool = False) -> Any:
@@ -66,7 +68,7 @@ def test_learned_step_sizes_get_the_gradient_of_torchs_own_kernel() -> None:
     found = []
     for compute in (
         lambda w, s: quantization.FakeQuantizeWeight.apply(w, s, 7),
-        lambda w, s: torch._fake_quantize_learnable_per_channel_affine(
+        lambda w, s: torch._fake_quantize_learnable_per_channel_affine(  # noqa: SLF001  torch has no public name
             w, s, torch.zeros(8), 0, -7, 7, 1 / (32 * 7) ** 0.5
         ),
     ):
@@ -180,7 +182,7 @@ def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         encoders.layers(other)[1].up.weight_scale.mul_(1.05)
     onnx_graph.write_onnx(other, tmp_path / "m.onnx", pairs=False)
-    with pytest.raises(ExportError, match="differ|level"):
+    with pytest.raises(ExportError, match=r"differ|level"):
         export.check_int4(model, tmp_path / "m.onnx", False, lambda: [batch_of(given())])
 
 

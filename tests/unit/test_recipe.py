@@ -178,7 +178,7 @@ def test_scaling_there_and_back_keeps_the_rate(factor: float, batch: int) -> Non
 
 
 def test_scaling_below_one_sample_is_refused() -> None:
-    with pytest.raises(UserError, match="--scale-batch 0.001: makes the batch of 32 smaller than one sample"):
+    with pytest.raises(UserError, match=r"0\.001: makes the batch of 32 smaller than one sample"):
         BASE.scaled(0.001, "sqrt")
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,10 +13,14 @@ from torch import Tensor
 
 from isobatch.core.errors import UserError
 from isobatch.models.recommendation import losses, ranking
-from isobatch.models.recommendation.catalogue import Catalogue
 from isobatch.models.recommendation.network import RecommenderNet
 from isobatch.models.recommendation.task import Recommender, RecommenderOptions
 from isobatch.tests.unit.test_text_encoder import encoder, texts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from isobatch.models.recommendation.catalogue import Catalogue
 
 USERS, ITEMS, DIM = 6, 23, 8
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,6 +10,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.models.causal_lm import resize_embeddings
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WORDS = ["a", "b", "c", "d", "e", "f"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +17,9 @@ from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import RunFolder, Verdict, free_folder, list_runs, run_name
 from isobatch.engine.runs.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 RECIPE = Recipe(task="t", epochs=(2.0,))
 FACTS = Facts(fingerprint="0", folder="", samples={"train": 9}, lengths=(1, 2, 3), extra={"vocabulary": 5})

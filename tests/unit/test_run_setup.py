@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,6 +15,9 @@ from isobatch.launch.commands.auto import print_outcome
 from isobatch.launch.commands.evaluate import evaluate
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.run_setup import create_run, locate_data, prepare_facts
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 OWN = """
 import numpy as np

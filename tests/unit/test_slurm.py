@@ -6,6 +6,7 @@ import shlex
 import string
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,9 @@ from isobatch.launch.slurm import client, sbatch_script, time_limit
 from isobatch.launch.slurm.command import SlurmOptions, join_sbatch_value, refuse_if_in_a_job
 from isobatch.launch.slurm.job import plan_for_nodes, should_save_now, why_not_requeue
 from isobatch.launch.slurm.rendezvous import StepNode, join, local_address, wait_for_answers
-from isobatch.tests.conftest import Cli
+
+if TYPE_CHECKING:
+    from isobatch.tests.conftest import Cli
 
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1)
 LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
@@ -329,7 +332,7 @@ def test_a_rendezvous_that_cannot_be_reached_is_named(
     monkeypatch.setattr("isobatch.launch.slurm.rendezvous.REACH_SECONDS", 0.2)
     atomic_files.write_json(tmp_path / "call.json", {"addresses": ["127.0.0.1"], "port": 1})
     assert not local_address("127.0.0.1", 1)
-    with pytest.raises(UserError, match="n2 cannot reach n1 at 127.0.0.1:1"):
+    with pytest.raises(UserError, match=r"n2 cannot reach n1 at 127\.0\.0\.1:1"):
         join(StepNode(rank=1, nodes=("n1", "n2")), tmp_path, tmp_path)
 
 

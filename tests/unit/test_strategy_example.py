@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,11 +10,13 @@ import torch
 from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.optimization.optimizers import make_optimizer
-from isobatch.engine.strategies.base import Strategy
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.examples.strategy import PerParameterStrategy
 from isobatch.tests.unit.helpers import plan
 from isobatch.tests.unit.test_train_step import COUNT, RECIPE, model, source, stepper
+
+if TYPE_CHECKING:
+    from isobatch.engine.strategies.base import Strategy
 
 
 def weights_after_two_steps(kind: type[Strategy], size: int) -> Any:

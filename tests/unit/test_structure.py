@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from isobatch.tests.paths import REGISTER, ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 CLUSTER = "tests.slurm"
 """The Slurm on one machine, which the soak uses as the tests do."""
@@ -251,12 +254,8 @@ def raw_draws(module: ast.AST) -> Iterator[str]:
         if function.startswith(SEEDED):
             if not node.args and not node.keywords:
                 yield f"{node.lineno}: {function}() without a seed"
-        elif (
-            function.startswith(RAW)
-            and not seeded
-            or isinstance(node.func, ast.Attribute)
-            and node.func.attr in METHODS
-            and not seeded
+        elif (function.startswith(RAW) and not seeded) or (
+            isinstance(node.func, ast.Attribute) and node.func.attr in METHODS and not seeded
         ):
             yield f"{node.lineno}: {function}"
 

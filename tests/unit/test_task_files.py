@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from isobatch.core.errors import UserCodeError, UserError
 from isobatch.engine.registry import complete
 from isobatch.engine.task_files import load_task_class, task_file_hash
-from isobatch.tests.conftest import Cli
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from isobatch.tests.conftest import Cli
 
 TASK = """
 from isobatch import Task

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,9 @@ from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.optimization.schedule import PhaseSchedule
 from isobatch.engine.training.teacher_cache import samples_used, with_teacher_outputs
 from isobatch.models.base import Batch, Teacher
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 COUNT = 300
 

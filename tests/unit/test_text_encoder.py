@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,6 +13,9 @@ from transformers import AutoConfig
 from isobatch.core.errors import UserError
 from isobatch.models.recommendation.catalogue import Catalogue
 from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, load_text_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BLOCKS, WIDTH, WORDS = 4, 32, 50
 SIZES = {"num_hidden_layers": BLOCKS, "hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 64}

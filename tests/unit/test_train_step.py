@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -27,6 +26,9 @@ from isobatch.engine.training.train_step import Stepper
 from isobatch.models import base
 from isobatch.models.base import Batch, Loss, StepContext, Task
 from isobatch.tests.unit.helpers import InMemoryState, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 VOCABULARY, COUNT = 11, 40
 RECIPE = Recipe(task="tiny", batch_size=16, lr=0.1, clip=0.0, optimizer="sgd", dropout=0.2)
@@ -301,9 +303,7 @@ class ByRows(ReplicatedStrategy):
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_tables_by_rows_learn_the_same_on_any_number_of_ranks(
-    clip: float, run_ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_by_rows_learn_the_same_on_any_number_of_ranks(clip: float, run_ranks: Any) -> None:
     recipe = Recipe(task="tiny", batch_size=16, lr=0.01, clip=clip, dropout=0.2)
     alone = run_ranks(1, trained(recipe, kind=ByRows)).values[0]
     for size in (2, 3, 20):  # of twenty, some have no samples
@@ -414,9 +414,10 @@ def test_the_scale_doubles_after_enough_good_steps_and_is_saved(
 
     def part(world: Any) -> list[Any]:
         first, again, fresh = (replicas(world, model(), precision="fp16") for _ in range(3))
-        scales = [first._overflowed(torch.tensor(1.0)) or first.scale for _ in range(3)]
-        first._overflowed(torch.tensor(torch.inf))
-        assert first._overflowed(torch.tensor(1.0)) is False
+        overflowed = first._overflowed  # noqa: SLF001  the scale alone, without a step
+        scales = [overflowed(torch.tensor(1.0)) or first.scale for _ in range(3)]
+        overflowed(torch.tensor(torch.inf))
+        assert overflowed(torch.tensor(1.0)) is False
         saved: Any = InMemoryState(portable_state.collect_state(first.unwrapped, first.optimizer))
         again.restore(saved, first.loss_scale())
         fresh.restore(saved, {})  # as a strategy without a scale saves it
@@ -438,7 +439,7 @@ def test_native_noise_is_drawn_again_by_a_resumed_run_and_refused_to_tasks(run_r
         runner = Stepper(Tiny(recipe, None), recipe, world, strategy, None, "train")
         drawn = []
         for _ in range(2):
-            runner._bind(3, np.arange(4), 1)
+            runner._bind(3, np.arange(4), 1)  # noqa: SLF001  the noise alone, without a step
             drawn.append(float(torch.rand(())))
         with pytest.raises(TrainingError, match=r"draws noise \(shake\) of its own: use --noise keyed"):
             runner.step_context(0).noise.uniform("shake", (1,))

@@ -6,8 +6,7 @@ import copy
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from isobatch.models import saving
 from isobatch.models.compression import pruning
 from isobatch.models.encoder import encoders, export, weight_surgery
 from isobatch.tests.unit.encoders import FAMILIES, HEAD, NEURONS, classifier, given, logits, some_masks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize("family", FAMILIES)
