@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, build_options, convert, flags_of, nearest_hint, to_json_value
@@ -14,6 +13,9 @@ from isobatch.core.recipe import DEMO, RULES, SHORT_MODEL_NAMES, Recipe
 from isobatch.data.base import Data
 from isobatch.engine.task_files import is_task_file, load_task_class, task_file_hash
 from isobatch.models.base import Task
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)

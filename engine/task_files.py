@@ -8,12 +8,16 @@ import inspect
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import IsobatchError, UserCodeError, UserError
 from isobatch.core.flags import nearest_hint
-from isobatch.core.recipe import Recipe
 from isobatch.models.base import Task
+
+if TYPE_CHECKING:
+    from types import ModuleType, TracebackType
+
+    from isobatch.core.recipe import Recipe
 
 FORMER_ROOTS = ("core", "data", "engine", "hub", "launch", "models")
 """What the first release installed as modules of their own."""

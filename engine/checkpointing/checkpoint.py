@@ -12,8 +12,6 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -24,6 +22,9 @@ from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.portable_state import PortableState, TensorEntry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
     from torch import Tensor
 
     from isobatch.engine.distributed.communicator import Communicator
@@ -209,7 +210,7 @@ def remove_leftovers(folder: Path) -> None:
 def _replace(fresh: Path, folder: Path) -> None:
     if folder.exists():
         remove(folder)
-    os.replace(fresh, folder)
+    fresh.replace(folder)
     descriptor = os.open(folder.parent, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -219,7 +220,7 @@ def remove(folder: Path) -> None:
     """Renamed first: a delete cut short must not leave a folder that looks complete."""
     gone = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(gone, ignore_errors=True)
-    os.replace(folder, gone)
+    folder.replace(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 

@@ -12,8 +12,6 @@ import errno
 import json
 import mmap
 import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
@@ -21,6 +19,9 @@ from isal import isal_zlib
 from isobatch.core import atomic_files
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from torch import Tensor
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from isobatch.core.errors import TrainingError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor, nn  # noqa: TC004  heavy, and no class here has flags
     from torch.optim import Optimizer
 
 Moments = Mapping[str, Mapping[str, Any]]

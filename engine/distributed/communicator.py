@@ -11,16 +11,18 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.plan import Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
     import torch
     from accelerate import Accelerator
     from torch import Tensor, nn
+
+    from isobatch.core.plan import Plan
 
 _BUCKET_BYTES = 25 << 20
 BACKEND_LATER_SECONDS = 60
@@ -109,7 +111,7 @@ class Communicator:
             return None
         import torch.distributed as dist
 
-        return dist.distributed_c10d._get_default_store()
+        return dist.distributed_c10d._get_default_store()  # noqa: SLF001  torch has no public way
 
     @property
     def is_main(self) -> bool:

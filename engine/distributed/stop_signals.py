@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -21,7 +23,7 @@ class StopFlag:
         self.cause = ""
         self._before: dict[int, Any] = {}
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _ask(self, number: int, _: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True

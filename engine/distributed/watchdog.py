@@ -13,11 +13,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.distributed.stop_signals import StopFlag
 
@@ -103,12 +105,12 @@ class Watchdog:
 
     def _innermost_line(self) -> str:
         """The innermost line of the main thread outside installed libraries."""
-        frame: FrameType | None = sys._current_frames().get(self._main)
+        frame: FrameType | None = sys._current_frames().get(self._main)  # noqa: SLF001  documented by Python
         while frame is not None and ("site-packages" in frame.f_code.co_filename or frame.f_back is None):
             frame = frame.f_back
         if frame is None:
             return "a library"
-        return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 def _key(rank: int) -> str:

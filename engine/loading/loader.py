@@ -14,8 +14,6 @@ import numpy as np
 
 from isobatch.core.errors import IsobatchError
 from isobatch.core.measures import now
-from isobatch.core.plan import Plan
-from isobatch.data.base import Source
 from isobatch.engine.loading.microbatching import (
     MicroBatch,
     MicroBatchBudget,
@@ -26,7 +24,10 @@ from isobatch.engine.loading.microbatching import (
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor  # noqa: TC004  heavy, and no class here has flags
+
+    from isobatch.core.plan import Plan
+    from isobatch.data.base import Source
 
 Order = Callable[[int], np.ndarray]
 """Step -> sample numbers of its global batch."""

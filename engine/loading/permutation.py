@@ -31,17 +31,21 @@ def permute(indices: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarra
     assert places.size == 0 or (places.min() >= 0 and places.max() < count), "index outside the permutation"
     half = max(1, (int(count - 1).bit_length() + 1) // 2)
     if half > _TABLE_BITS:
-        return _walk(places.astype(np.uint64), count, _Rounds(half, _keys(seed, epoch))).astype(np.int64)
+        computed = ComputedRounds(half, round_keys(seed, epoch))
+        return cycle_walk(places.astype(np.uint64), count, computed).astype(np.int64)
     # Up to 2^32 samples the round function is a table that stays in cache, six times as fast as computing it.
-    rounds = _TableRounds(half, _tables(half, seed, epoch))
+    rounds = TableRounds(half, round_tables(half, seed, epoch))
     out = np.empty(places.size, np.int64)
     flat = places.reshape(-1)
     for start in range(0, flat.size, _CHUNK):
-        out[start : start + _CHUNK] = _walk(flat[start : start + _CHUNK].astype(np.uint32), count, rounds)
+        chunk = flat[start : start + _CHUNK].astype(np.uint32)
+        out[start : start + _CHUNK] = cycle_walk(chunk, count, rounds)
     return out.reshape(places.shape)
 
 
-class _Rounds:
+class ComputedRounds:
+    """The Feistel rounds of a permutation, computed."""
+
     def __init__(self, half: int, keys: np.ndarray) -> None:
         self.half, self.low, self.keys = np.uint64(half), np.uint64((1 << half) - 1), keys
 
@@ -52,7 +56,9 @@ class _Rounds:
         return (left << self.half) | right
 
 
-class _TableRounds:
+class TableRounds:
+    """The same rounds, each a table of its function."""
+
     def __init__(self, half: int, tables: np.ndarray) -> None:
         self.half, self.low, self.tables = np.uint32(half), np.uint32((1 << half) - 1), tables
 
@@ -63,7 +69,8 @@ class _TableRounds:
         return (left << self.half) | right
 
 
-def _walk(x: np.ndarray, count: int, rounds: _Rounds | _TableRounds) -> np.ndarray:
+def cycle_walk(x: np.ndarray, count: int, rounds: ComputedRounds | TableRounds) -> np.ndarray:
+    """Apply the rounds until every entry is below `count` (cycle walking)."""
     x = rounds(x)
     outside = np.flatnonzero(x >= count)
     while outside.size:
@@ -73,7 +80,8 @@ def _walk(x: np.ndarray, count: int, rounds: _Rounds | _TableRounds) -> np.ndarr
     return x
 
 
-def _keys(seed: int, epoch: int) -> np.ndarray:
+def round_keys(seed: int, epoch: int) -> np.ndarray:
+    """A key per round; uint64."""
     with np.errstate(over="ignore"):
         name = np.array([seed], np.uint64) * np.uint64(0xD1B54A32D192ED03)
         name = name + mix_bits(np.array([epoch], np.uint64) + np.uint64(1))
@@ -81,8 +89,9 @@ def _keys(seed: int, epoch: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=16)
-def _tables(half: int, seed: int, epoch: int) -> np.ndarray:
+def round_tables(half: int, seed: int, epoch: int) -> np.ndarray:
+    """The round function of every input of `half` bits, (rounds, 2^half); uint32."""
     with np.errstate(over="ignore"):
         inputs = np.arange(1 << half, dtype=np.uint64)
         low = np.uint64((1 << half) - 1)
-        return np.stack([(mix_bits(inputs + key) & low).astype(np.uint32) for key in _keys(seed, epoch)])
+        return np.stack([(mix_bits(inputs + key) & low).astype(np.uint32) for key in round_keys(seed, epoch)])

@@ -48,7 +48,7 @@ def _make(data: Data, folder: Path) -> None:
         extra = data.prepare(temporary)
         atomic_files.write_json(temporary / "facts.json", _measure(data, temporary, extra).to_dict())
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(temporary, folder)
+        temporary.replace(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

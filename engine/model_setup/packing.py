@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +19,11 @@ from torch import Tensor, nn
 from isobatch.core.errors import UserError
 from isobatch.engine.noise.attention_functions import known_attention, register_attention
 from isobatch.engine.noise.keyed_attention import repeat_kv_heads
-from isobatch.engine.noise.keyed_noise import KeyedNoise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from isobatch.engine.noise.keyed_noise import KeyedNoise
 
 NAME = "packed"
 
@@ -83,7 +86,7 @@ class SamplePacking:
         if self.noise is not None:
             self.noise.packed_rows = layout
 
-    def _pack(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    def _pack(self, _model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         self._lay_out(None)
         if self.lengths is None:
             return None
@@ -95,7 +98,7 @@ class SamplePacking:
         SamplePacking.forwarding += 1
         return (), {**given, "input_ids": layout.take(tokens), "position_ids": layout.positions}
 
-    def _unpack(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def _unpack(self, _model: nn.Module, _args: Any, output: Any) -> Any:
         if self.lengths is None or self.layout is None:
             return None
         SamplePacking.forwarding -= 1
@@ -106,7 +109,7 @@ class SamplePacking:
 
 def _route(model: Any, packing: SamplePacking) -> None:
     """Let a model's attention pass through `_attention`."""
-    plain, mask = known_attention(model.config._attn_implementation or "sdpa")
+    plain, mask = known_attention(model.config._attn_implementation or "sdpa")  # noqa: SLF001  no public name
 
     def no_mask(*args: Any, **named: Any) -> Any:
         return None if SamplePacking.forwarding else mask(*args, **named)

@@ -48,7 +48,7 @@ def prepare_model(
 def _refuse_batch_statistics(model: nn.Module) -> None:
     """Batch norm computes over a micro-batch, which the plan cuts as it likes."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  the base of all batch norms
             raise UserError(
                 f"{name} is a {type(module).__name__}: its statistics follow the micro-batch, so no two"
                 " machines would learn the same; use GroupNorm or LayerNorm"

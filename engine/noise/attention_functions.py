@@ -25,8 +25,8 @@ def known_attention(kernel: str) -> tuple[Any, Any]:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    functions: Any = AttentionInterface._global_mapping
-    masks: Any = AttentionMaskInterface._global_mapping
+    functions: Any = AttentionInterface._global_mapping  # noqa: SLF001  no public way to read it
+    masks: Any = AttentionMaskInterface._global_mapping  # noqa: SLF001
     return functions.get(kernel) or functions["sdpa"], masks.get(kernel, sdpa_mask)
 
 
@@ -37,6 +37,6 @@ def unregister_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name in _registered:
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
+        AttentionInterface._global_mapping.pop(name, None)  # noqa: SLF001  no public way to remove one
+        AttentionMaskInterface._global_mapping.pop(name, None)  # noqa: SLF001
     _registered.clear()

@@ -27,14 +27,16 @@ def key_attention(model: nn.Module, noise: KeyedNoise) -> None:
     config: Any = getattr(model, "config", None)
     if "transformers" not in sys.modules or not hasattr(config, "_attn_implementation"):
         return
-    plain, mask = known_attention(config._attn_implementation or "sdpa")
-    register_attention(NAME, _KeyedAttention(plain), mask)
+    plain, mask = known_attention(config._attn_implementation or "sdpa")  # noqa: SLF001  transformers has no public name
+    register_attention(NAME, KeyedAttention(plain), mask)
     for name, module in model.named_modules():
         module.noise_site = noise.register(f"{name}.attention") if hasattr(module, "is_causal") else None
     model.set_attn_implementation(NAME)  # type: ignore[operator]
 
 
-class _KeyedAttention:
+class KeyedAttention:
+    """Attention with keyed dropout; `plain` computes it where there is no dropout."""
+
     def __init__(self, plain: Any) -> None:
         self.plain = plain
 
@@ -58,7 +60,7 @@ class _KeyedAttention:
         probabilities = _probabilities(query, key, attention_mask, scaling, causal and query.shape[2] > 1)
         site = module.noise_site
         assert isinstance(site, NoiseSite)
-        mask = _mask(site.draw(), probabilities.shape, dropout)
+        mask = dropout_mask(site.draw(), probabilities.shape, dropout)
         dropped = apply_mask(probabilities, mask, dropout).to(value.dtype)
         return torch.matmul(dropped, repeat_kv_heads(value, query)).transpose(1, 2).contiguous(), None
 
@@ -81,7 +83,7 @@ def _probabilities(
     return scores.softmax(-1)
 
 
-def _mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
+def dropout_mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
     """A (B, H, T, S) mask that padding T and S does not move: positions count in a LONGEST-wide square."""
     batch, heads, length, span = shape
     if max(length, span) > MAX_KEYED_LENGTH:

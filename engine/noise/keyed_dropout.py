@@ -12,7 +12,7 @@ def key_dropout(model: nn.Module, noise: KeyedNoise) -> int:
     """Replace every nn.Dropout of a model, in place; returns how many. Attention is keyed in its kernel."""
     keyed: dict[int, KeyedDropout] = {}  # a module registered under several names stays one module
     for name, module in list(model.named_modules()):
-        for child_name, child in list(module._modules.items()):
+        for child_name, child in list(module._modules.items()):  # noqa: SLF001  named_children skips second names
             if type(child) is nn.Dropout:
                 site = f"{name}.{child_name}" if name else child_name
                 setattr(module, child_name, keyed.setdefault(id(child), KeyedDropout(child.p, noise, site)))

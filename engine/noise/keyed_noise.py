@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +19,9 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
 from isobatch.engine.loading.permutation import mix_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 _CHUNK = 1 << 15
 """Pairs hashed at a time on a CPU: 128 KB of uint32, so that all passes stay in the L2 cache."""
@@ -119,8 +121,8 @@ class NoiseSite:
         """(B, 2) int32 keys. A forward that draws again gets others; one that is recomputed gets the same."""
         assert self.noise.keys is not None, "noise drawn outside a bound micro-batch"
         keys = self.noise.keys[self.number]
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            # Inside a backward: activations are being recomputed.
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+            # Inside a backward (torch has no public way to ask): activations are being recomputed.
             if self.calls > 1:
                 raise RepeatedDropoutError(self.name)
             return keys

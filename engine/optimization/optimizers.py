@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from isobatch.core.errors import UserError
 from isobatch.core.optimizers import OPTIMIZERS
-from isobatch.core.recipe import Recipe
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import nn
     from torch.optim import Optimizer
+
+    from isobatch.core.recipe import Recipe
 
 
 def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_epoch: int) -> float:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import Interval
-from isobatch.core.recipe import Recipe
-from isobatch.models.base import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from isobatch.core.flags import Interval
+    from isobatch.core.recipe import Recipe
+    from isobatch.models.base import Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isobatch.core.facts import Facts
 from isobatch.core.optimizers import OPTIMIZERS
-from isobatch.core.plan import Plan
-from isobatch.core.recipe import Recipe
 from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
-from isobatch.models.base import ModelSize, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from isobatch.core.facts import Facts
+    from isobatch.core.plan import Plan
+    from isobatch.core.recipe import Recipe
+    from isobatch.models.base import ModelSize, Task
 
 
 def memory_alternatives(

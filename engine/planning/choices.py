@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.plan import Invariance, PlanOptions, Precision
-from isobatch.core.recipe import Recipe
 from isobatch.engine.planning.cost_model import PlanningCase, run_steps
-from isobatch.engine.planning.hardware import Hardware
-from isobatch.engine.planning.memory_model import ExecutionChoices
+
+if TYPE_CHECKING:
+    from isobatch.core.plan import Invariance, PlanOptions, Precision
+    from isobatch.core.recipe import Recipe
+    from isobatch.engine.planning.hardware import Hardware
+    from isobatch.engine.planning.memory_model import ExecutionChoices
 
 DeviceKind = Literal["cpu", "cuda", "mps"]
 AttentionKernel = Literal["sdpa", "eager", "flash"]
@@ -82,7 +84,7 @@ def _cpu_precision(hardware: Hardware) -> tuple[Precision, str]:
     return "fp32", "this processor has no fast half precision"
 
 
-def _mps_precision(hardware: Hardware) -> tuple[Precision, str]:
+def _mps_precision(_: Hardware) -> tuple[Precision, str]:
     return "fp32", "half precision on Apple GPUs saves memory but hardly time; fp32 keeps the result exact"
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isobatch.engine.planning.detect_nvidia import CommandRunner, detect_gpus, positive, run_command
 from isobatch.engine.planning.hardware import MIB, Hardware, apple_machine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 
 def detect(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from isobatch.core.plan import PlanOptions
-from isobatch.engine.planning.cost_model import PlanningCase
 from isobatch.engine.planning.hardware import GIB
 from isobatch.engine.planning.parallel_layout import (
     ParallelLayout,
@@ -13,6 +14,9 @@ from isobatch.engine.planning.parallel_layout import (
     memory_limit,
     offloaded_bytes,
 )
+
+if TYPE_CHECKING:
+    from isobatch.engine.planning.cost_model import PlanningCase
 
 
 def does_not_fit(case: PlanningCase, asked: PlanOptions, processes: int) -> str:

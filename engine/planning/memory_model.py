@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Precision, StrategyName
-from isobatch.core.recipe import Recipe
 from isobatch.core.strategies import StrategyTraits, traits_of
-from isobatch.models.base import ModelSize
+
+if TYPE_CHECKING:
+    from isobatch.core.recipe import Recipe
+    from isobatch.models.base import ModelSize
 
 CONTEXT_BYTES = {"cuda": 1.2e9, "mps": 0.8e9, "cpu": 0.45e9}
 """CUDA context, cuBLAS and NCCL buffers (uncalibrated); on a CPU the process itself (measured: 0.38 GB)."""

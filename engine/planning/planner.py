@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import TrainingError, UserError
-from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan, PlanOptions
-from isobatch.core.recipe import Recipe
 from isobatch.core.strategies import traits_of
 from isobatch.engine.planning import choices as choose
 from isobatch.engine.planning.cost_model import (
@@ -26,8 +24,6 @@ from isobatch.engine.planning.explanations import (
     why_strategy,
     why_tokens,
 )
-from isobatch.engine.planning.hardware import Hardware
-from isobatch.engine.planning.memory_model import ExecutionChoices
 from isobatch.engine.planning.parallel_layout import (
     ParallelLayout,
     candidate_process_counts,
@@ -36,7 +32,13 @@ from isobatch.engine.planning.parallel_layout import (
     why_not_fit,
     zero_savings,
 )
-from isobatch.models.base import ModelSize
+
+if TYPE_CHECKING:
+    from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
+    from isobatch.engine.planning.hardware import Hardware
+    from isobatch.engine.planning.memory_model import ExecutionChoices
+    from isobatch.models.base import ModelSize
 
 SCALES = (1, 2, 4, 8)
 LEAST_SAVING = 0.02

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes, format_duration, now
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
 
 LINE_MARK = "\x1eisobatch\x1e"
 """Begins each line that a child under `auto` means for the person; all else there is noise."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.engine.runs.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import numpy as np
+
+    from isobatch.engine.runs.run_folder import RunFolder
 
 SEAL = "seal"
 

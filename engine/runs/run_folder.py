@@ -9,10 +9,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -21,6 +20,9 @@ from isobatch.core.flags import build_options, flags_of, options_to_dict
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 NONCE = "ISOBATCH_NONCE"
 """Environment variable that ties exit.json to the launch that waits for it."""
@@ -83,7 +85,7 @@ class RunFolder:
             atomic_files.write_json(fresh.folder / "facts.json", facts.to_dict())
             fresh.write_options(options)
             atomic_files.write_json(fresh.folder / "recipe.json", {**recipe.to_dict(), "hash": recipe.hash()})
-            os.replace(fresh.folder, folder)
+            fresh.folder.replace(folder)
         return cls(folder)
 
     @contextlib.contextmanager

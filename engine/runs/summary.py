@@ -7,12 +7,13 @@ import math
 import os
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from isobatch.core.plan import Plan
-from isobatch.core.recipe import Recipe
+    from isobatch.core.plan import Plan
+    from isobatch.core.recipe import Recipe
 
 HELD_OUT_SPLITS = ("test", "valid")
 """Splits that can be held out; the first there is gives the summary's metrics."""

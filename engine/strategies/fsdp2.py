@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,8 @@ from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorE
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.distributed.communicator import Communicator

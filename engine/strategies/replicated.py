@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,8 @@ from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.distributed.communicator import Communicator
@@ -124,7 +125,8 @@ class ReplicatedStrategy(Strategy):
 
     def _rows(self) -> list[Tensor]:
         """The gradients of the sparse tables' rows."""
-        return [p.grad._values() for p in self.sparse if p.grad is not None]
+        # values() and indices() refuse uncoalesced gradients.
+        return [p.grad._values() for p in self.sparse if p.grad is not None]  # noqa: SLF001
 
     def _place_rows(self) -> None:
         """Scatter-add rows' gradients into a reused buffer: page faults of new memory cost more."""
@@ -132,7 +134,8 @@ class ReplicatedStrategy(Strategy):
             if p.grad is not None and p.grad.is_sparse:
                 if p not in self.tables:
                     self.tables[p] = torch.empty_like(p)
-                p.grad = self.tables[p].zero_().index_add_(0, p.grad._indices()[0], p.grad._values())
+                rows, values = p.grad._indices()[0], p.grad._values()  # noqa: SLF001  as in _rows
+                p.grad = self.tables[p].zero_().index_add_(0, rows, values)
 
     def _overflowed(self, norm: Tensor) -> bool:
         """fp16: void the attempt, halve the scale and redo the same step, so that the schedule stays true."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,8 @@ from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.distributed.communicator import Communicator
@@ -213,7 +214,7 @@ class ZeroStrategy(Strategy):
         return self._third(p) if self.stage == 3 else self._first(p)
 
     def _first(self, p: Any) -> _ParameterShard | None:
-        mapping = p._hp_mapping
+        mapping = p._hp_mapping  # noqa: SLF001  DeepSpeed has no public way
         if mapping is None:
             return None
         part, place = mapping.lp_fragment_address, mapping.hp_fragment_address

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,6 +13,8 @@ from isobatch.engine.strategies.base import strategy_class
 from isobatch.engine.training.train_step import Stepper, StepResult
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from torch import nn
 
     from isobatch.core.plan import Plan

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isobatch.core.plan import Plan
-from isobatch.data.base import Source
 from isobatch.engine.loading.loader import micro_batch_budget, to_device, to_tensors
 from isobatch.engine.loading.microbatching import dummy_micro_batch, make_micro_batches
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.base import Rows, StepContext, Sum, Task
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from isobatch.core.facts import Facts
+    from isobatch.core.plan import Plan
+    from isobatch.data.base import Source
     from isobatch.engine.distributed.communicator import Communicator
 
 HOST_BATCH = 32
@@ -45,7 +46,7 @@ def evaluate(
     With `equal_counts` ranks without samples compute one all the same: a forward holds collectives then.
     The task's own noise is keyed by `seed` and sample, and by no training step.
     """
-    chosen = _first(source, fraction, task.cohort)
+    chosen = first_samples(source, fraction, task.cohort)
     sums: dict[str, list[float]] = {}
     rows: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     noise = KeyedNoise(seed)
@@ -64,7 +65,7 @@ def evaluate(
     return task.metrics(_reduce(sums, rows, world), split, facts)
 
 
-def _first(source: Source, fraction: float, cohort: int) -> np.ndarray:
+def first_samples(source: Source, fraction: float, cohort: int) -> np.ndarray:
     """The numbers of the first `fraction` of the samples; of each set, where several lie end to end."""
     sizes = [size for size, _ in source.parts] or [len(source)]
     counts = [min(size, _round_up(max(1, math.ceil(size * fraction)), cohort)) for size in sizes]

@@ -111,6 +111,6 @@ def leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _uncompiled(model: nn.Module) -> AbstractContextManager[None]:
     """Another shape of batch is not worth another compilation."""
-    if any(module._compiled_call_impl is not None for module in model.modules()):
+    if any(module._compiled_call_impl is not None for module in model.modules()):  # noqa: SLF001  no public way
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()

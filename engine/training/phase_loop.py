@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import math
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,8 @@ from isobatch.engine.runs.summary import Progress
 from isobatch.engine.training.step_metrics import gpu_reading, memory_bytes, step_row
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.training.active_phase import ActivePhase
     from isobatch.engine.training.run_context import RunContext

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
@@ -14,6 +11,9 @@ from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from torch import nn
 
     from isobatch.core.facts import Facts
@@ -64,5 +64,5 @@ def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> d
         temporary.mkdir(parents=True)
         task.export(model, temporary, facts)
     shutil.rmtree(run.final, ignore_errors=True)
-    os.replace(temporary, run.final)
+    temporary.replace(run.final)
     return atomic_files.folder_checksums(run.final)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import StopRequestedError
@@ -14,6 +13,8 @@ from isobatch.engine.runs.summary import Progress, startup_seconds, summarize
 from isobatch.engine.training.session import Session
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from isobatch.core.plan import Plan
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.console import Console

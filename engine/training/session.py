@@ -10,7 +10,6 @@ with Session(recipe, facts, plan, world) as session:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +37,8 @@ from isobatch.engine.training.teacher_cache import samples_used, with_teacher_ou
 from isobatch.models.base import StepContext
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe

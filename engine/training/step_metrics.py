@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import resource
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isobatch.engine.optimization.schedule import PhaseSchedule
-from isobatch.engine.runs.summary import Progress
-from isobatch.engine.training.train_step import StepResult
+if TYPE_CHECKING:
+    from isobatch.engine.optimization.schedule import PhaseSchedule
+    from isobatch.engine.runs.summary import Progress
+    from isobatch.engine.training.train_step import StepResult
 
 
 def step_row(

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +19,17 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.data.base import Source
 from isobatch.engine.loading.loader import to_device, to_tensors
-from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.optimization.schedule import PhaseSchedule
-from isobatch.models.base import Teacher
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import nn
 
     from isobatch.core.facts import Facts
     from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.loading.sampler import Sampler
+    from isobatch.engine.optimization.schedule import PhaseSchedule
+    from isobatch.models.base import Teacher
 
 BATCH = 64
 PREFIX = "teacher."

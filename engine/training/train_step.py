@@ -14,8 +14,6 @@ from torch import Tensor
 
 from isobatch.core.errors import TrainingError
 from isobatch.engine.loading.loader import LoadedStep, StepWork, to_device
-from isobatch.engine.loading.microbatching import MicroBatch
-from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.engine.training import loss_checks
 from isobatch.models.base import Batch, CachedWeightTransform, Change, Loss, StepContext, Task
@@ -23,7 +21,9 @@ from isobatch.models.base import Batch, CachedWeightTransform, Change, Loss, Ste
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.loading.microbatching import MicroBatch
     from isobatch.engine.model_setup.packing import SamplePacking
+    from isobatch.engine.noise.keyed_noise import KeyedNoise
     from isobatch.engine.strategies.base import Strategy
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,14 @@ from isobatch.engine.training import memory_probe
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.engine.training.phase_loop import PhaseLoop
 from isobatch.engine.training.recovery import newest_checkpoint, write_final
-from isobatch.engine.training.run_context import RunContext
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from isobatch.engine.optimization.schedule import PhaseSchedule
+    from isobatch.engine.training.run_context import RunContext
 
 
 def train(context: RunContext, end_process: Callable[[str], None]) -> None:

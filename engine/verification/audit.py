@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.facts import Facts
@@ -11,9 +11,11 @@ from isobatch.data.base import fingerprint
 from isobatch.engine.loading.sampler import Sampler, extend_chain
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.metrics_log import SEAL, seal_row
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.session import make_sampler
+
+if TYPE_CHECKING:
+    from isobatch.engine.runs.run_folder import RunFolder
 
 
 def recipe_problems(run: RunFolder) -> list[str]:

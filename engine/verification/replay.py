@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.plan import Plan
-from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.distributed.communicator import Communicator
-from isobatch.engine.optimization.schedule import PhaseSchedule
-from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.engine.training.active_phase import ActivePhase
 from isobatch.engine.training.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from isobatch.core.plan import Plan
+    from isobatch.core.recipe import Recipe
+    from isobatch.engine.optimization.schedule import PhaseSchedule
+    from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.training.active_phase import ActivePhase
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from isobatch.engine.noise.keyed_attention import (
     MAX_KEYED_LENGTH,
     AttentionTooLongError,
-    _KeyedAttention,
-    _mask,
+    KeyedAttention,
+    dropout_mask,
     key_attention,
 )
 from isobatch.engine.noise.keyed_noise import KeyedNoise
@@ -30,11 +30,11 @@ def refused(*_: Any, **__: Any) -> Any:
     raise AssertionError("the plain kernel draws its own noise")
 
 
-def attention(samples: Sequence[int], plain: Any = refused) -> tuple[_KeyedAttention, nn.Module]:
+def attention(samples: Sequence[int], plain: Any = refused) -> tuple[KeyedAttention, nn.Module]:
     noise, module = KeyedNoise(0), nn.Module()
     module.noise_site = noise.register("layer.attention")  # type: ignore[assignment]
     noise.bind(3, np.array(samples), CPU)
-    return _KeyedAttention(plain), module.train()
+    return KeyedAttention(plain), module.train()
 
 
 def rows(samples: Sequence[int], length: int, heads: int = HEADS) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +92,7 @@ def masks(samples: Sequence[int], length: int, probability: float = 0.3) -> Tens
     noise = KeyedNoise(0)
     site = noise.register("a")
     noise.bind(0, np.array(samples), CPU)
-    return _mask(site.draw(), torch.Size((len(samples), HEADS, length, length)), probability)
+    return dropout_mask(site.draw(), torch.Size((len(samples), HEADS, length, length)), probability)
 
 
 def test_the_mask_is_a_corner_of_the_largest_one() -> None:

@@ -16,7 +16,7 @@ from isobatch.data.base import ArraySource, Ragged
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.mixture import interleave_by_characters
 from isobatch.data.text.sources import detect_row_kind, split_set_names
-from isobatch.engine.training.evaluate import _first
+from isobatch.engine.training.evaluate import first_samples
 from isobatch.engine.training.session import make_sampler
 from isobatch.engine.training.teacher_cache import samples_used
 
@@ -148,10 +148,10 @@ def test_what_a_run_sees_of_a_mixture_grows_with_its_epochs() -> None:
 
 def test_a_fraction_of_a_split_has_all_sets() -> None:
     source = ArraySource({"x": np.zeros(30)})
-    assert _first(source, 0.25, 1).tolist() == list(range(8))
+    assert first_samples(source, 0.25, 1).tolist() == list(range(8))
     source.parts = ((10, 1.0), (0, 1.0), (19, 1.0), (1, 1.0))
-    assert _first(source, 0.2, 1).tolist() == [0, 1, 10, 11, 12, 13, 29]
-    assert _first(source, 1.0, 1).tolist() == list(range(30))
+    assert first_samples(source, 0.2, 1).tolist() == [0, 1, 10, 11, 12, 13, 29]
+    assert first_samples(source, 1.0, 1).tolist() == list(range(30))
 
 
 def test_a_set_without_a_test_split_has_none(tmp_path: Path, make: Make) -> None:

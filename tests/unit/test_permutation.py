@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobatch.engine.loading import permutation
-from isobatch.engine.loading.permutation import _keys, _Rounds, _TableRounds, _tables, _walk, permute
+from isobatch.engine.loading.permutation import (
+    ComputedRounds,
+    TableRounds,
+    cycle_walk,
+    permute,
+    round_keys,
+    round_tables,
+)
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 100, 255, 256, 257, 1000, 4096, 4097, 65535, 65537, 100_003]
 
@@ -31,8 +38,8 @@ def test_every_number_comes_once_for_any_name(count: int, seed: int, epoch: int)
 def test_the_table_and_the_computed_rounds_are_one_permutation(count: int) -> None:
     half = max(1, (int(count - 1).bit_length() + 1) // 2)
     places = np.arange(count)
-    table = _walk(places.astype(np.uint32), count, _TableRounds(half, _tables(half, 7, 3)))
-    computed = _walk(places.astype(np.uint64), count, _Rounds(half, _keys(7, 3)))
+    table = cycle_walk(places.astype(np.uint32), count, TableRounds(half, round_tables(half, 7, 3)))
+    computed = cycle_walk(places.astype(np.uint64), count, ComputedRounds(half, round_keys(7, 3)))
     assert np.array_equal(table, computed)
     assert np.array_equal(table, permute(places, count, seed=7, epoch=3))
 
