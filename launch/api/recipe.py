@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 from isobatch.core import recipe
 from isobatch.engine.registry import complete
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Recipe(recipe.Recipe):

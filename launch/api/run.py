@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
+from isobatch.engine.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.runs.run_folder import RunFolder
 
 
 class Run:
