@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import recipe
 from isobatch.engine.registry import complete
