@@ -69,6 +69,11 @@ class OneOf:
         return (*self.before, *self.table)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoOptions:
+    """For a task, or a kind of data, without flags of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One field seen as a flag."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import NoOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -142,11 +143,6 @@ def _common_count(columns: Columns) -> int:
         sizes = ", ".join(f"{k}: {len(c)}" for k, c in columns.items())
         raise UserError(f"the columns of a split must have one length, not {sizes}")
     return counts.pop()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoOptions:
-    """A kind of data without flags of its own."""
 
 
 class Data(ABC):

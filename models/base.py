@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from isobatch.core.flags import NoOptions
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -166,11 +168,6 @@ class ModelSize:
     """What a plan should say of this model beside."""
     why_unshardable: str = ""
     """Why every process must hold all of the model, if it must: as in `it changes the model's shape`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoOptions:
-    """A task without flags of its own."""
 
 
 class Task(ABC):

@@ -23,7 +23,7 @@ HANG_SECONDS = 120
 """Longer without a new step, or an end, is a hang."""
 
 
-class Progress:
+class SoakProgress:
     """Whether a run took a step; a resume first cuts its metrics back."""
 
     def __init__(self, run: Path) -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.benchmarks.soak.checks import HANG_SECONDS, STEPS, Progress, Tally, check_run
+from isobatch.benchmarks.soak.checks import HANG_SECONDS, STEPS, SoakProgress, Tally, check_run
 from isobatch.tests.slurm import nodes
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class DisturbedJob:
 
     def __init__(self, job: nodes.Job, rng: random.Random, tally: Tally) -> None:
         self.job, self.rng, self.tally = job, rng, tally
-        self.progress = Progress(job.run)
+        self.progress = SoakProgress(job.run)
         self.began: float | None = None
         """When a start of the job that has taken no step yet was first seen to run."""
         self.starts: set[str] = set()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from isobatch.benchmarks.soak.checks import HANG_SECONDS, STEPS, Progress, Tally, check_run
+from isobatch.benchmarks.soak.checks import HANG_SECONDS, STEPS, SoakProgress, Tally, check_run
 from isobatch.core.package import ROOT, own_command
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class DisturbedRun:
     """When a signal asked it to stop, if it got no other fault since."""
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.run)
+        self.progress = SoakProgress(self.run)
 
     @property
     def run(self) -> Path:

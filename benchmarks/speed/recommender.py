@@ -167,7 +167,7 @@ def ids_alone(quick: bool, data: str) -> list[Row]:
 
 
 def delivered(quick: bool, data: str) -> Iterator[Row]:
-    """Rows a second of sampler and fetch, without a model."""
+    """RatedPairs a second of sampler and fetch, without a model."""
     _, source = prepared(data)
     for batch in (2048, 16384):
         sampler = Sampler(len(source), batch, seed=0)
@@ -188,7 +188,7 @@ def _engine(data: str, batch: int, steps: int) -> float:
     return batch / median(taken[2:])
 
 
-class Rows(torch.utils.data.Dataset[tuple[int, int, float]]):
+class RatedPairs(torch.utils.data.Dataset[tuple[int, int, float]]):
     """(user, item, label) one by one."""
 
     def __init__(self, user: np.ndarray, item: np.ndarray, negatives: np.ndarray) -> None:
@@ -235,7 +235,7 @@ def _rows_loop(data: str, rows_a_step: int, steps: int, workers: int, python: bo
     model.deduplicate = False
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     loader = torch.utils.data.DataLoader(
-        Rows(user, item, negatives), rows_a_step, shuffle=True, num_workers=workers
+        RatedPairs(user, item, negatives), rows_a_step, shuffle=True, num_workers=workers
     )
     seconds, began = [], time.perf_counter()
     for users, others, label in loader:

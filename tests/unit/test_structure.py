@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING
 
@@ -179,6 +180,17 @@ def test_the_package_holds_every_room() -> None:
 def test_optional_libraries_are_imported_in_the_branch_that_needs_them(file: Path) -> None:
     roots = {module.split(".")[0] for module in imported(at_import(tree(file)))}
     assert not roots & ONLY_WHERE_NEEDED
+
+
+def test_one_class_name_has_one_meaning() -> None:
+    """But for the public Recipe, which is the core's, completed."""
+    names = [
+        node.name
+        for file in FILES
+        for node in tree(file).body
+        if isinstance(node, ast.ClassDef) and name(file) != "launch/api/recipe.py"
+    ]
+    assert [n for n, count in Counter(names).items() if count > 1] == []
 
 
 RECORDS = ("recipe.json", "facts.json", "plan.json", "run.json", "summary.json", "exit.json")
