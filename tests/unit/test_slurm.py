@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.package import own_command
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import split_words
 from isobatch.launch.slurm import client, sbatch_script, time_limit
@@ -82,7 +83,8 @@ def test_what_a_cluster_person_looks_for() -> None:
     ):
         assert f"#SBATCH {wanted}" in lines
     assert not any("gpus-per-task" in line for line in lines)
-    assert lines[-1].endswith(" -P -m isobatch job /shared/runs/r")
+    # Installed or from a clone, as it runs here.
+    assert lines[-1] == "exec " + shlex.join(own_command("job", "/shared/runs/r"))
 
 
 @given(PRINTABLE)
