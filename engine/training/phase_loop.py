@@ -37,7 +37,7 @@ class PhaseLoop:
         self.session, self.world = context.session, context.world
         self.early_stopping = EarlyStopping(
             context.task.monitor[1],
-            context.recipe.patience if self.schedule.judged else 0,
+            context.recipe.patience if self.schedule.early_stopping else 0,
             context.recipe.min_delta,
         )
         self.save_timer = SaveTimer(context.options.save_every, self.schedule.steps_per_epoch, now())

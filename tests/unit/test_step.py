@@ -295,9 +295,9 @@ class ByRows(ReplicatedStrategy):
     """Its embedding moves by the rows that were read."""
 
     def __init__(self, model: nn.Module, _: Any, plan: Any, world: Any, clip: float) -> None:
-        lazy = [model.embedding.weight]
+        sparse = [model.embedding.weight]
         recipe = Recipe(task="tiny", batch_size=16, lr=0.1, weight_decay=0.1)
-        super().__init__(model, lambda m: make_optimizer(m, recipe, "cpu", lazy), plan, world, clip, lazy)
+        super().__init__(model, lambda m: make_optimizer(m, recipe, "cpu", sparse), plan, world, clip, sparse)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
