@@ -275,8 +275,8 @@ class Tied(Model):
 class Tables(ReplicatedStrategy):
     """Embeddings' gradients as torch has them, a whole table for each micro-batch."""
 
-    def _gather_rows(self, yes: bool) -> None:
-        super()._gather_rows(False)
+    def _use_sparse_gradients(self, yes: bool) -> None:
+        super()._use_sparse_gradients(False)
 
 
 @pytest.mark.parametrize("kind", [Model, Tied])
@@ -499,11 +499,11 @@ class Recurrent(nn.Module):
 def test_noise_of_the_models_own_is_noticed(kind: type[nn.Module], foreign: bool, together: Any) -> None:
     def part(world: Any) -> bool | None:
         runner = stepper(strategy := replicas(world, kind()))
-        assert runner.learnt.foreign_noise is None
+        assert runner.findings.foreign_noise is None
         runner.backward(
             next(iter(BatchLoader(source(), lambda step: np.arange(8), strategy.plan, 0).steps(0, 1)))
         )
-        return runner.learnt.foreign_noise
+        return runner.findings.foreign_noise
 
     assert together(1, part).values == [foreign]
 
