@@ -1,1 +1,1 @@
-"""What everything may import: the record types, flags, errors and small files. No torch."""
+"""The bottom layer, which every other room may import: records, flags, errors, small files. No torch."""

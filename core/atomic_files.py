@@ -1,4 +1,4 @@
-"""Small files that are never seen half-written."""
+"""Atomic writes of small files, reads of JSON and JSON lines, checksums of files and folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write, sync and rename: a reader sees the old content or the new."""
+    """Write atomically (write, sync, rename): a reader sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_write_errors(path), temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)
@@ -27,11 +27,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; a missing or broken file is the user's error, named."""
+    """The JSON object in a file. Raises UserError where the file is missing or broken."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -48,7 +49,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    # Not splitlines(): text may hold U+2028 and others that it takes for ends of lines.
+    # Not splitlines(): it also splits at U+2028 and others, which text may hold.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
@@ -56,7 +57,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def crc32(path: Path) -> int:
-    """Checksum of a file's bytes, read in pieces."""
+    """CRC-32 of a file's bytes, read 4 MiB at a time."""
     value = 0
     with path.open("rb") as stream:
         while block := stream.read(1 << 22):
@@ -72,7 +73,7 @@ def folder_checksums(folder: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk or a forbidden folder into one line that names the place."""
+    """Raise UserError, naming `path`, where a write inside fails: a full disk, no permission."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The ways a command ends, and the exit code of each. Anything else is a bug and shows its traceback."""
+"""Exception types and the exit code of each. Any other exception is a bug and shows its traceback."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ STOPPED = 75
 
 
 class IsobatchError(Exception):
-    """An error with a name: one line for the user, and an exit code."""
+    """Base of all expected errors: one line for the user, and an exit code."""
 
     exit_code: ClassVar[int] = BUG
     cause: str = ""
-    """What may help another attempt: `memory` (a smaller budget) or `lost` (a restart); else empty."""
+    """Why a restart may succeed: `memory` (with a smaller budget) or `lost` (a process died); else empty."""
 
 
 class UserError(IsobatchError, ValueError):
@@ -26,7 +26,7 @@ class UserError(IsobatchError, ValueError):
 
 
 class UserCodeError(UserError):
-    """The user's own file fails: the frames of it are shown before the line."""
+    """The user's own task file fails: its traceback `frames` are shown before the line."""
 
     def __init__(self, message: str, frames: str) -> None:
         super().__init__(message)
@@ -34,23 +34,23 @@ class UserCodeError(UserError):
 
 
 class TrainingError(IsobatchError, RuntimeError):
-    """The training failed for a reason that has a name (NaN, damaged data, a difference found): exit 3."""
+    """Training failed for a known reason (NaN, damaged data, a difference found by verify): exit 3."""
 
     exit_code = FAILED
 
 
 class ExportError(TrainingError):
-    """What was exported does not answer as the trained model does."""
+    """The exported model's outputs differ from those of the trained model."""
 
 
 class OutOfMemoryError(TrainingError):
-    """A device or the host has no more memory: another attempt may do with smaller micro-batches."""
+    """A device or the host is out of memory: another attempt may succeed with smaller micro-batches."""
 
     cause = "memory"
 
 
 class WorkerLostError(TrainingError):
-    """Another process died, or none of them moves: another attempt may fare better."""
+    """Another process died, or all processes hang: another attempt may succeed."""
 
     cause = "lost"
 

@@ -1,4 +1,4 @@
-"""Facts: what the data turned out to be. Made once by `prepare`, cached by content."""
+"""Facts: counts and lengths of the prepared data. Computed once by `prepare`, cached by content."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Facts:
     fingerprint: str
     """Hash of the prepared arrays: two runs with one fingerprint saw the same samples."""
     folder: str
-    """Where the prepared arrays lie on this machine; empty when lengths were only assumed."""
+    """Where the prepared arrays are on this machine; empty where the lengths are only assumed."""
     samples: dict[str, int]
-    """Number of samples per split: train, and valid and test where there are such."""
+    """Number of samples per split: train, and valid and test if they exist."""
     lengths: tuple[int, ...]
     """Quantiles of the training samples' lengths in tokens, shortest to longest."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -29,22 +29,25 @@ class Facts:
 
     @property
     def longest(self) -> int:
+        """Length of the longest training sample, in tokens."""
         return self.lengths[-1]
 
     @property
     def mean_length(self) -> float:
+        """Mean length of the training samples, in tokens, estimated from the quantiles."""
         return sum(self.lengths) / len(self.lengths)
 
     def differing_fields(self, other: Facts) -> list[str]:
-        """Names of the fields in which these disagree; where the arrays lie does not count."""
-        mine, others = self.to_dict(), other.to_dict()
-        return [name for name in mine if name != "folder" and mine[name] != others[name]]
+        """Names of the fields that differ; `folder` is not compared."""
+        values, other_values = self.to_dict(), other.to_dict()
+        return [name for name in values if name != "folder" and values[name] != other_values[name]]
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Facts:
+        """Facts from facts.json. Raises UserError where fields are missing."""
         names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
         if missing := sorted(names - values.keys()):
             raise UserError(f"facts.json lacks {', '.join(missing)}: it was changed or cut short")

@@ -1,4 +1,4 @@
-"""Flags from dataclasses: each field is a flag, the string under it is its help, its type is its check.
+"""Command-line flags from dataclasses: a field is a flag, the string under it its help, its type its check.
 
 No flag is declared twice: `Recipe`, a task's `Options`, `PlanOptions` and `RunOptions` are read here to
 parse, to validate and to describe. Nothing heavy is imported.
@@ -25,18 +25,19 @@ from isobatch.core.errors import UserError
 
 T = typing.TypeVar("T")
 ADDED_LATER = {"omitted_at_default": True}
-"""Metadata of a field that older runs do not have: its default is what they did, and is not written down."""
+"""Metadata of a field that older runs lack. Its default is what they did; JSON and hash omit it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """How often: `200` steps, `0.1ep` of an epoch, `10m` of wall-clock time."""
+    """A period: `200` optimizer steps, `0.1ep` of an epoch, or `10m` of wall-clock time."""
 
     value: float
     unit: Literal["steps", "epochs", "minutes"]
 
     @classmethod
     def parse(cls, text: str) -> Interval:
+        """The interval that `text` writes. Raises ValueError."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(ep|m)?", text.strip())
         if match is None:
             raise ValueError("is not an interval such as 200 (steps), 0.1ep (of an epoch) or 10m (minutes)")
@@ -59,10 +60,11 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """The choices of an Annotated text: the names in a table, as it is when asked."""
+    """Marks an Annotated str whose choices are the keys of a table, read each time they are needed."""
 
     table: Iterable[str]
     before: tuple[str, ...] = ()
+    """Choices listed before those of the table."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -76,7 +78,7 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One field seen as a flag."""
+    """A dataclass field as a command-line flag."""
 
     name: str
     kind: Any
@@ -84,10 +86,11 @@ class Flag:
     help: str
     group: str
     omitted_at_default: bool = False
-    """Left out of JSON and of the recipe's hash at its default: it was added when runs had been made."""
+    """Left out of JSON and of the recipe's hash at its default, because older runs do not have the field."""
 
     @property
     def spelling(self) -> str:
+        """As typed: `--batch-size`."""
         return "--" + self.name.replace("_", "-")
 
     @property
@@ -147,6 +150,7 @@ def _field_docs(options: type) -> dict[str, str]:
 
 
 def describe_type(kind: Any) -> str:
+    """A type as the help shows it: its choices, or a word such as `integer` with its range."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if choices := choices_of(kind):
         return "|".join(map(str, choices))
@@ -174,14 +178,14 @@ class BareValue(str):
 
 
 def is_switch(kind: Any) -> bool:
-    """Whether a flag of this type may stand without a value."""
+    """Whether a flag of this type may be written without a value."""
     if choices := choices_of(kind):
         return "on" in choices
     return kind is bool or any(map(is_switch, typing.get_args(kind)))
 
 
 def convert(flag: Flag, value: Any) -> Any:
-    """The value of a flag from the word typed, or read from JSON; UserError where it has none."""
+    """The typed value of a flag, from text or JSON. Raises UserError where it is not valid."""
     if isinstance(value, BareValue) and not is_switch(flag.kind):
         raise UserError(f"{flag.spelling}: needs a value")
     try:
@@ -229,7 +233,7 @@ def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:
     for choice in choices:
         if str(value).lower() == str(choice):
             return choice
-    # `--compile` alone and `--no-compile` are how people write a switch that has more than two positions.
+    # People also write `--compile` and `--no-compile` where a switch has more than two positions.
     switch = {"true": "on", "false": "off"}.get(str(value).lower())
     if switch in choices:
         return switch
@@ -316,6 +320,9 @@ def check_fields(options: Any) -> None:
 
 
 def build_options(options: type[T], values: Mapping[str, Any], group: str) -> T:
-    """An options dataclass from words, each checked; names that are no field are a bug by then."""
+    """An options dataclass from text or JSON values, each checked. Unknown names are a bug in the caller.
+
+    Raises UserError where a value is not valid.
+    """
     flags = flags_of(options, group)
     return options(**{name: convert(flags[name], value) for name, value in values.items()})

@@ -1,7 +1,7 @@
-"""Hub ids: what the local cache holds, whether the hub answers, and why it gave nothing.
+"""The Hugging Face Hub without importing it: the local cache, whether the Hub is reachable, its errors.
 
-Questions never hang and need the standard library only: they mirror huggingface_hub's cache layout and
-environment variables, so that one costs milliseconds and no import.
+These checks never hang and use the standard library only. They follow huggingface_hub's cache layout and
+environment variables, so that a check costs milliseconds and no heavy import.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def is_id(name: str) -> bool:
 
 
 def cache_home() -> Path:
+    """Hugging Face's cache folder: $HF_HOME, else `huggingface` in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     return Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
 
@@ -39,7 +40,7 @@ def snapshot(kind: str, name: str, revision: str | None = None) -> Path | None:
 
 
 def is_reachable() -> bool:
-    """Whether the hub, or the proxy on the way to it, takes a connection within 1.5 s."""
+    """Whether the Hub, or the proxy before it, accepts a connection within 1.5 s."""
     if any(os.environ.get(name, "").upper() in TRUE for name in OFFLINE):
         return False
     address = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
@@ -54,7 +55,7 @@ def is_reachable() -> bool:
         except OSError:
             pass
 
-    # A thread, because looking up a name may take far longer than any timeout a socket takes.
+    # In a thread, because a DNS lookup ignores the socket's timeout and may take far longer.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(TIMEOUT_SECONDS)
@@ -62,7 +63,7 @@ def is_reachable() -> bool:
 
 
 def explain_hub_error(error: Exception, revision: str | None) -> str:
-    """The end of a sentence that begins with the name of the repository."""
+    """Why the Hub refused a repository: the end of a sentence that begins with the repository's name."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

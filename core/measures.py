@@ -1,4 +1,4 @@
-"""Time and size: the clock that intervals are measured with, bytes and seconds as people say them."""
+"""The clock for measuring intervals, and durations and byte counts formatted for people."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import time
 
 
 def now() -> float:
-    """Seconds from an arbitrary start, never set back: only differences mean anything."""
+    """Seconds of a monotonic clock: only differences between two calls are meaningful."""
     return time.perf_counter()
 
 
 def format_duration(seconds: float) -> str:
-    """minutes:seconds, or hours:minutes:seconds."""
+    """Seconds as minutes:seconds, or hours:minutes:seconds."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as people say them, in powers of 1000."""
+    """Bytes with a unit (B, KB, MB, GB) in powers of 1000."""
     for unit in ("B", "KB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}"

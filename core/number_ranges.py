@@ -1,4 +1,4 @@
-"""Types of recipe fields whose numbers have a range: `x: Fraction = 0.5` becomes a flag that is checked."""
+"""Annotated number types with a range: a field `x: Fraction = 0.5` becomes a flag whose range is checked."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """The closed range a number must lie in. `above` makes the lower end open."""
+    """A closed range of valid numbers; `above` excludes the lower end."""
 
     low: float = -math.inf
     high: float = math.inf
     above: bool = False
 
     def allows(self, value: float) -> bool:
+        """Whether `value` is finite and within the range."""
         return (
             math.isfinite(value)
             and (value > self.low if self.above else value >= self.low)

@@ -1,4 +1,4 @@
-"""The optimizers there are: how each is made, what it keeps, and where it fits. One entry adds one.
+"""Table of the optimizers: how each is made, how much state it keeps, where it can be used. One entry each.
 
 Torch is imported by the functions that make an optimizer, so that the table can be listed without it.
 """
@@ -20,16 +20,16 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerTraits:
-    """One optimizer: its factory, and what the planner must know of it."""
+    """One optimizer: its factory, and what the planner needs to know about it."""
 
     make: Callable[[Groups, float, str], Optimizer]
     """(groups, learning rate, device type) -> the optimizer."""
     state_bytes: float
     """Bytes of state per trained parameter."""
     elementwise: bool
-    """Whether each element is updated by itself, so that flat shards learn the same as whole matrices."""
+    """Whether the update treats each element alone, so that flat shards learn the same as whole matrices."""
     remark: str = ""
-    """Why one would take it for memory; empty where it saves none beside AdamW."""
+    """How it saves memory against AdamW, for the list of alternatives; empty where it does not."""
 
 
 def _adamw(groups: Groups, lr: float, device: str) -> Optimizer:
@@ -76,7 +76,7 @@ OPTIMIZERS = {
         elementwise=False,
         remark="and they move to host memory when a GPU's is full",
     ),
-    # It keeps one row and one column per matrix.
+    # Its state is one row and one column per matrix.
     "adafactor": OptimizerTraits(
         make=_adafactor,
         state_bytes=0.1,
@@ -85,4 +85,4 @@ OPTIMIZERS = {
     ),
     "sgd": OptimizerTraits(make=_sgd, state_bytes=0.0, elementwise=True),
 }
-"""Name -> how it is made and what it keeps."""
+"""Name -> traits."""

@@ -1,4 +1,4 @@
-"""Where this package lies, and how it starts itself in another process."""
+"""This package's folder, and the command line that starts this copy of it in another process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 """The folder of the package: a clone, or `isobatch` in site-packages."""
 TRAIN_SCRIPT = ROOT / "launch" / "train.py"
-"""What accelerate and torchrun start in every process."""
+"""The script that accelerate and torchrun start in every process."""
 
 
 def own_command(*words: str) -> list[str]:
     """The command line that runs this copy of isobatch with `words`, from any folder.
 
-    `-P` keeps the working directory off sys.path: a user's files there are not ours.
+    `-P` keeps the working directory off sys.path, so that a user's files there cannot hide modules.
     """
     if _is_found_by_name():
         return [sys.executable, "-P", "-m", "isobatch", *words]

@@ -1,4 +1,4 @@
-"""The plan: how to run a recipe on a machine. It decides how fast, never what is learnt."""
+"""The plan: how to run a recipe on a machine. It decides speed and memory, never what is learnt."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if typing.TYPE_CHECKING:
     from collections.abc import Mapping
 
 MEMORY_LIMIT = r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)"
+"""What --memory-limit accepts, as a regular expression: (number, unit)."""
 StrategyName = Annotated[str, OneOf(STRATEGIES)]
 StrategyChoice = Annotated[str, OneOf(STRATEGIES, before=("auto",))]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -78,7 +79,7 @@ class Plan:
     pad_multiple: int
     """Lengths are padded up to a multiple of this."""
     micro_batch_cost: float
-    """Fixed cost of a micro-batch, in tokens: what a launch of its kernels is worth."""
+    """Fixed cost of a micro-batch (mostly kernel launches), as a number of tokens that cost the same."""
     workers: int
     prefetch: int
     pin_memory: bool
@@ -86,17 +87,17 @@ class Plan:
     activation_checkpointing: bool
     attention: Literal["sdpa", "eager", "flash"]
     pack: bool
-    """Whether the samples of a micro-batch lie end to end, so that no padding is computed."""
+    """Whether the samples of a micro-batch are packed end to end, so that no padding is computed."""
     reduction: Literal["overlapped", "explicit"]
-    """When gradients cross processes: during the last backward, or once after it."""
+    """When gradients are reduced over processes: during the last backward pass, or once after it."""
     threads: int
-    """Threads of arithmetic per process; 0 leaves torch's own choice."""
+    """Compute threads per process (torch.set_num_threads); 0 keeps torch's default."""
     invariance: Invariance
     predicted_peak_memory_bytes: int
-    """Per process, on the device that trains."""
+    """Per process, in the memory of the training device."""
     predicted_step_seconds: float
     calibrated: bool
-    """Whether a measurement on this kind of device stands behind the predictions."""
+    """Whether the predictions rest on measurements of this kind of device."""
     reasons: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,6 +105,10 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        """A plan from plan.json; fields that this version does not know are ignored.
+
+        Raises UserError where a field is missing or names an unknown choice.
+        """
         kinds = typing.get_type_hints(cls, include_extras=True)
         optional = {f.name for f in dataclasses.fields(cls) if not _is_required(f)}
         if missing := sorted(kinds.keys() - values.keys() - optional):

@@ -1,7 +1,7 @@
-"""The recipe: everything that may change what is learnt, and nothing about the machine.
+"""The recipe: every setting that can change what is learnt, and nothing about the machine.
 
-Its hash names the run. A recipe is made once, from a task's defaults, its preset, mode and demo, and the
-user's flags, and is complete from then on: recipe.json holds every value.
+Its hash names the run. A recipe is built once, from the task's defaults, its preset, mode and demo, and the
+user's flags. From then on it is complete: recipe.json holds every value.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 RULES = 1
-"""What new recipes follow. Runs made by older rules resume and verify as they were made."""
+"""The rules version of new recipes. Older runs resume and verify by the rules they were made with."""
 SHORT_MODEL_NAMES = {
     **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
     "distilgpt2": "distilbert/distilgpt2",
 }
-"""Hub ids of the models that people still call by one word."""
+"""Short names of models that moved to an owner on the Hub -> their Hub ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """The fields every task has. A task's own are in `options`."""
+    """The fields that every task has. A task's own fields are in `options`."""
 
     task: str
     """The workload: a name from `tasks`, or ./file.py:Class for your own."""
@@ -94,9 +94,9 @@ class Recipe:
     options: dict[str, Any] = field(default_factory=dict, metadata={"derived": True})
     """The task's own fields."""
     scaled_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})
-    """Where --scale-batch made this recipe: the batch size and learning rate it came from, and the rule."""
+    """Set by --scale-batch: the batch size and learning rate before scaling, and the rule."""
     rules: int = field(default=1, metadata={"derived": True, **ADDED_LATER})
-    """The version of the rules by which fields are read: raised where a field's meaning changes."""
+    """Version of the meaning of the fields: increased when the meaning of a field changes."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -116,7 +116,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
-        """A recipe from recipe.json; unknown or ill-typed fields are the user's error."""
+        """A recipe from recipe.json. Raises UserError where a field is unknown or has the wrong type."""
         flags = flags_of(cls, "recipe")
         derived = {"options", "scaled_from", "rules"}
         if unknown := set(values) - set(flags) - derived - {"hash"}:
@@ -131,14 +131,15 @@ class Recipe:
         return cls(**known, **{k: values[k] for k in derived if k in values})
 
     def hash(self) -> str:
-        """Twelve hex digits over every field."""
+        """Twelve hex digits of SHA-256 over every field."""
         text = json.dumps(self.to_dict(), sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def scaled(self, factor: float, rule: Literal["sqrt", "linear", "none"]) -> Recipe:
-        """A NEW recipe with `factor` times the batch and the learning rate that `rule` gives.
+        """A NEW recipe with `factor` times the batch size and the learning rate that `rule` gives.
 
         sqrt keeps the noise scale of Adam (Malladi et al. 2022), linear that of SGD (Goyal et al. 2017).
+        Raises UserError where the batch would be smaller than one sample.
         """
         batch = round(self.batch_size * factor)
         if batch < 1:

@@ -1,4 +1,4 @@
-"""The strategies there are and what each can do: planner, session and checkpoint ask this table, not a name.
+"""Table of the parallel strategies and their traits: other code asks a trait, never compares a name.
 
 A strategy is a file in engine/strategies and an entry here. `single` and `ddp` hold the whole model on every
 process; the others hold shards of it (Rajbhandari et al. 2020, "ZeRO").
@@ -11,47 +11,47 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyTraits:
-    """What a strategy can do, for whoever has not made it yet."""
+    """What a strategy needs and can do, known without importing or building it."""
 
     implementation: str
     """`module:Class` within isobatch: a subclass of engine.strategies.base.Strategy."""
     least_processes: int = 1
-    """The smallest world in which it means anything."""
+    """The smallest world size it works with."""
     most_processes: int | None = None
-    """The largest; None for any."""
+    """The largest world size; None for no limit."""
     shards_weights: bool = False
-    """Each process holds a part of the weights and gradients: a forward gathers them, layer by layer."""
+    """Each process holds a part of the weights and gradients: a forward pass gathers weights by layer."""
     shards_moments: bool = False
     """Each process holds a part of the optimizer's state and updates a part of the weights."""
     offloads: bool = False
-    """Weights, gradients and moments lie in host memory."""
+    """Weights, gradients and moments are kept in host memory."""
     equal_counts: bool = False
-    """Forwards hold collectives: every rank must compute the same number of micro-batches."""
+    """Forward passes run collectives: every rank must compute the same number of micro-batches."""
     flat_shards: bool = False
-    """The optimizer sees flat pieces, not matrices: only those that treat each element alone fit."""
+    """The optimizer sees flat pieces, not matrices: only elementwise optimizers can be used."""
     copy_bytes: float = 0.0
-    """Bytes per trained parameter that it keeps beside weights, gradients and moments."""
+    """Bytes per trained parameter that it keeps in addition to weights, gradients and moments."""
     overlaps_reduction: bool = False
-    """Gradients cross processes during the last backward pass, on GPUs."""
+    """On GPUs, gradients are reduced during the last backward pass."""
     ends_model: bool = False
-    """Ending a phase destroys the model: the next phase builds it again and reads the last checkpoint."""
+    """Closing it destroys the model: the next phase builds it again and reads the last checkpoint."""
     takes_fp16: bool = True
-    """Whether it keeps fp16's loss scale."""
+    """Whether it supports fp16's loss scaling."""
     compiles: bool = True
-    """Whether torch.compile can follow it."""
+    """Whether torch.compile can trace it."""
     library: str = "torch"
     devices: tuple[str, ...] = ("cpu", "cuda", "mps")
     tried: bool = False
-    """Whether `auto` tries it where the model does not fit whole, in the order of the table."""
+    """Whether `auto` tries it, in the order of the table, where the whole model does not fit on a device."""
 
     @property
     def shards(self) -> bool:
-        """Whether a process holds a part only of what training changes."""
+        """Whether a process holds only a part of the state that training changes."""
         return self.shards_weights or self.shards_moments or self.offloads
 
 
 def _zero(**traits: bool | int) -> StrategyTraits:
-    """DeepSpeed updates an fp32 copy in flat partitions."""
+    """Traits of a ZeRO stage: DeepSpeed updates an fp32 copy of the weights in flat partitions."""
     common = {"least_processes": 2, "shards_moments": True, "flat_shards": True, "ends_model": True, **traits}
     return StrategyTraits(
         implementation="engine.strategies.zero:ZeroStrategy",
@@ -78,7 +78,7 @@ STRATEGIES = {
         shards_weights=True,
         shards_moments=True,
         equal_counts=True,
-        flat_shards=True,  # of a matrix it has some rows
+        flat_shards=True,  # a process has only some rows of a matrix
         ends_model=True,
         takes_fp16=False,
         compiles=False,
@@ -89,5 +89,5 @@ STRATEGIES = {
 
 
 def traits_of(strategy: str) -> StrategyTraits:
-    """The traits of a strategy that a plan names."""
+    """The traits of the strategy that a plan names."""
     return STRATEGIES[strategy]

@@ -1,1 +1,1 @@
-"""What is the same for every workload: recipe, plan, sampler, noise, loop, checkpoints."""
+"""The engine, the same for every workload: planning, loading, noise, strategies, training, checkpoints."""

@@ -1,4 +1,4 @@
-"""Where a task's name meets its files. The one place to touch when a workload is added."""
+"""The registry of tasks: name -> task class and data class. A new workload is a new entry here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TaskEntry:
-    """Where a workload lives, as `module:Class`, and what it is in a line."""
+    """The task class and data class of a workload, as `module:Class`, and its description in a line."""
 
     task: str
     data: str
@@ -57,28 +57,29 @@ TASKS = {
 
 
 CHAINS = {"compress": ("classifier", "pruning", "qat")}
-"""Names that `auto` takes for several tasks, one after the other."""
+"""Names of sequences of tasks that `auto` runs one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A task with its kind of data, ready to be asked for flags, models and samples."""
+    """A task class with its data class."""
 
     name: str
     task: type[Task]
     data: type[Data]
 
     def option_flags(self) -> dict[str, Flag]:
+        """The flags of the task's and the data's own options."""
         return flags_of(self.task.Options, self.name) | flags_of(self.data.Options, f"{self.name} data")
 
     def make(self, recipe: Recipe) -> tuple[Task, Data]:
-        """The task and data of a recipe."""
+        """The task and data objects of a recipe."""
         task_options = _options(self.task.Options, recipe.options, self.name)
         data_options = _options(self.data.Options, recipe.options, self.name)
         return self.task(recipe, task_options), self.data(recipe, data_options)
 
     def complete(self, asked: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
-        """See `complete`."""
+        """See the function `complete`."""
         recipe_flags, own_flags = flags_of(Recipe, "recipe"), self.option_flags()
         for name in asked:
             if name not in recipe_flags and name not in own_flags:
@@ -104,12 +105,12 @@ class Workload:
         return Recipe(**{**common, "task": self.name, "options": written, "rules": RULES}), notes
 
     def _layers(self, asked: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str]]:
-        """What lies under the values asked for, lowest first."""
+        """Values that the ones asked for override, lowest priority first; and notes for the user."""
         task, notes = self.task, []
         layers = [task.defaults]
         if asked.get("data", task.defaults.get("data", DEMO)) == DEMO:
             layers.append(task.demo)
-            if not is_task_file(self.name):  # whose data may well be all there is
+            if not is_task_file(self.name):  # whose data may have no other source
                 notes.append(f"no --data given: {self.name} runs its embedded demo")
         if asked.get("preset"):
             if asked["preset"] not in task.presets:
@@ -134,11 +135,11 @@ def _value(flag: Flag, merged: Mapping[str, Any]) -> Any:
 
 
 def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Later layers win. --epochs and --steps are two ways to say one thing: the later layer's way wins."""
+    """Merge, later layers first. --epochs and --steps exclude each other: the later layer's wins."""
     merged: dict[str, Any] = {}
     for layer in layers:
-        for one, other in (("epochs", "steps"), ("steps", "epochs")):
-            if one in layer and other not in layer:
+        for given, other in (("epochs", "steps"), ("steps", "epochs")):
+            if given in layer and other not in layer:
                 merged.pop(other, None)
         merged.update(layer)
     return merged
@@ -150,7 +151,7 @@ def _options(kind: type, values: dict[str, Any], group: str) -> Any:
 
 
 def workload(name: str) -> Workload:
-    """The workload called `name`, or the user's own from ./file.py:Class."""
+    """The workload called `name`, or the user's own from ./file.py:Class. Raises UserError."""
     if is_task_file(name):
         task = load_task_class(name)
         data = task.data
@@ -172,15 +173,16 @@ def workload(name: str) -> Workload:
     return Workload(key, _load(entry.task), _load(entry.data))
 
 
-def _load(place: str) -> Any:
-    module, _, name = place.partition(":")
+def _load(path: str) -> Any:
+    """The class at `module:Class`, within isobatch."""
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"isobatch.{module}"), name)
 
 
 def complete(task: str, values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
-    """A new recipe with every value, and notes on what was chosen for the user.
+    """A new recipe with a value for every field, and notes for the user on what was chosen.
 
-    `values` are those asked for, the recipe's and the task's own. Under them lie, from the ground up, the
-    common defaults, the task's, its demo's, a preset's and fast mode's. Raises UserError.
+    `values`: those the user asked for, fields of the recipe and of the task. They override, in this order,
+    fast mode, the preset, the demo, the task's defaults and the common defaults. Raises UserError.
     """
     return workload(task).complete(values)

@@ -1,1 +1,1 @@
-"""State on disk, by parameter name."""
+"""Checkpoints: training state on disk, by parameter name, for any strategy and number of processes."""

@@ -1,8 +1,8 @@
 """Portable checkpoints: fp32 weights and optimizer state by parameter name, in pieces, without pickle.
 
 A checkpoint folder holds one safetensors file per rank that wrote it, index.json with every tensor's shape,
-and state.json. It does not know which strategy or world wrote it. It is written beside its place, in the
-background, and renamed when every rank has written and synced, so a folder of its final name is complete.
+and state.json. Any strategy and world size can read it. It is written in the background under a temporary
+name and renamed when every rank has written and synced, so a folder with its final name is complete.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ TEXTS = ("index.json", "state.json")
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time while training goes on. All ranks call every method alike."""
+    """Writes one checkpoint at a time, in the background. All ranks must call the same methods."""
 
-    def __init__(self, world: Communicator, sealed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, world: Communicator, on_complete: Callable[[], None] = lambda: None) -> None:
         self.world = world
-        self.on_complete = sealed
+        self.on_complete = on_complete
         """Called on the main rank once a checkpoint is complete."""
-        self._image = HostBuffer()
+        self._buffer = HostBuffer()
         self._folder: Path | None = None
         self._thread = threading.Thread()
         self._problem = ""
 
     def start(self, folder: Path, state: PortableState, facts: Mapping[str, Any]) -> None:
-        """Copy this rank's pieces to the host and write them in the background."""
+        """Copy this rank's pieces to host memory and start the write; `facts` go into state.json."""
         self.wait()
         self._folder, self._problem = folder, ""
-        size = self._image.fill({f"{p.name}@{p.start}": p.values.detach() for p in state.pieces})
+        size = self._buffer.fill({f"{p.name}@{p.start}": p.values.detach() for p in state.pieces})
         entries = state.entries if self.world.is_main else None
         self._thread = threading.Thread(target=self._write, args=(folder, size, entries, facts))
         self._thread.start()
@@ -61,51 +61,51 @@ class CheckpointWriter:
         entries: Mapping[str, TensorEntry] | None,
         facts: Mapping[str, Any],
     ) -> None:
-        temporary = _beside(folder)
+        temporary = _temporary(folder)
         try:
             with atomic_files.explain_write_errors(temporary):
                 temporary.mkdir(parents=True, exist_ok=True)
-                self._image.write(temporary / _file(self.world.rank), size)
+                self._buffer.write(temporary / _file(self.world.rank), size)
                 if entries is not None:
                     _write_texts(temporary, entries, facts, self.world.size)
         except UserError as error:
             self._problem = str(error)
-        except BaseException as error:  # also a panic in Rust: unnoticed, it would count as written
+        except BaseException as error:  # also a panic in Rust, else it would count as written
             self._problem = f"cannot write {temporary}: {error!r}"
 
     def rank_flags(self) -> list[float]:
-        """This rank's say on whether the checkpoint that is being written is written, or cannot be."""
+        """[1 if this rank has written its part, 1 if its write failed], to be summed over ranks."""
         ended = self._folder is not None and not self._thread.is_alive()
         return [float(ended), float(bool(ended and self._problem))]
 
     def complete_if_written(self, written: float, failed: float) -> None:
-        """Complete the checkpoint where the votes of all ranks, added up, allow it."""
+        """Complete the checkpoint if every rank has written or one failed. Arguments: summed rank_flags."""
         if self._folder is not None and (failed or written == self.world.size):
             self._complete()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete and every rank can see it."""
+        """Wait until the checkpoint in progress, if any, is complete and visible to every rank."""
         if self._folder is not None:
             self._complete()
             self.world.barrier()
 
     def _complete(self) -> None:
-        """A full disk on one rank ends the save on all."""
+        """Rename the finished checkpoint; raise UserError on all ranks where the write failed on one."""
         self._thread.join()
         folder, self._folder = self._folder, None
         assert folder is not None
         problems = [p for p in self.world.all_gather_objects(self._problem) if p]
         if problems:
             if self.world.is_main:
-                shutil.rmtree(_beside(folder), ignore_errors=True)
+                shutil.rmtree(_temporary(folder), ignore_errors=True)
             raise UserError(problems[0])
         if self.world.is_main:
-            _replace(_beside(folder), folder)
+            _replace(_temporary(folder), folder)
             self.on_complete()
 
 
 def save(folder: Path, state: PortableState, facts: Mapping[str, Any], world: Communicator) -> None:
-    """Write a checkpoint together and wait for it. All ranks call this."""
+    """Write a checkpoint and wait for it. All ranks call this."""
     writer = CheckpointWriter(world)
     writer.start(folder, state, facts)
     writer.wait()
@@ -120,14 +120,15 @@ def _write_texts(
     atomic_files.write_json(folder / CHECKSUMS, {name: atomic_files.crc32(folder / name) for name in TEXTS})
 
 
-def _beside(folder: Path) -> Path:
+def _temporary(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.tmp")
 
 
 class SavedCheckpoint:
     """A checkpoint on disk, read one tensor, or one part of it, at a time.
 
-    Raises TrainingError where anything is missing or damaged; `check` reads the weights' files for that.
+    Raises TrainingError where anything is missing or damaged. Opening checks sizes and index;
+    `verify_checksums` checks the content of the weights' files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -149,17 +150,17 @@ class SavedCheckpoint:
             self._pieces = self._find_pieces()
 
     def _find_pieces(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Name -> (start, stop, reader) of its pieces, in order and without a gap."""
+        """Name -> (start, stop, reader) of its pieces, in order. Raises ValueError where one is missing."""
         pieces: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self.entries}
         for number, reader in enumerate(self._readers):
             for key in reader.keys():  # noqa: SIM118 (no mapping)
                 name, _, start = key.rpartition("@")
                 (length,) = reader.get_slice(key).get_shape()
                 pieces[name].append((int(start), int(start) + length, number))
-        for name, found in pieces.items():
-            found.sort()
-            borders = [0, *(stop for _, stop, _ in found)]
-            if borders[:-1] != [start for start, _, _ in found] or borders[-1] != self._size(name):
+        for name, of_name in pieces.items():
+            of_name.sort()
+            borders = [0, *(stop for _, stop, _ in of_name)]
+            if borders[:-1] != [start for start, _, _ in of_name] or borders[-1] != self._size(name):
                 raise ValueError(f"parts of {name} are missing")
         return pieces
 
@@ -177,7 +178,7 @@ class SavedCheckpoint:
             raise TrainingError(f"checkpoint {self.folder} is damaged: {error}") from None
 
     def verify_checksums(self, rank: int = 0, world: int = 1) -> None:
-        """Compare checksums of this rank's share of the files."""
+        """Compare the checksums of this rank's share of the files. Raises TrainingError."""
         with self._naming_damage():
             for path in self._paths[rank::world]:
                 if atomic_files.crc32(path) != json.loads(path.with_suffix(".json").read_text())["crc32"]:
@@ -188,7 +189,7 @@ class SavedCheckpoint:
         return self.read_slice(name, 0, self._size(name)).view(self.entries[name].shape)
 
     def read_slice(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements start..stop of the flattened tensor."""
+        """Elements start..stop-1 of the flattened tensor, 1-d."""
         import torch
 
         out = torch.empty(stop - start, dtype=getattr(torch, self.entries[name].dtype))
@@ -202,7 +203,7 @@ class SavedCheckpoint:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a save or a delete cut short by a kill left behind."""
+    """Remove the temporary folders of saves and deletes that were killed."""
     for path in folder.glob(".*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -217,7 +218,7 @@ def _replace(fresh: Path, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Renamed first: a delete cut short must not leave a folder that looks complete."""
+    """Delete a checkpoint. Renamed first, so that a killed delete leaves no folder that looks complete."""
     gone = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(gone, ignore_errors=True)
     folder.replace(gone)
@@ -233,12 +234,13 @@ def checkpoint_name(phase: str, step: int) -> str:
 
 
 def list_checkpoints(folder: Path, phases: list[str]) -> list[Path]:
-    """Complete checkpoints in the order they were made."""
+    """Complete checkpoints, oldest first: by phase, then step."""
     found = [p for p in folder.glob("*-*") if (p / "index.json").exists() and not p.name.startswith(".")]
-    return sorted((p for p in found if _place(p, phases)[0] >= 0), key=lambda p: _place(p, phases))
+    return sorted((p for p in found if _order(p, phases)[0] >= 0), key=lambda p: _order(p, phases))
 
 
-def _place(path: Path, phases: list[str]) -> tuple[int, int]:
+def _order(path: Path, phases: list[str]) -> tuple[int, int]:
+    """(index of the phase, step); the index is -1 where the name is not a checkpoint's."""
     phase, _, step = path.name.rpartition("-")
     return (phases.index(phase), int(step)) if phase in phases and step.isdigit() else (-1, 0)
 

@@ -1,4 +1,7 @@
-"""State by parameter name, in pieces of flattened tensors: the form that any strategy and world can read."""
+"""Portable state: weights and moments by parameter name, in pieces of flattened tensors.
+
+Any strategy and world size can write and read it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,16 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Moments = Mapping[str, Mapping[str, Any]]
-"""Parameter name -> kind -> the optimizer's state of it."""
+"""Parameter name -> kind of moment (such as exp_avg) -> value."""
 WEIGHT = "weight/"
+"""Prefix of the keys of weights and buffers: weight/NAME."""
 MOMENT = "moment/"
+"""Prefix of the keys of optimizer state: moment/KIND/NAME."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A whole tensor, wherever its pieces are."""
+    """Shape and dtype of a whole tensor, whose pieces may be on several ranks."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,7 +44,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class PortableState:
-    """What one rank brings to a checkpoint: all names, and its own pieces."""
+    """One rank's part of a checkpoint: the entries of all tensors, and this rank's own pieces."""
 
     entries: dict[str, TensorEntry]
     pieces: list[TensorPiece]
@@ -54,11 +59,12 @@ class StateReader(Protocol):
 
 
 def tensor_entry(tensor: Tensor) -> TensorEntry:
+    """The entry of a tensor."""
     return TensorEntry(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Name -> tensor for everything that training changes. Frozen weights come from their source again."""
+    """Key -> tensor for all that training changes. Frozen weights are loaded from their source."""
     import torch
 
     state = {WEIGHT + name: p.detach() for name, p in changing_tensors(model)}
@@ -77,7 +83,7 @@ def changing_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def rank_share(tensors: Mapping[str, Tensor], rank: int, world: int) -> PortableState:
-    """The rank's share of tensors that every rank holds: consecutive, equal to within one element."""
+    """One rank's share of tensors that every rank holds: shares are consecutive and of equal size (+-1)."""
     pieces = []
     for name, start, stop in element_ranges({name: t.numel() for name, t in tensors.items()}, rank, world):
         pieces.append(TensorPiece(name, start, tensors[name].reshape(-1)[start:stop]))
@@ -85,7 +91,7 @@ def rank_share(tensors: Mapping[str, Tensor], rank: int, world: int) -> Portable
 
 
 def element_ranges(sizes: Mapping[str, int], rank: int, world: int) -> Iterator[tuple[str, int, int]]:
-    """(name, start, stop) of one rank's share of all elements."""
+    """(name, start, stop) of one rank's share of all elements; `sizes`: name -> number of elements."""
     total, position = sum(sizes.values()), 0
     low, high = total * rank // world, total * (rank + 1) // world
     for name, size in sizes.items():
@@ -104,17 +110,17 @@ def check_shapes(saved: StateReader, shapes: Mapping[str, tuple[int, ...]]) -> N
     """Raise TrainingError unless the saved weights are, by name and shape, those of `shapes`."""
     found = saved_weight_names(saved)
     if found != set(shapes):
-        odd = sorted(found ^ set(shapes))
+        names = sorted(found ^ set(shapes))
         raise TrainingError(
-            f"the checkpoint's weights are not this model's: {', '.join(odd[:3])} ({len(odd)} names)"
+            f"the checkpoint's weights are not this model's: {', '.join(names[:3])} ({len(names)} names)"
         )
     for name, shape in shapes.items():
-        if (there := saved.entries[WEIGHT + name].shape) != shape:
-            raise TrainingError(f"the checkpoint's {name} has shape {there}, and this model's {shape}")
+        if (saved_shape := saved.entries[WEIGHT + name].shape) != shape:
+            raise TrainingError(f"the checkpoint's {name} has shape {saved_shape}, and this model's {shape}")
 
 
 def load_weights(saved: StateReader, model: nn.Module) -> None:
-    """Set weights and buffers; names and shapes must match the model's."""
+    """Set weights and buffers. Raises TrainingError where names or shapes are not the model's."""
     import torch
 
     targets = dict(changing_tensors(model))
@@ -125,7 +131,7 @@ def load_weights(saved: StateReader, model: nn.Module) -> None:
 
 
 def saved_moments(saved: StateReader) -> Iterator[tuple[str, str, str]]:
-    """(key in the file, kind of moment, parameter name)."""
+    """(key, kind of moment, parameter name) of all saved optimizer state."""
     for key in saved.entries:
         if key.startswith(MOMENT):
             kind, _, name = key.removeprefix(MOMENT).partition("/")
@@ -133,11 +139,11 @@ def saved_moments(saved: StateReader) -> Iterator[tuple[str, str, str]]:
 
 
 def load_moments(saved: StateReader, model: nn.Module, optimizer: Optimizer) -> None:
-    """Set the optimizer's state, made where there is none yet."""
+    """Set the optimizer's state; a new optimizer has none yet."""
     parameters = dict(model.named_parameters())
     for key, kind, name in saved_moments(saved):
         p, value = parameters[name], saved.read(key)
-        if value.ndim == 0 and not value.is_floating_point():  # a plain number it was
+        if value.ndim == 0 and not value.is_floating_point():  # it was a plain number
             optimizer.state[p][kind] = value.item()
             continue
         # torch keeps `step` on the CPU, unless it is fused on a GPU.
@@ -146,5 +152,5 @@ def load_moments(saved: StateReader, model: nn.Module, optimizer: Optimizer) -> 
 
 
 def steps_on_device(optimizer: Optimizer, p: Tensor) -> bool:
-    """Whether torch keeps the count of steps beside the parameter: where it is fused on a GPU."""
+    """Whether torch keeps the step count on the parameter's device: a fused optimizer on a GPU does."""
     return p.device.type != "cpu" and bool(optimizer.param_groups[0].get("fused") or False)

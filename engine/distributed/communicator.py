@@ -1,7 +1,7 @@
-"""The processes of a run and every collective between them, behind one object.
+"""The communicator: the processes of a run, and every collective between them.
 
-All communication goes through here, so that a test can record what each rank would do. One process makes
-no process group and every collective is the identity.
+All communication goes through this class, so that a test can record what each rank does. A single process
+forms no process group, and every collective is then the identity.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 _BUCKET_BYTES = 25 << 20
 BACKEND_LATER_SECONDS = 60
+"""How much longer the backend's timeout is than the watchdog's."""
 
 
 def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(rank, world size) as torchrun, accelerate or srun formed them, before torch is imported.
+    """(rank, world size) that torchrun or accelerate set in the environment, before torch is imported.
 
-    A scheduler that started several processes which nobody joined is refused: each would train alone.
+    Raises UserError where a scheduler started several processes without these: each would train alone.
     """
     if "WORLD_SIZE" in environment and "RANK" in environment:
         return int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -46,7 +47,7 @@ def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def check_world(planned: int, actual: int) -> None:
-    """Refuse to train in a world other than the planned one."""
+    """Raise UserError where the world size is not the planned one."""
     if planned != actual:
         raise UserError(
             f"the plan is for {planned} process{'es' if planned > 1 else ''} and this world has {actual}:"
@@ -57,7 +58,10 @@ def check_world(planned: int, actual: int) -> None:
 def broadcast_choice_before_planning(
     choose: Callable[[], str], rank: int, size: int, cpu: bool, timeout: int
 ) -> str:
-    """Rank 0's choice on every rank, or its error on every rank: nobody waits for one that gave up."""
+    """The result of rank 0's `choose()` on every rank; a UserError of it is raised on every rank.
+
+    Before there is a plan, and so a Communicator. `timeout` in seconds.
+    """
     if size == 1:
         return choose()
     import torch.distributed as dist
@@ -77,7 +81,11 @@ def broadcast_choice_before_planning(
 
 
 class Communicator:
-    """This process among the others."""
+    """One process (rank) of a run, and its collectives with the others.
+
+    Raises UserError where the world size is not the plan's. `hang_timeout` in seconds, 0 for none;
+    `folder` is where trackers write.
+    """
 
     def __init__(
         self, plan: Plan, hang_timeout: int = 1800, tracker: str = "none", folder: str = "."
@@ -89,24 +97,25 @@ class Communicator:
         if self.accelerator.num_processes != size:
             check_world(size, self.accelerator.num_processes)
         self.device: torch.device = self.accelerator.device
-        self.place = "the start"
+        self.position = "the start"
+        """What this process is doing, for the watchdog's message."""
         self.moved_at = time.monotonic()
         self.waiting = ""
-        """The collective this process stands in, or nothing."""
+        """The collective that this process is in; empty where it is in none."""
 
-    def mark_progress(self, place: str) -> None:
-        """Say what this process is at; whoever watches sees that it moves."""
-        self.place, self.moved_at = place, time.monotonic()
+    def mark_progress(self, position: str) -> None:
+        """Tell the watchdog that this process makes progress, and what it is doing."""
+        self.position, self.moved_at = position, time.monotonic()
 
     @contextlib.contextmanager
-    def waiting_for(self, what: str) -> Iterator[None]:
-        """Around whatever waits for other processes."""
-        self.waiting, self.moved_at = what, time.monotonic()
+    def waiting_for(self, collective: str) -> Iterator[None]:
+        """Context of a collective: tells the watchdog that this process waits for others in it."""
+        self.waiting, self.moved_at = collective, time.monotonic()
         yield
         self.waiting, self.moved_at = "", time.monotonic()
 
     def store(self) -> Any:
-        """The key-value store that formed this world; None where there is one process."""
+        """The key-value store of the process group; None where there is one process."""
         if self.size == 1:
             return None
         import torch.distributed as dist
@@ -115,100 +124,101 @@ class Communicator:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def wrap_in_ddp(self, model: nn.Module) -> nn.Module:
-        """The model as the strategy runs it: in DDP where there are others, itself where there are none."""
+        """The model in DistributedDataParallel; the model itself where there is one process."""
         if self.size == 1:
             return model
         from torch.nn.parallel import DistributedDataParallel
 
-        # Buffers are the same on every rank; broadcasting them would be a collective per forward.
+        # Buffers are the same on every rank: broadcasting them would cost a collective per forward pass.
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(
             model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=devices is not None
         )
 
     def broadcast_model(self, model: nn.Module) -> None:
-        """Rank 0's weights and buffers on every rank: no two ranks may train two separate models."""
+        """Copy rank 0's weights and buffers to every rank, so that all ranks start from the same model."""
         if self.size > 1:
             import torch.distributed as dist
 
-            with self.waiting_for("the first weights"):
+            with self.waiting_for("the broadcast of the initial weights"):
                 for tensor in (*model.parameters(), *model.buffers()):
                     dist.broadcast(tensor.detach(), src=0)
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
+        """Sum over ranks, in place; returns `values`."""
         if self.size > 1:
             import torch.distributed as dist
 
-            with self.waiting_for("a sum"):
+            with self.waiting_for("an all-reduce"):
                 dist.all_reduce(values)
         return values
 
     def all_reduce_gradients(self, parameters: list[nn.Parameter]) -> bool:
-        """Sum gradients over ranks in flat buckets. A parameter no rank used keeps no gradient.
+        """Sum gradients over ranks in flat buckets. A parameter that no rank used keeps no gradient.
 
-        Returns whether every rank that had work used every parameter.
+        Returns whether every rank that had samples used every parameter.
         """
         if self.size == 1:
             return all(p.grad is not None for p in parameters)
         import torch
 
-        mine = [p.grad is not None for p in parameters]
-        *used, busy = self.all_reduce_sum(
-            torch.tensor([*mine, any(mine)], dtype=torch.int32, device=self.device)
+        used_here = [p.grad is not None for p in parameters]
+        *num_users, num_busy = self.all_reduce_sum(
+            torch.tensor([*used_here, any(used_here)], dtype=torch.int32, device=self.device)
         ).tolist()
-        kept = [p for p, n in zip(parameters, used, strict=True) if n]
-        for p in kept:
+        used = [p for p, n in zip(parameters, num_users, strict=True) if n]
+        for p in used:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        for bucket in _buckets(kept):
+        for bucket in _buckets(used):
             flat = self.all_reduce_sum(torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None]))
             for p, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 assert p.grad is not None
                 p.grad.copy_(piece.view_as(p))
-        return all(n == busy for n in used)
+        return all(n == num_busy for n in num_users)
 
     def all_reduce_sparse(self, p: nn.Parameter) -> Tensor:
-        """A table's sparse gradient, summed over ranks; what is sent grows with the rows of the batch."""
+        """An embedding's sparse gradient, summed over ranks; only rows that were read are sent."""
         import torch
 
         if self.size == 1 and p.grad is not None:
             return p.grad.coalesce()
         rows, values = torch.empty(0, dtype=torch.int64, device=p.device), p.detach()[:0]
         if p.grad is not None:
-            mine = p.grad.coalesce()
-            rows, values = mine.indices()[0], mine.values()
+            gradient = p.grad.coalesce()
+            rows, values = gradient.indices()[0], gradient.values()
         counts = self.all_gather(torch.tensor([len(rows)], device=p.device)).tolist()
         most = max(1, *counts)
-        every = self.all_gather(_padded(rows, most)).split(most)
-        of_every = self.all_gather(_padded(values, most)).split(most)
-        rows = torch.cat([part[:n] for part, n in zip(every, counts, strict=True)])
-        values = torch.cat([part[:n] for part, n in zip(of_every, counts, strict=True)])
+        rows_by_rank = self.all_gather(_padded(rows, most)).split(most)
+        values_by_rank = self.all_gather(_padded(values, most)).split(most)
+        rows = torch.cat([part[:n] for part, n in zip(rows_by_rank, counts, strict=True)])
+        values = torch.cat([part[:n] for part, n in zip(values_by_rank, counts, strict=True)])
         return torch.sparse_coo_tensor(rows[None], values, p.shape, check_invariants=False).coalesce()
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """(ranks * n, ...) of every rank's (n, ...), in their order."""
+        """(world size * n, ...): every rank's (n, ...), in the order of ranks."""
         import torch
         import torch.distributed as dist
 
-        found = [torch.empty_like(values) for _ in range(self.size)]
-        with self.waiting_for("rows of a table"):
-            dist.all_gather(found, values.contiguous())
-        return torch.cat(found)
+        gathered = [torch.empty_like(values) for _ in range(self.size)]
+        with self.waiting_for("an all-gather"):
+            dist.all_gather(gathered, values.contiguous())
+        return torch.cat(gathered)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's object, on every rank."""
+        """Every rank's object, in the order of ranks, on every rank. Objects are pickled."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
 
-        found: list[Any] = [None] * self.size
-        with self.waiting_for("a vote"):
-            dist.all_gather_object(found, value)
-        return found
+        gathered: list[Any] = [None] * self.size
+        with self.waiting_for("an all-gather of objects"):
+            dist.all_gather_object(gathered, value)
+        return gathered
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's object, on every rank."""
@@ -217,50 +227,52 @@ class Communicator:
         import torch.distributed as dist
 
         box = [value]
-        with self.waiting_for("rank 0's word"):
+        with self.waiting_for("a broadcast from rank 0"):
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def barrier(self) -> None:
+        """Wait until every rank is here."""
         if self.size > 1:
             with self.waiting_for("a barrier"):
                 self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
-        """Nothing more will be said to the others; trackers write what they hold."""
+        """Finish trackers and wait for all ranks. No collective may follow."""
         for tracker in self.accelerator.trackers:
             tracker.finish()
         if self.size > 1:
-            self._wait_for_the_last()
+            self._wait_for_all_ranks()
 
     def exit_process(self, code: int) -> None:
-        """End this process with `code` where there are others; one alone goes on.
+        """End this process with `code` where there are several; a single process continues.
 
-        Not by way of the interpreter's end: there gloo's destructor waits, holding the interpreter, for
-        its own thread that wants it (torch 2.13, seen as a hang and as an abort).
+        os._exit, because at a normal exit gloo's destructor holds the GIL and waits for its own thread, which
+        wants the GIL (torch 2.13: seen as a hang and as an abort).
         """
         if self.size > 1:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
 
-    def _wait_for_the_last(self) -> None:
-        """Nobody closes a connection that another may still read: gloo's threads abort when one is reset."""
+    def _wait_for_all_ranks(self) -> None:
+        """Keep connections open until every rank is done: gloo's threads abort when one is reset."""
         store = self.store()
-        with contextlib.suppress(RuntimeError):  # whoever kept the store may have left already
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited already
             store.set(f"isobatch/left/{self.rank}", "1")
-            everyone = [f"isobatch/left/{rank}" for rank in range(self.size)]
-            store.wait(everyone, datetime.timedelta(seconds=60))
+            keys = [f"isobatch/left/{rank}" for rank in range(self.size)]
+            store.wait(keys, datetime.timedelta(seconds=60))
 
 
 def _padded(values: Tensor, count: int) -> Tensor:
-    """(count, ...) with zeros below."""
+    """(count, ...): `values` with zero rows appended."""
     import torch
 
     return torch.cat([values, values.new_zeros(count - len(values), *values.shape[1:])])
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Consecutive parameters in groups of at most _BUCKET_BYTES; a larger parameter is a group of its own."""
     buckets: list[list[nn.Parameter]] = [[]]
     size = 0
     for p in parameters:
@@ -276,7 +288,7 @@ def _accelerator(plan: Plan, hang_timeout: int, tracker: str, folder: str) -> Ac
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import GradScalerKwargs
 
-    # Later than the watch, which can say who and where.
+    # Longer than the watchdog's timeout: its message names the stuck rank, the backend's does not.
     timeout = datetime.timedelta(seconds=hang_timeout + BACKEND_LATER_SECONDS if hang_timeout else 10**6)
     return Accelerator(
         cpu=plan.device == "cpu",

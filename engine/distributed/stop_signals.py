@@ -1,4 +1,4 @@
-"""A signal only sets a flag; ranks agree on it at the border of a step."""
+"""Stop signals: a signal only sets a flag, on which the ranks agree between two steps."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopFlag:
-    """Set by SIGTERM, SIGINT or SIGUSR1 inside its `with` block. A second SIGINT stops at once."""
+    """A flag set by SIGTERM, SIGINT or SIGUSR1 in its `with` block; a second SIGINT interrupts at once."""
 
     def __init__(self, catch_signals: bool = True) -> None:
         self.catch_signals = catch_signals
-        """False where the process is another program's, whose handlers stay as they are."""
+        """False in another program's process, whose signal handlers must not be replaced."""
         self.requested = False
         self.reason = "asked to stop by a signal"
         self.cause = ""
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
-    def _ask(self, number: int, _: FrameType | None) -> None:
+    def _handle_signal(self, number: int, _: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
 
     def request(self, reason: str) -> None:
-        """Ask for a stop from inside."""
+        """Ask for a stop without a signal, because another process is lost."""
         if not self.requested:
             self.requested, self.reason, self.cause = True, reason, "lost"
 
     def __enter__(self) -> StopFlag:
-        # Python lets only the main thread set handlers; a run inside another program's thread has none.
+        # Python lets only the main thread set handlers: a run in another thread catches no signals.
         if self.catch_signals and threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._ask) for number in STOP_SIGNALS}
+            self._previous_handlers = {
+                number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS
+            }
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)

@@ -1,7 +1,7 @@
-"""A thread that notices when training stands still, and says where.
+"""The watchdog: a thread that ends the process when training makes no progress, and says which rank is stuck.
 
-Every process tells the others through the world's store what it is at. Whoever stands still too long looks at
-what the others said: the one that is not waiting for anybody, or says nothing any more, is the one to name.
+Every process publishes what it is doing in the process group's store. A process without progress for too
+long reads what the others published: the stuck rank is in no collective, or no longer publishes.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from isobatch.engine.distributed.stop_signals import StopFlag
 
 TIMEOUT_AFTER_SIGNAL_SECONDS = 30.0
-"""A process that was asked to stop and does not move is waiting for one that is gone."""
+"""The timeout after a stop signal: then a process without progress waits for one that has exited."""
 WAITING_RANK_DELAY_SECONDS = 2.0
-"""Those who wait let the one that holds them up speak first."""
+"""Ranks blocked in a collective wait this much longer, so that the rank causing the stall reports first."""
 
 
 class Watchdog:
-    """Runs beside the main thread, which says `world.at(...)` whenever it moves."""
+    """A daemon thread beside the main thread, which calls `world.mark_progress` and `world.waiting_for`."""
 
     def __init__(
         self, world: Communicator, stop: StopFlag, timeout: float, end: Callable[[str], None]
     ) -> None:
         self.world, self.stop, self.timeout = world, stop, timeout
         self.end = end
-        """Ends this process for the reason given."""
+        """`end(reason)` ends this process."""
         self._parent = os.getppid()
-        self._main = threading.get_ident()
-        self._over = threading.Event()
-        self._pause = max(0.2, min(1.0, timeout / 10))
+        self._main_thread = threading.get_ident()
+        self._stopped = threading.Event()
+        self._period = max(0.2, min(1.0, timeout / 10))
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -51,61 +51,62 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
 
     def _run(self) -> None:
-        while not self._over.wait(self._pause):
+        while not self._stopped.wait(self._period):
             if os.getppid() != self._parent and self.world.size > 1:
                 self.stop.request("the launcher that started it is gone")
             self._publish_position()
-            still = time.monotonic() - self.world.moved_at
+            idle_seconds = time.monotonic() - self.world.moved_at
             limit = min(self.timeout, TIMEOUT_AFTER_SIGNAL_SECONDS) if self.stop.requested else self.timeout
             if (
-                still > limit + (WAITING_RANK_DELAY_SECONDS if self.world.waiting else 0)
-                and not self._over.is_set()
+                idle_seconds > limit + (WAITING_RANK_DELAY_SECONDS if self.world.waiting else 0)
+                and not self._stopped.is_set()
             ):
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
-                self.end(self._verdict(still))
+                self.end(self._reason(idle_seconds))
 
     def _publish_position(self) -> None:
-        """Where this process is, for the others to read."""
+        """Write what this process is doing to the store, for the others to read."""
         if (store := self.world.store()) is not None:
-            said = {
-                "place": self.world.place,
+            position = {
+                "place": self.world.position,
                 "waiting": self.world.waiting,
                 "code": self._innermost_line(),
                 "time": time.time(),
             }
             with contextlib.suppress(RuntimeError):
-                store.set(_key(self.world.rank), json.dumps(said))
+                store.set(_key(self.world.rank), json.dumps(position))
 
-    def _verdict(self, still: float) -> str:
-        here = f"rank {self.world.rank} has stood still for {still:.0f} s"
+    def _reason(self, idle_seconds: float) -> str:
+        here = f"rank {self.world.rank} has stood still for {idle_seconds:.0f} s"
         if not self.world.waiting:
-            return f"{here} at {self.world.place}, in {self._innermost_line()}"
+            return f"{here} at {self.world.position}, in {self._innermost_line()}"
         others = [text for rank in range(self.world.size) if (text := self._describe_rank(rank))]
         why = "; ".join(others) or "no other says why"
-        return f"{here} at {self.world.place}, waiting in {self.world.waiting} for the others: {why}"
+        return f"{here} at {self.world.position}, waiting in {self.world.waiting} for the others: {why}"
 
     def _describe_rank(self, rank: int) -> str:
-        """What is odd about another rank, or nothing."""
+        """Why another rank may be the stuck one; empty for this rank and for ranks in a collective."""
         store = self.world.store()
         if rank == self.world.rank or store is None:
             return ""
         try:
             if not store.check([_key(rank)]):
                 return f"rank {rank} was never heard of"
-            said: dict[str, Any] = json.loads(store.get(_key(rank)))
+            position: dict[str, Any] = json.loads(store.get(_key(rank)))
         except RuntimeError:
             return "the store is gone"
-        silent = time.time() - said["time"]
-        if silent > 2 * self._pause + 1:
-            return f"rank {rank} has said nothing for {silent:.0f} s; it was at {said['place']}"
-        return "" if said["waiting"] else f"rank {rank} is at {said['place']}, in {said['code']}"
+        silent_seconds = time.time() - position["time"]
+        if silent_seconds > 2 * self._period + 1:
+            return f"rank {rank} has said nothing for {silent_seconds:.0f} s; it was at {position['place']}"
+        return "" if position["waiting"] else f"rank {rank} is at {position['place']}, in {position['code']}"
 
     def _innermost_line(self) -> str:
         """The innermost line of the main thread outside installed libraries."""
-        frame: FrameType | None = sys._current_frames().get(self._main)  # noqa: SLF001  documented by Python
+        # Documented by Python, though its name begins with an underscore.
+        frame: FrameType | None = sys._current_frames().get(self._main_thread)  # noqa: SLF001
         while frame is not None and ("site-packages" in frame.f_code.co_filename or frame.f_back is None):
             frame = frame.f_back
         if frame is None:

@@ -1,1 +1,1 @@
-"""From the prepared data to the micro-batches of a step."""
+"""Data loading: prepare data, order samples, divide global batches into micro-batches, load them ahead."""

@@ -1,4 +1,4 @@
-"""Samples on their way to a step: named by the sampler, cut, dealt, and fetched ahead of time."""
+"""The batch loader: a rank's micro-batches of every step, fetched ahead of time in a thread or processes."""
 
 from __future__ import annotations
 
@@ -30,48 +30,53 @@ if TYPE_CHECKING:
     from isobatch.data.base import Source
 
 Order = Callable[[int], np.ndarray]
-"""Step -> sample numbers of its global batch."""
+"""Step -> sample numbers of its global batch, in the recipe's order."""
 
 
 def micro_batch_budget(plan: Plan) -> MicroBatchBudget:
+    """The plan's limits on a micro-batch of padded rows."""
     return MicroBatchBudget(
         plan.micro_batch_samples, plan.micro_batch_tokens, plan.micro_batch_cost, 0.0, plan.pad_multiple
     )
 
 
 def training_budget(plan: Plan) -> MicroBatchBudget:
-    """Packed rows are cut by their real tokens where a kernel takes them as they are."""
+    """The same for training; packed samples count without padding where the kernel needs none (CUDA)."""
     return dataclasses.replace(micro_batch_budget(plan), packed=plan.pack and plan.device == "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one rank knows of one step."""
+    """One step as a rank sees it: the global batch, and this rank's micro-batches of it."""
 
     step: int
     samples: np.ndarray
     """The whole global batch, in the recipe's order."""
     unit_weights: dict[str, float]
-    """Unit -> its weight over the whole global batch."""
+    """Unit of a loss (sample, cohort, token) -> its weight in the whole global batch."""
     tokens: int
+    """Tokens of the whole global batch, without padding."""
     micro_batches: list[MicroBatch]
     """This rank's micro-batches; at least one, perhaps a dummy."""
     padding: float
-    """Share of padded tokens that are no tokens, over all ranks."""
+    """Share of padding in the micro-batches of all ranks."""
 
 
 @dataclass(slots=True)
 class LoadedStep:
-    """A step with its batches on the host. `batches` and `work.micro_batches` go together."""
+    """A step with its batches in host memory: `batches` has one entry for each of `work.micro_batches`."""
 
     work: StepWork
     batches: list[dict[str, Tensor]] = field(default_factory=list)
     wait_seconds: float = 0.0
-    """Seconds the loop stood still for this step's data."""
+    """Seconds that the training loop waited for this step's data."""
 
 
 class BatchLoader:
-    """The stream of one rank's work from `source` in the order of `order`."""
+    """Loads one rank's micro-batches from `source` in the order of `order`.
+
+    `cohort`: samples that stay together. `equal_counts`: add dummies, so that all ranks have equally many.
+    """
 
     def __init__(
         self, source: Source, order: Order, plan: Plan, rank: int, cohort: int = 1, equal_counts: bool = False
@@ -81,21 +86,21 @@ class BatchLoader:
         self.budget = training_budget(plan)
 
     def plan_step(self, step: int) -> StepWork:
-        """The cut of global batch `step`: the same on every rank, but for `mine`."""
+        """Divide global batch `step` into micro-batches; all ranks compute the same and take their own."""
         samples = self.order(step)
         lengths = self.source.lengths(samples)
         ranks = make_micro_batches(lengths, self.plan.processes, self.budget, self.cohort)
-        mine = ranks[self.rank]
+        own = ranks[self.rank]
         if self.equal_counts:
-            mine = mine + [dummy_micro_batch(self.budget)] * (max(map(len, ranks)) - len(mine))
-        totals = {"sample": float(len(samples)), "cohort": float(-(-len(samples) // self.cohort))}
-        totals |= {unit: float(w[samples].sum(dtype=np.float64)) for unit, w in self.source.weights.items()}
+            own = own + [dummy_micro_batch(self.budget)] * (max(map(len, ranks)) - len(own))
+        weights = {"sample": float(len(samples)), "cohort": float(-(-len(samples) // self.cohort))}
+        weights |= {unit: float(w[samples].sum(dtype=np.float64)) for unit, w in self.source.weights.items()}
         tokens = int(lengths.sum())
         padding = 0.0 if self.plan.pack else padding_fraction(lengths, ranks)
-        return StepWork(step, samples, totals, tokens, mine, padding)
+        return StepWork(step, samples, weights, tokens, own, padding)
 
     def steps(self, start: int, stop: int) -> Iterator[LoadedStep]:
-        """Steps start..stop-1, loaded ahead of the loop."""
+        """Steps start..stop-1 with their batches, loaded ahead of the training loop."""
         stream = self._in_workers(start, stop) if self.plan.workers else self._in_thread(start, stop)
         loaded: LoadedStep | None = None
         began = now()
@@ -117,10 +122,11 @@ class BatchLoader:
                 yield work, micro
 
     def _rows(self, work: StepWork, micro: MicroBatch) -> np.ndarray:
-        # A dummy computes some sample with weight zero.
+        # A dummy micro-batch computes sample 0 with weight zero.
         return work.samples[micro.positions] if len(micro.positions) else np.zeros(1, np.int64)
 
     def _in_thread(self, start: int, stop: int) -> Iterator[Any]:
+        """Each step's StepWork, then its batches."""
         ready: queue.Queue[Any] = queue.Queue(maxsize=max(1, self.plan.prefetch))
         closed = threading.Event()
 
@@ -137,7 +143,7 @@ class BatchLoader:
                     if not _put_unless_closed(ready, batch, closed):
                         return
                 _put_unless_closed(ready, None, closed)
-            except BaseException as error:  # the loop's thread raises it
+            except BaseException as error:  # raised again in the training loop's thread
                 _put_unless_closed(ready, error, closed)
 
         threading.Thread(target=produce, name="feed", daemon=True).start()
@@ -150,6 +156,7 @@ class BatchLoader:
             closed.set()
 
     def _in_workers(self, start: int, stop: int) -> Iterator[Any]:
+        """The same as `_in_thread`, from the worker processes of a torch DataLoader."""
         from torch.utils.data import DataLoader
 
         planned: deque[tuple[StepWork, MicroBatch]] = deque()
@@ -178,7 +185,7 @@ class BatchLoader:
                 previous = work
                 yield batch
         except Exception as error:
-            # Its traceback would keep the loader, and so its processes, until some garbage collection.
+            # Its traceback refers to the loader and keeps its processes alive until garbage is collected.
             raise error.with_traceback(None) from None
 
 
@@ -200,7 +207,7 @@ class _FetchDataset:
         try:
             return to_tensors(self.source.fetch(*rows), pin=False)
         except IsobatchError as error:
-            return error  # one line for the user; raised here it would arrive wrapped in a traceback
+            return error  # if raised, DataLoader wraps it in a traceback
 
 
 class _StreamSampler:
@@ -212,15 +219,15 @@ class _StreamSampler:
 
 
 def to_tensors(arrays: dict[str, np.ndarray], pin: bool) -> dict[str, Tensor]:
-    """Host tensors of the arrays, page-locked if asked."""
+    """Host tensors of the arrays, in page-locked memory if `pin`."""
     import torch
 
-    made = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
-    return {name: t.pin_memory() for name, t in made.items()} if pin else made
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
+    return {name: t.pin_memory() for name, t in tensors.items()} if pin else tensors
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copies on the device, whole numbers as int64: they travel in the narrow form they are stored in."""
+    """Copy a batch to the device; integers become int64 there, so that fewer bytes are copied."""
     import torch
 
     moved = {name: t.to(device, non_blocking=True) for name, t in batch.items()}

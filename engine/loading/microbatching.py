@@ -1,4 +1,4 @@
-"""How a global batch is cut into micro-batches and dealt to ranks: only speed depends on it."""
+"""Divide a global batch into micro-batches and assign them to ranks: only speed depends on how."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchBudget:
-    """What one micro-batch may hold, and what it costs."""
+    """Limits of a micro-batch and its cost model; costs are in tokens."""
 
     samples: int
+    """Largest number of samples."""
     tokens: int
-    """Padded tokens: rows times the longest of them."""
+    """Largest number of padded tokens: rows times the length of the longest."""
     fixed_cost: float = 0.0
-    """Cost of a micro-batch apart from its tokens, in tokens."""
+    """Cost of a micro-batch apart from its tokens (kernel launches), in tokens."""
     square_cost: float = 0.0
-    """Cost of a row's length squared (attention), in tokens."""
+    """Cost per squared length of a row (attention), in tokens."""
     pad_multiple: int = 1
     packed: bool = False
-    """Samples lie end to end: tokens that pad them cost nothing and fill nothing."""
+    """Samples are packed end to end: padding costs nothing and does not count."""
 
     def width(self, length: int) -> int:
+        """A length rounded up to the pad multiple."""
         return -(-max(1, int(length)) // self.pad_multiple) * self.pad_multiple
 
     def cost(self, rows: int, length: int) -> float:
+        """Cost, in tokens, of a micro-batch of padded rows of this length."""
         width = self.width(length)
         return self.fixed_cost + rows * (width + self.square_cost * width * width)
 
-    def rows(self, length: int, most: float = float("inf")) -> int:
-        """Largest number of rows of this length within the budget and a cost of `most`; at least one."""
+    def rows(self, length: int, max_cost: float = float("inf")) -> int:
+        """Largest number of rows of this length within the budget and `max_cost`; at least one."""
         width = self.width(length)
-        by_cost = (most - self.fixed_cost) / (width + self.square_cost * width * width)
+        by_cost = (max_cost - self.fixed_cost) / (width + self.square_cost * width * width)
         return max(1, int(min(self.samples, self.tokens // width, by_cost)))
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A micro-batch of whole cohorts. An empty one is a dummy: weight zero, but its collectives happen."""
+    """A micro-batch of whole cohorts. An empty one is a dummy: weight zero, but its collectives run."""
 
     positions: np.ndarray
     """Positions in the global batch."""
@@ -50,43 +53,46 @@ class MicroBatch:
 def make_micro_batches(
     lengths: np.ndarray, world: int, budget: MicroBatchBudget, cohort: int = 1
 ) -> list[list[MicroBatch]]:
-    """Micro-batches per rank, with the slowest rank as fast as this can make it.
+    """Micro-batches of every rank, chosen so that the slowest rank is as fast as possible.
 
-    Samples are sorted by length, so that a micro-batch pads little; the number of micro-batches is chosen
-    by cost. Every rank gets at least one, a dummy if need be.
+    `lengths` (N,): of the samples of the global batch. Samples are sorted by length, so that a micro-batch
+    has little padding; the number of micro-batches is chosen by cost. A rank without samples gets a dummy.
     """
-    groups = -(-len(lengths) // cohort)
+    cohorts = -(-len(lengths) // cohort)
     longest = (
-        np.array([lengths[g * cohort : (g + 1) * cohort].max() for g in range(groups)])
+        np.array([lengths[c * cohort : (c + 1) * cohort].max() for c in range(cohorts)])
         if cohort > 1
         else lengths
     )
     order = np.argsort(-longest, kind="stable")
-    whole = _SegmentPacker(longest[order], cohort, budget)
-    best = min((assign_to_ranks(whole.pack(k), world) for k in whole.counts(world)), key=_slowest_rank)
+    packer = _SegmentPacker(longest[order], cohort, budget)
+    best = min((assign_to_ranks(packer.pack(k), world) for k in packer.counts(world)), key=_slowest_rank)
     return [_to_micro_batches(rank, order, len(lengths), cohort, budget) for rank in best]
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
+    """Consecutive cohorts, start..stop-1 of the sorted list, that make one micro-batch."""
+
     start: int
     stop: int
     cost: float
     length: int
+    """Of its longest sample."""
 
 
 class _SegmentPacker:
-    """Cuts a descending list of lengths into consecutive segments."""
+    """Divides cohorts, sorted by descending length, into consecutive segments."""
 
     def __init__(self, lengths: np.ndarray, cohort: int, budget: MicroBatchBudget) -> None:
         self.lengths, self.cohort, self.budget = lengths, cohort, budget
         each = cohort * lengths.astype(np.float64)
         self.tokens = np.append(0.0, np.cumsum(each))
-        """Real ones in all groups before each."""
+        """Tokens in all cohorts before each."""
         self.costs = np.append(0.0, np.cumsum(each + budget.square_cost * each * lengths))
 
     def counts(self, world: int) -> list[int]:
-        """Numbers of segments worth trying: the fewest that fit, then more, which pad less."""
+        """Numbers of segments to try: the fewest that fit, then more, which have less padding."""
         fewest = len(self._greedy(float("inf")))
         if self.lengths[0] == self.lengths[-1]:
             return [-(-fewest // world) * world]
@@ -96,7 +102,7 @@ class _SegmentPacker:
         )
 
     def pack(self, segments: int) -> list[_Segment]:
-        """At most about `segments` segments, the costliest as cheap as possible (bisection on its cost)."""
+        """About `segments` segments at most, minimising the largest cost of one by bisection."""
         greedy = self._greedy(float("inf"))
         low, high = 0.0, max(s.cost for s in greedy)
         best = greedy
@@ -109,25 +115,25 @@ class _SegmentPacker:
                 best, high = tried, middle
         return best
 
-    def _greedy(self, most: float, limit: int | None = None) -> list[_Segment]:
+    def _greedy(self, max_cost: float, limit: int | None = None) -> list[_Segment]:
         segments: list[_Segment] = []
         start = 0
         while start < len(self.lengths):
             length = int(self.lengths[start])
-            stop = min(len(self.lengths), start + self._groups(start, most))
+            stop = min(len(self.lengths), start + self._num_cohorts(start, max_cost))
             segments.append(_Segment(start, stop, self._cost(start, stop), length))
             if limit is not None and len(segments) > limit:
                 break
             start = stop
         return segments
 
-    def _groups(self, start: int, most: float) -> int:
-        """How many of the groups from `start` on make a segment that costs at most `most`; at least one."""
+    def _num_cohorts(self, start: int, max_cost: float) -> int:
+        """Number of cohorts from `start` on in a segment that costs at most `max_cost`; at least one."""
         budget = self.budget
         if not budget.packed:
-            return max(1, budget.rows(int(self.lengths[start]), most) // self.cohort)
+            return max(1, budget.rows(int(self.lengths[start]), max_cost) // self.cohort)
         by_tokens = np.searchsorted(self.tokens, self.tokens[start] + budget.tokens, "right") - 1
-        by_cost = np.searchsorted(self.costs, self.costs[start] + most - budget.fixed_cost, "right") - 1
+        by_cost = np.searchsorted(self.costs, self.costs[start] + max_cost - budget.fixed_cost, "right") - 1
         return max(1, min(int(by_tokens), int(by_cost), start + budget.samples // self.cohort) - start)
 
     def _cost(self, start: int, stop: int) -> float:
@@ -137,7 +143,7 @@ class _SegmentPacker:
 
 
 def assign_to_ranks(segments: list[_Segment], world: int) -> list[list[_Segment]]:
-    """Longest work first, each to the rank that has the least (Graham 1969)."""
+    """Assign segments to ranks, the costliest first, each to the least loaded rank (Graham 1969)."""
     ranks: list[list[_Segment]] = [[] for _ in range(world)]
     loads = [0.0] * world
     for segment in sorted(segments, key=lambda s: -s.cost):
@@ -152,7 +158,7 @@ def _slowest_rank(ranks: list[list[_Segment]]) -> float:
 
 
 def dummy_micro_batch(budget: MicroBatchBudget) -> MicroBatch:
-    """A micro-batch without samples: a rank's part in collectives that others need."""
+    """A micro-batch without samples, for a rank that must take part in the others' collectives."""
     return MicroBatch(np.empty(0, np.int64), budget.width(1), 0.0)
 
 
@@ -167,14 +173,15 @@ def _to_micro_batches(
     ]
 
 
-def _positions_of(groups: np.ndarray, count: int, cohort: int) -> np.ndarray:
+def _positions_of(cohorts: np.ndarray, count: int, cohort: int) -> np.ndarray:
+    """Positions of the samples of these cohorts; the last cohort of a batch of `count` may be short."""
     if cohort == 1:
-        return groups
-    places = (groups[:, None] * cohort + np.arange(cohort)).reshape(-1)
-    return places[places < count]
+        return cohorts
+    positions = (cohorts[:, None] * cohort + np.arange(cohort)).reshape(-1)
+    return positions[positions < count]
 
 
 def padding_fraction(lengths: np.ndarray, ranks: list[list[MicroBatch]]) -> float:
-    """Share of the padded tokens that are no tokens, were every micro-batch padded."""
+    """Share of padding in the padded tokens of all micro-batches; `lengths`: of all their samples."""
     slots = sum(m.width * len(m.positions) for rank in ranks for m in rank)
     return 1 - float(lengths.sum()) / slots if slots else 0.0

@@ -1,8 +1,8 @@
-"""A seeded permutation that is computed, not stored: any entry of it in constant time and memory.
+"""A seeded pseudorandom permutation: any entry is computed in constant time and memory, none is stored.
 
-A balanced Feistel network over the next even number of bits, walked until it falls into range (Black and
-Rogaway 2002, "Ciphers with arbitrary finite domains"). With 8 rounds its statistics are those of a random
-permutation down to n = 4.
+A balanced Feistel network over the next even number of bits, applied again until the result is in range
+(cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). With 8 rounds its
+statistics are those of a random permutation down to n = 4.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ def mix_bits(x: np.ndarray) -> np.ndarray:
 
 def permute(indices: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
     """Entries `indices` of the permutation of range(count) named by (seed, epoch); int64, same shape."""
-    places = np.asarray(indices, dtype=np.int64)
-    # An input outside the range may walk a cycle that never enters it: for ever.
-    assert places.size == 0 or (places.min() >= 0 and places.max() < count), "index outside the permutation"
+    entries = np.asarray(indices, dtype=np.int64)
+    # From an input outside the range, cycle walking may never enter the range: an endless loop.
+    assert entries.size == 0 or (entries.min() >= 0 and entries.max() < count), (
+        "index outside the permutation"
+    )
     half = max(1, (int(count - 1).bit_length() + 1) // 2)
     if half > _TABLE_BITS:
         computed = ComputedRounds(half, round_keys(seed, epoch))
-        return cycle_walk(places.astype(np.uint64), count, computed).astype(np.int64)
+        return cycle_walk(entries.astype(np.uint64), count, computed).astype(np.int64)
     # Up to 2^32 samples the round function is a table that stays in cache, six times as fast as computing it.
     rounds = TableRounds(half, round_tables(half, seed, epoch))
-    out = np.empty(places.size, np.int64)
-    flat = places.reshape(-1)
+    out = np.empty(entries.size, np.int64)
+    flat = entries.reshape(-1)
     for start in range(0, flat.size, _CHUNK):
         chunk = flat[start : start + _CHUNK].astype(np.uint32)
         out[start : start + _CHUNK] = cycle_walk(chunk, count, rounds)
-    return out.reshape(places.shape)
+    return out.reshape(entries.shape)
 
 
 class ComputedRounds:
-    """The Feistel rounds of a permutation, computed."""
+    """The Feistel rounds, for numbers of more than 32 bits."""
 
     def __init__(self, half: int, keys: np.ndarray) -> None:
         self.half, self.low, self.keys = np.uint64(half), np.uint64((1 << half) - 1), keys
@@ -57,7 +59,7 @@ class ComputedRounds:
 
 
 class TableRounds:
-    """The same rounds, each a table of its function."""
+    """The Feistel rounds with the round function in tables."""
 
     def __init__(self, half: int, tables: np.ndarray) -> None:
         self.half, self.low, self.tables = np.uint32(half), np.uint32((1 << half) - 1), tables
@@ -70,7 +72,7 @@ class TableRounds:
 
 
 def cycle_walk(x: np.ndarray, count: int, rounds: ComputedRounds | TableRounds) -> np.ndarray:
-    """Apply the rounds until every entry is below `count` (cycle walking)."""
+    """Apply the rounds to each number until it is below `count`."""
     x = rounds(x)
     outside = np.flatnonzero(x >= count)
     while outside.size:

@@ -1,4 +1,4 @@
-"""Prepare data once, before any process group: fetch, tokenize, measure; cached by what it depends on."""
+"""Prepare data once, before processes start: fetch, tokenize, count; cached under a hash of its settings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from isobatch.core.facts import Facts
 from isobatch.data.base import Data, fingerprint, length_quantiles
 
 ASSUMED_SAMPLES = 10_000
+"""Training samples of `assumed_facts`."""
 
 
 def cache_folder() -> Path:
@@ -25,11 +26,14 @@ def cache_folder() -> Path:
 
 
 def prepare(data: Data) -> Facts:
-    """The facts of the data, from the cache where it holds them. Several processes may ask at once."""
+    """Prepare the data unless it is in the cache; its facts. Safe when several processes call it at once.
+
+    Raises UserError where the data holds no training samples or the cache cannot be written.
+    """
     from filelock import FileLock
 
-    place = f"{type(data).__module__}.{type(data).__qualname__}"
-    identity = {"kind": data.cache_name or place, "version": data.version}
+    class_name = f"{type(data).__module__}.{type(data).__qualname__}"
+    identity = {"kind": data.cache_name or class_name, "version": data.version}
     key = _hash({**identity, **data.identity(), "code": data.recipe.options.get("code")})
     folder = cache_folder() / "prepared" / key
     with atomic_files.explain_write_errors(folder.parent):
@@ -68,7 +72,7 @@ def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:
 
 
 def assumed_facts(length: int, vocabulary: int = 50257) -> Facts:
-    """Facts for planning where the data is not at hand: every sample as long as said."""
+    """Facts for planning without the data: every sample is of `length` tokens."""
     return Facts(
         fingerprint="assumed",
         folder="",

@@ -1,6 +1,6 @@
-"""Which samples make up global batch `step`: a pure function of the recipe, holding no state.
+"""The sampler: which samples make up global batch `step`, as a pure function of the recipe, without state.
 
-Resuming is "start at step k", on any number of processes.
+So a run resumes at any step, on any number of processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from isobatch.engine.loading.permutation import permute
 
 LENGTH_WINDOW = 64
-"""Batches sorted together where the recipe groups by length. Part of the recipe's meaning: do not change."""
+"""Batches sorted together where the recipe groups by length. Another number changes what recipes mean."""
 _WINDOW_SEED = 0x5EED
 _PART_SEED = 0x9A27
 
@@ -24,9 +24,9 @@ _PART_SEED = 0x9A27
 class Sampler:
     """The order of samples. Every epoch is a permutation of the same subset; its last batch may be short.
 
-    Of several sets an epoch takes each by its share, and goes on in it where the epoch before stopped: every
-    sample of a set comes once before any comes twice, whatever the share. (Grouping by length shuffles within
-    its window.)
+    With several sets, an epoch takes from each by its share, and continues in it where the previous epoch
+    stopped: whatever the share, every sample of a set is used once before any is used again. (Grouping by
+    length shuffles within its window.)
     """
 
     count: int
@@ -41,7 +41,7 @@ class Sampler:
     lengths: Callable[[np.ndarray], np.ndarray] | None = None
     """Sample numbers -> their lengths, where batches are to hold samples of like length."""
     parts: tuple[tuple[int, float], ...] = ()
-    """(samples, share) of each set where several lie end to end; shares of any sum."""
+    """(samples, share) of each set where the split is several sets in a row; shares of any sum."""
 
     def __post_init__(self) -> None:
         assert self.count > 0
@@ -55,49 +55,52 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Optimizer steps per epoch; the last may be of a short batch."""
         return math.ceil(self.used / self.batch_size)
 
     def batch(self, step: int) -> np.ndarray:
         """The samples of global batch `step`, (<= batch_size,) int64, in the recipe's order."""
-        epoch, place = divmod(step, self.steps_per_epoch)
+        epoch, number = divmod(step, self.steps_per_epoch)
         if self.lengths is not None:
-            return self._batch_of_like_lengths(epoch, place)
-        return self._samples(epoch, place * self.batch_size, (place + 1) * self.batch_size)
+            return self._batch_of_like_lengths(epoch, number)
+        return self._samples(epoch, number * self.batch_size, (number + 1) * self.batch_size)
 
     def _samples(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        places = np.arange(start, min(stop, self.used))
+        """The samples at positions start..stop-1 of an epoch."""
+        positions = np.arange(start, min(stop, self.used))
         if self.parts:
-            return self._samples_of_parts(places, epoch)
-        places = permute(places, self.used, self.seed, epoch + 1)
-        return places if self.fraction == 1 else permute(places, self.count, self.seed, 0)
+            return self._samples_of_sets(positions, epoch)
+        samples = permute(positions, self.used, self.seed, epoch + 1)
+        return samples if self.fraction == 1 else permute(samples, self.count, self.seed, 0)
 
-    def _samples_of_parts(self, places: np.ndarray, epoch: int) -> np.ndarray:
-        """The samples at these places of an epoch, over which each set's are spread evenly.
+    def _samples_of_sets(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        """The samples at these positions of an epoch, over which the samples of each set are spread evenly.
 
-        A set's turns come in order, so that no pass over it begins before the last has ended. Of every `left`
-        places the set takes `quota`; the places it leaves are divided among the sets behind it.
+        Of every `left` positions a set takes `quota`; the others are divided among the sets after it.
+        A set's draws are numbered in order over all epochs, so that a pass over it ends before the next.
         """
-        samples = np.empty_like(places)
-        open_, left, offset = np.arange(len(places)), self.used, 0
+        samples = np.empty_like(positions)
+        unfilled, left, offset = np.arange(len(positions)), self.used, 0
         for number, ((size, _), quota) in enumerate(zip(self.parts, self.quotas, strict=True)):
-            before = places * quota // left
-            mine = (places + 1) * quota // left > before
-            turns = epoch * quota + before[mine]
-            samples[open_[mine]] = offset + self._turns(turns, size, self.seed + _PART_SEED * (number + 1))
-            open_, places = open_[~mine], (places - before)[~mine]
+            before = positions * quota // left
+            taken = (positions + 1) * quota // left > before
+            draws = epoch * quota + before[taken]
+            seed = self.seed + _PART_SEED * (number + 1)
+            samples[unfilled[taken]] = offset + self._draws_of_set(draws, size, seed)
+            unfilled, positions = unfilled[~taken], (positions - before)[~taken]
             left, offset = left - quota, offset + size
             if not left:
                 break
         return samples
 
-    def _turns(self, turns: np.ndarray, size: int, seed: int) -> np.ndarray:
-        """What a set of `size` samples gives at these turns: pass after pass over all that is used of it."""
+    def _draws_of_set(self, draws: np.ndarray, size: int, seed: int) -> np.ndarray:
+        """The samples of a set of `size` at these draws: each pass permutes the used part of the set."""
         used = max(1, round(size * self.fraction))
-        passes, places = np.divmod(turns, used)
-        samples = np.empty_like(places)
+        passes, positions = np.divmod(draws, used)
+        samples = np.empty_like(positions)
         for number in np.unique(passes).tolist():
-            mine = passes == number
-            samples[mine] = permute(places[mine], used, seed, number + 1)
+            inside = passes == number
+            samples[inside] = permute(positions[inside], used, seed, number + 1)
         return samples if self.fraction == 1 else permute(samples, size, seed, 0)
 
     @property
@@ -105,10 +108,10 @@ class Sampler:
         """Samples of each set in an epoch."""
         return divide_by_shares([share for _, share in self.parts], self.used)
 
-    def _batch_of_like_lengths(self, epoch: int, place: int) -> np.ndarray:
-        """Samples are sorted by length within a window of batches, and the window's batches shuffled."""
+    def _batch_of_like_lengths(self, epoch: int, number: int) -> np.ndarray:
+        """Samples are sorted by length within a window of batches, and the window's batches are shuffled."""
         assert self.lengths is not None
-        window, within = divmod(place, LENGTH_WINDOW)
+        window, within = divmod(number, LENGTH_WINDOW)
         span = LENGTH_WINDOW * self.batch_size
         samples = self._samples(epoch, window * span, (window + 1) * span)
         samples = samples[np.argsort(self.lengths(samples), kind="stable")]
@@ -122,7 +125,7 @@ class Sampler:
 
 
 def divide_by_shares(shares: Sequence[float], count: int) -> list[int]:
-    """`count` divided by shares: rounded down, and the rest to those that lost most (largest remainder)."""
+    """`count` divided by shares that need not sum to one: whole numbers by the largest remainder method."""
     wanted = [count * share / math.fsum(shares) for share in shares]
     found = [math.floor(w) for w in wanted]
     by_loss = sorted(range(len(shares)), key=lambda k: found[k] - wanted[k])
@@ -132,6 +135,6 @@ def divide_by_shares(shares: Sequence[float], count: int) -> list[int]:
 
 
 def extend_chain(previous: str, samples: np.ndarray) -> str:
-    """The hash over all samples seen so far: sixteen hex digits that name one order and no other."""
+    """The hash over all samples seen so far, in order: sixteen hex digits of SHA-256."""
     data = np.ascontiguousarray(samples, dtype="<i8").tobytes()
     return hashlib.sha256(previous.encode() + data).hexdigest()[:16]

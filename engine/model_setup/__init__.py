@@ -1,1 +1,1 @@
-"""The model as the plan runs it: dropout keyed, activations recomputed, samples packed."""
+"""Set up a model as the plan says: keyed dropout, activation checkpointing, packed samples."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks whose activations are computed again in the backward pass."""
+"""Activation checkpointing: activations of blocks are recomputed in the backward pass (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def checkpoint_activations(model: nn.Module, keyed: bool) -> int:
-    """Recompute each block of the outermost layer lists in the backward pass; returns how many blocks.
+    """Recompute each block of the model's outermost nn.ModuleLists in the backward pass; returns how many.
 
-    Keyed noise needs no generator state: the same key gives the same mask again.
+    With keyed noise (`keyed`) no generator state is kept: the same key gives the same mask.
     """
     inside: set[int] = set()
     wrapped = 0

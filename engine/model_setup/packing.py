@@ -1,8 +1,8 @@
-"""The samples of a micro-batch end to end in one row, each attending to itself alone: no padding is computed.
+"""Sample packing: the samples of a micro-batch in one row, each attending to itself alone, without padding.
 
-Between a model's input and its output the padded (B, T) positions are (1, N) real ones; what a task gives and
-gets has its rows as ever, so that what is learnt is the same. Attention runs in torch's kernel for variable
-lengths where there is one, else on rows padded for it alone (ModernBERT's unpadding, Warner et al. 2024; Zeng
+Inside the model the padded (B, T) positions are the (1, N) real ones. The task's input and output keep their
+rows, so that what is learnt is the same. Attention runs in torch's kernel for variable lengths where there is
+one (CUDA), else on rows padded for attention alone (ModernBERT's unpadding, Warner et al. 2024; Zeng
 et al. 2022, "Boosting distributed training performance of the unpadded BERT model").
 """
 
@@ -29,86 +29,87 @@ NAME = "packed"
 
 
 class PackedLayout:
-    """Where the N tokens of B samples lie in a (B, T) batch padded on the right."""
+    """Positions of the N tokens of B samples in a right-padded (B, T) batch. `lengths` (B,), `width` T."""
 
     def __init__(self, lengths: np.ndarray, width: int, device: torch.device) -> None:
         inside = np.arange(width) < lengths[:, None]
         rows, positions = np.nonzero(inside)
         self.rows, self.width, self.tokens = len(lengths), width, len(rows)
         self.longest = int(lengths.max())
-        self.places = torch.from_numpy(rows * width + positions).to(device, non_blocking=True)
+        self.padded_positions = torch.from_numpy(rows * width + positions).to(device, non_blocking=True)
+        """(N,): each token's index in the flattened (B, T) batch."""
         self.positions = torch.from_numpy(positions).to(device, non_blocking=True)[None]
-        """(1, N): each token's place in its sample."""
+        """(1, N): each token's position in its sample."""
         borders = np.append(0, np.cumsum(lengths)).astype(np.int32)
         self.borders = torch.from_numpy(borders).to(device, non_blocking=True)
-        """(B + 1,): where samples begin and end in the row."""
+        """(B + 1,) int32: cumulative lengths, where samples begin and end in the row."""
 
     def take(self, x: Tensor) -> Tensor:
         """(B, T, ...) -> (1, N, ...)."""
-        return x.flatten(0, 1).index_select(0, self.places)[None]
+        return x.flatten(0, 1).index_select(0, self.padded_positions)[None]
 
     def pad(self, x: Tensor) -> Tensor:
-        """(1, N, ...) -> (B, T, ...), zeros where nothing is."""
+        """(1, N, ...) -> (B, T, ...), padded with zeros."""
         empty = x.new_zeros(self.rows * self.width, *x.shape[2:])
-        return empty.index_copy(0, self.places, x[0]).view(self.rows, self.width, *x.shape[2:])
+        return empty.index_copy(0, self.padded_positions, x[0]).view(self.rows, self.width, *x.shape[2:])
 
 
 class SamplePacking:
-    """Packs what goes through a transformers decoder; `bind` says how long the samples are."""
+    """Hooks that pack the input of a transformers decoder and unpack its logits; `bind` sets the lengths."""
 
     forwarding = 0
-    """Packed forwards at work: masks are made then, by functions that know no model."""
+    """Packed forward passes now running: transformers' mask functions get no model to ask."""
 
     def __init__(self, model: nn.Module, noise: KeyedNoise | None) -> None:
         self.noise = noise
         self.lengths: np.ndarray | None = None
         self.layout: PackedLayout | None = None
-        """Of the last forward, kept for its backward."""
-        _route(model, self)
+        """Layout of the last forward pass, kept for its backward pass."""
+        _register(model, self)
         model.register_forward_pre_hook(self._pack, with_kwargs=True)
         model.register_forward_hook(self._unpack, always_call=True)
 
     def bind(self, lengths: np.ndarray | None) -> None:
-        """Forwards from now on are of samples this long, one per row; None leaves rows as they are."""
+        """Set the lengths (B,) of the rows of further forward passes; None turns packing off."""
         self.lengths = lengths
-        self._lay_out(None)
+        self._set_layout(None)
 
     @contextlib.contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Bind and compute inside: afterwards all is as it was."""
+        """Restore the bound lengths and the layout afterwards, so that others can be bound inside."""
         lengths, layout = self.lengths, self.layout
         yield
         self.lengths = lengths
-        self._lay_out(layout)
+        self._set_layout(layout)
 
-    def _lay_out(self, layout: PackedLayout | None) -> None:
+    def _set_layout(self, layout: PackedLayout | None) -> None:
         self.layout = layout
         if self.noise is not None:
             self.noise.packed_rows = layout
 
-    def _pack(self, _model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        self._lay_out(None)
+    def _pack(self, _model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+        self._set_layout(None)
         if self.lengths is None:
             return None
-        if args or given.get("attention_mask") is not None or "input_ids" not in given:
+        if args or inputs.get("attention_mask") is not None or "input_ids" not in inputs:
             raise UserError("--pack on: this task gives its model more than tokens: leave the flag out")
-        tokens = given["input_ids"]
+        tokens = inputs["input_ids"]
         layout = PackedLayout(self.lengths, tokens.shape[1], tokens.device)
-        self._lay_out(layout)
+        self._set_layout(layout)
         SamplePacking.forwarding += 1
-        return (), {**given, "input_ids": layout.take(tokens), "position_ids": layout.positions}
+        return (), {**inputs, "input_ids": layout.take(tokens), "position_ids": layout.positions}
 
     def _unpack(self, _model: nn.Module, _args: Any, output: Any) -> Any:
         if self.lengths is None or self.layout is None:
             return None
         SamplePacking.forwarding -= 1
-        if output is not None:  # else the forward has failed
+        if output is not None:  # None after a forward pass that failed
             output.logits = self.layout.pad(output.logits)
         return output
 
 
-def _route(model: Any, packing: SamplePacking) -> None:
-    """Let a model's attention pass through `_attention`."""
+def _register(model: Any, packing: SamplePacking) -> None:
+    """Make a transformers model use `_PackedAttention`, and no mask in packed forward passes."""
     plain, mask = known_attention(model.config._attn_implementation or "sdpa")  # noqa: SLF001  no public name
 
     def no_mask(*args: Any, **named: Any) -> Any:
@@ -122,6 +123,8 @@ def _route(model: Any, packing: SamplePacking) -> None:
 
 
 class _PackedAttention:
+    """An attention function as transformers calls it. `plain`: the model's own, used without packing."""
+
     def __init__(self, plain: Any) -> None:
         self.plain = plain
 
@@ -145,15 +148,15 @@ class _PackedAttention:
                 raise UserError("--pack on: attention's kernel takes no dropout: add --dropout 0")
             return _varlen(layout, query, key, value, scaling), None
         rows = [layout.pad(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
-        found, _ = self.plain(module, *rows, None, dropout=dropout, scaling=scaling, **named)
-        return layout.take(found), None
+        output, _ = self.plain(module, *rows, None, dropout=dropout, scaling=scaling, **named)
+        return layout.take(output), None
 
 
 def _varlen(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """torch's kernel, by the names that its versions have given to `causal`."""
+    """torch's kernel for variable lengths; its versions name the causal option differently."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if scaling is not None:  # the kernel's own is 1 / sqrt(D)
+    if scaling is not None:  # the kernel scales by 1 / sqrt(D)
         query = query * (scaling * query.shape[-1] ** 0.5)
     known = inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
@@ -162,5 +165,5 @@ def _varlen(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, sca
         for x in (query, repeat_kv_heads(key, query), repeat_kv_heads(value, query))
     )
     borders, longest = layout.borders, layout.longest
-    found: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **causal)
-    return found[None]
+    output: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **causal)
+    return output[None]

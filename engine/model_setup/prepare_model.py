@@ -1,4 +1,4 @@
-"""The model of a recipe, built on its device and set up as the plan says."""
+"""Build the model of a recipe on its device and set it up as the plan says."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def prepare_model(
     task: Task, recipe: Recipe, facts: Facts, plan: Plan, device: torch.device
 ) -> tuple[nn.Module, KeyedNoise | None]:
-    """The model with the recipe's initial weights, and the noise that its dropout draws from.
+    """The model with the recipe's initial weights, and the keyed noise of its dropout (None if native).
 
-    Raises UserError where the model computes statistics over a micro-batch.
+    Raises UserError where the model computes batch statistics.
     """
     torch.manual_seed(recipe.seed)
     model = task.build_model(facts)
-    if not traits_of(plan.strategy).shards_weights:  # whose shards are taken to the device one by one
+    if not traits_of(plan.strategy).shards_weights:  # else only its shards go to the device
         model = model.to(device)
     choose_attention: Any = getattr(model, "set_attn_implementation", None)
     if plan.attention != "sdpa" and choose_attention is not None:
@@ -46,7 +46,7 @@ def prepare_model(
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
-    """Batch norm computes over a micro-batch, which the plan cuts as it likes."""
+    """Raise UserError for batch norm: its statistics depend on the division into micro-batches."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  the base of all batch norms
             raise UserError(

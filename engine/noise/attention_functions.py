@@ -1,4 +1,4 @@
-"""Attention functions that a run registers with transformers, and takes out again when it ends."""
+"""Register attention functions with transformers for a run, and unregister them when it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _registered: set[str] = set()
 
 
 def register_attention(name: str, attention: Any, mask: Any) -> None:
-    """Let models choose `attention` and `mask` by `name`."""
+    """Register an attention function and its mask function under `name`, for `set_attn_implementation`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)
@@ -18,9 +18,9 @@ def register_attention(name: str, attention: Any, mask: Any) -> None:
 
 
 def known_attention(kernel: str) -> tuple[Any, Any]:
-    """(attention, mask) registered under a name; SDPA's where there is none.
+    """(attention function, mask function) registered under a name; those of SDPA where there are none.
 
-    The eager function belongs to each model's file; SDPA computes the same.
+    The eager function is not registered but defined in each model's file; SDPA computes the same.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -31,7 +31,7 @@ def known_attention(kernel: str) -> tuple[Any, Any]:
 
 
 def unregister_attention() -> None:
-    """Take out all that was registered here: nothing process-wide outlives a run."""
+    """Unregister everything that `register_attention` registered in this process."""
     if "transformers" not in sys.modules:
         return
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -1,8 +1,8 @@
 """Attention whose dropout is keyed by sample, for transformers models and lengths up to 512.
 
-Attention kernels draw their own dropout noise, by block and batch row. Where a model asks for dropout
-inside attention, this registers a function with transformers that computes the probabilities, drops them
-by the keyed mask, and goes on; without dropout it hands over to the plain kernel.
+Attention kernels draw their own dropout noise, by block and batch row. Where a model has dropout inside
+attention, a function registered here with transformers computes the probabilities and applies a keyed mask.
+Without dropout it calls the model's plain kernel.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from isobatch.engine.noise.keyed_noise import KeyedNoise, NoiseSite, apply_mask,
 
 NAME = "keyed"
 MAX_KEYED_LENGTH = 512
-"""Above this a (T, T) matrix per head costs too much: the recipes' default for attention dropout is 0."""
+"""Longer samples need too large a (T, T) matrix per head; recipes' default attention dropout is 0."""
 
 
 def key_attention(model: nn.Module, noise: KeyedNoise) -> None:
-    """Route a transformers model's attention through the keyed function, once per run."""
+    """Make a transformers model use the keyed attention function; other models are left alone."""
     config: Any = getattr(model, "config", None)
     if "transformers" not in sys.modules or not hasattr(config, "_attn_implementation"):
         return
@@ -35,7 +35,7 @@ def key_attention(model: nn.Module, noise: KeyedNoise) -> None:
 
 
 class KeyedAttention:
-    """Attention with keyed dropout; `plain` computes it where there is no dropout."""
+    """An attention function as transformers calls it. `plain`: the model's own, used without dropout."""
 
     def __init__(self, plain: Any) -> None:
         self.plain = plain
@@ -66,25 +66,31 @@ class KeyedAttention:
 
 
 def repeat_kv_heads(x: Tensor, query: Tensor) -> Tensor:
+    """x (B, K, ...) with its heads repeated to the H heads of query (B, H, ...): grouped-query attention."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) if x.shape[1] != query.shape[1] else x
 
 
 def _probabilities(
     query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, causal: bool
 ) -> Tensor:
+    """(B, H, T, S) float32 attention probabilities."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, repeat_kv_heads(key, query).transpose(2, 3)).float() * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     elif causal:
         length, span = scores.shape[-2:]
-        seen = torch.ones(length, span, dtype=torch.bool, device=scores.device).tril(span - length)
-        scores = scores.masked_fill(~seen, -torch.inf)
+        visible = torch.ones(length, span, dtype=torch.bool, device=scores.device).tril(span - length)
+        scores = scores.masked_fill(~visible, -torch.inf)
     return scores.softmax(-1)
 
 
 def dropout_mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
-    """A (B, H, T, S) mask that padding T and S does not move: positions count in a LONGEST-wide square."""
+    """A (B, H, T, S) bool mask that does not depend on padding of T and S.
+
+    The position of a pair is counted in a square of MAX_KEYED_LENGTH by MAX_KEYED_LENGTH. Raises
+    AttentionTooLongError.
+    """
     batch, heads, length, span = shape
     if max(length, span) > MAX_KEYED_LENGTH:
         raise AttentionTooLongError(max(length, span))
@@ -98,7 +104,7 @@ def dropout_mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
 
 
 class AttentionTooLongError(UserError):
-    """Keyed attention dropout has a largest length."""
+    """A batch is longer than keyed attention dropout supports."""
 
     def __init__(self, length: int) -> None:
         super().__init__(

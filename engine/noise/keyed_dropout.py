@@ -1,4 +1,4 @@
-"""Put keyed noise into a model: every dropout module, and attention where transformers lets us."""
+"""Key the dropout of a model: every nn.Dropout module, and dropout inside transformers' attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise
 
 
 def key_dropout(model: nn.Module, noise: KeyedNoise) -> int:
-    """Replace every nn.Dropout of a model, in place; returns how many. Attention is keyed in its kernel."""
+    """Replace every nn.Dropout in place, and key dropout inside attention; returns how many were replaced."""
     keyed: dict[int, KeyedDropout] = {}  # a module registered under several names stays one module
     for name, module in list(model.named_modules()):
         for child_name, child in list(module._modules.items()):  # noqa: SLF001  named_children skips second names

@@ -1,9 +1,10 @@
-"""Random draws keyed by (seed, step, sample, site, position): the same on any cut, world, padding and device.
+"""Keyed noise: random draws that depend on (seed, step, sample, site, position) alone.
 
-A draw is a hash, not a state. Each row of a batch gets a 64-bit key from (seed, step, sample, site); the
+They are the same for any micro-batching, number of processes, padding and device, because a draw is a hash
+and there is no generator state. Each row of a batch gets a 64-bit key from (seed, step, sample, site); the
 bits at a position are two rounds of a 32-bit integer finaliser (Wellons 2018, "lowbias32") over the position,
 with half of the key added before and the other half mixed in between. Positions count along the row in C
-order, so padding a row on the right of its second dimension moves nothing.
+order, so padding on the right of the second dimension changes no draw.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ _CALL_STRIDE = 0x3C6EF372
 
 
 class PackedRows(Protocol):
-    """Where the tokens of a padded (B, T) batch lie in one row of N."""
+    """The packed layout of a batch: padded (B, T) positions <-> N tokens in one row."""
 
     tokens: int
+    """N."""
     width: int
+    """T."""
 
     def take(self, x: Tensor) -> Tensor:
         """(B, T, ...) -> (1, N, ...)."""
@@ -42,7 +45,7 @@ class PackedRows(Protocol):
 
 
 class KeyedNoise:
-    """The noise of one run. `bind` it to a micro-batch, then draw; drawing twice gives the same numbers."""
+    """The noise of one run. `bind` it to a micro-batch, then draw; the same draw gives the same numbers."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -50,20 +53,20 @@ class KeyedNoise:
         self.keys: Tensor | None = None
         self.rows = 0
         self.packed_rows: PackedRows | None = None
-        """How the rows lie end to end in one, while they do."""
+        """Layout of the packed rows; None while rows are padded."""
         self._row_keys = np.empty(0, np.uint64)
         self._device = torch.device("cpu")
 
     def register(self, site: str) -> NoiseSite:
-        """A site whose keys are made together with all others', once per micro-batch."""
+        """The site of this name. Keys of all sites are computed together, once per micro-batch."""
         return self.sites.setdefault(site, NoiseSite(self, site, len(self.sites)))
 
     def bind(self, step: int, samples: np.ndarray, device: torch.device) -> None:
-        """Draws from now on belong to these samples (one per row) at this optimizer step."""
+        """Key further draws by this optimizer step and these samples, (B,) sample numbers, one per row."""
         with np.errstate(over="ignore"):
-            moment = mix_bits(np.array([self.seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-            moment = mix_bits(moment ^ np.array([step], np.uint64))
-            self._row_keys = mix_bits(moment + np.asarray(samples, np.int64).astype(np.uint64))
+            step_key = mix_bits(np.array([self.seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+            step_key = mix_bits(step_key ^ np.array([step], np.uint64))
+            self._row_keys = mix_bits(step_key + np.asarray(samples, np.int64).astype(np.uint64))
         self._device = device
         self.rows = len(samples)
         for site in self.sites.values():
@@ -74,7 +77,7 @@ class KeyedNoise:
 
     @contextlib.contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Bind and draw inside: afterwards all is as it was."""
+        """Restore binding and draw counts afterwards, so that other samples can be bound inside."""
         before = (self.keys, self.rows, self._row_keys, self._device)
         calls = {name: site.calls for name, site in self.sites.items()}
         yield
@@ -83,13 +86,13 @@ class KeyedNoise:
             site.calls = calls.get(name, 0)
 
     def _site_keys(self, site: str) -> np.ndarray:
-        """(B, 2) int32."""
+        """(B, 2) int32 keys of a site."""
         name = np.frombuffer(hashlib.blake2b(site.encode(), digest_size=8).digest(), np.uint64)
         with np.errstate(over="ignore"):
             return mix_bits(self._row_keys ^ name).view(np.int32).reshape(-1, 2)
 
     def bits(self, site: str, count: int, salt: int = 0) -> Tensor:
-        """(B, count) int32 of random bits."""
+        """(B, count) int32 of random bits. `salt`: another draw of the same site."""
         key = torch.from_numpy(self._site_keys(f"{site}#{salt}" if salt else site).copy()).to(self._device)
         return hash_bits(key, count)
 
@@ -110,19 +113,22 @@ class KeyedNoise:
 
 
 class NoiseSite:
-    """One place of a model that draws noise."""
+    """One place in a model that draws noise, such as a dropout module."""
 
     def __init__(self, noise: KeyedNoise, name: str, number: int) -> None:
         self.noise, self.name, self.number = noise, name, number
         self.calls = 0
-        """Times it drew for the bound micro-batch."""
+        """Draws so far for the bound micro-batch."""
 
     def draw(self) -> Tensor:
-        """(B, 2) int32 keys. A forward that draws again gets others; one that is recomputed gets the same."""
+        """(B, 2) int32 keys: others at each call in a forward pass, the same again when it is recomputed.
+
+        Raises RepeatedDropoutError.
+        """
         assert self.noise.keys is not None, "noise drawn outside a bound micro-batch"
         keys = self.noise.keys[self.number]
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # noqa: SLF001
-            # Inside a backward (torch has no public way to ask): activations are being recomputed.
+            # Inside a backward pass (torch has no public way to ask): activations are being recomputed.
             if self.calls > 1:
                 raise RepeatedDropoutError(self.name)
             return keys
@@ -140,7 +146,7 @@ def hash_bits(keys: Tensor, count: int) -> Tensor:
 
 
 def _hash_on_cpu(out: np.ndarray, keys: np.ndarray) -> None:
-    """Hash into `out` chunk by chunk. numpy shifts without sign, which torch cannot: fewer passes."""
+    """Hash into `out` by chunks, in numpy: its unsigned shift needs fewer passes than torch's signed one."""
     count = out.shape[1]
     positions = np.arange(count, dtype=np.uint32)
     scratch = np.empty(_CHUNK, np.uint32)
@@ -178,7 +184,7 @@ _compiled: dict[str, Any] = {}
 
 
 def _hash_on_device(keys: Tensor, count: int) -> Tensor:
-    """One fused kernel where triton can make it, a chain of kernels where it cannot; the same numbers."""
+    """One fused kernel where triton is available, else several kernels; the numbers are the same."""
     if torch.compiler.is_compiling():
         return _hash_formula(keys, count)
     if "hash" not in _compiled:
@@ -195,12 +201,14 @@ def _has_triton(device: torch.device) -> bool:
 
 
 def keep_mask(keys: Tensor, count: int, probability: float) -> Tensor:
-    """(B, count) bool, True with `1 - probability`: each hash gives two 16-bit draws."""
+    """(B, count) bool, True with probability `1 - probability`; each 32-bit hash gives two draws."""
     threshold = round(probability * 65536) - 32768
     return hash_bits(keys, (count + 1) // 2).view(torch.int16)[:, :count] >= threshold
 
 
-class _Dropped(torch.autograd.Function):
+class _ApplyMask(torch.autograd.Function):
+    """x * mask * scale; keeps only the bool mask for the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(mask)
@@ -214,12 +222,15 @@ class _Dropped(torch.autograd.Function):
 
 
 def apply_mask(x: Tensor, mask: Tensor, probability: float) -> Tensor:
-    """Dropout with a given (B, ...) mask; the scale makes up for the threshold's rounding to 1/65536."""
-    return _Dropped.apply(x, mask.view(x.shape), 65536.0 / (65536 - round(probability * 65536)))
+    """Dropout with a given (B, ...) mask; `probability` is rounded to 1/65536, as in the mask."""
+    return _ApplyMask.apply(x, mask.view(x.shape), 65536.0 / (65536 - round(probability * 65536)))
 
 
 class KeyedDropout(nn.Module):
-    """Dropout of (B, ...) activations whose mask depends on the sample, not on its batch."""
+    """Dropout of (B, ...) activations whose mask depends on the sample, not on the rest of its batch.
+
+    Raises NotPerSampleError where the input does not have one row per sample.
+    """
 
     def __init__(self, p: float, noise: KeyedNoise, site: str) -> None:
         super().__init__()
@@ -242,7 +253,7 @@ class KeyedDropout(nn.Module):
 
 
 class RepeatedDropoutError(UserError):
-    """Which of its calls recomputed noise belongs to cannot be told."""
+    """A module that draws several times in a forward pass was recomputed: which draw to repeat is unknown."""
 
     def __init__(self, site: str) -> None:
         super().__init__(
@@ -252,7 +263,7 @@ class RepeatedDropoutError(UserError):
 
 
 class NotPerSampleError(UserError):
-    """A dropout whose input has no row per sample cannot be keyed."""
+    """The input of a keyed dropout does not have one row per sample."""
 
     def __init__(self, site: str, shape: tuple[int, ...], rows: int) -> None:
         super().__init__(

@@ -1,4 +1,7 @@
-"""Draws for tasks when the recipe chose torch's own noise: there are none that a cut would not change."""
+"""The noise object given to tasks under `--noise native`: it refuses every draw.
+
+Draws of torch's generators would depend on the division into micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NativeNoise:
-    """Refuses every draw of a task, and says what to do."""
+    """Raises TrainingError at every draw of a task."""
 
     def _refuse(self, site: str, *_: object) -> Tensor:
         raise TrainingError(f"this task draws noise ({site}) of its own: use --noise keyed")

@@ -1,1 +1,1 @@
-"""Optimizers, learning rates, lengths of phases, early stopping."""
+"""Optimizers, learning-rate schedules, lengths of phases, early stopping."""

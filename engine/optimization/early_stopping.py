@@ -1,4 +1,4 @@
-"""Early stopping and the best checkpoint, decided from rounded values: float noise decides nothing."""
+"""Early stopping and the best checkpoint; metrics are rounded, so that float noise has no effect."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 DIGITS = 6
+"""Decimal places that metrics are rounded to."""
 
 
 @dataclass(slots=True)
 class EarlyStopping:
-    """Follows one metric over the evaluations."""
+    """Tracks one metric over the evaluations of a phase. A checkpoint holds these fields."""
 
     direction: str
+    """min or max: which values of the metric are better."""
     patience: int = 0
+    """Evaluations without improvement after which to stop; 0 never stops."""
     min_delta: float = 0.0
     best: float | None = None
     best_step: int = 0
     waited: int = 0
+    """Evaluations since the best one."""
 
     def update(self, value: float, step: int) -> bool:
-        """Whether this evaluation is the best so far."""
+        """Take in an evaluation after optimizer step `step`; returns whether it is the best so far."""
         value = round(value, DIGITS)
         gain = (
             math.inf
@@ -37,6 +41,7 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
+        """Whether patience is used up."""
         return self.patience > 0 and self.waited >= self.patience
 
     def to_dict(self) -> dict[str, Any]:

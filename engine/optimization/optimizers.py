@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: pure functions of the step, since schedulers hold state."""
+"""Make the recipe's optimizer, and compute its learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
-    """The rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the schedule to 0."""
+    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the recipe's schedule.
+
+    linear and cosine decay to 0, constant stays at `peak`.
+    """
     warmup = recipe.warmup.steps(steps_per_epoch) if recipe.warmup.value else 0
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -29,11 +32,14 @@ def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, lazy: Sequence[nn.Parameter] = ()
+    model: nn.Module, weight_decay: float, sparse: Sequence[nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
-    """Matrices decay; biases, norms and other vectors do not. `lazy` ones have an optimizer of their own."""
-    apart = {id(p) for p in lazy}
-    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
+    """torch's parameter groups: matrices decay; biases, norms and other vectors do not.
+
+    `sparse` parameters are left out: they have an optimizer of their own.
+    """
+    excluded = {id(p) for p in sparse}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in excluded]
     return [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -41,25 +47,29 @@ def parameter_groups(
 
 
 def make_optimizer(
-    model: nn.Module, recipe: Recipe, device: str, lazy: Sequence[nn.Parameter] = ()
+    model: nn.Module, recipe: Recipe, device: str, sparse: Sequence[nn.Parameter] = ()
 ) -> Optimizer:
-    """The recipe's optimizer over the trainable parameters; `lazy` tables move by the rows that were read."""
+    """The recipe's optimizer over the trainable parameters; `device` is the device type.
+
+    `sparse`: embedding tables that SparseAdam updates, only in the rows that a step read. Raises UserError
+    where nothing is trainable.
+    """
     import torch
 
-    groups = [g for g in parameter_groups(model, recipe.weight_decay, lazy) if g["params"]]
-    lazy = [p for p in lazy if p.requires_grad]
+    groups = [g for g in parameter_groups(model, recipe.weight_decay, sparse) if g["params"]]
+    sparse = [p for p in sparse if p.requires_grad]
     entry = OPTIMIZERS[recipe.optimizer]
-    if not groups and not lazy:
+    if not groups and not sparse:
         raise UserError("nothing to train: every parameter of the model is frozen")
-    if lazy:
-        by_rows = torch.optim.SparseAdam(lazy, lr=recipe.lr)
+    if sparse:
+        sparse_adam = torch.optim.SparseAdam(sparse, lr=recipe.lr)
         dense = [entry.make(groups, recipe.lr, device)] if groups else []
-        return cast("Optimizer", OptimizerGroup([*dense, by_rows]))
+        return cast("Optimizer", OptimizerGroup([*dense, sparse_adam]))
     return entry.make(groups, recipe.lr, device)
 
 
 class OptimizerGroup:
-    """Optimizers of different parameters, stepped as one."""
+    """Several optimizers of different parameters with the interface of one."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = parts
@@ -76,7 +86,7 @@ class OptimizerGroup:
 
 
 class _GroupState:
-    """Parameter -> its state, wherever it is."""
+    """Parameter -> its state in the optimizer that owns it."""
 
     def __init__(self, owner: Mapping[nn.Parameter, Optimizer]) -> None:
         self.owner = owner

@@ -1,4 +1,4 @@
-"""How long each phase is and what falls due at which step: arithmetic on the recipe, without torch."""
+"""Lengths of phases, and when evaluations and saves are due: arithmetic on the recipe, without torch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSchedule:
-    """A phase with its numbers."""
+    """A phase with its length and learning rate."""
 
     name: str
     steps: int
+    """Optimizer steps of the phase."""
     steps_per_epoch: int
     lr: float
+    """Peak learning rate."""
     eval_every: int
-    judged: bool = True
-    """Whether --patience counts here."""
+    """Steps between evaluations."""
+    early_stopping: bool = True
+    """Whether --patience applies to this phase."""
 
 
 def phase_schedules(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int) -> list[PhaseSchedule]:
-    """The phases to train, in order, with lengths from the recipe or else from the task."""
+    """The phases to train, in order; lengths are the recipe's or else the task's.
+
+    Raises UserError where --phase is unknown or --steps or --epochs do not match the number of phases.
+    """
     names = [p.name for p in phases]
     if recipe.phase is not None and recipe.phase not in names:
         raise UserError(f"--phase {recipe.phase}: this task's phases are {', '.join(names)}")
@@ -38,34 +44,38 @@ def phase_schedules(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: in
     return [
         PhaseSchedule(
             p.name,
-            _steps(recipe, place, p, len(phases), steps_per_epoch),
+            _steps(recipe, index, p, len(phases), steps_per_epoch),
             steps_per_epoch,
             p.lr or recipe.lr,
             every,
             p.early_stopping,
         )
-        for place, p in enumerate(phases)
+        for index, p in enumerate(phases)
         if recipe.phase in (None, p.name)
     ]
 
 
-def _steps(recipe: Recipe, place: int, phase: Phase, count: int, steps_per_epoch: int) -> int:
+def _steps(recipe: Recipe, index: int, phase: Phase, count: int, steps_per_epoch: int) -> int:
     if recipe.steps is not None:
-        return max(1, round(_nth(recipe.steps, place, phase, count, "--steps")))
-    epochs = phase.epochs if recipe.epochs is None else _nth(recipe.epochs, place, phase, count, "--epochs")
+        return max(1, round(_nth(recipe.steps, index, phase, count, "--steps")))
+    epochs = phase.epochs if recipe.epochs is None else _nth(recipe.epochs, index, phase, count, "--epochs")
     return max(1, math.ceil(round(epochs * steps_per_epoch, 6)))
 
 
-def _nth(values: Sequence[float], place: int, phase: Phase, count: int, flag: str) -> float:
+def _nth(values: Sequence[float], index: int, phase: Phase, count: int, flag: str) -> float:
+    """The value of phase `index` of `count`; one value for several phases is divided by their shares."""
     if len(values) not in (1, count):
         raise UserError(
             f"{flag} {','.join(map(str, values))}: give one number, or one for each of {count} phases"
         )
-    return values[0] * phase.share if len(values) == 1 < count else values[place]
+    return values[0] * phase.share if len(values) == 1 < count else values[index]
 
 
 class SaveTimer:
-    """When a save falls due: every so many steps, or so many minutes of this process's clock."""
+    """When a checkpoint is due: every so many steps, or so many minutes of this process's clock.
+
+    `clock`, here and below, is a time in seconds from `core.measures.now`.
+    """
 
     def __init__(self, interval: Interval, steps_per_epoch: int, clock: float) -> None:
         self.minutes = interval.value if interval.unit == "minutes" else None
@@ -73,12 +83,13 @@ class SaveTimer:
         self.last = clock
 
     def due_at(self, step: int) -> bool:
-        """By the count of steps: the same on every rank."""
+        """Whether a save is due by the count of steps: the same on every rank."""
         return self.steps is not None and step % self.steps == 0
 
     def due_by(self, clock: float) -> bool:
-        """By the clock: rank 0 decides and tells the others."""
+        """Whether a save is due by the clock: rank 0 decides for all."""
         return self.minutes is not None and clock - self.last >= self.minutes * 60
 
     def reset(self, clock: float) -> None:
+        """Start the interval anew after a save."""
         self.last = clock

@@ -1,1 +1,1 @@
-"""(recipe, facts, hardware) -> plan."""
+"""The planner: (recipe, facts, model size, hardware, options) -> plan."""

@@ -1,4 +1,4 @@
-"""What other ways of training would take on this machine, before anybody asks for one."""
+"""Predicted peak memory of other settings that use less memory, listed beside a plan."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ if TYPE_CHECKING:
 
 
 def memory_alternatives(
-    make: Callable[[Recipe], Task], recipe: Recipe, facts: Facts, shape: ModelSize, plan: Plan
+    make: Callable[[Recipe], Task], recipe: Recipe, facts: Facts, model_size: ModelSize, plan: Plan
 ) -> list[dict[str, Any]]:
-    """Peak bytes per process of the plan's own micro-batch under each measure that is not taken yet.
+    """Predicted peak bytes per process under the plan, and under each memory-saving setting it does not use.
 
-    The first row is the plan as it is. All but activation checkpointing are other recipes.
+    All rows are for the plan's own micro-batch; the first is the plan itself. Each row but activation
+    checkpointing is another recipe, which learns something else. `make`: recipe -> its task.
     """
     choices = ExecutionChoices(
         **{f.name: getattr(plan, f.name) for f in dataclasses.fields(ExecutionChoices)}
     )
     tokens, longest = plan.micro_batch_tokens, facts.longest
 
-    def row(flags: str, remark: str, one: Recipe, its: ModelSize, made: ExecutionChoices) -> dict[str, Any]:
-        peak = memory_footprint(one, its, made, tokens, longest).peak
+    def row(
+        flags: str, remark: str, recipe: Recipe, size: ModelSize, choices: ExecutionChoices
+    ) -> dict[str, Any]:
+        peak = memory_footprint(recipe, size, choices, tokens, longest).peak
         return {"flags": flags, "peak_memory_bytes": peak, "remark": remark}
 
-    rows = [row("", "as planned", recipe, shape, choices)]
-    whole = row("", "", recipe, dataclasses.replace(shape, head_bytes=0), choices)["peak_memory_bytes"]
-    if (saved := whole - rows[0]["peak_memory_bytes"]) > 0:
+    rows = [row("", "as planned", recipe, model_size, choices)]
+    unchunked = row("", "", recipe, dataclasses.replace(model_size, head_bytes=0), choices)
+    if (saved := unchunked["peak_memory_bytes"] - rows[0]["peak_memory_bytes"]) > 0:
         rows[0]["remark"] += f"; {saved / 1e9:.2f} GB less for logits made in chunks"
-    if not plan.activation_checkpointing and shape.layers:
+    if not plan.activation_checkpointing and model_size.layers:
         recomputed = dataclasses.replace(choices, activation_checkpointing=True)
-        said = "the same recipe, a third more arithmetic"
-        rows.append(row("--activation-checkpointing on", said, recipe, shape, recomputed))
-    whole_matrices = not choices.traits.flat_shards
-    lighter = OPTIMIZERS if recipe.optimizer == "adamw" and whole_matrices else {}
-    for name, remark in ((name, of.remark) for name, of in lighter.items() if of.remark):
+        remark = "the same recipe, a third more arithmetic"
+        rows.append(row("--activation-checkpointing on", remark, recipe, model_size, recomputed))
+    sees_matrices = not choices.traits.flat_shards
+    lighter = OPTIMIZERS if recipe.optimizer == "adamw" and sees_matrices else {}
+    for name, remark in ((name, traits.remark) for name, traits in lighter.items() if traits.remark):
         other = dataclasses.replace(recipe, optimizer=name)
-        rows.append(row(f"--optimizer {name}", remark, other, shape, choices))
+        rows.append(row(f"--optimizer {name}", remark, other, model_size, choices))
     for flags, values in make(recipe).memory_saving_flags().items():
         other = dataclasses.replace(recipe, options={**recipe.options, **values})
         rows.append(row(flags, "", other, make(other).model_size(facts), choices))

@@ -1,4 +1,4 @@
-"""The choices that do not depend on the number of processes: each function answers (value, reason)."""
+"""Plan fields decided by one rule each: every function returns (value, reason)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ CompileMode = Literal["on", "off", "reduce-overhead"]
 COMPILE_WORTH_SECONDS = 1800.0
 """A run this long earns back some minutes of compiling several shapes (uncalibrated)."""
 SHAPES = 8
+"""Most padded lengths that a compiled model sees: each is compiled anew."""
 
 
 def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[DeviceKind, str]:
+    """The device that trains. Raises UserError where the one asked for is not there or not usable."""
     if asked.device == "auto":
-        return hardware.kind, _found(hardware)
+        return hardware.kind, _what_was_found(hardware)
     if asked.device == "cuda" and not hardware.gpus:
         raise UserError(
             "--device cuda: there is no NVIDIA GPU here; leave the flag out to train on what there is"
@@ -38,7 +40,7 @@ def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[DeviceKind, s
     return asked.device, "you asked for it"
 
 
-def _found(hardware: Hardware) -> str:
+def _what_was_found(hardware: Hardware) -> str:
     if hardware.kind == "cpu" and hardware.gpus:
         return f"{_unusable(hardware)}, so the CPU trains"
     return f"{hardware.source}: {hardware.describe()}" + ("" if hardware.gpus else ", no GPU")
@@ -50,12 +52,13 @@ def _unusable(hardware: Hardware) -> str:
 
 
 def choose_precision(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> tuple[Precision, str]:
+    """The number format of the arithmetic. Raises UserError where the device lacks the one asked for."""
     word = asked.precision.removesuffix("-mixed")
     wanted = {"16": "fp16", "32": "fp32"}.get(word, word)
     if wanted == "auto":
         return {"cuda": _cuda_precision, "cpu": _cpu_precision, "mps": _mps_precision}[device](hardware)
     if wanted == "bf16":
-        return "bf16", _asked_bf16(hardware, device)
+        return "bf16", _reason_for_bf16(hardware, device)
     if wanted == "fp16":
         if device == "cpu":
             raise UserError(f"--precision {asked.precision}: fp16 needs a GPU; use fp32 or bf16 on a CPU")
@@ -88,7 +91,8 @@ def _mps_precision(_: Hardware) -> tuple[Precision, str]:
     return "fp32", "half precision on Apple GPUs saves memory but hardly time; fp32 keeps the result exact"
 
 
-def _asked_bf16(hardware: Hardware, device: DeviceKind) -> str:
+def _reason_for_bf16(hardware: Hardware, device: DeviceKind) -> str:
+    """The reason where bf16 was asked for. Raises UserError on a GPU that only emulates it."""
     if device == "cuda" and not hardware.gpu.native_bf16:
         major, minor = hardware.gpu.compute_capability
         raise UserError(
@@ -103,6 +107,7 @@ def _asked_bf16(hardware: Hardware, device: DeviceKind) -> str:
 def choose_attention(
     hardware: Hardware, device: DeviceKind, precision: str, asked: PlanOptions
 ) -> tuple[AttentionKernel, str]:
+    """The attention kernel. Raises UserError where flash attention cannot run."""
     if asked.attention == "auto":
         return "sdpa", "torch's fused kernel: no length-squared matrix is kept"
     if asked.attention == "flash" and (
@@ -117,11 +122,16 @@ def choose_attention(
 
 
 def choose_pack(case: PlanningCase, asked: PlanOptions, padding: float) -> tuple[bool, str]:
-    """`padding`: share of a usual batch's tokens, cut by length, that are none."""
+    """Whether to pack samples. `padding`: share of padding in a typical batch that is grouped by length.
+
+    Raises UserError where packing was asked for and cannot run.
+    """
     padded = f"cut by length, {padding:.1%} of a usual batch's tokens are padding"
     if asked.pack != "on":
-        return False, padded + ("; --pack on computes none of it" if case.shape.packs and padding else "")
-    if not case.shape.packs:
+        return False, padded + (
+            "; --pack on computes none of it" if case.model_size.packs and padding else ""
+        )
+    if not case.model_size.packs:
         raise UserError("--pack on: this model's attention cannot be told where a sample ends: leave it out")
     if asked.compile not in ("auto", "off"):
         raise UserError(f"--pack on: rows change their length, so --compile {asked.compile} never ends")
@@ -133,6 +143,7 @@ def choose_pack(case: PlanningCase, asked: PlanOptions, padding: float) -> tuple
 
 
 def choose_compile(case: PlanningCase, asked: PlanOptions, step_seconds: float) -> tuple[CompileMode, str]:
+    """Whether to torch.compile the model: only for runs long enough to earn back the compilation."""
     if asked.pack == "on" and asked.compile == "auto":
         return "off", "packed rows have another length each time, and each would be compiled anew"
     if asked.compile != "auto":
@@ -160,7 +171,7 @@ def _duration(seconds: float) -> str:
 
 
 def choose_padding(case: PlanningCase, compiled: bool) -> tuple[int, str]:
-    """The multiple that lengths are padded to; compiled models get at most about eight different shapes."""
+    """The multiple that lengths are padded to; a compiled model sees at most about SHAPES lengths."""
     cores = case.device == "cuda" and case.precision != "fp32"
     base = 8 if cores else 1
     if compiled:
@@ -172,6 +183,7 @@ def choose_padding(case: PlanningCase, compiled: bool) -> tuple[int, str]:
 
 
 def choose_workers(asked: PlanOptions) -> tuple[int, str]:
+    """Loader processes per worker process; 0 loads in a thread."""
     if asked.workers is None:
         return (
             0,
@@ -181,12 +193,14 @@ def choose_workers(asked: PlanOptions) -> tuple[int, str]:
 
 
 def choose_prefetch(asked: PlanOptions) -> tuple[int, str]:
+    """Micro-batches kept ready."""
     if asked.prefetch is None:
         return 2, "one micro-batch in use and one ready hide the loading"
     return asked.prefetch, "you asked for it"
 
 
 def choose_pin_memory(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> tuple[bool, str]:
+    """Whether batches are copied from page-locked memory."""
     if device != "cuda":
         ignored = "; --pin-memory on has no effect" if asked.pin_memory == "on" else ""
         return False, f"only copies to an NVIDIA GPU gain from it{ignored}"
@@ -198,6 +212,7 @@ def choose_pin_memory(hardware: Hardware, device: DeviceKind, asked: PlanOptions
 
 
 def choose_threads(case: PlanningCase, processes: int) -> tuple[int, str]:
+    """Compute threads per process: the cores of a node divided by its processes."""
     cpus, local = case.hardware.cpus, case.local(processes)
     threads = max(1, cpus // local)
     if local == 1:
@@ -208,6 +223,7 @@ def choose_threads(case: PlanningCase, processes: int) -> tuple[int, str]:
 def choose_reduction(
     case: PlanningCase, choices: ExecutionChoices
 ) -> tuple[Literal["overlapped", "explicit"], str]:
+    """When gradients are reduced over processes: during the last backward pass, or once after it."""
     if choices.processes == 1:
         return "explicit", "one process has nothing to exchange"
     if case.device == "cuda" and choices.traits.overlaps_reduction:
@@ -223,7 +239,10 @@ def choose_reduction(
 def choose_invariance(
     recipe: Recipe, precision: str, compiled: bool, foreign: bool
 ) -> tuple[Invariance, str]:
-    """noise outranks precision: other random draws differ far more than another rounding."""
+    """How exactly another plan of this recipe learns the same. `foreign`: the model draws torch's own noise.
+
+    `noise` is stated before `precision`: other random draws differ far more than other rounding.
+    """
     if recipe.noise == "native" or foreign:
         source = (
             "the recipe asks for torch's own noise"

@@ -1,4 +1,4 @@
-"""Seconds of a step: arithmetic, launches, an alpha-beta all-reduce and the optimizer's update.
+"""Cost model: seconds of a step for arithmetic, kernel launches, gradient exchange and optimizer update.
 
 CPU rates were measured on two cores of an AMD EPYC; GPU efficiencies are uncalibrated.
 """
@@ -26,22 +26,25 @@ CORE_FLOPS = 40e9
 CPU_BF16_SPEEDUP = 2.0
 """Measured with AVX512_BF16: 1.8 to 2.5 times fp32; without it bf16 is 5 times slower than fp32."""
 CPU_MEMORY_BANDWIDTH = 10e9
+"""Bytes/s."""
 GLOO_BANDWIDTH, GLOO_LATENCY, NCCL_LATENCY = 1e9, 2e-4, 2e-5
+"""Bytes/s, seconds, seconds."""
 BUCKET_BYTES = 25e6
+"""Gradients are reduced in buckets of this size (DDP's default)."""
 MOBILE_SUSTAINED = 0.8
-"""Share of its peak that a mobile GPU holds when warm (uncalibrated)."""
+"""Share of its peak rate that a mobile GPU sustains when warm (uncalibrated)."""
 COMPILE_SPEEDUP = 1.3
 MOST_SAMPLES = 512
-"""Of a rank, cut for a prediction; more are scaled."""
+"""Samples of a rank that a prediction divides into micro-batches; for more, the time is scaled up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanningCase:
-    """What is planned for, with the choices that do not depend on the number of processes."""
+    """What a plan is for, with the choices that do not depend on the number of processes."""
 
     recipe: Recipe
     facts: Facts
-    shape: ModelSize
+    model_size: ModelSize
     hardware: Hardware
     device: Literal["cpu", "cuda", "mps"]
     precision: Precision
@@ -49,18 +52,19 @@ class PlanningCase:
     pad_multiple: int = 1
     compile: bool = False
     world_nodes: int | None = None
-    """Nodes of a world that was formed already."""
+    """Number of nodes where the processes were started already; else None."""
 
     @property
     def longest(self) -> int:
-        """The longest sample, padded, in tokens."""
+        """Padded length of the longest sample, in tokens."""
         return self.padded(self.facts.longest)
 
     def padded(self, length: int) -> int:
+        """A length rounded up to the pad multiple."""
         return max(1, math.ceil(length / self.pad_multiple)) * self.pad_multiple
 
     def nodes(self, processes: int) -> int:
-        """Nodes that these processes fill, one per GPU; on CPUs they are spread."""
+        """Nodes that this many processes use: one process per GPU; on CPUs they are spread over all nodes."""
         if self.world_nodes:
             return min(self.world_nodes, processes)
         if self.device == "cpu":
@@ -68,12 +72,12 @@ class PlanningCase:
         return math.ceil(processes / max(1, len(self.hardware.gpus)))
 
     def local(self, processes: int) -> int:
-        """Processes on the fullest node."""
+        """Processes on the node that has the most."""
         return math.ceil(processes / self.nodes(processes))
 
 
 def flop_rate(case: PlanningCase, processes: int) -> float:
-    """FLOP/s of one process; rates of unequal GPUs are the slowest one's."""
+    """Predicted FLOP/s of one process. Unequal GPUs count as the one with the least memory."""
     if case.device == "cpu":
         native = CPU_BF16_SPEEDUP if case.hardware.cpu_bf16 else 0.2
         return (
@@ -88,34 +92,35 @@ def flop_rate(case: PlanningCase, processes: int) -> float:
 
 
 def memory_bandwidth(case: PlanningCase) -> float:
+    """Bytes/s of the training device's memory."""
     return CPU_MEMORY_BANDWIDTH if case.device == "cpu" else case.hardware.gpu.memory_bandwidth
 
 
 def micro_batch_seconds(case: PlanningCase) -> float:
-    """What a micro-batch costs besides its tokens: launching kernels, and adding to every gradient once more.
+    """Seconds of a micro-batch apart from its tokens: kernel launches, and one addition to every gradient.
 
-    Eager kernels of a layer take about a millisecond to launch, forward and backward (BERT: 10 to 20 ms).
+    Launching a layer's eager kernels takes about a millisecond, forward and backward (BERT: 10 to 20 ms).
     """
-    accumulate = 12.0 * case.shape.trainable / memory_bandwidth(case)
+    accumulate = 12.0 * case.model_size.trainable / memory_bandwidth(case)
     if case.device == "cpu":
         return 1e-3 + accumulate
-    launch = 3e-3 + 1e-3 * layers_and_width(case.shape)[0]
+    launch = 3e-3 + 1e-3 * layers_and_width(case.model_size)[0]
     return launch * (0.4 if case.compile else 1.0) + accumulate
 
 
 def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
-    """Forward and backward of one padded token."""
-    flops = flops_per_token(case.shape, case.facts.mean_length, choices.activation_checkpointing)
+    """Seconds of the forward and backward pass of one padded token."""
+    flops = flops_per_token(case.model_size, case.facts.mean_length, choices.activation_checkpointing)
     return max(flops, 1.0) / flop_rate(case, choices.processes)
 
 
 def fixed_tokens(case: PlanningCase, choices: ExecutionChoices) -> float:
-    """The cost of a micro-batch besides its tokens, in tokens."""
+    """The fixed cost of a micro-batch, as a number of tokens that take the same time."""
     return micro_batch_seconds(case) / token_seconds(case, choices)
 
 
 def typical_batch_lengths(facts: Facts, samples: int) -> list[int]:
-    """A batch like the data: lengths at evenly spaced ranks of the distribution, longest first."""
+    """Lengths of a typical batch: evenly spaced quantiles of the data's lengths, longest first."""
     last = len(facts.lengths) - 1
     return [facts.lengths[round((rank + 0.5) / samples * last)] for rank in reversed(range(samples))]
 
@@ -123,7 +128,10 @@ def typical_batch_lengths(facts: Facts, samples: int) -> list[int]:
 def compute_seconds(
     case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int
 ) -> tuple[float, float]:
-    """(all, one) micro-batches of the fullest rank, cut as training will cut them."""
+    """Seconds of (all micro-batches, one micro-batch) of the rank with the most samples.
+
+    A typical batch is divided into micro-batches by the same function as in training.
+    """
     share = math.ceil(case.recipe.batch_size / choices.processes)
     drawn = min(share, MOST_SAMPLES)
     per_token, budget = token_seconds(case, choices), _budget(case, choices, samples, tokens)
@@ -135,7 +143,7 @@ def compute_seconds(
 
 
 def expected_padding(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> float:
-    """Share of the padded tokens of a batch like the data that are no tokens, cut for one process."""
+    """Share of padding in the micro-batches of a typical batch on one process."""
     lengths = np.array(typical_batch_lengths(case.facts, min(case.recipe.batch_size, MOST_SAMPLES)))
     return padding_fraction(lengths, make_micro_batches(lengths, 1, _budget(case, choices, samples, tokens)))
 
@@ -145,9 +153,10 @@ def _budget(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens:
 
 
 def all_reduce_seconds(size: float, processes: int, case: PlanningCase) -> float:
-    """A ring inside each node, then one between nodes; latencies per 25 MB bucket and tree level.
+    """Seconds to all-reduce `size` bytes: a ring in each node, then one between nodes.
 
-    Alpha-beta model: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations".
+    Latency counts per 25 MB bucket and tree level. Alpha-beta model: Thakur, Rabenseifner, Gropp 2005,
+    "Optimization of Collective Communication Operations".
     """
     if processes == 1:
         return 0.0
@@ -163,35 +172,39 @@ def all_reduce_seconds(size: float, processes: int, case: PlanningCase) -> float
 
 
 def exchange_seconds(case: PlanningCase, choices: ExecutionChoices, one_micro_batch: float) -> float:
-    """What the exchange adds: all of it after the last micro-batch, or what its backward pass cannot hide."""
-    # Sharded weights are gathered twice, besides the reduction of gradients.
-    size = 4.0 * case.shape.trainable + (
-        4.0 * case.shape.parameters if choices.traits.shards_weights else 0.0
+    """Seconds that the gradient exchange adds: all of it, or what the last backward pass does not overlap."""
+    # Besides the reduction of gradients, sharded weights are gathered twice, which costs one all-reduce.
+    size = 4.0 * case.model_size.trainable + (
+        4.0 * case.model_size.parameters if choices.traits.shards_weights else 0.0
     )
-    whole = all_reduce_seconds(size, choices.processes, case)
+    total = all_reduce_seconds(size, choices.processes, case)
     if case.device == "cpu" or not choices.traits.overlaps_reduction:
-        return whole
-    return max(0.05 * whole, whole - 0.6 * one_micro_batch)
+        return total
+    return max(0.05 * total, total - 0.6 * one_micro_batch)
 
 
 def update_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
-    """The optimizer reads and writes weights and moments, 28 bytes a parameter; offloaded, on the host."""
+    """Seconds of the optimizer's update: 28 bytes of weights and moments per parameter, read and written.
+
+    Offloaded state is updated by the host.
+    """
     sharded = choices.processes if choices.traits.shards else 1
     rate = (
         CPU_MEMORY_BANDWIDTH / case.local(choices.processes)
         if choices.traits.offloads
         else memory_bandwidth(case)
     )
-    return 28.0 * case.shape.trainable / sharded / rate
+    return 28.0 * case.model_size.trainable / sharded / rate
 
 
 def step_seconds(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> float:
-    """One optimizer step of the whole global batch."""
+    """Predicted seconds of one optimizer step of the whole global batch."""
     compute, one = compute_seconds(case, choices, samples, tokens)
     return compute + exchange_seconds(case, choices, one) + update_seconds(case, choices)
 
 
 def steps_per_epoch(recipe: Recipe, facts: Facts) -> int:
+    """Optimizer steps of one pass over the training samples."""
     samples = max(1, round(facts.samples.get("train", 1) * recipe.train_fraction))
     return math.ceil(samples / recipe.batch_size)
 

@@ -1,6 +1,6 @@
-"""What this machine really has: cores and memory after cgroup and SLURM limits, and GPUs. Imports no torch.
+"""Detect this machine's hardware: cores and memory within cgroup and SLURM limits, GPUs. Imports no torch.
 
-Roots and environment are arguments, so that every rule is tested on folders of fixtures.
+The root folder and the environment are arguments, so that tests can run every rule on fixture folders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def detect(
     execute: CommandRunner = run_command,
     nodes: int | None = None,
 ) -> Hardware:
-    """The machine under `root`; `nodes` where the launcher knows better than the environment."""
+    """The machine under `root`. `nodes`: their number, if the launcher knows it; else the environment's."""
     cpus, ram = allowed_cpus(root, env), allowed_ram(root, env)
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return apple_machine(ram, cpus, "detected")
@@ -46,7 +46,7 @@ def detect(
 
 
 def world_nodes(env: Mapping[str, str]) -> int:
-    """Nodes of the world that torchrun, accelerate or srun formed; 1 outside of one."""
+    """Number of nodes that torchrun, accelerate or srun started processes on; 1 where none did."""
     world, local = positive(env.get("WORLD_SIZE")), positive(env.get("LOCAL_WORLD_SIZE"))
     if world and local:
         return max(1, int(world // local))
@@ -54,13 +54,13 @@ def world_nodes(env: Mapping[str, str]) -> int:
 
 
 def allowed_cpus(root: Path, env: Mapping[str, str]) -> int:
-    """The least of affinity, cgroup quota and SLURM's grant. Affinity alone misses the quota."""
+    """Usable cores: the least of CPU affinity, cgroup quota and SLURM's allocation."""
     limits: list[float | None] = [_affinity(), _cpu_quota(root), positive(env.get("SLURM_CPUS_PER_TASK"))]
     return max(1, int(min(limit for limit in limits if limit)))
 
 
 def allowed_ram(root: Path, env: Mapping[str, str]) -> int:
-    """The least of physical memory, cgroup limit and SLURM's grant, in bytes."""
+    """Usable memory in bytes: the least of physical memory, cgroup limit and SLURM's allocation."""
     cgroup = _least(map(positive, cgroup_values(root, "memory.max", "memory", "memory.limit_in_bytes")))
     limits = [_physical_ram(root), cgroup, _slurm_ram(env)]
     return int(min(limit for limit in limits if limit))
@@ -86,17 +86,23 @@ def _share(quota: str, period: str) -> float | None:
 
 
 def cgroup_values(root: Path, unified: str, controller: str = "", legacy: str = "") -> list[str]:
-    """A limit's text at this process's group and every group above it, in cgroup v2 and v1."""
+    """The text of a limit in this process's cgroup and every cgroup above it.
+
+    `unified` is the file's name in cgroup v2; `legacy` that in cgroup v1, under `controller`.
+    """
     found = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         name = unified if not controllers else legacy if controller in controllers.split(",") else ""
         base = root / "sys/fs/cgroup" / controllers
-        found += [text for folder in _upwards(base, path) if name and (text := _read(folder / name).strip())]
+        found += [
+            text for folder in _with_parents(base, path) if name and (text := _read(folder / name).strip())
+        ]
     return found
 
 
-def _upwards(base: Path, path: str) -> list[Path]:
+def _with_parents(base: Path, path: str) -> list[Path]:
+    """`base/path` and the folders above it, up to `base`."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     return [base.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
 
@@ -116,6 +122,7 @@ def _slurm_ram(env: Mapping[str, str]) -> float | None:
 
 
 def cpu_features(root: Path) -> set[str]:
+    """The processor's feature flags, as /proc/cpuinfo names them."""
     match = re.search(r"^flags\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
     return set(match[1].split()) if match else set()
 

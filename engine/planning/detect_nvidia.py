@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine, without importing torch: nvidia-smi, then torch in another process."""
+"""Detect the NVIDIA GPUs of this machine: by nvidia-smi, then by torch in another process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from isobatch.engine.planning.hardware import MIB, PCIE, Gpu, find_gpu_model, is_mobile
 
 CommandRunner = Callable[[list[str]], str | None]
+"""Command line -> its standard output, or None where it fails."""
 QUERY = "index,uuid,name,memory.total,compute_cap,power.limit"
 PROBE = """
 import json, torch
@@ -34,7 +35,7 @@ def run_command(command: list[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class VisibleDevices:
-    """What torch itself sees, asked in another process so that this one stays light."""
+    """What torch sees, asked in another process because importing torch here would be slow."""
 
     architectures: list[str] = field(default_factory=list)
     devices: list[tuple[str, int, int, int]] = field(default_factory=list)
@@ -42,7 +43,7 @@ class VisibleDevices:
 
 
 def detect_gpus(env: Mapping[str, str], execute: CommandRunner) -> tuple[Gpu, ...]:
-    """The visible NVIDIA GPUs. torch is only asked, in another process, where nvidia-smi shows one."""
+    """The visible NVIDIA GPUs. torch is asked only where nvidia-smi lists one."""
     table = execute(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]) or ""
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.count(",") == 5]
     rows = visible_rows(rows, env.get("CUDA_VISIBLE_DEVICES"))
@@ -57,7 +58,7 @@ def detect_gpus(env: Mapping[str, str], execute: CommandRunner) -> tuple[Gpu, ..
 
 
 def visible_rows(rows: list[list[str]], asked: str | None) -> list[list[str]]:
-    """The rows that CUDA_VISIBLE_DEVICES leaves: indices or UUID prefixes, up to the first wrong one."""
+    """The rows that CUDA_VISIBLE_DEVICES selects: indices or UUID prefixes, up to the first invalid one."""
     if asked is None:
         return rows
     chosen = []
@@ -88,7 +89,10 @@ def _from_row(row: list[str], architectures: list[str] | None) -> Gpu:
 def make_gpu(
     name: str, memory: int, capability: tuple[int, int], watts: float | None, architectures: list[str] | None
 ) -> Gpu:
-    """A detected GPU with rates from the table, or cautious ones where the table does not know it."""
+    """A detected GPU with the rates of the GPU table, or low estimates where it is not in the table.
+
+    `memory` in bytes.
+    """
     known = find_gpu_model(name)
     return Gpu(
         name=name,
@@ -109,26 +113,27 @@ def _cautious_peaks(capability: tuple[int, int]) -> dict[str, float | None]:
 
 
 def is_supported(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Machine code runs within its major version, PTX on anything newer, `a` builds on that chip alone.
+    """Whether a torch build with kernels for `architectures` runs on a GPU of this compute capability.
 
-    CUDA C++ Programming Guide, "Application Compatibility".
+    Machine code (sm) runs within its major version, PTX (compute) on anything newer, `a` and `f` builds on
+    that chip alone (CUDA C++ Programming Guide, "Application Compatibility").
     """
     for name in architectures:
         if match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name):
             built = (int(match[2]), int(match[3]))
             if built == capability or (
-                built < capability and not match[4] and _reaches(match[1], built, capability)
+                built < capability and not match[4] and _runs_on(match[1], built, capability)
             ):
                 return True
     return False
 
 
-def _reaches(form: str, built: tuple[int, int], capability: tuple[int, int]) -> bool:
-    return form == "compute" or built[0] == capability[0]
+def _runs_on(kind: str, built: tuple[int, int], capability: tuple[int, int]) -> bool:
+    return kind == "compute" or built[0] == capability[0]
 
 
 def positive(text: Any) -> float | None:
-    """A positive number, or None for nothing, "max", -1, "[N/A]" and 0."""
+    """The number that `text` holds if it is positive; None for nothing, "max", -1, "[N/A]" and 0."""
     try:
         value = float(text)
     except (TypeError, ValueError):

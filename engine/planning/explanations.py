@@ -1,4 +1,4 @@
-"""The sentences that explain what was decided about processes, memory and micro-batches."""
+"""Reasons and error messages for the decisions about processes, strategy, memory and micro-batches."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def does_not_fit(case: PlanningCase, asked: PlanOptions, processes: int) -> str:
+    """The error message where the longest sample does not fit on this many processes."""
     need, limit = least_memory(case, asked, processes), memory_limit(case, asked, processes)
     if need <= limit:
         offloaded = offloaded_bytes(case, processes) / GIB
@@ -41,6 +42,7 @@ def why_processes(
     layouts: list[ParallelLayout],
     world: int | None,
 ) -> str:
+    """The reason for the number of processes. `layouts`: all that were compared; `world`: see `make_plan`."""
     count, batch = chosen.choices.processes, case.recipe.batch_size
     if world or asked.processes:
         source = "the launcher formed this world" if world else "you asked for it"
@@ -61,17 +63,17 @@ def why_processes(
     if len(layouts) == 1:
         return f"{used}: other numbers of processes do not fit, or a batch of {batch} leaves them idle"
     other = layouts[-1] if chosen is not layouts[-1] else layouts[0]
-    there, here = _milliseconds(other.seconds), _milliseconds(chosen.seconds)
+    rival, time = _milliseconds(other.seconds), _milliseconds(chosen.seconds)
     end = "; so little gain is not worth them" if other.seconds < chosen.seconds else ""
-    return f"{used}: this batch of {batch} takes {there} on {other.choices.processes}, {here} on {count}{end}"
+    return f"{used}: this batch of {batch} takes {rival} on {other.choices.processes}, {time} on {count}{end}"
 
 
 def _slower_than_one(case: PlanningCase, chosen: ParallelLayout) -> str:
     alone = find_layout(case, PlanOptions(), 1) if chosen.choices.processes > 1 else None
     if alone is None or alone.seconds >= chosen.seconds:
         return ""
-    here = _milliseconds(chosen.seconds)
-    return f"; one process would be faster: {_milliseconds(alone.seconds)} a step against {here}"
+    time = _milliseconds(chosen.seconds)
+    return f"; one process would be faster: {_milliseconds(alone.seconds)} a step against {time}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -1,7 +1,8 @@
-"""Hardware: what there is, or what is asked about (`parse("4x8xh100")`). Imports no torch.
+"""Hardware records, the table of GPUs, and the parser of `--hardware 4x8xh100`. Imports no torch.
 
-Peak rates are dense figures from the makers' data sheets (tensor cores with fp32 accumulation, which on
-GeForce cards is half of the advertised rate). Links are what an all-reduce gets, not the advertised sum.
+Peak rates are dense figures from the manufacturers' data sheets (tensor cores with fp32 accumulation, which
+on GeForce cards is half of the advertised rate). Link rates are those of an all-reduce, not the advertised
+sum.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Gpu:
     name: str
     memory_bytes: int
     compute_capability: tuple[int, int]
-    """(major, minor); (0, 0) where the notion does not apply."""
+    """(major, minor); (0, 0) for other than NVIDIA GPUs."""
     mobile: bool = False
     power_limit_watts: float | None = None
     supported: bool = True
@@ -37,25 +38,25 @@ class Gpu:
     """Dense peak per precision; None where the format is not native."""
     memory_bandwidth: float
     link_bandwidth: float = PCIE
-    """To the other GPUs of its node."""
+    """Bytes/s to the other GPUs of its node."""
 
     @property
     def native_bf16(self) -> bool:
-        """Compute capability 8.0 or higher: torch's own question answers yes to emulation, too."""
+        """Compute capability 8.0 or higher. (torch.cuda.is_bf16_supported also counts emulation.)"""
         return self.compute_capability >= (8, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """A machine or a set of equal ones; every figure is per node."""
+    """A machine, or several equal ones; every figure is per node."""
 
     kind: Kind
     gpus: tuple[Gpu, ...] = ()
     nodes: int = 1
     cpus: int
-    """Cores this process may really use."""
+    """Cores this process may use."""
     ram_bytes: int
-    """Memory this process may really use."""
+    """Memory this process may use."""
     shm_bytes: int = 0
     """Free space of /dev/shm."""
     node_bandwidth: float = 1.25e8
@@ -63,7 +64,7 @@ class Hardware:
     cpu_bf16: bool = False
     """Native bf16 arithmetic: AMX or AVX512_BF16."""
     cpu_amx: bool = False
-    """A matrix unit for bf16."""
+    """A matrix unit for bf16 (AMX)."""
     wsl: bool = False
     """Windows Subsystem for Linux."""
     source: Literal["detected", "asked"] = "asked"
@@ -75,12 +76,12 @@ class Hardware:
 
     @property
     def gpu(self) -> Gpu:
-        """The GPU with the least memory: what fits there fits on all."""
+        """The GPU with the least memory: what fits on it fits on all."""
         assert self.gpus, "a machine without GPUs was asked for one"
         return min(self.gpus, key=lambda gpu: gpu.memory_bytes)
 
     def describe(self) -> str:
-        """One phrase for people."""
+        """The machine in one phrase, for messages."""
         if not self.gpus:
             return f"{self.cpus} CPU cores, {self.ram_bytes / GIB:.0f} GiB RAM"
         per_node = f"{len(self.gpus)} x {self.gpu.name}" if len(self.gpus) > 1 else self.gpu.name
@@ -93,11 +94,11 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """A row of the machine table: a GPU and the host that usually carries it."""
+    """A row of the GPU table: a GPU and its share of the host that it is usually part of."""
 
     name: str
     pattern: str
-    """What its name looks like in nvidia-smi."""
+    """Regular expression for its name in nvidia-smi."""
     memory_mib: int
     capability: tuple[int, int]
     fp32: float
@@ -112,6 +113,7 @@ class GpuModel:
     node_bandwidth: float
 
     def gpu(self, **changes: Any) -> Gpu:
+        """One GPU of this model, with `changes` to its fields."""
         values: dict[str, Any] = {
             "name": self.name,
             "memory_bytes": self.memory_mib * MIB,
@@ -125,7 +127,7 @@ class GpuModel:
         return Gpu(**{**values, **changes})
 
     def peaks(self) -> dict[str, float | None]:
-        """Dense peak rates in FLOP/s."""
+        """Dense peak rate per precision, in FLOP/s."""
         return {
             "fp32": self.fp32,
             "fp16": self.half,
@@ -156,7 +158,10 @@ SPELLINGS = [*MACHINES, "8xh100", "4x8xa100-80gb", "cpu:2x24gb", "mps"]
 
 
 def parse_hardware(text: str) -> Hardware:
-    """The machine that `--hardware` names: [NODESx][GPUSx]NAME, cpu:CORESxRAMgb, mps or mps:RAMgb."""
+    """The machine that `--hardware` names: [NODESx][GPUSx]NAME, cpu:CORESxRAMgb, mps or mps:RAMgb.
+
+    Raises UserError.
+    """
     word = text.strip().lower()
     if match := re.fullmatch(r"cpu:(\d+)x" + SIZE, word):
         return Hardware(kind="cpu", cpus=_count(text, match[1]), ram_bytes=_ram(text, match[2], match[3]))
@@ -171,7 +176,7 @@ def parse_hardware(text: str) -> Hardware:
 
 
 def make_machine(model: GpuModel, nodes: int, gpus: int) -> Hardware:
-    """Nodes of equal GPUs with the host that usually carries them."""
+    """Nodes of equal GPUs, with the host that they are usually part of."""
     return Hardware(
         kind="cuda",
         gpus=(model.gpu(),) * gpus,
@@ -197,6 +202,7 @@ def apple_machine(ram_bytes: int, cpus: int, source: Literal["detected", "asked"
 
 
 def is_mobile(name: str) -> bool:
+    """Whether a GPU's name is that of a laptop version."""
     return re.search(r"laptop|mobile|max-q", name, re.IGNORECASE) is not None
 
 

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs of training, from shapes alone.
+"""Memory model: bytes and FLOPs of training, from the model's size alone.
 
 Constants marked "measured" come from GPT-2 modules of transformers 5.23 on torch 2.13 and a CPU: their
 saved tensors were counted, and resident memory read. What concerns CUDA is uncalibrated.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from isobatch.models.base import ModelSize
 
 CONTEXT_BYTES = {"cuda": 1.2e9, "mps": 0.8e9, "cpu": 0.45e9}
-"""CUDA context, cuBLAS and NCCL buffers (uncalibrated); on a CPU the process itself (measured: 0.38 GB)."""
+"""CUDA context, cuBLAS and NCCL buffers (uncalibrated); on a CPU, the process itself (measured: 0.38 GB)."""
 FRAGMENTATION = {"cuda": 1.1, "mps": 1.2, "cpu": 1.3}
 """Allocator overhead on activations (CPU measured 1.25 to 1.3; the others uncalibrated)."""
 ASSUMED_LAYERS = 12
@@ -27,7 +27,7 @@ ASSUMED_LAYERS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionChoices:
-    """What of a plan decides memory and arithmetic."""
+    """The fields of a plan that decide memory and arithmetic."""
 
     device: Literal["cpu", "cuda", "mps"] = "cpu"
     processes: int = 1
@@ -55,154 +55,157 @@ class MemoryFootprint:
     activations: float
     logits: float
     tables: float
-    """Gradients of embedding and head on their way to those that gather."""
+    """Gradients of embedding and head before they are added to the accumulated ones."""
     workspace: float
     update: float
-    """Temporaries of the optimizer step, when activations are gone."""
+    """Temporaries of the optimizer step, after activations are freed."""
 
     @property
     def resident(self) -> float:
+        """What is allocated during the whole step."""
         return self.weights + self.gradients + self.moments + self.workspace
 
     @property
     def state(self) -> float:
-        """What training keeps of each parameter."""
+        """What is kept per parameter from step to step."""
         return self.weights + self.gradients + self.moments
 
     @property
     def peak(self) -> int:
-        """Forward and backward against the optimizer step: the two never peak together."""
+        """The larger of the peaks of forward/backward and of the optimizer step, which do not overlap."""
         return math.ceil(self.resident + max(self.activations + self.logits + self.tables, self.update))
 
 
 def memory_footprint(
-    recipe: Recipe, shape: ModelSize, choices: ExecutionChoices, tokens: float, length: int
+    recipe: Recipe, size: ModelSize, choices: ExecutionChoices, tokens: float, length: int
 ) -> MemoryFootprint:
-    """Bytes of training on micro-batches of `tokens` padded tokens in samples of `length`."""
-    share = _shards(choices)
+    """Bytes per process for micro-batches of `tokens` padded tokens in samples of `length` tokens."""
+    shards = _shard_counts(choices)
     slack = FRAGMENTATION[choices.device]
     return MemoryFootprint(
-        weights=_weight_bytes(shape, choices) / share["weights"],
-        gradients=shape.trainable * _gradient_bytes(choices) / share["gradients"],
-        moments=shape.trainable * _state_bytes(recipe, choices) / share["moments"],
+        weights=_weight_bytes(size, choices) / shards["weights"],
+        gradients=size.trainable * _gradient_bytes(choices) / shards["gradients"],
+        moments=size.trainable * _state_bytes(recipe, choices) / shards["moments"],
         activations=slack
-        * (tokens * activation_bytes_per_token(shape, choices, length) + _one_layer(shape, choices)),
-        logits=slack * logits_bytes(shape, choices, tokens),
-        tables=table_bytes(shape),
+        * (tokens * activation_bytes_per_token(size, choices, length) + _gathered_bytes(size, choices)),
+        logits=slack * logits_bytes(size, choices, tokens),
+        tables=table_bytes(size),
         workspace=CONTEXT_BYTES[choices.device],
-        update=4.0 * shape.trainable / share["moments"],
+        update=4.0 * size.trainable / shards["moments"],
     )
 
 
-def _weight_bytes(shape: ModelSize, choices: ExecutionChoices) -> float:
-    """What autocast keeps in 16 bits lies beside the fp32 weights; rounded ones are loaded whole on a CPU."""
-    if not shape.weight_bytes:
-        return shape.parameters * (6.0 if choices.half else 4.0)
-    rounded = shape.weight_bytes < 4.0 * shape.parameters
-    return shape.weight_bytes + (4.0 * shape.parameters if rounded and choices.device == "cpu" else 0.0)
+def _weight_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
+    """fp32 weights and, in half precision, autocast's 16-bit copies; quantised ones add fp32 on a CPU."""
+    if not size.weight_bytes:
+        return size.parameters * (6.0 if choices.half else 4.0)
+    rounded = size.weight_bytes < 4.0 * size.parameters
+    return size.weight_bytes + (4.0 * size.parameters if rounded and choices.device == "cpu" else 0.0)
 
 
-def _shards(choices: ExecutionChoices) -> dict[str, float]:
-    """By how much each part is divided (Rajbhandari et al. 2020, "ZeRO"); what is offloaded is gone.
+def _shard_counts(choices: ExecutionChoices) -> dict[str, float]:
+    """Number of shards of each part (Rajbhandari et al. 2020, "ZeRO"); infinite where it is offloaded.
 
-    Gradients are whole under ZeRO-2 as well: they are reduced once a step, so full local sums are kept.
+    ZeRO-2 keeps full gradients as well: they are reduced once a step, so full local sums are needed.
     """
     ranks, traits = float(choices.processes), choices.traits
-    whole = math.inf if traits.offloads else ranks if traits.shards_weights else 1.0
-    moments = ranks if traits.shards_moments and not traits.offloads else whole
-    return {"weights": whole, "gradients": whole, "moments": moments}
+    weights = math.inf if traits.offloads else ranks if traits.shards_weights else 1.0
+    moments = ranks if traits.shards_moments and not traits.offloads else weights
+    return {"weights": weights, "gradients": weights, "moments": moments}
 
 
 def _gradient_bytes(choices: ExecutionChoices) -> float:
-    """fp32, and once more for the buckets or the flat buffer in which they cross processes."""
+    """Per trained parameter: fp32, and as much again for the buckets or flat buffer that are reduced."""
     return 4.0 if choices.processes == 1 else 8.0
 
 
 def _state_bytes(recipe: Recipe, choices: ExecutionChoices) -> float:
-    """Moments, and what the strategy keeps beside them."""
+    """Per trained parameter: the optimizer's moments, and the strategy's own copies."""
     return OPTIMIZERS[recipe.optimizer].state_bytes + choices.traits.copy_bytes
 
 
-def _one_layer(shape: ModelSize, choices: ExecutionChoices) -> float:
-    """Sharded weights are gathered by layers: two of them are on the device at a time."""
+def _gathered_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
+    """Sharded weights are gathered by layer: two layers are on the device at a time."""
     if not choices.traits.shards_weights:
         return 0.0
-    return 2 * 4.0 * max(shape.parameters / max(shape.layers, 1), shape.vocabulary * shape.hidden)
+    return 2 * 4.0 * max(size.parameters / max(size.layers, 1), size.vocabulary * size.hidden)
 
 
-def activation_bytes_per_token(shape: ModelSize, choices: ExecutionChoices, length: int) -> float:
+def activation_bytes_per_token(size: ModelSize, choices: ExecutionChoices, length: int) -> float:
     """Bytes kept for the backward pass per padded token.
 
     Korthikanti et al. 2022, "Reducing Activation Recomputation", counts s*b*h*(34 + 5*a*s/h) bytes a layer in
     16 bits: 8 h-wide and 2 i-wide tensors. Unfused modules keep 5.5 i-wide ones (measured on GPT-2: 120 h
     bytes a layer in fp32 at i = 4h, 64 h under autocast, whose residual stream stays fp32). With
-    checkpointing only each layer's fp32 input stays, and one layer at a time is computed anew.
+    checkpointing, each layer keeps only its fp32 input, and one layer at a time is recomputed.
     """
-    layers, hidden = layers_and_width(shape)
-    per_layer = _layer_bytes(shape, hidden, choices, length)
+    layers, hidden = layers_and_width(size)
+    per_layer = _layer_bytes(size, hidden, choices, length)
     if choices.activation_checkpointing:
         return layers * 4.0 * hidden + 2 * per_layer
-    return (layers + 1) * per_layer  # one more: the gradients of the layer at work
+    return (layers + 1) * per_layer  # one more: gradients of the layer in its backward pass
 
 
-def _layer_bytes(shape: ModelSize, hidden: float, choices: ExecutionChoices, length: int) -> float:
-    intermediate = shape.intermediate or 4 * hidden
+def _layer_bytes(size: ModelSize, hidden: float, choices: ExecutionChoices, length: int) -> float:
+    intermediate = size.intermediate or 4 * hidden
     elements = 8 * hidden + 5.5 * intermediate
     linear = 2 * elements + 4 * hidden if choices.half else 4 * elements
     # Scores after softmax, a mask, the dropped-out scores: 4 + 1 + 4 bytes (autocast keeps softmax fp32).
-    return linear + (9.0 * shape.heads * length if choices.attention == "eager" else 0.0)
+    return linear + (9.0 * size.heads * length if choices.attention == "eager" else 0.0)
 
 
-def layers_and_width(shape: ModelSize) -> tuple[float, float]:
-    """(layers, hidden width); for a model that does not say, those of a 12-layer transformer of its size.
+def layers_and_width(size: ModelSize) -> tuple[float, float]:
+    """(layers, hidden width); where the size has none, those of a 12-layer transformer of as many parameters.
 
-    A crude stand-in: parameters = 12 * layers * hidden^2 gives hidden = sqrt(parameters / 144). Embedding
-    tables make it too large, which is the safe side for memory.
+    A crude estimate: parameters = 12 * layers * hidden^2 gives hidden = sqrt(parameters / 144). Embedding
+    tables make it too large, which is safe for memory.
     """
-    if shape.layers:
-        return shape.layers, shape.hidden
-    return ASSUMED_LAYERS, shape.hidden or math.sqrt(shape.parameters / (12 * ASSUMED_LAYERS))
+    if size.layers:
+        return size.layers, size.hidden
+    return ASSUMED_LAYERS, size.hidden or math.sqrt(size.parameters / (12 * ASSUMED_LAYERS))
 
 
-def logits_bytes(shape: ModelSize, choices: ExecutionChoices, tokens: float) -> float:
-    """Vocabulary-wide: fp32 logits, log-softmax and gradient; under autocast 16-bit copies of two of them.
+def logits_bytes(size: ModelSize, choices: ExecutionChoices, tokens: float) -> float:
+    """Tensors as wide as the vocabulary: fp32 logits, log-softmax, gradient; with autocast two 16-bit copies.
 
-    Where the head works in chunks, at most a chunk of them; under ZeRO-3, whose head is whole only while it
-    runs, it does not.
+    Where the head computes in chunks, at most those of one chunk. With sharded weights it does not: the
+    head's weight is gathered only while the head runs.
     """
-    whole = tokens * shape.vocabulary * (16.0 if choices.half else 12.0)
-    chunked = shape.head_bytes > 0 and not choices.traits.shards_weights
-    return min(whole, shape.head_bytes * (4.0 if choices.half else 3.0)) if chunked else whole
+    unchunked = tokens * size.vocabulary * (16.0 if choices.half else 12.0)
+    chunked = size.head_bytes > 0 and not choices.traits.shards_weights
+    return min(unchunked, size.head_bytes * (4.0 if choices.half else 3.0)) if chunked else unchunked
 
 
-def table_bytes(shape: ModelSize) -> float:
-    """Each backward makes both tables' gradients whole, in fp32, before they are added (measured: GPT-2 124M
-    trained on a CPU takes 3.87 to 3.93 GB; 3.50 without this, 3.81 with it).
+def table_bytes(size: ModelSize) -> float:
+    """Each backward pass makes full fp32 gradients of embedding and head before they are accumulated.
+
+    Measured: GPT-2 124M trained on a CPU takes 3.87 to 3.93 GB; predicted: 3.50 without this, 3.81 with it.
     """
-    trained = 2 * shape.trainable > shape.parameters
-    return 2 * 4.0 * shape.vocabulary * shape.hidden if trained else 0.0
+    trained = 2 * size.trainable > size.parameters
+    return 2 * 4.0 * size.vocabulary * size.hidden if trained else 0.0
 
 
-def matmul_parameters(shape: ModelSize) -> float:
+def matmul_parameters(size: ModelSize) -> float:
     """Parameters that multiply every token: attention 4 h^2 and MLP 2 h i a layer, and the output projection.
 
-    Embedding tables are looked up, not multiplied. Without layers: all of them, at most a 12-layer stack's.
+    Embedding tables are looked up, not multiplied. Where the number of layers is unknown: all parameters, at
+    most those of a 12-layer stack.
     """
-    if shape.layers:
-        intermediate = shape.intermediate or 4 * shape.hidden
-        stack = shape.layers * (4.0 * shape.hidden**2 + 2.0 * shape.hidden * intermediate)
-        return stack + shape.vocabulary * shape.hidden
-    return min(float(shape.parameters), 12.0 * ASSUMED_LAYERS * shape.hidden**2 or math.inf)
+    if size.layers:
+        intermediate = size.intermediate or 4 * size.hidden
+        stack = size.layers * (4.0 * size.hidden**2 + 2.0 * size.hidden * intermediate)
+        return stack + size.vocabulary * size.hidden
+    return min(float(size.parameters), 12.0 * ASSUMED_LAYERS * size.hidden**2 or math.inf)
 
 
-def flops_per_token(shape: ModelSize, length: float, activation_checkpointing: bool = False) -> float:
-    """Forward and backward: 6 per matmul parameter, 12 * layers * hidden * length for attention.
+def flops_per_token(size: ModelSize, length: float, activation_checkpointing: bool = False) -> float:
+    """FLOPs per token, both passes: 6 per matmul parameter, 12 * layers * hidden * length for attention.
 
     Chowdhery et al. 2022, "PaLM", appendix B. Frozen weights need no weight gradient (2 of the 6);
-    checkpointing runs the forward pass twice (8 in place of 6).
+    activation checkpointing runs the forward pass twice (8 in place of 6).
     """
-    layers, hidden = layers_and_width(shape)
-    trained = shape.trainable / max(shape.parameters, 1)
+    layers, hidden = layers_and_width(size)
+    trained = size.trainable / max(size.parameters, 1)
     passes = 4 + 2 * trained + (2 if activation_checkpointing else 0)
-    attention = 12.0 * layers * hidden * length if shape.layers else 0.0
-    return passes * matmul_parameters(shape) + attention * (passes / 6)
+    attention = 12.0 * layers * hidden * length if size.layers else 0.0
+    return passes * matmul_parameters(size) + attention * (passes / 6)

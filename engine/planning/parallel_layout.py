@@ -1,4 +1,4 @@
-"""How many processes, how they share the model, and how much fits into one micro-batch."""
+"""Parallel layout: how many processes, which strategy, and how much fits into one micro-batch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ CPU_TENSOR_BYTES = 24 * 2**20
 
 Measured: 3,600 tokens/s at 1,024 tokens and a vocabulary of 8,000, 1,900 at 8,192 tokens."""
 CPU_TOKENS = (512, 8192)
+"""Least and largest token budget on a CPU."""
 MANY = 1e12
 """More tokens than any micro-batch has."""
 INDEX_LIMIT = 2**31
-"""Elements of one tensor: kernels that index with 32 bits go no further."""
+"""Elements of one tensor: the most that kernels with 32-bit indices can address."""
 UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """A number of processes with the mildest measures that make it fit."""
+    """A number of processes with the cheapest strategy and checkpointing under which training fits."""
 
     choices: ExecutionChoices
     tokens: int
@@ -37,19 +38,20 @@ class ParallelLayout:
     seconds: float
     """Per optimizer step."""
     peak: int
+    """Predicted peak bytes per process."""
     bound: str
-    """What set the token budget."""
+    """What limits the token budget: a key of the reasons in `explanations.why_tokens`."""
 
 
 def device_memory(case: PlanningCase, processes: int) -> int:
-    """Bytes that one process has; processes on CPUs share the RAM."""
+    """Bytes of memory of one process: its GPU's, or its share of the RAM on CPUs."""
     if case.device == "cpu":
         return case.hardware.ram_bytes // case.local(processes)
     return case.hardware.gpu.memory_bytes
 
 
 def memory_limit(case: PlanningCase, asked: PlanOptions, processes: int) -> float:
-    """Bytes a process may use: 80 % of its memory, or what --memory-limit says."""
+    """Bytes a process may use: 80 % of its memory, or --memory-limit. Raises UserError."""
     memory, text = device_memory(case, processes), asked.memory_limit
     if text is None:
         return 0.8 * memory
@@ -65,7 +67,7 @@ def memory_limit(case: PlanningCase, asked: PlanOptions, processes: int) -> floa
 def strategies_to_try(
     case: PlanningCase, asked: PlanOptions, processes: int
 ) -> list[tuple[StrategyName, bool]]:
-    """(strategy, activation checkpointing) to try, the cheapest first."""
+    """Pairs of (strategy, activation checkpointing) to try, the fastest first."""
     plain: StrategyName = "single" if processes == 1 else "ddp"
     strategies: list[StrategyName] = [plain]
     if asked.strategy != "auto" and traits_of(asked.strategy).least_processes <= processes:
@@ -81,11 +83,11 @@ def strategies_to_try(
 
 
 def why_not_fit(case: PlanningCase, strategy: StrategyName) -> str:
-    """Why this recipe cannot be trained by a strategy, or nothing."""
+    """Why this recipe cannot be trained by a strategy; empty where it can."""
     traits = traits_of(strategy)
     name = "ZeRO" if traits.library == "DeepSpeed" else strategy
-    if traits.shards and case.shape.why_unshardable:
-        return f"{case.recipe.task}: {case.shape.why_unshardable}, so each process holds all of it: use ddp"
+    if traits.shards and (why := case.model_size.why_unshardable):
+        return f"{case.recipe.task}: {why}, so each process holds all of it: use ddp"
     if case.precision == "fp16" and not traits.takes_fp16:
         return f"fp16's loss scale is not kept under {name}: use --precision fp32 or bf16"
     if traits.flat_shards and not OPTIMIZERS[case.recipe.optimizer].elementwise:
@@ -98,21 +100,21 @@ def why_not_fit(case: PlanningCase, strategy: StrategyName) -> str:
 
 def zero_savings(case: PlanningCase, choices: ExecutionChoices) -> tuple[float, float]:
     """Bytes of weights, gradients and moments per process in DDP, and those that this strategy saves."""
-    whole = memory_footprint(
-        case.recipe, case.shape, dataclasses.replace(choices, strategy="ddp"), 0, case.longest
-    ).state
-    return whole, whole - memory_footprint(case.recipe, case.shape, choices, 0, case.longest).state
+    ddp = dataclasses.replace(choices, strategy="ddp")
+    unsharded = memory_footprint(case.recipe, case.model_size, ddp, 0, case.longest).state
+    sharded = memory_footprint(case.recipe, case.model_size, choices, 0, case.longest).state
+    return unsharded, unsharded - sharded
 
 
 def find_layout(case: PlanningCase, asked: PlanOptions, processes: int) -> ParallelLayout | None:
-    """The first measures under which the longest sample fits, or None."""
+    """The layout with the first of `strategies_to_try` that fits the longest sample; None if none does."""
     for strategy, recompute in strategies_to_try(case, asked, processes):
         choices = make_choices(case, processes, strategy, recompute)
         tokens, bound = token_budget(case, asked, choices)
         if tokens >= case.longest and host_memory_suffices(case, choices):
             samples = min(case.recipe.batch_size, asked.micro_batch or case.recipe.batch_size)
             seconds = step_seconds(case, choices, samples, tokens)
-            peak = memory_footprint(case.recipe, case.shape, choices, tokens, case.longest).peak
+            peak = memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest).peak
             return ParallelLayout(
                 choices=choices, tokens=tokens, samples=samples, seconds=seconds, peak=peak, bound=bound
             )
@@ -122,6 +124,7 @@ def find_layout(case: PlanningCase, asked: PlanOptions, processes: int) -> Paral
 def make_choices(
     case: PlanningCase, processes: int, strategy: StrategyName, recompute: bool
 ) -> ExecutionChoices:
+    """The case's choices with a strategy; `recompute` is activation checkpointing."""
     return ExecutionChoices(
         device=case.device,
         processes=processes,
@@ -133,22 +136,25 @@ def make_choices(
 
 
 def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoices) -> tuple[int, str]:
-    """(padded tokens of a micro-batch, what bounds them); below the longest sample's length nothing fits."""
+    """(largest padded tokens of a micro-batch, what limits them).
+
+    A budget below the length of the longest sample means that it does not fit.
+    """
     limit = memory_limit(case, asked, choices.processes)
-    empty = memory_footprint(case.recipe, case.shape, choices, 0, case.longest)
-    per_token = memory_footprint(case.recipe, case.shape, choices, 1, case.longest)
-    full = memory_footprint(case.recipe, case.shape, choices, MANY, case.longest)
-    room = limit - empty.resident - empty.activations - empty.tables
-    each = per_token.activations - empty.activations
-    # Logits grow with the tokens until a chunk of them is full, if the head works in chunks.
-    most = max(room / max(each + per_token.logits, 1.0), (room - full.logits) / max(each, 1.0))
+    empty = memory_footprint(case.recipe, case.model_size, choices, 0, case.longest)
+    per_token = memory_footprint(case.recipe, case.model_size, choices, 1, case.longest)
+    full = memory_footprint(case.recipe, case.model_size, choices, MANY, case.longest)
+    free = limit - empty.resident - empty.activations - empty.tables
+    token_bytes = per_token.activations - empty.activations
+    # Logits grow with the tokens, up to one chunk of them where the head computes in chunks.
+    most = max(free / max(token_bytes + per_token.logits, 1.0), (free - full.logits) / max(token_bytes, 1.0))
     memory = -1.0 if empty.peak > limit else most
     bounds = [(math.floor(memory), "memory"), *_other_bounds(case, asked)]
     return min(bounds)
 
 
 def _other_bounds(case: PlanningCase, asked: PlanOptions) -> list[tuple[int, str]]:
-    widest = max(case.shape.vocabulary, case.shape.intermediate, 4 * case.shape.hidden, 1)
+    widest = max(case.model_size.vocabulary, case.model_size.intermediate, 4 * case.model_size.hidden, 1)
     bounds = [(max(case.longest, INDEX_LIMIT // widest), "index")]
     bounds.append((case.longest * case.recipe.batch_size, "batch"))
     if asked.micro_batch:
@@ -161,7 +167,7 @@ def _other_bounds(case: PlanningCase, asked: PlanOptions) -> list[tuple[int, str
 
 
 def host_memory_suffices(case: PlanningCase, choices: ExecutionChoices) -> bool:
-    """Whether the RAM of a node takes what is offloaded to it."""
+    """Whether what is offloaded to a node fits into 80 % of its RAM."""
     return (
         not choices.traits.offloads
         or offloaded_bytes(case, choices.processes) <= 0.8 * case.hardware.ram_bytes
@@ -169,13 +175,15 @@ def host_memory_suffices(case: PlanningCase, choices: ExecutionChoices) -> bool:
 
 
 def offloaded_bytes(case: PlanningCase, processes: int) -> float:
-    """Offloaded fp32 weights, gradients and moments on one node."""
+    """Bytes of offloaded fp32 weights, gradients and moments on one node."""
     per_trained = 4.0 + OPTIMIZERS[case.recipe.optimizer].state_bytes
-    return (4.0 * case.shape.parameters + per_trained * case.shape.trainable) / case.nodes(processes)
+    return (4.0 * case.model_size.parameters + per_trained * case.model_size.trainable) / case.nodes(
+        processes
+    )
 
 
 def candidate_process_counts(case: PlanningCase, asked: PlanOptions, world: int | None) -> list[int]:
-    """Numbers of processes worth comparing."""
+    """Numbers of processes to compare: powers of two within a node and of nodes, and all of both."""
     fixed = world or asked.processes
     if fixed:
         return [fixed]
@@ -196,16 +204,16 @@ def candidate_process_counts(case: PlanningCase, asked: PlanOptions, world: int 
 
 
 def fastest_layout(layouts: list[ParallelLayout]) -> ParallelLayout:
-    """The fastest; fewer processes win where more would save less than 3 %."""
+    """The first layout, of the fewest processes, that is at most 3 % slower than the fastest."""
     fastest = min(layout.seconds for layout in layouts)
     return next(layout for layout in layouts if layout.seconds <= 1.03 * fastest)
 
 
 def least_memory(case: PlanningCase, asked: PlanOptions, processes: int) -> int:
-    """Bytes per process that the longest sample takes with every measure there is."""
+    """Peak bytes per process of a micro-batch of one longest sample under the setting that needs least."""
     needs = [
         memory_footprint(
-            case.recipe, case.shape, make_choices(case, processes, *measure), case.longest, case.longest
+            case.recipe, case.model_size, make_choices(case, processes, *measure), case.longest, case.longest
         ).peak
         for measure in strategies_to_try(case, asked, processes)
     ]

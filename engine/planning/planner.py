@@ -1,4 +1,4 @@
-"""(recipe, facts, shape, hardware, wishes) -> plan: a pure function that never changes what is learnt."""
+"""The planner: (recipe, facts, model size, hardware, options) -> plan, a pure function."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ if TYPE_CHECKING:
     from isobatch.models.base import ModelSize
 
 SCALES = (1, 2, 4, 8)
+"""Factors of the batch size in `batch_size_frontier`."""
 LEAST_SAVING = 0.02
-"""Share of weights, gradients and moments below which ZeRO is only slower."""
+"""Least share of weights, gradients and moments that sharding must save: with less it is only slower."""
 
 
 def make_plan(
     recipe: Recipe,
     facts: Facts,
-    shape: ModelSize,
+    model_size: ModelSize,
     hardware: Hardware,
     asked: PlanOptions,
     *,
@@ -57,10 +58,10 @@ def make_plan(
 ) -> Plan:
     """How to run this recipe on this hardware, with a reason for every field.
 
-    `world`: the size of a world that was formed already; `foreign_noise`: the model draws its own noise.
-    Raises UserError, in one line with the way out, where the recipe or the wish cannot be had.
+    `world`: the number of processes, where a launcher started them already. `foreign_noise`: the model draws
+    noise from torch's generators. Raises UserError where the recipe or an option cannot be met.
     """
-    case, made = _case(recipe, facts, shape, hardware, asked, world)
+    case, fields = _case(recipe, facts, model_size, hardware, asked, world)
     _check_processes(case, asked, world)
     layouts = _layouts(case, asked, world)
     compiled = choose.choose_compile(case, asked, fastest_layout(layouts).seconds)
@@ -69,12 +70,15 @@ def make_plan(
     case, padding = _with_compile(case, compiled[0] != "off")
     layouts = _layouts(case, asked, world)
     chosen = fastest_layout(layouts)
-    made |= {"compile": compiled, "pad_multiple": padding, **_sizes(case, asked, chosen, layouts, world)}
-    made |= _running(case, asked, chosen)
-    made["invariance"] = choose.choose_invariance(recipe, case.precision, compiled[0] != "off", foreign_noise)
-    made |= _predictions(case, chosen)
-    values: dict[str, Any] = {name: value for name, (value, _) in made.items()}
-    return Plan(**values, reasons={name: reason for name, (_, reason) in made.items()})
+    fields |= {"compile": compiled, "pad_multiple": padding}
+    fields |= _layout_fields(case, asked, chosen, layouts, world)
+    fields |= _runtime_fields(case, asked, chosen)
+    fields["invariance"] = choose.choose_invariance(
+        recipe, case.precision, compiled[0] != "off", foreign_noise
+    )
+    fields |= _prediction_fields(case, chosen)
+    values: dict[str, Any] = {name: value for name, (value, _) in fields.items()}
+    return Plan(**values, reasons={name: reason for name, (_, reason) in fields.items()})
 
 
 PlanFields = dict[str, tuple[Any, str]]
@@ -82,18 +86,23 @@ PlanFields = dict[str, tuple[Any, str]]
 
 
 def _case(
-    recipe: Recipe, facts: Facts, shape: ModelSize, hardware: Hardware, asked: PlanOptions, world: int | None
+    recipe: Recipe,
+    facts: Facts,
+    model_size: ModelSize,
+    hardware: Hardware,
+    asked: PlanOptions,
+    world: int | None,
 ) -> tuple[PlanningCase, PlanFields]:
     device = choose.choose_device(hardware, asked)
     if device[0] == "cuda" and world and world > hardware.devices:
-        # A world formed by a launcher on machines that this one cannot see.
+        # A launcher started processes on more machines than this one can see.
         hardware = dataclasses.replace(hardware, nodes=-(-world // len(hardware.gpus)))
     precision = choose.choose_precision(hardware, device[0], asked)
     attention = choose.choose_attention(hardware, device[0], precision[0], asked)
     case = PlanningCase(
         recipe=recipe,
         facts=facts,
-        shape=shape,
+        model_size=model_size,
         hardware=hardware,
         device=device[0],
         precision=precision[0],
@@ -142,30 +151,30 @@ def _layouts(case: PlanningCase, asked: PlanOptions, world: int | None) -> list[
     layouts = [layout for count in counts if (layout := find_layout(case, asked, count))]
     if not layouts:
         raise UserError(does_not_fit(case, asked, counts[-1]))
-    useful = [layout for layout in layouts if _saves(case, layout.choices)]
+    useful = [layout for layout in layouts if _saves_enough(case, layout.choices)]
     if not useful:
-        raise UserError(_useless(case, layouts[-1].choices))
+        raise UserError(_saves_too_little(case, layouts[-1].choices))
     return useful
 
 
-def _saves(case: PlanningCase, choices: ExecutionChoices) -> bool:
-    """Sharing the trained parameters' moments alone may cost more, in copies of them, than it saves."""
-    whole, saved = zero_savings(case, choices)
+def _saves_enough(case: PlanningCase, choices: ExecutionChoices) -> bool:
+    """ZeRO's copies of the trained parameters may take more memory than sharding their moments saves."""
+    unsharded, saved = zero_savings(case, choices)
     only_moments = choices.traits.shards and not choices.traits.shards_weights
-    return not only_moments or saved >= LEAST_SAVING * whole
+    return not only_moments or saved >= LEAST_SAVING * unsharded
 
 
-def _useless(case: PlanningCase, choices: ExecutionChoices) -> str:
-    whole, saved = zero_savings(case, choices)
+def _saves_too_little(case: PlanningCase, choices: ExecutionChoices) -> str:
+    unsharded, saved = zero_savings(case, choices)
     return (
-        f"--strategy {choices.strategy}: saves {max(0.0, saved) / 1e6:.1f} MB of the {whole / 1e6:.1f} MB of"
-        f" weights, gradients and moments on each of {choices.processes} processes, as"
-        f" {case.shape.trainable:,} of {case.shape.parameters:,} parameters are trained with"
-        f" {case.recipe.optimizer}: use ddp, which is faster, or zero3"
+        f"--strategy {choices.strategy}: saves {max(0.0, saved) / 1e6:.1f} MB of the"
+        f" {unsharded / 1e6:.1f} MB of weights, gradients and moments on each of {choices.processes}"
+        f" processes, as {case.model_size.trainable:,} of {case.model_size.parameters:,} parameters are"
+        f" trained with {case.recipe.optimizer}: use ddp, which is faster, or zero3"
     )
 
 
-def _sizes(
+def _layout_fields(
     case: PlanningCase,
     asked: PlanOptions,
     chosen: ParallelLayout,
@@ -182,7 +191,7 @@ def _sizes(
         ),
         "strategy": (
             chosen.choices.strategy,
-            "; ".join(filter(None, (why_strategy(case, asked, chosen), case.shape.remark))),
+            "; ".join(filter(None, (why_strategy(case, asked, chosen), case.model_size.remark))),
         ),
         "activation_checkpointing": (
             chosen.choices.activation_checkpointing,
@@ -197,7 +206,7 @@ def _sizes(
     }
 
 
-def _running(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> PlanFields:
+def _runtime_fields(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> PlanFields:
     padding = expected_padding(case, chosen.choices, chosen.samples, chosen.tokens)
     return {
         "workers": choose.choose_workers(asked),
@@ -209,7 +218,7 @@ def _running(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> 
     }
 
 
-def _predictions(case: PlanningCase, chosen: ParallelLayout) -> PlanFields:
+def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields:
     measured = case.device == "cpu"
     basis = (
         "constants were measured on a CPU"
@@ -224,7 +233,10 @@ def _predictions(case: PlanningCase, chosen: ParallelLayout) -> PlanFields:
 
 
 def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
-    """After an out-of-memory: half the budget, then activation checkpointing; TrainingError after both."""
+    """The plan after an out-of-memory error: half the budget or, at one sample, activation checkpointing.
+
+    Raises TrainingError where both are used already.
+    """
     longest = -(-facts.longest // plan.pad_multiple) * plan.pad_multiple
     samples = max(1, min(plan.micro_batch_samples, recipe.batch_size) // 2)
     tokens = max(longest, min(plan.micro_batch_tokens, recipe.batch_size * longest) // 2)
@@ -247,19 +259,21 @@ def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
 
 
 def batch_size_frontier(
-    recipe: Recipe, facts: Facts, shape: ModelSize, hardware: Hardware, asked: PlanOptions
+    recipe: Recipe, facts: Facts, model_size: ModelSize, hardware: Hardware, asked: PlanOptions
 ) -> list[dict[str, Any]]:
-    """What other global batches would cost: processes, step seconds, hours and updates per epoch.
+    """Cost of larger global batches: processes, step seconds, hours and updates per epoch.
 
-    A larger batch is another recipe (--scale-batch); it is offered, never taken.
+    A larger batch is another recipe (--scale-batch), so the planner only lists it.
     """
-    return [_point(recipe.scaled(scale, "none"), facts, shape, hardware, asked) for scale in SCALES]
+    return [
+        _frontier_row(recipe.scaled(scale, "none"), facts, model_size, hardware, asked) for scale in SCALES
+    ]
 
 
-def _point(
-    recipe: Recipe, facts: Facts, shape: ModelSize, hardware: Hardware, asked: PlanOptions
+def _frontier_row(
+    recipe: Recipe, facts: Facts, model_size: ModelSize, hardware: Hardware, asked: PlanOptions
 ) -> dict[str, Any]:
-    plan = make_plan(recipe, facts, shape, hardware, asked)
+    plan = make_plan(recipe, facts, model_size, hardware, asked)
     updates = steps_per_epoch(recipe, facts)
     return {
         "batch_size": recipe.batch_size,

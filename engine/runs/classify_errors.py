@@ -1,4 +1,4 @@
-"""What an error means: out of memory, another process lost, or a bug."""
+"""Classify exceptions: out of memory, another process lost, no disk space, or a bug."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _MEMORY = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
     "start new thread",
 )
-_PEERS = (
+_CONNECTION = (
     *("gloo/transport", "connection reset by peer", "connection closed by peer", "nccl", "broken pipe"),
     *("remote process exited", "timed out waiting", "tcpstore"),
 )
 
 
 def classify(error: BaseException) -> IsobatchError | None:
-    """The error under its name, or None where it has none: then it is a bug."""
+    """The isobatch error that an exception stands for, or None for a bug."""
     if isinstance(error, IsobatchError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -26,13 +26,13 @@ def classify(error: BaseException) -> IsobatchError | None:
     text = str(error).lower()
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _any(_MEMORY, text)):
         return OutOfMemoryError(f"out of memory: {_first_line(error)}")
-    if isinstance(error, RuntimeError) and _any(_PEERS, text):
+    if isinstance(error, RuntimeError) and _any(_CONNECTION, text):
         return WorkerLostError(f"the connection to another process broke: {_first_line(error)}")
     return None
 
 
-def _any(marks: tuple[str, ...], text: str) -> bool:
-    return any(mark in text for mark in marks)
+def _any(phrases: tuple[str, ...], text: str) -> bool:
+    return any(phrase in text for phrase in phrases)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on, and log.txt, which keeps it."""
+"""The console: progress lines and a progress bar for the user, and the same lines in log.txt."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LINE_MARK = "\x1eisobatch\x1e"
-"""Begins each line that a child under `auto` means for the person; all else there is noise."""
+"""Marks the lines of a child process that `auto` shows to the user."""
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Console:
-    """Lines on standard error and in log.txt, from the main process; a bar on a terminal."""
+    """Lines on standard error and in log.txt (`log`), from the main process; a progress bar on a terminal.
+
+    `mark` is put before each line on standard error.
+    """
 
     def __init__(self, log: Path | None, quiet: bool = False, mark: str = "") -> None:
         self.quiet, self.mark = quiet, mark
@@ -27,11 +30,12 @@ class Console:
         self._last = -1e9
 
     def say(self, text: str, always: bool = False) -> None:
+        """Write a line to log.txt and, unless quiet, to standard error. `always`: even if quiet."""
         if self.stream:
             self.stream.write(text + "\n")
         if self.quiet and not always:
             return
-        with contextlib.suppress(OSError):  # whoever was reading may be gone; training and the log are not
+        with contextlib.suppress(OSError):  # standard error may be closed; training goes on
             self._show(text)
 
     def _show(self, text: str) -> None:
@@ -41,7 +45,7 @@ class Console:
             print(self.mark + text.replace("\n", f"\n{self.mark}"), file=sys.stderr, flush=True)
 
     def start_phase(self, phase: str, start: int, total: int) -> None:
-        """A new phase; only a terminal gets a bar."""
+        """Begin a phase at step `start` of `total`; a terminal gets a progress bar."""
         if sys.stderr.isatty() and not self.quiet:
             from tqdm import tqdm
 
@@ -65,6 +69,7 @@ class Console:
                 self.stream.write(line + "\n")
 
     def end_phase(self) -> None:
+        """Close the progress bar."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -73,7 +78,9 @@ class Console:
 def _figures(row: dict[str, Any]) -> str:
     wait = row["data_seconds"] / max(1e-9, row["step_seconds"])
     rate = row.get("tokens_per_second", 0.0)
-    unit = "samples" if rate == row.get("samples_per_second") else "tokens"  # pairs of ids are of length 1
+    unit = (
+        "samples" if rate == row.get("samples_per_second") else "tokens"
+    )  # samples of length 1, such as pairs of ids
     return (
         f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {rate:,.0f} {unit}/s"
         f"  {format_bytes(row['memory_bytes'])}  data wait {wait:.0%}"
@@ -81,7 +88,7 @@ def _figures(row: dict[str, Any]) -> str:
 
 
 def format_metrics(metrics: Mapping[str, Any], form: str) -> str:
-    """Metrics as people read them: whole numbers stay whole, and what they are of stands beside them."""
+    """Metrics as `name value` in one line; floats are formatted by `form`, such as .4f."""
     words = [
         f"{name} {value:{form}}" if isinstance(value, float) else f"{name} {value}"
         for name, value in metrics.items()

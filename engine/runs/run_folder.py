@@ -1,4 +1,4 @@
-"""The run folder: all that a run wrote, in one place. Copying it carries the run."""
+"""The run folder: every file that a run writes. A copy of the folder is a complete copy of the run."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ NONCE = "ISOBATCH_NONCE"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How an attempt ended: exit.json."""
+    """How an attempt ended: the content of exit.json."""
 
     code: int
+    """Exit code."""
     reason: str
     cause: str = ""
-    """memory, lost or hang where another attempt may fare better."""
+    """`memory` or `lost` where another attempt may succeed; else empty."""
 
 
 class RunFolder:
-    """A run folder and the files in it. What is recorded is read once, when it is first asked for."""
+    """A run folder and its files. Records are read once, at first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,7 +69,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, folder: str | Path) -> RunFolder:
-        """An existing run."""
+        """An existing run. Raises UserError where the folder is none."""
         path = Path(folder).expanduser()
         if not (path / "recipe.json").is_file():
             raise UserError(f"{path} is not a run: it has no recipe.json (`runs` lists the runs here)")
@@ -76,7 +77,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, folder: Path, recipe: Recipe, facts: Facts, options: RunOptions) -> RunFolder:
-        """A new folder, whole from the moment it is there. One that is in use by anything is left alone."""
+        """Create a run folder atomically. Raises UserError where `folder` exists and is not empty."""
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} exists and is another run's or not a run: choose --name or --out")
         fresh = cls(folder.with_name(f".{folder.name}.{os.getpid()}.new"))
@@ -90,7 +91,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self, role: str) -> Iterator[None]:
-        """Be the only one to launch, or to train, this run; the operating system lets go when we die."""
+        """Hold the run's lock for a role (launch or train); the system releases it when the process ends.
+
+        Raises UserError where another process holds it.
+        """
         from filelock import FileLock, Timeout
 
         try:
@@ -103,7 +107,7 @@ class RunFolder:
             ) from None
 
     def refuse_if_training(self) -> None:
-        """Workers may have outlived the command that started them."""
+        """Raise UserError while workers train this run: they may outlive the command that started them."""
         with self.lock("train"):
             pass
 
@@ -117,7 +121,7 @@ class RunFolder:
 
     @property
     def recorded_hash(self) -> str:
-        """The hash that the recipe had when the run was made."""
+        """The recipe's hash when the run was created."""
         return str(self._recipe_record.get("hash", ""))
 
     @property
@@ -127,7 +131,7 @@ class RunFolder:
         return self._facts
 
     def write_facts(self, facts: Facts) -> None:
-        """The same facts, prepared at another place."""
+        """Replace facts.json: the same data, prepared in another folder."""
         atomic_files.write_json(self.folder / "facts.json", facts.to_dict())
         self._facts = facts
 
@@ -146,11 +150,11 @@ class RunFolder:
         self._plan = plan
 
     def forget_plan(self) -> None:
-        """Read the plan anew when it is next asked for: other processes may have replaced it."""
+        """Read plan.json again at the next use: another process may have replaced it."""
         self._plan = None
 
     def options(self) -> RunOptions:
-        """The options of the newest launch; fields that this version does not know are left out."""
+        """The options of the newest launch; fields that this version does not know are ignored."""
         recorded, known = atomic_files.read_json(self.folder / "run.json"), flags_of(RunOptions, "run")
         return build_options(RunOptions, {k: v for k, v in recorded.items() if k in known}, "run")
 
@@ -158,7 +162,7 @@ class RunFolder:
         atomic_files.write_json(self.folder / "run.json", options_to_dict(options))
 
     def summary(self) -> dict[str, Any] | None:
-        """What the run came to, as it stands now."""
+        """The content of summary.json; None where there is none yet."""
         path = self.folder / "summary.json"
         return atomic_files.read_json(path) if path.exists() else None
 
@@ -166,19 +170,19 @@ class RunFolder:
         atomic_files.write_json(self.folder / "summary.json", summary)
 
     def mark_failed(self, reason: str) -> None:
-        """summary.json of a run that failed for a named reason."""
+        """Write to summary.json that the run failed, and why."""
         summary = self.summary() or {"task": self.recipe.task, "metrics": {}}
         self.write_summary({**summary, "status": "failed", "reason": reason})
 
     def status(self) -> str:
-        """done, stopped, failed, or unfinished: killed, or running now."""
+        """done, stopped, failed, or unfinished (killed, or still running)."""
         summary = self.summary()
         return str(summary["status"]) if summary else "unfinished"
 
     def write_exit(self, verdict: Verdict) -> None:
-        """How this attempt ended, for the parent that started it.
+        """Record how this attempt ended, for the parent process that started it.
 
-        The first verdict of a launch stands: later ranks fail only because the first one exited.
+        The first verdict of a launch is kept: later ranks fail only because the first one exited.
         """
         if not self.has_verdict():
             nonce = os.environ.get(NONCE, "")
@@ -187,12 +191,12 @@ class RunFolder:
             )
 
     def has_verdict(self) -> bool:
-        """Whether a process of this very launch has left its exit code."""
+        """Whether a process of the current launch has written exit.json."""
         nonce = os.environ.get(NONCE, "")
         return bool(nonce) and self.read_exit(nonce) is not None
 
     def read_exit(self, nonce: str) -> Verdict | None:
-        """The verdict a launch left, if it is this launch's."""
+        """The verdict in exit.json, if the launch with this nonce wrote it."""
         try:
             verdict = atomic_files.read_json(self.folder / "exit.json")
         except UserError:
@@ -202,23 +206,23 @@ class RunFolder:
         return Verdict(int(verdict["code"]), str(verdict["reason"]), str(verdict.get("cause", "")))
 
     def truncate_logs(self, phase_order: list[str], phase: str, step: int) -> None:
-        """Cut off what was logged after `step` of `phase`: a resumed run writes it again."""
+        """Remove the rows after `step` of `phase` from the logs: a resumed run writes them again."""
 
         def before(row: Mapping[str, Any]) -> bool:
             return _is_before(row, phase_order, phase, step)
 
-        # What launches decided stays wherever it stands; the other rows follow each other.
-        for path, keep in (
+        # decisions.jsonl also has rows of launches, which stay; the rows of the other files are in order.
+        for path, select in (
             (self.metrics, itertools.takewhile),
             (self.samples, itertools.takewhile),
             (self.decisions, filter),
         ):
             if path.exists():
-                kept = keep(before, atomic_files.read_jsonl(path))
-                atomic_files.write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+                rows = select(before, atomic_files.read_jsonl(path))
+                atomic_files.write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
 
     def log_decision(self, decision: str, **facts: Any) -> None:
-        """Note what a launch decided; a resumed run keeps it."""
+        """Append a decision of a launch to decisions.jsonl; resuming does not remove it."""
         with (
             atomic_files.explain_write_errors(self.decisions),
             self.decisions.open("a", encoding="utf-8") as stream,
@@ -227,13 +231,13 @@ class RunFolder:
 
 
 def _is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int) -> bool:
-    """Rows count steps from 1: row `step` was made by the step that ended there."""
-    if "final" in row:  # a run that goes on has not ended
+    """Whether a row was logged up to `step` of `phase`; rows count steps from 1."""
+    if "final" in row:  # the last row of a finished run, which a resumed run writes again
         return False
     if "phase" not in row or row["phase"] not in phases:
         return True
-    place, here = phases.index(row["phase"]), phases.index(phase)
-    return place < here or (place == here and int(row.get("step", 0)) <= step)
+    of_row, current = phases.index(row["phase"]), phases.index(phase)
+    return of_row < current or (of_row == current and int(row.get("step", 0)) <= step)
 
 
 def list_runs(folder: Path) -> Iterator[RunFolder]:

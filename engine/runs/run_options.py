@@ -1,4 +1,4 @@
-"""Where a run is kept and how much it says: options that change nothing of what is learnt."""
+"""Run options: output folder, checkpoints, logging and restarts. They do not change what is learnt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from isobatch.core.number_ranges import Count, Positive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Where a run is kept and how much it says. None of this changes what is learnt."""
+    """Options of a launch; each field is a flag."""
 
     out: str = "runs"
     """Folder that holds the runs."""

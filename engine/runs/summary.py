@@ -1,4 +1,4 @@
-"""summary.json: what a run came to."""
+"""The fields of summary.json, and the record of training progress they are computed from."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
 
 HELD_OUT_SPLITS = ("test", "valid")
-"""Splits that can be held out; the first there is gives the summary's metrics."""
+"""Splits that can be held out; the first of them that exists gives the summary's metrics."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where training is: all that a checkpoint must hold besides tensors."""
+    """How far training is. A checkpoint holds these fields."""
 
     phase: str
     step: int = 0
@@ -33,7 +33,7 @@ class Progress:
     train_seconds: float = 0.0
     waited_seconds: float = 0.0
     padding: float = 0.0
-    """Sum over steps of the share of padded tokens that are no tokens."""
+    """Sum over steps of the share of padding."""
     steps_before: int = 0
     """Optimizer steps of earlier phases."""
     seconds_before: float = 0.0
@@ -41,11 +41,11 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        """Of all phases so far."""
+        """Optimizer steps of all phases so far."""
         return self.steps_before + self.step
 
     def next(self, phase: str) -> Progress:
-        """At the beginning of another phase."""
+        """The progress at the start of the next phase."""
         return dataclasses.replace(
             self, phase=phase, step=0, chain="", steps_before=self.steps, seconds_before=self.train_seconds
         )
@@ -57,7 +57,7 @@ class Progress:
 def summarize(
     recipe: Recipe, plan: Plan, progress: Progress, model: nn.Module, held_out: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
-    """The fields that follow from where training ended."""
+    """The fields of summary.json that follow from the progress and the metrics of held-out splits."""
     seconds = max(1e-9, progress.train_seconds)
     split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
     parameters = list(model.parameters())
@@ -86,7 +86,7 @@ def summarize(
 
 
 def startup_seconds(first_step: float | None) -> float:
-    """From the command to the end of the first optimizer step."""
+    """Seconds from the user's command to `first_step`, the time at which the first optimizer step ended."""
     import psutil
 
     begin = float(os.environ.get("ISOBATCH_STARTED") or psutil.Process().create_time())
@@ -94,8 +94,8 @@ def startup_seconds(first_step: float | None) -> float:
 
 
 def _count(p: Any) -> int:
-    """Elements of a parameter, of which ZeRO-3 may hold none here, and 4-bit weights lie two in a byte."""
-    rounded = getattr(p, "quant_state", None)
-    if rounded is not None:
-        return math.prod(rounded.shape)
+    """Elements of a whole parameter: ZeRO-3 may hold none of it here, and a byte holds two 4-bit weights."""
+    quantised = getattr(p, "quant_state", None)
+    if quantised is not None:
+        return math.prod(quantised.shape)
     return int(getattr(p, "ds_numel", p.numel()))

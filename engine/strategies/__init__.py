@@ -1,1 +1,1 @@
-"""Who holds what of the model while it trains."""
+"""Parallel strategies: how the processes hold the model and turn gradients into one update."""

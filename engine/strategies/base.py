@@ -1,4 +1,4 @@
-"""The contract of a strategy: who holds what of the model, and how gradients become one update.
+"""The Strategy contract: how the processes hold the model, and how gradients become one update.
 
 A strategy is made for one phase by all ranks alike and closed at the phase's end. It is a subclass of
 `Strategy` in a file of its own, and an entry of `core.strategies.STRATEGIES`, whose traits everything else
@@ -39,7 +39,7 @@ class Strategy(ABC):
     """How one rank holds a model while a phase trains it."""
 
     model: nn.Module
-    """What computes a loss: the task's model, or what wraps it."""
+    """The module that computes a loss: the task's model, or a wrapper of it."""
     unwrapped: nn.Module
     """The task's model itself."""
 

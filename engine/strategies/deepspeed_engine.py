@@ -1,4 +1,4 @@
-"""DeepSpeed's engine and its config: ours for the plan's strategy, or the one that accelerate was given."""
+"""Make DeepSpeed's engine from its config: the plan's, or the one that accelerate's config names."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CONFIGS = ROOT / "configs" / "deepspeed"
 OWN_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 """Where `accelerate launch` says which DeepSpeed config its own config names."""
 NO_CLIP = 1e30
-"""Without clipping stages 1 and 2 compute no norm."""
+"""In place of no clipping, without which stages 1 and 2 compute no norm."""
 
 
 def given_config() -> dict[str, Any] | None:
-    """The DeepSpeed config that accelerate's config names, seen from here or from the project."""
+    """The DeepSpeed config that accelerate's config names, by a path from here or the package; or None."""
     if not (given := os.environ.get(OWN_CONFIG)):
         return None
     path = Path(given).expanduser()
@@ -36,7 +36,7 @@ def given_config() -> dict[str, Any] | None:
 
 
 def strategy_of(config: dict[str, Any]) -> StrategyName:
-    """The strategy that a DeepSpeed config stands for."""
+    """The name of the strategy that a DeepSpeed config means. Raises UserError for ZeRO stage 0."""
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
@@ -46,23 +46,24 @@ def strategy_of(config: dict[str, Any]) -> StrategyName:
 
 
 def config_for(plan: Plan, clip: float) -> dict[str, Any]:
-    """The config that accelerate was given, or ours; precision and clipping are not its to say."""
+    """The given config, or the one of the plan's strategy; plan and recipe set precision and clipping."""
     config: dict[str, Any] = given_config() or atomic_files.read_json(CONFIGS / f"{plan.strategy}.json")
     half = {"enabled": plan.precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
     return {**config, "gradient_clipping": clip or NO_CLIP, "torch_autocast": half}
 
 
 def make_engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], world: Communicator) -> Any:
+    """A DeepSpeed engine around the model. Raises UserError where DeepSpeed is not installed."""
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    with contextlib.redirect_stdout(sys.stderr):  # it logs there from its import on
+    with contextlib.redirect_stdout(sys.stderr):  # it logs to standard output from its import on
         try:
             import deepspeed
         except ImportError:
             raise UserError("ZeRO needs: pip install deepspeed") from None
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # Its own sums in shared memory are compiled at first use, under a lock that a kill leaves behind, and
-        # spin forever where a rank has died; gloo notices.
+        # Its shared-memory all-reduce is compiled at first use, under a lock that a killed process leaves
+        # behind, and spins forever where a rank has died. gloo raises an error instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _form_group(world)
         engine, *_ = deepspeed.initialize(
@@ -72,10 +73,10 @@ def make_engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], 
 
 
 def _form_group(world: Communicator) -> None:
-    """DeepSpeed wants a process group even of one process."""
+    """Form a process group of one process, which DeepSpeed needs, where there is none."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it

@@ -86,8 +86,8 @@ class FullyShardStrategy(Strategy):
     def reduced_norm(self) -> Tensor:
         """0-d: norm of the whole gradient, whose rows lie on all ranks."""
         gradients = self._gradients()
-        mine = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
-        return self.world.all_reduce_sum(mine.square()).sqrt()
+        local = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
+        return self.world.all_reduce_sum(local.square()).sqrt()
 
     def _gradients(self) -> list[Tensor]:
         """This rank's rows of the gradients that there are."""
@@ -108,9 +108,9 @@ class FullyShardStrategy(Strategy):
             entries[WEIGHT + name] = portable_state.tensor_entry(buffer)
             pieces += [TensorPiece(WEIGHT + name, 0, buffer.reshape(-1))] if self.world.is_main else []
         for name, p in self._trained():
-            found = {WEIGHT + name: p.detach()}
-            found |= {f"{MOMENT}{kind}/{name}": torch.as_tensor(v) for kind, v in self._state_of(p).items()}
-            for key, value in found.items():
+            state = {WEIGHT + name: p.detach()}
+            state |= {f"{MOMENT}{kind}/{name}": torch.as_tensor(v) for kind, v in self._state_of(p).items()}
+            for key, value in state.items():
                 entries[key] = portable_state.tensor_entry(value)
                 if isinstance(value, DTensor):
                     if (rows := _rows(value)).numel():
@@ -122,10 +122,10 @@ class FullyShardStrategy(Strategy):
     def _state_of(self, p: nn.Parameter) -> dict[str, Any]:
         return {kind: v for kind, v in self.optimizer.state.get(p, {}).items() if v is not None}
 
-    def _start(self, whole: DTensor) -> int:
-        """The first element of this rank's rows in the flattened tensor; torch.chunk deals the rows."""
-        count = math.ceil(whole.shape[0] / self.world.size) * self.world.rank
-        return min(count, whole.shape[0]) * math.prod(whole.shape[1:])
+    def _start(self, tensor: DTensor) -> int:
+        """First element of this rank's rows in the flattened tensor; rows are divided as by torch.chunk."""
+        first_row = math.ceil(tensor.shape[0] / self.world.size) * self.world.rank
+        return min(first_row, tensor.shape[0]) * math.prod(tensor.shape[1:])
 
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
         self.load_weights(saved)
@@ -153,16 +153,16 @@ class FullyShardStrategy(Strategy):
                 self._read(saved, WEIGHT + name, trained[name])
 
     def _read(self, saved: SavedCheckpoint, key: str, into: Tensor) -> None:
-        """This rank's rows of a saved tensor."""
+        """Read this rank's rows of a saved tensor into `into`."""
         assert isinstance(into, DTensor)
         rows, start = _rows(into), self._start(into)
         rows.copy_(saved.read_slice(key, start, start + rows.numel()).view(rows.shape))
 
 
-def _rows(whole: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory."""
-    assert isinstance(whole, DTensor)
-    local: Tensor = whole.to_local()
+def _rows(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor, sharing its memory."""
+    assert isinstance(tensor, DTensor)
+    local: Tensor = tensor.to_local()
     return local.detach()
 
 

@@ -1,4 +1,7 @@
-"""The whole model on every process: alone, reduced explicitly, or in DDP."""
+"""Strategies `single` and `ddp`: the whole model on every process.
+
+Gradients of several processes are reduced explicitly after the last backward pass, or by DDP during it.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,15 @@ if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
 
 SCALE_START = 2.0**16
+"""The first fp16 loss scale."""
 SCALE_LEAST = 2.0**-10
+"""Training fails where gradients overflow even below this loss scale."""
 SCALE_PATIENCE = 2000
-"""Good steps after which an fp16 loss scale doubles."""
+"""Steps without overflow after which the loss scale doubles."""
 
 
 class ReplicatedStrategy(Strategy):
-    """Gradients, update and state of a model that each process holds whole."""
+    """Every process holds the whole model, its gradients and its moments."""
 
     def __init__(
         self,
@@ -44,28 +49,34 @@ class ReplicatedStrategy(Strategy):
         self.named = dict(model.named_parameters())
         self.model = model
         self.sparse = [p for p in sparse if p.requires_grad]
-        """Tables whose gradients and updates are of the rows that were read."""
-        apart = {id(p) for p in self.sparse}
-        self.trained = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
+        """Embedding tables whose gradients and updates are sparse: only the rows that were read."""
+        sparse_ids = {id(p) for p in self.sparse}
+        self.trained = [p for p in model.parameters() if p.requires_grad and id(p) not in sparse_ids]
         self.overlapped = False
-        """Step 0 reduces explicitly: DDP follows only if every parameter received a gradient in it."""
+        """Whether DDP reduces. Step 0 reduces explicitly: DDP is enabled after it only if every parameter
+        received a gradient in it."""
         self._reduces = False
-        self.undecided = plan.reduction == "overlapped" and world.size > 1 and not self.sparse
+        """Whether DDP reduces in the current backward pass."""
+        self._decide_overlap = plan.reduction == "overlapped" and world.size > 1 and not self.sparse
         self.tables: dict[nn.Parameter, Tensor] = {}
-        self._gather_rows(plan.device == "cpu" and plan.compile == "off")
+        """Buffers of dense embedding gradients, reused in every step."""
+        self._use_sparse_gradients(plan.device == "cpu" and plan.compile == "off")
         self.scale = SCALE_START if plan.precision == "fp16" else 1.0
         self.good_steps = 0
 
-    def _gather_rows(self, yes: bool) -> None:
-        """Embeddings' gradients as the rows that were read: a table for each micro-batch costs a CPU more."""
-        sparse = {id(p) for p in self.sparse}
+    def _use_sparse_gradients(self, yes: bool) -> None:
+        """Whether embeddings get sparse gradients: a dense one per micro-batch costs a CPU more time.
+
+        The tables in `self.sparse` always do.
+        """
+        sparse_ids = {id(p) for p in self.sparse}
         for module in self.unwrapped.modules():
             if isinstance(module, nn.Embedding) and not module.scale_grad_by_freq:
-                module.sparse = yes or id(module.weight) in sparse
+                module.sparse = yes or id(module.weight) in sparse_ids
 
     @property
     def caches_transforms(self) -> bool:
-        """Not where backwards reduce, and so need each weight's gradient, nor in a compiled graph."""
+        """Not under DDP, whose backward pass needs each weight's gradient, nor in a compiled graph."""
         return not self.computes_dummies and self.plan.compile == "off"
 
     @property
@@ -99,46 +110,50 @@ class ReplicatedStrategy(Strategy):
             group["lr"] = rate
         if self.clip:
             nn.utils.clip_grads_with_norm_(self.trained, self.clip, norm)
-            for rows in self._rows():
-                rows.mul_((self.clip / (norm + 1e-6)).clamp_max(1.0))
+            for values in self._sparse_values():
+                values.mul_((self.clip / (norm + 1e-6)).clamp_max(1.0))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def reduce(self) -> Tensor:
-        """The whole gradient, summed over ranks and unscaled, and its norm."""
+        """Sum the gradients over ranks and divide them by the loss scale; returns their norm (0-d)."""
         if not self.overlapped:
-            self._place_rows()
+            self._densify()
             everything_used = self.world.all_reduce_gradients(self.trained)
             for p in self.sparse:
                 if p.grad is not None or self.world.size > 1:
                     p.grad = self.world.all_reduce_sparse(p)
-            if self.undecided:
-                self.undecided, self.overlapped = False, everything_used
+            if self._decide_overlap:
+                self._decide_overlap, self.overlapped = False, everything_used
                 if everything_used:
-                    self._gather_rows(False)
+                    self._use_sparse_gradients(False)
                     self.model = self.world.wrap_in_ddp(self.unwrapped)
-        gradients = [p.grad for p in self.trained if p.grad is not None] + self._rows()
+        gradients = [p.grad for p in self.trained if p.grad is not None] + self._sparse_values()
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
         return nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
 
-    def _rows(self) -> list[Tensor]:
-        """The gradients of the sparse tables' rows."""
+    def _sparse_values(self) -> list[Tensor]:
+        """The values of the sparse gradients of the tables in `self.sparse`."""
         # values() and indices() refuse uncoalesced gradients.
         return [p.grad._values() for p in self.sparse if p.grad is not None]  # noqa: SLF001
 
-    def _place_rows(self) -> None:
-        """Scatter-add rows' gradients into a reused buffer: page faults of new memory cost more."""
+    def _densify(self) -> None:
+        """Scatter-add sparse gradients into reused dense buffers: page faults of new memory cost more."""
         for p in self.trained:
             if p.grad is not None and p.grad.is_sparse:
                 if p not in self.tables:
                     self.tables[p] = torch.empty_like(p)
-                rows, values = p.grad._indices()[0], p.grad._values()  # noqa: SLF001  as in _rows
+                rows, values = p.grad._indices()[0], p.grad._values()  # noqa: SLF001  as in _sparse_values
                 p.grad = self.tables[p].zero_().index_add_(0, rows, values)
 
     def _overflowed(self, norm: Tensor) -> bool:
-        """fp16: void the attempt, halve the scale and redo the same step, so that the schedule stays true."""
+        """fp16: whether gradients overflowed. Then they are dropped and the loss scale is halved.
+
+        The same step is computed again, so that the learning-rate schedule stays right. Raises TrainingError
+        below SCALE_LEAST.
+        """
         if math.isfinite(norm.item()):
             self.good_steps += 1
             if self.good_steps % SCALE_PATIENCE == 0:
@@ -167,7 +182,7 @@ class ReplicatedStrategy(Strategy):
         self._set_loss_scale(loss_scale)
 
     def _set_loss_scale(self, saved: dict[str, Any] | None) -> None:
-        """A saved loss scale means something only under fp16."""
+        """Take over a saved loss scale, under fp16 only."""
         if self.plan.precision == "fp16" and saved:
             self.scale, self.good_steps = float(saved["scale"]), int(saved["good_steps"])
 

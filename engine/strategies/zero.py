@@ -1,9 +1,10 @@
-"""DeepSpeed ZeRO 1, 2, 3 and offload (Rajbhandari et al. 2020): each process holds a shard.
+"""Strategies `zero1`, `zero2`, `zero3` and `zero3-offload`: DeepSpeed ZeRO (Rajbhandari et al. 2020).
 
-Driven so that the cut does not matter: parameters, gradients and their sums are fp32 (its own bf16 mode sums
-in bf16), micro-batches add up locally and are reduced once a step, and losses come divided by the global
-weight already. Accelerate forms the world; DeepSpeed's engine is built by us, because accelerate keeps the
-first engine it made and every phase needs its own. DeepSpeed's private names stand in this file.
+Results do not depend on the division into micro-batches: parameters, gradients and their sums are fp32
+(DeepSpeed's own bf16 mode sums in bf16), micro-batches are added locally and reduced once a step, and losses
+come divided by the global weight already. Accelerate forms the process group. It does not make DeepSpeed's
+engine, because it keeps the first engine it made and every phase needs its own. All use of DeepSpeed's
+private names is in this file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ZeroStrategy(Strategy):
-    """A model under DeepSpeed's engine."""
+    """A model in DeepSpeed's engine, which shards its moments, gradients or weights by stage."""
 
     def __init__(
         self,
@@ -46,12 +47,13 @@ class ZeroStrategy(Strategy):
         self.config = config_for(plan, clip)
         self.stage = int(self.config["zero_optimization"]["stage"])
         self.model = self.engine = make_engine(model, make_optimizer(model), self.config, world)
-        self._hooks = self._watch()
+        self._hooks = self._hook_gradients()
         self._abandoned: Any = None
+        """The reduction of a step that failed, kept so that it never runs."""
 
     @property
     def equal_counts(self) -> bool:
-        """Every forward of stage 3 gathers weights, so ranks must run the same number of them."""
+        """Every forward pass of stage 3 gathers weights, so ranks must run the same number of them."""
         return self.stage == 3
 
     @property
@@ -60,8 +62,8 @@ class ZeroStrategy(Strategy):
 
     @contextlib.contextmanager
     def accumulate_gradients(self) -> Iterator[None]:
-        """Stages 1 and 2 keep their gradients local and reduce once, at the end. Stage 3 reduces each
-        micro-batch into its shards: whole gradients would undo what it saves.
+        """Stages 1 and 2 keep gradients local and reduce once, at the end. Stage 3 reduces each micro-batch
+        into its shards, because full gradients would undo what it saves.
         """
         if self.stage == 3:
             yield
@@ -72,7 +74,7 @@ class ZeroStrategy(Strategy):
         try:
             yield
         except BaseException:
-            # Its exit would reduce, and wait for ranks that know nothing of this error: it never exits.
+            # Its __exit__ would reduce, and wait for ranks that do not know of this error: never call it.
             self._abandoned = reduction
             raise
         self._refuse_unused()
@@ -89,7 +91,7 @@ class ZeroStrategy(Strategy):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages over ranks, and the loss is a share of a sum.
+        # DeepSpeed averages over ranks; the losses of all ranks are to be summed.
         self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
 
     def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
@@ -100,22 +102,22 @@ class ZeroStrategy(Strategy):
             self.engine.step()
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.world.device).float()
 
-    def _watch(self) -> dict[str, Any]:
-        """Name -> hook that notes, in the first step, which parameters get a gradient."""
+    def _hook_gradients(self) -> dict[str, Any]:
+        """Parameter name -> hook that records, in the first step, that the parameter got a gradient."""
 
-        def note(name: str) -> Any:
-            return lambda _: self._touched.add(name)
+        def record(name: str) -> Any:
+            return lambda _: self._used.add(name)
 
-        self._touched: set[str] = set()
-        return {name: p.register_hook(note(name)) for name, p in self._trained()}
+        self._used: set[str] = set()
+        return {name: p.register_hook(record(name)) for name, p in self._trained()}
 
     def _refuse_unused(self) -> None:
-        """A parameter that no loss touches: DDP leaves it alone, ZeRO would decay it."""
+        """Raise UserError where a parameter has no gradient: DDP leaves it alone, ZeRO would decay it."""
         if not self._hooks:
             return
         for hook in self._hooks.values():
             hook.remove()
-        idle, self._hooks = set(self._hooks) - self._touched, {}
+        idle, self._hooks = set(self._hooks) - self._used, {}
         if unused := set.intersection(*self.world.all_gather_objects(idle)):
             raise UserError(
                 f"no loss touches {sorted(unused)[0]} ({len(unused)} such): ZeRO would decay it; freeze it"
@@ -133,7 +135,7 @@ class ZeroStrategy(Strategy):
         }
 
     def collect_state(self) -> portable_state.PortableState:
-        """Every rank's own shards of weights and moments; buffers come from rank 0."""
+        """This rank's own shards of weights and moments, and on rank 0 the buffers."""
         buffers = {WEIGHT + name: b for name, b in self._buffers().items()}
         entries = {name: portable_state.tensor_entry(b) for name, b in buffers.items()}
         pieces = [TensorPiece(n, 0, b.reshape(-1)) for n, b in buffers.items() if self.world.is_main]
@@ -162,11 +164,11 @@ class ZeroStrategy(Strategy):
             if shard is not None and kind != "step":
                 shard.moments[kind].copy_(saved.read_slice(key, shard.start, shard.start + len(shard.weight)))
             elif shard is not None and shard.steps is not None:
-                # One count per flat group: all its parameters have taken the same steps of this phase.
+                # One step count per flat group: all its parameters have taken the same number of steps.
                 shard.steps.fill_(float(saved.read(key)))
 
     def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
-        """Shards and, where this rank holds a whole parameter, that."""
+        """Load this rank's shards and, where it holds whole parameters, these too."""
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._trained()}
         shapes |= {name: tuple(b.shape) for name, b in self._buffers().items()}
         known = portable_state.saved_weight_names(saved) if new_phase else set(shapes)
@@ -185,7 +187,7 @@ class ZeroStrategy(Strategy):
                         p.ds_tensor.data.view(-1)[: len(part)].copy_(part)
 
     @property
-    def _flats(self) -> list[Tensor]:
+    def _flat_partitions(self) -> list[Tensor]:
         """The flat fp32 partitions that the inner torch optimizer steps."""
         zero = self.engine.optimizer
         return list(
@@ -193,9 +195,9 @@ class ZeroStrategy(Strategy):
         )
 
     def _moments(self) -> dict[str, str]:
-        """Kind -> dtype of the inner optimizer's state, empty before its first step."""
+        """Kind of moment -> dtype, of the inner optimizer; empty before its first step."""
         inner = self.engine.optimizer.optimizer
-        states = [inner.state[f] for f in self._flats if inner.state.get(f)]
+        states = [inner.state[f] for f in self._flat_partitions if inner.state.get(f)]
         return {
             key: portable_state.tensor_entry(value).dtype
             for key, value in (states[0] if states else {}).items()
@@ -203,39 +205,38 @@ class ZeroStrategy(Strategy):
         }
 
     def _make_moments(self, kinds: set[str]) -> None:
-        """DeepSpeed has none before its first step."""
-        for flat in self._flats:
+        """Create zero moments, which DeepSpeed does not have before its first step."""
+        for flat in self._flat_partitions:
             self.engine.optimizer.optimizer.state[flat] = {
                 kind: torch.tensor(0.0) if kind == "step" else torch.zeros_like(flat) for kind in kinds
             }
 
     def _shard(self, p: Any) -> _ParameterShard | None:
         """This rank's part of a parameter, as views of the flat partitions; None where it has none."""
-        return self._third(p) if self.stage == 3 else self._first(p)
+        return self._shard_of_stage_3(p) if self.stage == 3 else self._shard_of_stage_1_or_2(p)
 
-    def _first(self, p: Any) -> _ParameterShard | None:
+    def _shard_of_stage_1_or_2(self, p: Any) -> _ParameterShard | None:
         mapping = p._hp_mapping  # noqa: SLF001  DeepSpeed has no public way
         if mapping is None:
             return None
-        part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
-        flat = self._flats[mapping.param_group_index]
-        return _ParameterShard(
-            self.engine.optimizer.optimizer.state.get(flat, {}), flat, part.start, place.start, part.numel
-        )
+        in_parameter, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+        flat = self._flat_partitions[mapping.param_group_index]
+        state = self.engine.optimizer.optimizer.state.get(flat, {})
+        return _ParameterShard(state, flat, in_parameter.start, in_flat.start, in_parameter.numel)
 
-    def _third(self, p: Any) -> _ParameterShard | None:
+    def _shard_of_stage_3(self, p: Any) -> _ParameterShard | None:
         zero = self.engine.optimizer
         width = p.ds_tensor.ds_numel
         start = width * self.world.rank
         count = min(width, p.ds_numel - start)
         if count <= 0:
             return None
-        group, place, _ = zero.grad_position[zero.get_param_id(p)]
+        group, offset, _ = zero.grad_position[zero.get_param_id(p)]
         flat = zero.fp32_partitioned_groups_flat[group]
-        return _ParameterShard(zero.optimizer.state.get(flat, {}), flat, start, place, count)
+        return _ParameterShard(zero.optimizer.state.get(flat, {}), flat, start, offset, count)
 
     def close(self) -> None:
-        """The engine holds on to all unless taken apart; the model is destroyed by that."""
+        """Free the memory that the engine keeps unless its references are cleared; destroys the model."""
         zero = self.engine.optimizer
         self.engine.destroy()
         for p in self.unwrapped.parameters():
@@ -248,12 +249,15 @@ class ZeroStrategy(Strategy):
 
 
 class _ParameterShard:
-    """Views of one parameter's part of a flat partition and of the optimizer's state there."""
+    """Views of one parameter's part of a flat partition, and of the optimizer's state of that part.
 
-    def __init__(self, state: dict[str, Any], flat: Tensor, start: int, place: int, count: int) -> None:
+    `count` elements, from `start` of the flattened parameter and from `offset` of the flat partition on.
+    """
+
+    def __init__(self, state: dict[str, Any], flat: Tensor, start: int, offset: int, count: int) -> None:
         self.start = start
         """First element of the flattened parameter."""
-        self.weight = flat.detach()[place : place + count]
+        self.weight = flat.detach()[offset : offset + count]
         values = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
-        self.moments = {k: v.detach().view(-1)[place : place + count] for k, v in values.items()}
+        self.moments = {k: v.detach().view(-1)[offset : offset + count] for k, v in values.items()}
         self.steps: Tensor | None = state.get("step")

@@ -1,1 +1,1 @@
-"""The loop, and what it is made of."""
+"""Training: the session, the loop over phases and steps, evaluation, and what a run writes."""

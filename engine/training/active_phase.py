@@ -1,4 +1,4 @@
-"""One phase while it trains: its strategy with a new optimizer, its stepper, its stream of batches."""
+"""A phase while it trains: its strategy, its new optimizer, its stepper and its batch loader."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class SessionParts(Protocol):
-    """What a phase uses of its session."""
+    """The attributes of a session that a phase uses."""
 
     recipe: Recipe
     task: Task
@@ -47,7 +47,7 @@ class SessionParts(Protocol):
 
 
 class ActivePhase:
-    """Steps of a phase. `Session.phase` makes it and ends it."""
+    """Runs the steps of a phase. Made and closed by `Session.phase`."""
 
     def __init__(self, session: SessionParts, schedule: PhaseSchedule) -> None:
         self.session, self.schedule = session, schedule
@@ -55,7 +55,7 @@ class ActivePhase:
         self.stepper = self._make_stepper()
 
     def batches(self, start: int, stop: int) -> Iterator[LoadedStep]:
-        """Steps start..stop-1 with this rank's batches, loaded ahead."""
+        """Steps start..stop-1 with this rank's micro-batches, loaded ahead."""
         session = self.session
         loader = BatchLoader(
             session.splits["train"],
@@ -68,11 +68,12 @@ class ActivePhase:
         return loader.steps(start, stop)
 
     def learning_rate(self, step: int) -> float:
+        """Learning rate of optimizer step `step` (from 0) of this phase."""
         schedule = self.schedule
         return learning_rate(self.session.recipe, schedule.lr, step, schedule.steps, schedule.steps_per_epoch)
 
     def step(self, loaded: LoadedStep, rank_flags: Sequence[float] = ()) -> StepResult:
-        """A whole optimizer step, and what the task makes of it."""
+        """One optimizer step and then the task's `after_step`. `rank_flags`: see `Stepper.run`."""
         number = loaded.work.step
         result = self.stepper.run(loaded, self.learning_rate(number), list(rank_flags))
         context = self.stepper.step_context(number, result.recorded)
@@ -107,28 +108,31 @@ class ActivePhase:
         )
 
     def _rebuild_optimizer(self, change: Change) -> None:
-        """The task has cut its model: a new optimizer for what is left, with the moments cut alike."""
+        """After the task has pruned its model: make a new optimizer with the moments pruned alike."""
         moments, loss_scale = self.strategy.moments(), self.strategy.loss_scale()
-        known = self.stepper.learnt
+        findings = self.stepper.findings
         del self.strategy, self.stepper
         if self.session.world.size > 1:
-            gc.collect()  # DDP's hooks go with the old strategy
+            gc.collect()  # frees the old strategy, and DDP's hooks with it
         self.strategy = self._make_strategy()
         self.strategy.load_moments(cut_moments(moments, change.keep), loss_scale)
         self.stepper = self._make_stepper()
-        self.stepper.learnt = known
+        self.stepper.findings = findings
 
 
 def cut_moments(
     moments: portable_state.Moments, keep: Mapping[str, Sequence[tuple[int, torch.Tensor]]]
 ) -> portable_state.Moments:
-    """The moments of parameters that were cut; what has no dimensions, such as a count of steps, stays."""
-    found: dict[str, dict[str, Any]] = {}
+    """The moments with only the indices that `keep` lists of each pruned parameter.
+
+    `keep`: parameter -> (dimension, indices that stay). 0-d state, such as a step count, stays as it is.
+    """
+    cut: dict[str, dict[str, Any]] = {}
     for name, state in moments.items():
-        found[name] = dict(state)
+        cut[name] = dict(state)
         for kind, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim:
                 for dimension, indices in keep.get(name, ()):
                     value = value.index_select(dimension, indices.to(value.device))
-                found[name][kind] = value
-    return found
+                cut[name][kind] = value
+    return cut

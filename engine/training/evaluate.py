@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, on any number of processes, in any cut."""
+"""Evaluation: every sample once; the result does not depend on processes or micro-batches."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
 
 HOST_BATCH = 32
+"""Samples per batch of `host_batches`."""
 _BATCHES_AHEAD = 16
+"""Micro-batches per rank that are formed together from samples in order."""
 EVALUATION_STEP = 2**63
-"""The step that keys the noise of evaluations: no training step has it."""
+"""The step number that keys noise in evaluations; no training step reaches it."""
 EVALUATION_PHASE = "evaluate"
 
 
@@ -41,10 +43,10 @@ def evaluate(
     equal_counts: bool = False,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Metrics over the first `fraction` of a split, and of each set in it; the same on every rank.
+    """Metrics over the first `fraction` of a split (of each set, if it has several); the same on every rank.
 
-    With `equal_counts` ranks without samples compute one all the same: a forward holds collectives then.
-    The task's own noise is keyed by `seed` and sample, and by no training step.
+    With `equal_counts` ranks without samples compute dummies, because a forward pass runs collectives. The
+    task's own noise is keyed by `seed` and sample, not by the training step.
     """
     chosen = first_samples(source, fraction, task.cohort)
     sums: dict[str, list[float]] = {}
@@ -66,7 +68,7 @@ def evaluate(
 
 
 def first_samples(source: Source, fraction: float, cohort: int) -> np.ndarray:
-    """The numbers of the first `fraction` of the samples; of each set, where several lie end to end."""
+    """Numbers of the first `fraction` of the samples of each set, in whole cohorts."""
     sizes = [size for size, _ in source.parts] or [len(source)]
     counts = [min(size, _round_up(max(1, math.ceil(size * fraction)), cohort)) for size in sizes]
     starts = np.cumsum([0, *sizes[:-1]])
@@ -76,7 +78,7 @@ def first_samples(source: Source, fraction: float, cohort: int) -> np.ndarray:
 def _batches(
     source: Source, chosen: np.ndarray, plan: Plan, world: Communicator, cohort: int, equal_counts: bool
 ) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """This rank's micro-batches of whole cohorts, dealt by cost, and whether each counts."""
+    """This rank's micro-batches of the `chosen` samples on the device, and whether each counts (no dummy)."""
     budget = micro_batch_budget(plan)
     span = _round_up(max(1, budget.samples * world.size * _BATCHES_AHEAD), cohort)
     for start in range(0, len(chosen), span):
@@ -86,13 +88,13 @@ def _batches(
         for micro in ranks[world.rank] + [dummy_micro_batch(budget)] * (most - len(ranks[world.rank])):
             counts = len(micro.positions) > 0
             if counts or equal_counts:
-                wanted = samples[micro.positions] if counts else samples[:1]
-                host = to_tensors(source.fetch(wanted, micro.width), pin=False)
+                numbers = samples[micro.positions] if counts else samples[:1]
+                host = to_tensors(source.fetch(numbers, micro.width), pin=False)
                 yield to_device(host, world.device), counts
 
 
 def host_batches(source: Source) -> Iterator[dict[str, Tensor]]:
-    """Every sample once, in order, in small batches on the host."""
+    """Every sample of a source once, in order, in batches of HOST_BATCH in host memory."""
     for start in range(0, len(source), HOST_BATCH):
         rows = np.arange(start, min(start + HOST_BATCH, len(source)))
         yield to_device(to_tensors(source.fetch(rows), pin=False), torch.device("cpu"))
@@ -113,6 +115,7 @@ def _add(parts: Mapping[str, Sum | Rows], index: np.ndarray, sums: dict[str, lis
 
 
 def _reduce(sums: dict[str, list[float]], rows: Any, world: Communicator) -> dict[str, Any]:
+    """Name -> Sum over all ranks, or the array of all rows in the order of samples."""
     reduced: dict[str, Any] = {}
     for share in world.all_gather_objects(sums):
         for name, (value, weight) in share.items():

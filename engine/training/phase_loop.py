@@ -1,4 +1,4 @@
-"""The training loop. One for every workload: a workload is a loss."""
+"""The training loop of a phase, the same for every workload."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ VERSIONED = ("torch", "accelerate", "transformers")
 
 
 class PhaseLoop:
-    """Trains one phase: steps, evaluations, checkpoints, an early end."""
+    """Trains one phase: steps, evaluations, checkpoints, early stopping."""
 
     def __init__(self, context: RunContext, phase: ActivePhase) -> None:
         self.context, self.phase, self.schedule = context, phase, phase.schedule
         self.session, self.world = context.session, context.world
         self.early_stopping = EarlyStopping(
             context.task.monitor[1],
-            context.recipe.patience if self.schedule.judged else 0,
+            context.recipe.patience if self.schedule.early_stopping else 0,
             context.recipe.min_delta,
         )
         self.save_timer = SaveTimer(context.options.save_every, self.schedule.steps_per_epoch, now())
@@ -50,10 +50,11 @@ class PhaseLoop:
 
     @property
     def progress(self) -> Progress:
+        """The run's progress."""
         return self.context.progress
 
     def continue_from(self, saved: SavedCheckpoint) -> None:
-        """Go on where a checkpoint of this phase was saved."""
+        """Continue from a checkpoint of this phase; the strategy has loaded its tensors already."""
         context = self.context
         context.progress = Progress(**saved.state["progress"])
         self.early_stopping = EarlyStopping(**saved.state["judge"])
@@ -63,7 +64,7 @@ class PhaseLoop:
         context.console.say(f"resumed from {context.resumed_from}: {self.progress.samples:,} samples seen")
 
     def run(self) -> None:
-        """Steps until the phase ends. A step's figures are read while the next one runs: nothing waits."""
+        """Train until the phase ends. A step's metrics are read while the next one runs, without a wait."""
         schedule, start = self.schedule, self.progress.step
         self.context.console.start_phase(schedule.name, start, schedule.steps)
         self.step_began = now()
@@ -72,24 +73,24 @@ class PhaseLoop:
         for loaded in self.phase.batches(start, last):
             result = self.phase.step(loaded, self._rank_flags())
             result.seconds, self.step_began = now() - self.step_began, now()
-            asked, pending = self._read_figures(pending), result
-            if asked or self._something_is_due(loaded.work.step + 1):
-                asked |= self._read_figures(pending)
+            requests, pending = self._read_metrics(pending), result
+            if requests or self._something_is_due(loaded.work.step + 1):
+                requests |= self._read_metrics(pending)
                 pending = None
-                if self._evaluate_save_stop(asked):
+                if self._evaluate_save_stop(requests):
                     break
-        self._read_figures(pending)
+        self._read_metrics(pending)
         if self.saved_step != self.progress.step:
             self._save()
         self.context.writer.wait()
         self.context.console.end_phase()
 
     def checkpoint_folder(self, step: int) -> Path:
-        """Where the checkpoint of a step of this phase lies."""
+        """The folder of the checkpoint after a step of this phase."""
         return self.context.run.checkpoints / checkpoint.checkpoint_name(self.schedule.name, step)
 
     def earlier_best_step(self) -> int | None:
-        """The step of the best checkpoint, where early stopping looks for it and it is not the last."""
+        """The step of the best checkpoint, if early stopping is on and it is not the last; else None."""
         best = self.early_stopping.best_step
         return best if self.early_stopping.patience and best not in (0, self.progress.step) else None
 
@@ -97,33 +98,35 @@ class PhaseLoop:
         return self._evaluation_is_due(step) or self.save_timer.due_at(step)
 
     def _evaluation_is_due(self, step: int) -> bool:
-        """The end of training is measured anyway, unless the best checkpoint is looked for."""
+        """The last step is evaluated only for early stopping: the end of the run evaluates anyway."""
         if step == self.schedule.steps:
             return self.early_stopping.patience > 0
         return step % self.schedule.eval_every == 0
 
     def _rank_flags(self) -> list[float]:
-        """This rank's wish to stop and to save (rank 0's clock), and how its checkpoint stands: summed over
-        ranks beside the step's losses."""
+        """[stop requested, save due by rank 0's clock, checkpoint written, checkpoint failed] of this rank.
+
+        They are summed over the ranks together with the step's losses.
+        """
         save = self.world.is_main and self.save_timer.due_by(now())
         return [float(self.context.stop.requested), float(save), *self.context.writer.rank_flags()]
 
-    def _evaluate_save_stop(self, asked: set[str]) -> bool:
-        """Between two steps, when all figures are read; True ends the phase early."""
+    def _evaluate_save_stop(self, requests: set[str]) -> bool:
+        """Between two steps, after all metrics are read: do what is due. Returns whether to stop early."""
         step, began = self.progress.step, now()
-        enough = self._evaluation_is_due(step) and self._evaluate()
-        if asked or enough or self.save_timer.due_at(step):
+        stop_early = self._evaluation_is_due(step) and self._evaluate()
+        if requests or stop_early or self.save_timer.due_at(step):
             self._save()
-        if "stop" in asked:
+        if "stop" in requests:
             self.context.stop_now()
         self.step_began += now() - began
-        return enough
+        return stop_early
 
-    def _read_figures(self, result: StepResult | None) -> set[str]:
-        """Read a step's figures, count and log them; returns what the ranks asked for."""
+    def _read_metrics(self, result: StepResult | None) -> set[str]:
+        """Read a step's metrics from the device and log them; returns what ranks request: stop, save."""
         if result is None:
             return set()
-        with self.world.waiting_for("the step's figures"):
+        with self.world.waiting_for("the step's metrics"):
             values, norm = result.sums.tolist(), float(result.norm)
         losses = dict(zip(result.names, values, strict=False))
         self._refuse_nonfinite(sum(losses.values()), norm, result.loaded.work.step)
@@ -131,18 +134,18 @@ class PhaseLoop:
             self.context.first_step_at = time.time()
         if not self.noise_checked:
             self.noise_checked = True
-            self._note_foreign_noise()
+            self._check_foreign_noise()
         self._count(result)
         self._log(result, losses, norm, values)
         if result.change is not None:
-            self._decide("change of the model", **result.change.facts)
+            self._log_decision("change of the model", **result.change.facts)
         stop, save, written, failed = values[-4:]
         self.context.writer.complete_if_written(written, failed)
         return {name for name, ranks in (("stop", stop), ("save", save)) if ranks}
 
-    def _note_foreign_noise(self) -> None:
-        """A model with noise of its own (a GRU's dropout, say) learns the same only in distribution."""
-        seen = any(self.world.all_gather_objects(self.phase.stepper.learnt.foreign_noise))
+    def _check_foreign_noise(self) -> None:
+        """After the first step: lower the plan's invariance if the model draws its own noise (a GRU may)."""
+        seen = any(self.world.all_gather_objects(self.phase.stepper.findings.foreign_noise))
         plan = self.session.plan
         if seen and plan.invariance == "exact":
             reason = "this model draws noise of its own, from torch's generators, which the cut changes"
@@ -174,7 +177,7 @@ class PhaseLoop:
         context.peak_memory = max(context.peak_memory, memory_bytes(self.world.device))
         row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
         if result.recorded:
-            row |= context.task.step_figures(_on_host(result, values))
+            row |= context.task.step_figures(_recorded_arrays(result, values))
         row |= {"memory_bytes": context.peak_memory, **gpu_reading(self.world.device)}
         context.log.log_step(row, result.loaded.work.samples)
         if context.options.tracker != "none":
@@ -192,15 +195,15 @@ class PhaseLoop:
         stopping, step = self.early_stopping, self.progress.step
         metrics = self.context.measure("valid", self.context.recipe.eval_fraction, step)
         if stopping.update(metrics[name], step) and stopping.patience:
-            self._decide("best checkpoint", metric=name, value=stopping.best)
+            self._log_decision("best checkpoint", metric=name, value=stopping.best)
             self._save()
         if stopping.should_stop:
             why = f"{name} has not improved for {stopping.waited} evaluations"
-            self._decide("early stop", reason=why, best_step=stopping.best_step)
+            self._log_decision("early stop", reason=why, best_step=stopping.best_step)
             self.context.console.say(f"stopped early at step {step}: {why}")
         return stopping.should_stop
 
-    def _decide(self, decision: str, **facts: Any) -> None:
+    def _log_decision(self, decision: str, **facts: Any) -> None:
         row = {"phase": self.progress.phase, "step": self.progress.step, "decision": decision}
         self.context.log.log_decision({**row, **facts})
 
@@ -225,16 +228,16 @@ class PhaseLoop:
         self.save_timer.reset(now())
 
     def best_checkpoint(self) -> set[str]:
-        """The name of the best checkpoint so far, where one is looked for."""
+        """{name of the best checkpoint so far}; empty where early stopping is off."""
         if not self.early_stopping.patience:
             return set()
         return {checkpoint.checkpoint_name(self.schedule.name, self.early_stopping.best_step)}
 
 
-def _on_host(result: StepResult, values: list[float]) -> dict[str, np.ndarray]:
-    """What loss() recorded, from the figures that were read."""
-    found, place = {}, len(result.names)
+def _recorded_arrays(result: StepResult, values: list[float]) -> dict[str, np.ndarray]:
+    """What loss() recorded, as arrays; `values`: `result.sums` on the host."""
+    arrays, offset = {}, len(result.names)
     for name, value in result.recorded.items():
-        found[name] = np.array(values[place : place + value.numel()]).reshape(tuple(value.shape))
-        place += value.numel()
-    return found
+        arrays[name] = np.array(values[offset : offset + value.numel()]).reshape(tuple(value.shape))
+        offset += value.numel()
+    return arrays

@@ -1,4 +1,4 @@
-"""Where a run begins and where it ends: its newest whole checkpoint, and final/."""
+"""Find the newest intact checkpoint to resume from, and write final/ at the end."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 
 def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], None]) -> SavedCheckpoint | None:
-    """The newest checkpoint that is whole, the same on every rank. The ranks share the reading.
+    """The newest checkpoint that is not damaged, the same on every rank; None without any.
 
-    Damaged ones are removed: they would count among the newest when old ones are deleted.
+    Each rank verifies a share of the files. Damaged checkpoints are removed, because they would count among
+    the newest when old ones are deleted. Raises TrainingError where it is of another recipe or other data.
     """
     world = session.world
     names = [p.name for p in checkpoint.list_checkpoints(run.checkpoints, session.phases)]
@@ -57,7 +58,7 @@ def _open(folder: Path, world: Communicator) -> tuple[SavedCheckpoint | None, st
 
 
 def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> dict[str, int]:
-    """Write final/ beside its place and rename it, so that it is whole or absent; its checksums."""
+    """Export the model to final/ atomically; returns its files' checksums."""
     temporary = run.folder / ".final.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     with atomic_files.explain_write_errors(temporary):

@@ -1,4 +1,4 @@
-"""What a run's training shares from phase to phase: its files, its records, where it stands."""
+"""The state of a run on one rank that lasts over its phases: session, files, logs, progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RunContext:
-    """One rank's view of the run that is being trained."""
+    """What the trainer and its phase loops share on one rank."""
 
     def __init__(
         self,
@@ -41,24 +41,24 @@ class RunContext:
         self.writer = checkpoint.CheckpointWriter(world, self._delete_old_checkpoints)
         self.progress = Progress(self.session.phases[0])
         self.first_step_at: float | None = None
-        """Seconds since the epoch at the end of this process's first step."""
+        """Time (seconds since 1970) at the end of this process's first step."""
         self.peak_memory = 0
-        """Bytes, of this process."""
+        """Peak memory of this process, in bytes."""
         self.resumed_from: str | None = None
         self.spared: set[str] = set()
-        """The best checkpoint when the newest began to be written."""
+        """{name of the best checkpoint} at the time when the newest save began."""
         self.best_checkpoint: Callable[[], set[str]] = set
-        """The name of the best checkpoint so far, where the phase looks for one."""
+        """Returns {name of the best checkpoint so far}; set by the phase loop."""
 
     def measure(self, split: str, fraction: float, step: int) -> dict[str, float]:
-        """Metrics of a split, logged and shown; `step` is the one that the weights are from."""
+        """Evaluate a split, log and show its metrics; `step`: the step of the weights."""
         metrics = self.session.evaluate(split, fraction)
         self.log.log_metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
         self.console.say(f"{split} after step {step}: {format_metrics(metrics, '.4f')}")
         return metrics
 
     def stop_now(self) -> None:
-        """End as a signal asked for. Raises StopRequestedError."""
+        """Finish the save and write the summary after a request to stop. Raises StopRequestedError."""
         self.writer.wait()
         self.console.end_phase()
         self.write_summary("stopped", self.stop.reason, {})
@@ -68,14 +68,14 @@ class RunContext:
         )
 
     def stop_if_asked(self) -> None:
-        """Between the parts of the end, where no step carries the flag."""
+        """Stop if any rank was asked to: at the end of a run no step carries the flag to the others."""
         if any(self.world.all_gather_objects(self.stop.requested)):
             self.stop_now()
 
     def write_summary(
         self, status: str, reason: str, held_out: dict[str, dict[str, float]], **more: Any
     ) -> None:
-        """summary.json, by the main rank."""
+        """Write summary.json on the main rank. All ranks call this."""
         session = self.session
         summary = {
             "status": status,
@@ -94,6 +94,6 @@ class RunContext:
             self.run.write_plan(plan)
 
     def _delete_old_checkpoints(self) -> None:
-        # The newest best may not be written yet: until then the one before is the best there is.
+        # The newest best checkpoint may not be written yet: until then keep the previous best as well.
         spare = self.spared | self.best_checkpoint()
         checkpoint.delete_old(self.run.checkpoints, self.session.phases, self.options.keep, spare)

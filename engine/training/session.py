@@ -1,4 +1,6 @@
-"""All that a process holds to run steps of a recipe by a plan; training and verifying both start here.
+"""The session: model, data, sampler and plan of a recipe on one rank, from which phases are run.
+
+Training, verification and benchmarks all use it:
 
 with Session(recipe, facts, plan, world) as session:
     for schedule in session.schedules:
@@ -46,14 +48,15 @@ if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
 
 CALIBRATION_BATCH = 32
+"""Samples per batch given to a task's `begin_phase`."""
 
 
 def _ignore(plan: Plan) -> None:
-    """Nobody records the plan."""
+    """By default no plan is recorded."""
 
 
 class Session:
-    """Model, data and order of a recipe on one rank. It owns the plan: `session.plan` is the one in force."""
+    """Model, data and sampler of a recipe on one rank. `session.plan` is the current plan."""
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class Session:
         say: Callable[[str], None] = lambda _: None,
         record_plan: Callable[[Plan], None] = _ignore,
     ) -> None:
-        """`record_plan` is told of every plan that takes the place of the one before."""
+        """`say` gets messages for the user, `record_plan` every plan that replaces the previous one."""
         self.recipe, self.facts, self.world = recipe, facts, world
         self._plan, self._record_plan = plan, record_plan
         self._threads = torch.get_num_threads()
@@ -86,7 +89,7 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing process-wide outlives a run."""
+        """Undo process-wide changes: registered attention functions and the number of threads."""
         unregister_attention()
         torch.set_num_threads(self._threads)
 
@@ -96,21 +99,22 @@ class Session:
 
     @property
     def phases(self) -> list[str]:
+        """Names of the phases, in order."""
         return [s.name for s in self.schedules]
 
     def schedule_of(self, phase: str) -> PhaseSchedule:
+        """The schedule of the phase of this name."""
         return next(s for s in self.schedules if s.name == phase)
 
     def replan(self, plan: Plan) -> None:
-        """Another plan for the model that is there: a smaller budget, activation checkpointing, what was
-        learnt of its noise."""
+        """Replace the plan, keep the model: for a smaller budget, activation checkpointing, invariance."""
         if plan.activation_checkpointing and not self._plan.activation_checkpointing:
             checkpoint_activations(self.model, keyed=self.noise is not None)
         self._plan = plan
         self._record_plan(plan)
 
     def build_model(self) -> None:
-        """A model with the initial weights, whatever was done to one before."""
+        """Build the model anew with its initial weights."""
         self.model, self.noise = prepare_model(
             self.task, self.recipe, self.facts, self._plan, self.world.device
         )
@@ -121,7 +125,7 @@ class Session:
         """Whether the end of a phase has destroyed the model."""
 
     def prepare_phase(self, schedule: PhaseSchedule, saved: SavedCheckpoint | None = None) -> None:
-        """Let the task make its model ready for a phase; in the shape of a checkpoint where given."""
+        """Let the task prepare its model for a phase; with `saved`, also match the shapes of its weights."""
         if self._model_ended:
             self.build_model()
         if self._prepared != schedule.name:
@@ -146,8 +150,8 @@ class Session:
     ) -> Iterator[ActivePhase]:
         """A phase with a new optimizer, restored from `saved` where given.
 
-        `previous`: the checkpoint that the phase before ended with, read where its end destroyed the model.
-        `probe(phase)` is called when the model is ready and nothing else holds memory; it may `replan`.
+        `previous`: the last checkpoint of the previous phase, read if closing that phase destroyed the model.
+        `probe(phase)` is called when the model is ready and the optimizer is not made yet; it may `replan`.
         """
         self.prepare_phase(schedule, saved)
         probe(schedule.name)
@@ -159,7 +163,7 @@ class Session:
         self.model.train()
         try:
             yield active
-            active.strategy.close()  # after an error its collectives would wait for ranks that are gone
+            active.strategy.close()  # not after an error: its collectives would wait for ranks that are gone
         finally:
             self._active = None
             self._model_ended = traits_of(self._plan.strategy).ends_model
@@ -171,11 +175,11 @@ class Session:
         return StepContext(0, phase, self.noise or NativeNoise())
 
     def gather_full_model(self, saved: Path, phase: str) -> nn.Module:
-        """The model with all its weights, on one process: from a checkpoint where it is in shards."""
+        """The model with all its weights, on this process; from a checkpoint if the strategy shards it."""
         if not traits_of(self._plan.strategy).shards:
             return self.model
         model = self.task.build_model(self.facts).eval()
-        with torch.no_grad():  # what trains, and so was saved, may be the phase's
+        with torch.no_grad():  # the phase decides which weights train, and so are in the checkpoint
             self.task.begin_phase(model, phase, partial(self._first_samples, device=torch.device("cpu")))
         portable_state.load_weights(SavedCheckpoint(saved), model)
         return model
@@ -198,7 +202,7 @@ class Session:
     def _first_samples(
         self, count: int, device: torch.device | None = None
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """`count` training samples in the recipe's order, in batches that no plan decides on."""
+        """The first `count` training samples, in batches of a fixed size that does not depend on the plan."""
         steps = range(-(-count // self.recipe.batch_size))
         samples = np.concatenate([self.sampler.batch(step) for step in steps])[:count]
         samples = samples[np.argsort(self.splits["train"].lengths(samples), kind="stable")]
@@ -210,7 +214,10 @@ class Session:
 
 
 def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
-    """The order of a recipe's training samples."""
+    """The sampler of a recipe's training samples.
+
+    Raises UserError where several sets are mixed but the task needs cohorts, or a set's share has no sample.
+    """
     lengths = source.lengths if recipe.group_by_length else None
     parts = source.parts
     if parts and cohort > 1:

@@ -1,4 +1,4 @@
-"""What a step cost: the row of metrics.jsonl, and what the device says of itself."""
+"""Metrics of a step: its row of metrics.jsonl, memory, GPU utilisation and power."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def step_row(
-    result: StepResult, losses: dict[str, float], norm: float, progress: Progress, stretch: PhaseSchedule
+    result: StepResult, losses: dict[str, float], norm: float, progress: Progress, schedule: PhaseSchedule
 ) -> dict[str, Any]:
-    """A step as it is logged; the parts of a loss that has several stand beside their sum."""
+    """A step's row of metrics.jsonl. Of several losses each has a field, besides `loss`, their sum."""
     seconds, work = max(1e-9, result.seconds), result.loaded.work
     row = {
-        "phase": stretch.name,
+        "phase": schedule.name,
         "step": progress.step,
-        "epoch": round(progress.step / stretch.steps_per_epoch, 6),
+        "epoch": round(progress.step / schedule.steps_per_epoch, 6),
         "loss": sum(losses.values()),
         "lr": result.rate,
         "grad_norm": norm,
@@ -39,7 +39,7 @@ def step_row(
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak so far: what the allocator reserved on a GPU, what was resident of this process on a CPU."""
+    """Peak bytes so far: reserved by the allocator on a GPU, resident memory of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -47,7 +47,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def gpu_reading(device: torch.device) -> dict[str, float]:
-    """Utilisation and watts, where there is a GPU and its management library."""
+    """GPU utilisation (percent) and power (watts); empty without a CUDA GPU or its management library."""
     if device.type != "cuda":
         return {}
     try:

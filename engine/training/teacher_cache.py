@@ -1,6 +1,6 @@
-"""What a teacher says of every training sample: computed once, kept on disk beside the prepared data.
+"""The teacher cache: a teacher's outputs for the training samples, computed once and kept on disk.
 
-The answers are data: they are computed in batches that depend on the recipe alone, so the same on any plan.
+They are computed in batches that depend on the recipe alone, so they are the same under any plan.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ if TYPE_CHECKING:
     from isobatch.models.base import Teacher
 
 BATCH = 64
+"""Samples per forward pass of the teacher."""
 PREFIX = "teacher."
+"""Begins the names of the columns with teacher outputs."""
 FILLED = "filled.npy"
+"""File of bools: which samples have outputs."""
 INDEX = "index.json"
+"""File with the names of the outputs."""
 
 
 class TeacherSource(Source):
-    """Samples, each with its teacher's answers as further columns."""
+    """A source with the teacher's outputs as further columns of each sample."""
 
     def __init__(self, source: Source, answers: dict[str, np.ndarray]) -> None:
         self.source, self.answers = source, answers
@@ -51,14 +55,14 @@ class TeacherSource(Source):
         return self.source.lengths(indices)
 
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
-        taught = {PREFIX + name: np.take(a, indices, axis=0) for name, a in self.answers.items()}
-        return {**self.source.fetch(indices, pad_to), **taught}
+        columns = {PREFIX + name: np.take(a, indices, axis=0) for name, a in self.answers.items()}
+        return {**self.source.fetch(indices, pad_to), **columns}
 
 
-def samples_used(sampler: Sampler, stretches: Sequence[PhaseSchedule]) -> np.ndarray:
-    """The samples that a run sees, in ascending order."""
-    steps = max(s.steps for s in stretches)
-    if not sampler.parts:  # of sets by shares, another epoch has other samples
+def samples_used(sampler: Sampler, schedules: Sequence[PhaseSchedule]) -> np.ndarray:
+    """Numbers of the samples that a run trains on, ascending."""
+    steps = max(s.steps for s in schedules)
+    if not sampler.parts:  # a mixture of sets has other samples in every epoch
         steps = min(steps, sampler.steps_per_epoch)
     return np.unique(np.concatenate([sampler.batch(step) for step in range(steps)]))
 
@@ -71,9 +75,10 @@ def with_teacher_outputs(
     world: Communicator,
     say: Callable[[str], None],
 ) -> TeacherSource:
-    """The source with the teacher's answers to the samples in `used`; what is not on disk is computed.
+    """The source with the teacher's outputs for the samples in `used`; those not on disk are computed.
 
-    All ranks call this and share the work. Two runs may ask at once: they write the same.
+    All ranks call this and share the work. Several runs may call it at once: they write the same values.
+    Raises UserError where the cache cannot be read or written.
     """
     folder = _folder(facts, teacher)
     batches = _batches(source, used)
@@ -86,7 +91,7 @@ def with_teacher_outputs(
 
 
 def _folder(facts: Facts, teacher: Teacher) -> Path:
-    """Beside the prepared data: whoever sees that sees this."""
+    """The cache folder of this teacher and data, beside the prepared data, so that every rank can read it."""
     key = hashlib.sha256(f"{teacher.identity} {facts.fingerprint}".encode()).hexdigest()[:12]
     prepared = Path(facts.folder)
     return prepared.with_name(f"{prepared.name}-teacher-{key}")
@@ -135,7 +140,10 @@ def _answer(
 
 
 def _create(folder: Path, count: int, example: dict[str, np.ndarray]) -> None:
-    """Made beside its place: another run may make the same, and fill it, at this very moment."""
+    """Create empty arrays for `count` samples, shaped like `example`, and rename the folder into place.
+
+    Another run may create and fill the same folder at the same time: then its folder is used.
+    """
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
     fresh.mkdir(parents=True)
     for name, values in example.items():
@@ -144,12 +152,12 @@ def _create(folder: Path, count: int, example: dict[str, np.ndarray]) -> None:
     atomic_files.write_text(fresh / INDEX, json.dumps(sorted(example)))
     try:
         fresh.rename(folder)
-    except OSError:  # theirs came first
+    except OSError:  # another run was first
         shutil.rmtree(fresh)
 
 
 def _new(file: Path, kind: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """A file of zeros that takes room on disk only as it is filled."""
+    """Create a sparse .npy file of zeros: it takes disk space only as it is filled."""
     np.lib.format.open_memmap(file, "w+", kind, shape).flush()
 
 

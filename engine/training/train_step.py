@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches in, reduced gradients, clip, update."""
+"""One optimizer step: forward and backward of all micro-batches, reduction, clipping, update."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step leaves behind, still on the device: read it one step later and nothing waits."""
+    """The result of a step. Tensors are still on the device: read one step later, they cost no wait."""
 
     loaded: LoadedStep
     rate: float
+    """Learning rate."""
     names: list[str]
+    """Names of the losses."""
     sums: Tensor
     """1-d: losses over their global weights, what loss() recorded, the rank flags; summed over ranks."""
     norm: Tensor
@@ -41,27 +43,27 @@ class StepResult:
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> what loss() recorded, summed over the global batch; views of `sums`."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What the task saw of the gradients."""
+    """What the task's `observe` returned about the gradients."""
     change: Change | None = None
-    """What the task did to its model afterwards."""
+    """What the task's `after_step` changed in its model."""
     seconds: float = 0.0
-    """From the end of the step before to the end of this one, as the host saw it."""
+    """From the end of the previous step to the end of this one, on the host's clock."""
 
 
 @dataclass(slots=True)
 class FirstStepFindings:
-    """What the first step of a phase shows, for the steps after it."""
+    """What the first step of a phase finds out for the later ones."""
 
     names: list[str] | None = None
-    """Names of the losses, on all ranks the same."""
+    """Names of the losses, the same on all ranks."""
     recorded_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name -> shape of what loss() records, on all ranks the same."""
+    """Name -> shape of what loss() records, the same on all ranks."""
     foreign_noise: bool | None = None
-    """Whether the model was seen to draw from torch's own generators, once it has been looked at."""
+    """Whether the model draws from torch's own generators; None before the first forward pass."""
 
 
 class Stepper:
-    """Runs steps of one phase on one rank."""
+    """Runs the optimizer steps of one phase on one rank."""
 
     def __init__(
         self,
@@ -76,11 +78,11 @@ class Stepper:
     ) -> None:
         self.task, self.recipe, self.world, self.strategy = task, recipe, world, strategy
         self.noise, self.phase, self.total_steps, self.packing = noise, phase, total_steps, packing
-        self.learnt = FirstStepFindings()
+        self.findings = FirstStepFindings()
         self._recorded: dict[str, Tensor] = {}
 
     def run(self, loaded: LoadedStep, rate: float, rank_flags: list[float]) -> StepResult:
-        """A whole step. `rank_flags` are summed over the ranks in the losses' reduction."""
+        """One optimizer step at learning rate `rate`. `rank_flags` are summed over ranks with the losses."""
         figures: dict[str, float] = {}
 
         def observe() -> None:
@@ -96,25 +98,28 @@ class Stepper:
         return StepResult(loaded, rate, names, packed_metrics, norm, recorded, figures)
 
     def backward(self, loaded: LoadedStep) -> tuple[list[str], Tensor]:
-        """Gradients of this rank's share; the names of the losses, and this rank's share of each loss over
-        its global weight, followed by what loss() recorded."""
+        """Compute the gradients of this rank's micro-batches.
+
+        Returns (names of the losses, 1-d tensor of this rank's share of each loss over its global weight,
+        followed by what loss() recorded).
+        """
         work = loaded.work
         parts: dict[str, Tensor] = {}
         self._recorded = {}
         with self.strategy.accumulate_gradients(), self._caching_transforms():
-            for place, (micro, host) in enumerate(zip(work.micro_batches, loaded.batches, strict=True)):
+            for number, (micro, host) in enumerate(zip(work.micro_batches, loaded.batches, strict=True)):
                 dummy = len(micro.positions) == 0
                 if dummy and not self.strategy.computes_dummies:
                     continue
                 batch = to_device(host, self.world.device)
                 self.world.mark_progress(
-                    f"step {work.step + 1}, micro-batch {place + 1} of {len(work.micro_batches)}"
+                    f"step {work.step + 1}, micro-batch {number + 1} of {len(work.micro_batches)}"
                 )
-                self._bind(work.step, host, place)
-                with self.strategy.forward_backward(place == len(work.micro_batches) - 1):
+                self._bind(work.step, host, number)
+                with self.strategy.forward_backward(number == len(work.micro_batches) - 1):
                     losses = self._losses(batch, work.step, 0.0 if dummy else 1.0)
                     self.strategy.backward(self._total(losses, work, parts, 0.0 if dummy else 1.0))
-                if place == 0 and self.learnt.names is None:
+                if number == 0 and self.findings.names is None:
                     self._refuse_means(losses, micro, host, work.step)
         if self.packing is not None:
             self.packing.bind(None)
@@ -122,7 +127,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def _caching_transforms(self) -> Iterator[None]:
-        """Functions of weights, such as fake quantisation, are computed once for all micro-batches."""
+        """Compute functions of weights, such as fake quantisation, once for all micro-batches."""
         caching = (
             [m for m in self.strategy.unwrapped.modules() if isinstance(m, CachedWeightTransform)]
             if self.strategy.caches_transforms
@@ -139,7 +144,7 @@ class Stepper:
                 module.release(complete)
 
     def _losses(self, batch: Batch, step: int, weight: float | None = None) -> dict[str, Loss]:
-        """The micro-batch's losses. What is recorded counts with `weight`; without one it is forgotten."""
+        """The losses of a micro-batch. What loss() records is added with `weight`, or dropped if None."""
 
         def record(name: str, value: Tensor) -> None:
             share = value.detach() * weight if weight is not None else None
@@ -149,13 +154,13 @@ class Stepper:
         context = dataclasses.replace(self.step_context(step), record=record)
         with self.world.accelerator.autocast(), self._watching_generators():
             losses = self.task.loss(self.strategy.model, batch, context)
-        loss_checks.refuse_other_forms(losses)
+        loss_checks.check_loss_form(losses)
         return losses
 
     def _total(
         self, losses: dict[str, Loss], work: StepWork, parts: dict[str, Tensor], weight: float
     ) -> Tensor:
-        """The micro-batch's share of the step's loss, added by name to `parts`."""
+        """The micro-batch's share of the step's total loss; shares of each loss are added to `parts`."""
         total = torch.zeros((), device=self.world.device)
         for name, loss in losses.items():
             share = self._share(loss, work.unit_weights) * weight
@@ -166,10 +171,10 @@ class Stepper:
     def _refuse_means(
         self, losses: dict[str, Loss], micro: MicroBatch, host: dict[str, Tensor], step: int
     ) -> None:
-        """In the first step: a micro-batch's losses must be those of its two halves together."""
+        """In the first step: raise TrainingError unless the losses of a micro-batch's halves add up."""
         middle = loss_checks.middle_row(micro.positions, self.task.cohort)
-        # Ranks of equal counts must not compute more than the others; noise unkeyed differs by itself.
-        if not middle or self.strategy.equal_counts or self.learnt.foreign_noise:
+        # With equal counts no rank may compute more than others; unkeyed noise differs at every forward.
+        if not middle or self.strategy.equal_counts or self.findings.foreign_noise:
             return
 
         def compute(rows: slice) -> loss_checks.LossValues:
@@ -178,70 +183,78 @@ class Stepper:
             return loss_checks.loss_values(self._losses(to_device(part, self.world.device), step))
 
         with self.world.accelerator.autocast():
-            halved = torch.is_autocast_enabled(self.world.device.type)
+            half_precision = torch.is_autocast_enabled(self.world.device.type)
         noise = self.noise.preserve_state() if self.noise else contextlib.nullcontext()
         packing = self.packing.preserve_state() if self.packing else contextlib.nullcontext()
-        with noise, packing, loss_checks.leaving_no_trace(self.strategy.model, self.world.device):
+        with noise, packing, loss_checks.preserve_state(self.strategy.model, self.world.device):
             loss_checks.refuse_means(
-                loss_checks.loss_values(losses), compute, middle, len(micro.positions), halved
+                loss_checks.loss_values(losses), compute, middle, len(micro.positions), half_precision
             )
 
     def _pack(self, parts: dict[str, Tensor]) -> tuple[list[str], Tensor]:
-        """Losses, then recorded sums, in one order on every rank; a rank without work has seen none."""
-        if self.learnt.names is None:
+        """Pack losses, then recorded sums, into one vector, in the same order on every rank.
+
+        What a rank without samples has not seen is zero. Raises TrainingError where losses or recorded shapes
+        differ from those of the first step.
+        """
+        if self.findings.names is None:
             self._agree_on_names(parts)
-        assert self.learnt.names is not None
-        if odd := set(parts) - set(self.learnt.names):
+        assert self.findings.names is not None
+        if new := set(parts) - set(self.findings.names):
             raise TrainingError(
-                f"loss() returned {', '.join(odd)} at a later step only: return all parts always"
+                f"loss() returned {', '.join(new)} at a later step only: return all parts always"
             )
-        shapes = self.learnt.recorded_shapes
-        if odd := {name for name, v in self._recorded.items() if tuple(v.shape) != shapes.get(name)}:
+        shapes = self.findings.recorded_shapes
+        if new := {name for name, v in self._recorded.items() if tuple(v.shape) != shapes.get(name)}:
             raise TrainingError(
-                f"loss() recorded {', '.join(sorted(odd))} at a later step only, or in another shape: record"
+                f"loss() recorded {', '.join(sorted(new))} at a later step only, or in another shape: record"
                 " the same always"
             )
-        wide = torch.float32 if self.world.device.type == "mps" else torch.float64
-        losses = [(n, (), parts.get(n)) for n in self.learnt.names]
+        dtype = torch.float32 if self.world.device.type == "mps" else torch.float64
+        losses = [(n, (), parts.get(n)) for n in self.findings.names]
         sums = [(n, shape, self._recorded.get(n)) for n, shape in shapes.items()]
         flat = [
-            torch.zeros(math.prod(shape), dtype=wide, device=self.world.device)
+            torch.zeros(math.prod(shape), dtype=dtype, device=self.world.device)
             if value is None
-            else value.to(wide).reshape(-1)
+            else value.to(dtype).reshape(-1)
             for _, shape, value in (*losses, *sums)
         ]
-        return self.learnt.names, torch.cat(flat)
+        return self.findings.names, torch.cat(flat)
 
     def _agree_on_names(self, parts: dict[str, Tensor]) -> None:
-        """In the first step: every rank learns the names of all, and the shapes of what is recorded."""
-        mine = (sorted(parts), {name: tuple(value.shape) for name, value in self._recorded.items()})
-        every = self.world.all_gather_objects(mine)
-        self.learnt.names = sorted({name for names, _ in every for name in names})
-        self.learnt.recorded_shapes = dict(
-            sorted({k: v for _, shapes in every for k, v in shapes.items()}.items())
+        """In the first step: gather the names of losses and the shapes of what is recorded from all ranks."""
+        own = (sorted(parts), {name: tuple(value.shape) for name, value in self._recorded.items()})
+        gathered = self.world.all_gather_objects(own)
+        self.findings.names = sorted({name for names, _ in gathered for name in names})
+        self.findings.recorded_shapes = dict(
+            sorted({k: v for _, shapes in gathered for k, v in shapes.items()}.items())
         )
-        loss_checks.refuse_names(self.learnt.names)
+        loss_checks.refuse_names(self.findings.names)
 
     def _unpack_recorded(self, packed: Tensor) -> dict[str, Tensor]:
-        assert self.learnt.names is not None
-        sizes = [math.prod(shape) for shape in self.learnt.recorded_shapes.values()]
+        assert self.findings.names is not None
+        sizes = [math.prod(shape) for shape in self.findings.recorded_shapes.values()]
         pieces = (
-            packed[len(self.learnt.names) : len(self.learnt.names) + sum(sizes)].split(sizes) if sizes else ()
+            packed[len(self.findings.names) : len(self.findings.names) + sum(sizes)].split(sizes)
+            if sizes
+            else ()
         )
         return {
             name: piece.view(shape)
-            for (name, shape), piece in zip(self.learnt.recorded_shapes.items(), pieces, strict=True)
+            for (name, shape), piece in zip(self.findings.recorded_shapes.items(), pieces, strict=True)
         }
 
-    def _share(self, loss: Loss, totals: dict[str, float]) -> Tensor:
-        """A part over its weight in the whole global batch; a batch that weighs nothing teaches nothing."""
-        if loss.unit not in totals:
-            raise TrainingError(f"loss() counts in {loss.unit!r}, and this data weighs {', '.join(totals)}")
-        weight = totals[loss.unit]
+    def _share(self, loss: Loss, unit_weights: dict[str, float]) -> Tensor:
+        """A loss over its unit's weight in the whole global batch; zero where that weight is zero."""
+        if loss.unit not in unit_weights:
+            raise TrainingError(
+                f"loss() counts in {loss.unit!r}, and this data weighs {', '.join(unit_weights)}"
+            )
+        weight = unit_weights[loss.unit]
         return loss.sum * (1 / weight if weight else 0.0)
 
     def step_context(self, number: int, recorded: Mapping[str, Tensor] | None = None) -> StepContext:
-        """The task's context of a step; `recorded` where it is over."""
+        """The context of a step for the task; `recorded` is given after the step."""
         return StepContext(
             number,
             self.phase,
@@ -251,14 +264,15 @@ class Stepper:
             recorded=recorded or {},
         )
 
-    def _bind(self, step: int, host: Mapping[str, Tensor], place: int) -> None:
+    def _bind(self, step: int, host: Mapping[str, Tensor], number: int) -> None:
+        """Bind noise and packing to micro-batch `number` of a step, and seed torch's generators."""
         self._bind_to(step, host)
-        if self.noise is None or self.learnt.foreign_noise is not False:
-            # At least a resumed run draws what an undisturbed one would, and no two ranks draw alike.
-            torch.manual_seed(hash((self.recipe.seed, step, self.world.rank, place)) & 0x7FFFFFFF)
+        if self.noise is None or self.findings.foreign_noise is not False:
+            # Native noise: a resumed run draws the same as an uninterrupted one, and each rank draws its own.
+            torch.manual_seed(hash((self.recipe.seed, step, self.world.rank, number)) & 0x7FFFFFFF)
 
     def _bind_to(self, step: int, host: Mapping[str, Tensor]) -> None:
-        """Noise and packing are those of the samples in `host`."""
+        """Bind noise and packing to the samples in `host`."""
         if self.noise is not None:
             self.noise.bind(step, host["index"].numpy(), self.world.device)
         if self.packing is not None:
@@ -266,14 +280,14 @@ class Stepper:
 
     @contextlib.contextmanager
     def _watching_generators(self) -> Iterator[None]:
-        """Find out, in the first forward, whether the model draws from torch's own generators."""
-        if self.learnt.foreign_noise is not None:
+        """In the first forward pass: find out whether the model draws from torch's own generators."""
+        if self.findings.foreign_noise is not None:
             yield
             return
         before = _generator_states(self.world.device)
         yield
         after = _generator_states(self.world.device)
-        self.learnt.foreign_noise = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        self.findings.foreign_noise = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A run from its newest checkpoint to final/: phases in order, held-out metrics, the export."""
+"""The trainer: runs all phases from the newest checkpoint on, then evaluates and exports to final/."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def train(context: RunContext, end_process: Callable[[str], None]) -> None:
-    """Train every phase, evaluate, export; leaves summary.json.
+    """Train every phase, evaluate held-out splits, export to final/ and write summary.json.
 
-    `end_process` is called by the watchdog, from its thread, with the reason.
+    `end_process(reason)` is called by the watchdog, from its thread.
     """
     run, world, session = context.run, context.world, context.session
-    if world.is_main:  # a task may have to build its model's outline for the first of them
+    if world.is_main:  # only there: for its size a task may have to build its model on the meta device
         for line in (_headline(context), *session.facts.extra.get("notes", [])):
             context.console.say(line)
     watchdog = Watchdog(world, context.stop, context.options.hang_timeout, end_process)
@@ -69,7 +69,7 @@ def _probe_memory(context: RunContext, phase: str) -> None:
 
 
 def _finish(context: RunContext, loop: PhaseLoop) -> None:
-    """Held-out metrics, final/, a sample, summary.json; while the last phase still holds the model."""
+    """Write held-out metrics, final/, a sample and summary.json, before the last phase is closed."""
     session, step = context.session, context.progress.step
     exported, folder = step, loop.checkpoint_folder(step)
     if best := loop.earlier_best_step():
@@ -90,7 +90,7 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         if sample:
             context.console.say(f"sample:\n{sample}")
         _add_final_metrics(context, model, exported, held_out)
-        _seal(context, checksums)
+        _log_final(context, checksums)
     context.write_summary("done", "", held_out, **({"sample": sample} if sample else {}))
     context.world.barrier()
 
@@ -98,7 +98,7 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
 def _add_final_metrics(
     context: RunContext, model: nn.Module, step: int, held_out: dict[str, dict[str, Any]]
 ) -> None:
-    """The task's own measurements of what it exported, beside the metrics of the first held-out split."""
+    """Add the task's own measurements of its export to the metrics of the first held-out split."""
     split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
     if split is None:
         return
@@ -112,14 +112,15 @@ def _add_final_metrics(
         context.log.log_metrics({**where, **held_out[split]})
 
 
-def _seal(context: RunContext, checksums: dict[str, int]) -> None:
-    """The last row: what final/ holds, and how exact the run was."""
+def _log_final(context: RunContext, checksums: dict[str, int]) -> None:
+    """The last row of metrics.jsonl: checksums of final/, and the plan's invariance."""
     where = {"phase": context.progress.phase, "step": context.progress.step}
     invariance = context.session.plan.invariance
     context.log.log_metrics({**where, "final": checksums, "invariance": invariance})
 
 
 def _headline(context: RunContext) -> str:
+    """The first line for the user: task, data, steps, devices, predicted duration."""
     session, plan = context.session, context.session.plan
     steps = sum(s.steps for s in session.schedules)
     remark = context.task.model_size(session.facts).remark

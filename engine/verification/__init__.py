@@ -1,1 +1,1 @@
-"""Whether a run is what its recipe says."""
+"""Verification: check a run's records against its recipe, and replay logged steps."""

@@ -1,4 +1,4 @@
-"""Whether a run's own records agree with its recipe: no training, only reading and counting."""
+"""Audit a run: check its records against its recipe and each other, without training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def recipe_problems(run: RunFolder) -> list[str]:
-    """What is wrong with recipe.json; a sentence each."""
+    """What is wrong with recipe.json, a sentence each; empty if nothing is."""
     recipe, recorded = run.recipe, run.recorded_hash
     if recipe.hash() != recorded:
         return [f"recipe.json was changed: its fields hash to {recipe.hash()}, not {recorded}"]
@@ -28,7 +28,7 @@ def recipe_problems(run: RunFolder) -> list[str]:
 
 
 def record_problems(run: RunFolder) -> list[str]:
-    """What is wrong with the records, a sentence each; nothing if all agree."""
+    """What is wrong with the data and the records, a sentence each; empty if all agree."""
     if found := _data_problems(run):
         return found
     recipe, rows = run.recipe, atomic_files.read_jsonl(run.metrics)
@@ -42,34 +42,37 @@ def record_problems(run: RunFolder) -> list[str]:
         *_missing_rows(run, rows),
         *_outcome_problems(run, rows),
         *_chain_problems(rows, sampler),
-        *_ledger(run, rows, sampler),
+        *_ledger_problems(run, rows, sampler),
     ]
 
 
 def _data_problems(run: RunFolder) -> list[str]:
-    """The prepared arrays against facts.json, and that against the facts kept beside the arrays."""
+    """Compare the prepared arrays with facts.json, and facts.json with the one beside the arrays."""
     facts = run.facts
-    actual, kept = fingerprint(Path(facts.folder)), Path(facts.folder) / "facts.json"
+    actual, recorded = fingerprint(Path(facts.folder)), Path(facts.folder) / "facts.json"
     if actual != facts.fingerprint:
         return [f"the data is not what was trained on: {actual}, {facts.fingerprint}"]
-    odd = facts.differing_fields(Facts.from_dict(atomic_files.read_json(kept))) if kept.exists() else []
-    return [f"facts.json was changed: {', '.join(odd)} differs from {kept}"] if odd else []
+    if not recorded.exists():
+        return []
+    differing = facts.differing_fields(Facts.from_dict(atomic_files.read_json(recorded)))
+    return [f"facts.json was changed: {', '.join(differing)} differs from {recorded}"] if differing else []
 
 
 def _checkpoint_problems(run: RunFolder) -> list[str]:
-    wanted, found = (run.recorded_hash, run.facts.fingerprint), []
+    """Every checkpoint must be of this recipe and data."""
+    expected, problems = (run.recorded_hash, run.facts.fingerprint), []
     for path in sorted(run.checkpoints.glob("*/state.json")):
         state = atomic_files.read_json(path)
-        if (state["recipe_hash"], state["fingerprint"]) != wanted:
-            found.append(f"checkpoint {path.parent.name} belongs to another recipe or other data")
-    return found
+        if (state["recipe_hash"], state["fingerprint"]) != expected:
+            problems.append(f"checkpoint {path.parent.name} belongs to another recipe or other data")
+    return problems
 
 
 def _seal_problems(rows: list[dict[str, Any]]) -> list[str]:
-    before = ""
+    seal = ""
     for row in rows:
-        before = seal_row(before, row)
-        if row.get(SEAL) != before:
+        seal = seal_row(seal, row)
+        if row.get(SEAL) != seal:
             return [
                 f"metrics.jsonl was changed at or before phase {row.get('phase')}, step {row.get('step')}"
             ]
@@ -77,7 +80,7 @@ def _seal_problems(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _missing_rows(run: RunFolder, rows: list[dict[str, Any]]) -> list[str]:
-    """Where training stood, at the end and at each checkpoint, is always logged."""
+    """The last step and the step of each checkpoint must be logged."""
     logged = {(r["phase"], r["step"]) for r in rows if "chain" in r}
     last = sum(max(s for p, s in logged if p == phase) for phase in {p for p, _ in logged})
     for path in run.checkpoints.glob("[!.]*/state.json"):
@@ -91,9 +94,9 @@ def _missing_rows(run: RunFolder, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _outcome_problems(run: RunFolder, rows: list[dict[str, Any]]) -> list[str]:
-    """summary.json, plan.json and final/ against the last rows, which are sealed."""
-    summary, end = run.summary(), _end(rows)
-    if end is not None and run.status() != "done":
+    """Compare summary.json, plan.json and final/ with the last rows, which have seals."""
+    summary, last = run.summary(), _final_row(rows)
+    if last is not None and run.status() != "done":
         return [f"metrics.jsonl says that the run is done, and summary.json that it is {run.status()}"]
     if summary is None or summary["status"] != "done":
         return []
@@ -104,60 +107,63 @@ def _outcome_problems(run: RunFolder, rows: list[dict[str, Any]]) -> list[str]:
     if summary["split"] and summary["metrics"] != summary["metrics_by_split"][summary["split"]]:
         return ["summary.json: the metrics are not the logged ones"]
     found = atomic_files.folder_checksums(run.final)
-    if end is None or any(found.get(name) != crc for name, crc in end["final"].items()):
+    if last is None or any(found.get(name) != crc for name, crc in last["final"].items()):
         return ["final/ is not what the run wrote"]
-    sealed, planned = end.get("invariance"), run.plan.invariance
-    if sealed not in (None, planned):
-        return [f"plan.json says {planned}, and the run was trained as {sealed}"]
+    trained, planned = last.get("invariance"), run.plan.invariance
+    if trained not in (None, planned):
+        return [f"plan.json says {planned}, and the run was trained as {trained}"]
     return []
 
 
-def _end(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row that a run ends with: what final/ holds."""
+def _final_row(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The last row of a finished run, with the checksums of final/; None where there is none."""
     return next((r for r in reversed(rows) if "final" in r), None)
 
 
 def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
-    """Recompute the hash over all samples and compare it where it was logged."""
-    link, step, phase = "", 0, None
+    """Recompute the hash over all samples and compare it with every logged one."""
+    chain, step, phase = "", 0, None
     for row in rows:
         if "chain" not in row:
             continue
         if row["phase"] != phase:
-            link, step, phase = "", 0, row["phase"]
+            chain, step, phase = "", 0, row["phase"]
         while step < row["step"]:
-            link, step = extend_chain(link, sampler.batch(step)), step + 1
-        if row["chain"] != link:
+            chain, step = extend_chain(chain, sampler.batch(step)), step + 1
+        if row["chain"] != chain:
             return [
-                f"phase {phase}, step {step}: the samples seen are not the recipe's ({row['chain']}, {link})"
+                f"phase {phase}, step {step}: the samples seen are not the recipe's ({row['chain']}, {chain})"
             ]
     return []
 
 
-def _ledger(run: RunFolder, rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
+def _ledger_problems(run: RunFolder, rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
     ledger = atomic_files.read_jsonl(run.samples)
-    return _ledger_rows(ledger, sampler) or (_ledger_end(ledger, rows) if run.options().ledger else [])
+    return _wrong_ledger_rows(ledger, sampler) or (
+        _missing_ledger_rows(ledger, rows) if run.options().ledger else []
+    )
 
 
-def _ledger_end(ledger: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
-    """A step is written to the ledger first and then, where it is due, to the log."""
-    reached = {r["phase"]: r["step"] for r in ledger}
+def _missing_ledger_rows(ledger: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
+    """Every logged step must be in the ledger, where it is written first."""
+    in_ledger = {r["phase"]: r["step"] for r in ledger}
     logged = {r["phase"]: r["step"] for r in rows if "chain" in r}
     return [
-        f"samples.jsonl: phase {phase} ends at step {reached.get(phase, 0)}, and in metrics.jsonl at {step}"
+        f"samples.jsonl: phase {phase} ends at step {in_ledger.get(phase, 0)}, and in metrics.jsonl at {step}"
         for phase, step in logged.items()
-        if reached.get(phase, 0) < step
+        if in_ledger.get(phase, 0) < step
     ]
 
 
-def _ledger_rows(ledger: list[dict[str, Any]], sampler: Sampler) -> list[str]:
+def _wrong_ledger_rows(ledger: list[dict[str, Any]], sampler: Sampler) -> list[str]:
+    """Steps must follow each other, with the samples of the recipe."""
     step, phase = 0, None
     for row in ledger:
         step, phase = (step + 1 if row["phase"] == phase else 1), row["phase"]
         if row["step"] != step:
             return [f"samples.jsonl: phase {phase}: step {row['step']} stands where {step} should"]
-        wanted = sampler.batch(step - 1).tolist()
-        if row["samples"] != wanted:
-            odd = sorted(set(row["samples"]) ^ set(wanted))
-            return [f"samples.jsonl: phase {phase}, step {step}: not the recipe's samples {odd[:4]}"]
+        expected = sampler.batch(step - 1).tolist()
+        if row["samples"] != expected:
+            differing = sorted(set(row["samples"]) ^ set(expected))
+            return [f"samples.jsonl: phase {phase}, step {step}: not the recipe's samples {differing[:4]}"]
     return []

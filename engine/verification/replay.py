@@ -1,4 +1,4 @@
-"""Redo logged steps of a run under another plan, and compare."""
+"""Replay logged steps of a run under another plan, to compare losses and gradient norms."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """One step, as logged and as redone."""
+    """One step, as logged and as replayed."""
 
     phase: str
     step: int
     start: str
-    """Where the redoing began: the initial weights, or a checkpoint."""
+    """Where the replay began: `the initial weights`, or a checkpoint's name."""
     logged_loss: float
     loss: float
     logged_norm: float
@@ -37,23 +37,24 @@ class ReplayedStep:
 
     @property
     def loss_difference(self) -> float:
-        """Relative, where the loss is above one."""
+        """Absolute difference, or relative where the logged loss is above one."""
         return abs(self.loss - self.logged_loss) / max(1.0, abs(self.logged_loss))
 
     @property
     def norm_difference(self) -> float:
+        """Relative difference."""
         return abs(self.norm - self.logged_norm) / max(1e-12, abs(self.logged_norm))
 
 
 def open_checked(folder: Path) -> SavedCheckpoint:
-    """A checkpoint whose every byte was checked."""
+    """A checkpoint with all its checksums verified. Raises TrainingError where it is damaged."""
     saved = SavedCheckpoint(folder)
     saved.verify_checksums()
     return saved
 
 
 class Replay:
-    """A run's recipe under a plan of the caller's."""
+    """A session of a run's recipe under the caller's plan."""
 
     def __init__(self, run: RunFolder, plan: Plan, recipe: Recipe | None = None) -> None:
         """`recipe`: in place of the run's own."""
@@ -62,7 +63,7 @@ class Replay:
         self.session = Session(recipe or run.recipe, run.facts, plan, self.world)
 
     def load_trained(self) -> bool:
-        """Weights of the newest checkpoint, or of the best where the run kept one; False without any."""
+        """Load the best checkpoint's weights, or the newest's without early stopping; False without any."""
         found = self._checkpoints()
         if not found:
             return False
@@ -82,13 +83,14 @@ class Replay:
         return self.session.schedule_of(saved.state["progress"]["phase"])
 
     def evaluate(self, split: str) -> dict[str, float]:
+        """Metrics of a whole split."""
         with self.session:
             return self.session.evaluate(split)
 
     def steps(self, count: int) -> list[ReplayedStep]:
-        """`count` steps from the initial weights, and from the last checkpoint with logged steps after it.
+        """Replay `count` steps from the initial weights and from the last checkpoint before logged steps.
 
-        The later ones come second: loading a checkpoint overwrites the weights.
+        In this order, because loading a checkpoint overwrites the initial weights.
         """
         rows = {
             (r["phase"], r["step"]): r
@@ -97,25 +99,25 @@ class Replay:
         }
         with self.session as session:
             with session.phase(session.schedules[0]) as active:
-                redone = _redo(active, 0, count, rows, "the initial weights")
+                replayed = _replay_steps(active, 0, count, rows, "the initial weights")
             for folder in reversed(self._checkpoints()):
                 saved = open_checked(folder)
                 phase, step = saved.state["progress"]["phase"], int(saved.state["progress"]["step"])
                 if any((phase, later) in rows for later in range(step + 1, step + count + 1)):
                     session.build_model()
                     with session.phase(self._schedule(saved), saved) as active:
-                        return redone + _redo(active, step, count, rows, folder.name)
-        return redone
+                        return replayed + _replay_steps(active, step, count, rows, folder.name)
+        return replayed
 
 
-def _redo(
-    active: ActivePhase, start: int, count: int, rows: Mapping[tuple[str, int], Any], place: str
+def _replay_steps(
+    active: ActivePhase, start: int, count: int, rows: Mapping[tuple[str, int], Any], origin: str
 ) -> list[ReplayedStep]:
-    """Steps start..start+count-1 of a phase beside what was logged of them."""
-    phase, redone = active.schedule.name, []
+    """Run steps start..start+count-1 of a phase; those that are in the logged `rows` are returned."""
+    phase, replayed = active.schedule.name, []
     for loaded in active.batches(start, min(start + count, active.schedule.steps)):
         step, result = loaded.work.step + 1, active.step(loaded)
         if (row := rows.get((phase, step))) is not None:
             loss, norm = sum(result.sums.tolist()[: len(result.names)]), float(result.norm)
-            redone.append(ReplayedStep(phase, step, place, row["loss"], loss, row["grad_norm"], norm))
-    return redone
+            replayed.append(ReplayedStep(phase, step, origin, row["loss"], loss, row["grad_norm"], norm))
+    return replayed

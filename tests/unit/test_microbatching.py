@@ -99,7 +99,7 @@ def test_the_cost_by_hand() -> None:
     assert budget.rows(9) == 4  # 100 // 16 = 6 rows of 16 tokens, but 4 samples at most
     assert budget.rows(30) == 3  # 100 // 32
     assert budget.rows(1000) == 1  # one row is computed whatever it takes
-    assert budget.rows(9, most=300) == 2  # (300 - 10) / 144
+    assert budget.rows(9, max_cost=300) == 2  # (300 - 10) / 144
 
 
 def test_short_and_long_samples_are_not_mixed_where_padding_would_cost_more() -> None:

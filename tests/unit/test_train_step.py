@@ -277,8 +277,8 @@ class Tied(Model):
 class Tables(ReplicatedStrategy):
     """Embeddings' gradients as torch has them, a whole table for each micro-batch."""
 
-    def _gather_rows(self, yes: bool) -> None:
-        super()._gather_rows(False)
+    def _use_sparse_gradients(self, yes: bool) -> None:
+        super()._use_sparse_gradients(False)
 
 
 @pytest.mark.parametrize("kind", [Model, Tied])
@@ -297,9 +297,9 @@ class ByRows(ReplicatedStrategy):
     """Its embedding moves by the rows that were read."""
 
     def __init__(self, model: nn.Module, _: Any, plan: Any, world: Any, clip: float) -> None:
-        lazy = [model.embedding.weight]
+        sparse = [model.embedding.weight]
         recipe = Recipe(task="tiny", batch_size=16, lr=0.1, weight_decay=0.1)
-        super().__init__(model, lambda m: make_optimizer(m, recipe, "cpu", lazy), plan, world, clip, lazy)
+        super().__init__(model, lambda m: make_optimizer(m, recipe, "cpu", sparse), plan, world, clip, sparse)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
@@ -500,11 +500,11 @@ class Recurrent(nn.Module):
 def test_noise_of_the_models_own_is_noticed(kind: type[nn.Module], foreign: bool, run_ranks: Any) -> None:
     def part(world: Any) -> bool | None:
         runner = stepper(strategy := replicas(world, kind()))
-        assert runner.learnt.foreign_noise is None
+        assert runner.findings.foreign_noise is None
         runner.backward(
             next(iter(BatchLoader(source(), lambda step: np.arange(8), strategy.plan, 0).steps(0, 1)))
         )
-        return runner.learnt.foreign_noise
+        return runner.findings.foreign_noise
 
     assert run_ranks(1, part).values == [foreign]
 
