@@ -1,4 +1,7 @@
-"""Divide a global batch into micro-batches and assign them to ranks: only speed depends on how."""
+"""Divide a global batch into micro-batches of the plan's size and assign them to ranks.
+
+Only speed depends on how. The size is the planner's (engine/planning/parallel_layout.py).
+"""
 
 from __future__ import annotations
 

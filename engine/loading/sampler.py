@@ -1,6 +1,6 @@
 """The sampler: which samples make up global batch `step`, as a pure function of the recipe, without state.
 
-So a run resumes at any step, on any number of processes.
+Steps count from 0. So a run resumes at any step, on any number of processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lengths of phases, and when evaluations and saves are due: arithmetic on the recipe, without torch."""
+"""Lengths of phases, learning rates, and when evaluations and saves are due: arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -69,6 +69,20 @@ def _nth(values: Sequence[float], index: int, phase: Phase, count: int, flag: st
             f"{flag} {','.join(map(str, values))}: give one number, or one for each of {count} phases"
         )
     return values[0] * phase.share if len(values) == 1 < count else values[index]
+
+
+def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the recipe's schedule.
+
+    linear and cosine decay to 0, constant stays at `peak`.
+    """
+    warmup = recipe.warmup.steps(steps_per_epoch) if recipe.warmup.value else 0
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if recipe.schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return peak * (0.5 * (1 + math.cos(math.pi * progress)) if recipe.schedule == "cosine" else 1 - progress)
 
 
 class SaveTimer:

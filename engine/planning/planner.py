@@ -1,4 +1,7 @@
-"""The planner: (recipe, facts, model size, hardware, options) -> plan, a pure function."""
+"""The planner: (recipe, facts, model size, hardware, options) -> plan, a pure function.
+
+parallel_layout.py sizes the micro-batch; choices.py makes the choices that need no number of processes.
+"""
 
 from __future__ import annotations
 

@@ -47,6 +47,8 @@ class ZeroStrategy(Strategy):
         self.config = config_for(plan, clip)
         self.stage = int(self.config["zero_optimization"]["stage"])
         self.model = self.engine = make_engine(model, make_optimizer(model), self.config, world)
+        self._used: set[str] = set()
+        """Parameters that got a gradient in the first step."""
         self._hooks = self._hook_gradients()
         self._abandoned: Any = None
         """The reduction of a step that failed, kept so that it never runs."""
@@ -108,7 +110,6 @@ class ZeroStrategy(Strategy):
         def record(name: str) -> Any:
             return lambda _: self._used.add(name)
 
-        self._used: set[str] = set()
         return {name: p.register_hook(record(name)) for name, p in self._trained()}
 
     def _refuse_unused(self) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from isobatch.engine.loading.loader import BatchLoader, LoadedStep
-from isobatch.engine.optimization.optimizers import learning_rate, make_optimizer
+from isobatch.engine.optimization.parameter_groups import make_optimizer
+from isobatch.engine.optimization.schedule import learning_rate
 from isobatch.engine.strategies.base import strategy_class
 from isobatch.engine.training.train_step import Stepper, StepResult
 

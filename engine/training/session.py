@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.data.base import Source
     from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.noise.keyed_noise import KeyedNoise
 
 CALIBRATION_BATCH = 32
 """Samples per batch given to a task's `begin_phase`."""
@@ -82,7 +83,14 @@ class Session:
             self.splits["train"] = with_teacher_outputs(
                 self.splits["train"], teacher, facts, used, world, say
             )
+        self.model: nn.Module
+        self.noise: KeyedNoise | None
+        self.packing: SamplePacking | None
         self._active: ActivePhase | None = None
+        self._prepared = ""
+        """The phase that the model was last prepared for."""
+        self._model_ended = False
+        """Whether the end of a phase has destroyed the model."""
         self.build_model()
 
     def __enter__(self) -> Session:
@@ -119,10 +127,7 @@ class Session:
             self.task, self.recipe, self.facts, self._plan, self.world.device
         )
         self.packing = SamplePacking(self.model, self.noise) if self._plan.pack else None
-        self._prepared = ""
-        """The phase that the model was last prepared for."""
-        self._model_ended = False
-        """Whether the end of a phase has destroyed the model."""
+        self._prepared, self._model_ended = "", False
 
     def prepare_phase(self, schedule: PhaseSchedule, saved: SavedCheckpoint | None = None) -> None:
         """Let the task prepare its model for a phase; with `saved`, also match the shapes of its weights."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import atomic_files
 from isobatch.core.measures import format_duration
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -13,15 +15,18 @@ from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training import memory_probe
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.engine.training.phase_loop import PhaseLoop
-from isobatch.engine.training.recovery import newest_checkpoint, write_final
+from isobatch.engine.training.resume import newest_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
+    from isobatch.core.facts import Facts
     from isobatch.engine.optimization.schedule import PhaseSchedule
+    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.run_context import RunContext
+    from isobatch.models.base import Task
 
 
 def train(context: RunContext, end_process: Callable[[str], None]) -> None:
@@ -130,3 +135,15 @@ def _headline(context: RunContext) -> str:
         f" {context.world.device.type} in {plan.precision} ({plan.invariance});"
         f" about {format_duration(steps * plan.predicted_step_seconds)}" + (f"\n{remark}" if remark else "")
     )
+
+
+def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> dict[str, int]:
+    """Export the model to final/ atomically; returns its files' checksums."""
+    temporary = run.folder / ".final.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    with atomic_files.explain_write_errors(temporary):
+        temporary.mkdir(parents=True)
+        task.export(model, temporary, facts)
+    shutil.rmtree(run.final, ignore_errors=True)
+    temporary.replace(run.final)
+    return atomic_files.folder_checksums(run.final)

@@ -19,7 +19,7 @@ from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import CheckpointWriter, SavedCheckpoint
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
-from isobatch.engine.optimization.optimizers import make_optimizer
+from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.tests.unit.helpers import network, same, train
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.engine.optimization.optimizers import make_optimizer
+from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.optimization.schedule import PhaseSchedule
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.strategies.replicated import ReplicatedStrategy

@@ -14,7 +14,7 @@ from isobatch.core.errors import TrainingError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import TensorEntry
-from isobatch.engine.optimization.optimizers import make_optimizer
+from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.tests.unit.helpers import InMemoryState, network, same, train
 
 SIZES = st.dictionaries(st.text("abc/.", min_size=1, max_size=6), st.integers(0, 97), min_size=1, max_size=8)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
-from isobatch.engine.optimization.optimizers import learning_rate
-from isobatch.engine.optimization.schedule import SaveTimer, phase_schedules
+from isobatch.engine.optimization.schedule import SaveTimer, learning_rate, phase_schedules
 from isobatch.models.base import Phase
 
 TWO = [Phase(name="freeze", epochs=1.0), Phase(name="tune", epochs=0.5, lr=1e-5)]

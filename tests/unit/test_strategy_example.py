@@ -9,7 +9,7 @@ import torch
 
 from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.optimization.optimizers import make_optimizer
+from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.examples.strategy import PerParameterStrategy
 from isobatch.tests.unit.helpers import plan

@@ -19,7 +19,7 @@ from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.engine.optimization.optimizers import make_optimizer
+from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.strategies import replicated as replicas_module
 from isobatch.engine.strategies.replicated import SCALE_START, ReplicatedStrategy
 from isobatch.engine.training.train_step import Stepper

@@ -1,11 +1,9 @@
-"""Find the newest intact checkpoint to resume from, and write final/ at the end."""
+"""Find the newest intact checkpoint to resume from."""
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -14,13 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torch import nn
-
-    from isobatch.core.facts import Facts
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.session import Session
-    from isobatch.models.base import Task
 
 
 def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], None]) -> SavedCheckpoint | None:
@@ -55,15 +49,3 @@ def _open(folder: Path, world: Communicator) -> tuple[SavedCheckpoint | None, st
     except TrainingError as error:
         return None, str(error)
     return saved, ""
-
-
-def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> dict[str, int]:
-    """Export the model to final/ atomically; returns its files' checksums."""
-    temporary = run.folder / ".final.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    with atomic_files.explain_write_errors(temporary):
-        temporary.mkdir(parents=True)
-        task.export(model, temporary, facts)
-    shutil.rmtree(run.final, ignore_errors=True)
-    temporary.replace(run.final)
-    return atomic_files.folder_checksums(run.final)

@@ -1,8 +1,7 @@
-"""Make the recipe's optimizer, and compute its learning rate as a pure function of the step."""
+"""Parameter groups, and the optimizer over them; core/optimizers.py lists the optimizers there are."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, cast
 
 from isobatch.core.errors import UserError
@@ -15,20 +14,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from isobatch.core.recipe import Recipe
-
-
-def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the recipe's schedule.
-
-    linear and cosine decay to 0, constant stays at `peak`.
-    """
-    warmup = recipe.warmup.steps(steps_per_epoch) if recipe.warmup.value else 0
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if recipe.schedule == "constant":
-        return peak
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    return peak * (0.5 * (1 + math.cos(math.pi * progress)) if recipe.schedule == "cosine" else 1 - progress)
 
 
 def parameter_groups(
