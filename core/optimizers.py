@@ -5,6 +5,7 @@ Torch is imported by the functions that make an optimizer, so that the table can
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,14 +23,23 @@ Groups = list[dict[str, Any]]
 class OptimizerTraits:
     """One optimizer: its factory, and what the planner needs to know about it."""
 
-    make: Callable[[Groups, float, str], Optimizer]
-    """(groups, learning rate, device type) -> the optimizer."""
+    make: Callable[[Groups, float, str], Optimizer] | str
+    """(groups, learning rate, device type) -> the optimizer; or where such a function or class stands, as
+    `module:name` within isobatch."""
     state_bytes: float
     """Bytes of state per trained parameter."""
     elementwise: bool
     """Whether the update treats each element alone, so that flat shards learn the same as whole matrices."""
     remark: str = ""
     """How it saves memory against AdamW, for the list of alternatives; empty where it does not."""
+
+    def build(self, groups: Groups, lr: float, device: str) -> Optimizer:
+        """The optimizer over parameter groups, on a type of device."""
+        if isinstance(self.make, str):
+            module, _, name = self.make.partition(":")
+            made: Optimizer = getattr(importlib.import_module(f"isobatch.{module}"), name)(groups, lr, device)
+            return made
+        return self.make(groups, lr, device)
 
 
 def _adamw(groups: Groups, lr: float, device: str) -> Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
 from pathlib import Path
 
@@ -23,8 +24,11 @@ def own_command(*words: str) -> list[str]:
 
 def _is_found_by_name() -> bool:
     """Whether `import isobatch` in a new interpreter finds this copy."""
+    # The child starts with -P: it has no script's folder and no working directory on its path.
+    paths = sys.path if sys.flags.safe_path else sys.path[1:]
     for finder in sys.meta_path:
-        spec = finder.find_spec("isobatch", None)
+        by_path = finder is importlib.machinery.PathFinder
+        spec = finder.find_spec("isobatch", paths if by_path else None)
         if spec is not None:
             return spec.origin is not None and Path(spec.origin).resolve().parent == ROOT
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import inspect
@@ -83,8 +84,10 @@ def _import_file(location: str, file: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
+    _forget_neighbours_elsewhere(file.parent)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
+        _modules_before[file.parent] = set(sys.modules)
     try:
         spec.loader.exec_module(module)
     except IsobatchError:
@@ -93,6 +96,22 @@ def _import_file(location: str, file: Path) -> ModuleType:
         del sys.modules[module_name]
         raise _import_error(location, file, error) from None
     return module
+
+
+_modules_before: dict[Path, set[str]] = {}
+"""Folder of a task file that was put on the path -> the modules that were there already."""
+
+
+def _forget_neighbours_elsewhere(folder: Path) -> None:
+    """Another project's `models` or `data` must not be found in place of this one's."""
+    for other in _modules_before.keys() - {folder}:
+        before = _modules_before.pop(other)
+        with contextlib.suppress(ValueError):
+            sys.path.remove(str(other))
+        for name in sys.modules.keys() - before:
+            place = getattr(sys.modules[name], "__file__", None)
+            if place and Path(place).is_relative_to(other):
+                del sys.modules[name]
 
 
 def _import_error(location: str, file: Path, error: Exception) -> UserError:

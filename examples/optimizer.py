@@ -1,9 +1,10 @@
 """One more optimizer: Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
 
 An optimizer is one entry of `core.optimizers.OPTIMIZERS`. From it follow the choices of --optimizer, the
-memory that a plan counts, the strategies that are refused, and what a checkpoint holds. To keep this one, put
-the class into engine/optimization/lion.py, and the function (which then imports it) and the entry into
-core/optimizers.py. Until then a test tries it with
+memory that a plan counts, the strategies that are refused, and what a checkpoint holds. An optimizer of
+torch or of a library is that entry alone. One of our own, such as this, has a file as well, say
+engine/optimization/lion.py with the class and the function; the entry names it in place of the function:
+`make="engine.optimization.lion:make_lion"`. Until then a test tries it with
 
     monkeypatch.setitem(OPTIMIZERS, "lion", LION)
 """

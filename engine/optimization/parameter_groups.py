@@ -48,9 +48,9 @@ def make_optimizer(
         raise UserError("nothing to train: every parameter of the model is frozen")
     if sparse:
         sparse_adam = torch.optim.SparseAdam(sparse, lr=recipe.lr)
-        dense = [entry.make(groups, recipe.lr, device)] if groups else []
+        dense = [entry.build(groups, recipe.lr, device)] if groups else []
         return cast("Optimizer", OptimizerGroup([*dense, sparse_adam]))
-    return entry.make(groups, recipe.lr, device)
+    return entry.build(groups, recipe.lr, device)
 
 
 class OptimizerGroup:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import recipe as recipes
 from isobatch.core.errors import (
     BUG,
     DONE,
@@ -22,6 +23,7 @@ from isobatch.core.plan import PlanOptions
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.task_files import task_file_problem
 from isobatch.launch.api.run import Run
 from isobatch.launch.local.arguments import Request, check_request
 
@@ -107,6 +109,10 @@ def verify(run: Run | str | Path, **options: Any) -> Verification:
 
 
 def _request(recipe: Recipe, options: dict[str, Any], kinds: tuple[type, ...]) -> Request:
+    if not isinstance(recipe, recipes.Recipe):
+        raise UserError(f"{recipe!r} is no recipe: make one, as in isobatch.Recipe(task='classifier')")
+    if changed := task_file_problem(recipe):
+        raise UserError(f"{changed}: make the recipe again")
     chosen = workload(recipe.task)
     values, planned = _known(options, kinds), flags_of(PlanOptions, "")
     asked = PlanOptions(**{k: v for k, v in values.items() if k in planned})

@@ -6,9 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import recipe
+from isobatch.core.errors import UserError
 from isobatch.engine.registry import complete
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -24,6 +26,10 @@ class Recipe(recipe.Recipe):
     __slots__ = ()
 
     def __init__(self, task: str | Path, **values: Any) -> None:
+        if isinstance(task, type):
+            raise UserError(
+                f"task={task.__name__}: write the class in a file, and task='./file.py:{task.__name__}'"
+            )
         task = str(task)
         if "options" in values:  # a complete recipe's fields, as dataclasses.replace gives them
             super().__init__(task=task, **values)
@@ -31,3 +37,13 @@ class Recipe(recipe.Recipe):
         made, _ = complete(task, values)
         for field in dataclasses.fields(recipe.Recipe):
             object.__setattr__(self, field.name, getattr(made, field.name))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> recipe.Recipe:
+        """A recipe as recipe.json has it, which is complete: nothing is added."""
+        return recipe.Recipe.from_dict(values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, recipe.Recipe) and self.to_dict() == other.to_dict()
+
+    __hash__ = recipe.Recipe.__hash__

@@ -9,6 +9,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.api.recipe import Recipe
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
-    from isobatch.core.recipe import Recipe
 
 
 class Run:
@@ -37,7 +37,8 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        return self._files.recipe
+        found = self._files.recipe
+        return Recipe(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})
 
     @property
     def plan(self) -> Plan:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.errors import UserError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+_one_run = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -20,6 +26,8 @@ def preserve_process_state() -> Iterator[None]:
     import numpy as np
     import torch
 
+    if not _one_run.acquire(blocking=False):
+        raise UserError("another run is at work in this process: wait for it, or use a process of its own")
     environment, threads = dict(os.environ), torch.get_num_threads()
     python, numpy = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
@@ -27,6 +35,7 @@ def preserve_process_state() -> Iterator[None]:
         with warnings.catch_warnings(), torch.random.fork_rng(devices), _fresh_accelerate_state():
             yield
     finally:
+        _one_run.release()
         torch.set_num_threads(threads)
         random.setstate(python)
         np.random.set_state(numpy)

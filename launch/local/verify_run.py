@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import TrainingError
+from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import Plan, PlanOptions, StrategyChoice
 from isobatch.engine.planning.detect import detect
@@ -42,6 +43,9 @@ class VerifyOptions:
     """Where the data lies now, if it has moved."""
     json: bool = False
     """One JSON object on standard output."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True) -> dict[str, Any]:
