@@ -23,7 +23,7 @@ def found() -> dict[str, dict[str, Any]]:
     return {row["what"]: row for row in strategies.measure(quick=True)}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_a_strategy_changes_neither_losses_nor_gradients(found: Any, strategy: str) -> None:
     row = found[f"train-2-{strategy}"]
     assert row["largest_loss_difference"] < 1e-4
@@ -32,7 +32,7 @@ def test_a_strategy_changes_neither_losses_nor_gradients(found: Any, strategy: s
 
 def test_any_strategy_goes_on_from_any_checkpoint(found: Any) -> None:
     resumes = {what: row for what, row in found.items() if "->" in what}
-    assert len(resumes) == 36
+    assert len(resumes) == 25
     assert max(row["largest_loss_difference"] for row in resumes.values()) < 1e-4
     assert all(
         row["largest_loss_difference"] == 0 for row in resumes.values() if row["same_world_and_strategy"]
