@@ -26,11 +26,15 @@ class UserError(IsobatchError, ValueError):
 
 
 class UserCodeError(UserError):
-    """The user's own task file fails: its traceback `frames` are shown before the line."""
+    """The user's own task file fails: its traceback `frames` are shown before the line.
+
+    They are a note of the exception as well, for whoever catches none: a notebook shows notes.
+    """
 
     def __init__(self, message: str, frames: str) -> None:
         super().__init__(message)
         self.frames = frames
+        self.add_note(frames)
 
 
 class TrainingError(IsobatchError, RuntimeError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER, Interval, OneOf, check_fields, convert, flags_of, options_to_dict
+from isobatch.core.flags import ADDED_LATER, Interval, OneOf, check_fields, flags_of, options_to_dict
 from isobatch.core.number_ranges import Count, Fraction, Positive, Probability, Rate, Seed
 from isobatch.core.optimizers import OPTIMIZERS
 
@@ -127,8 +127,7 @@ class Recipe:
             raise UserError(
                 f"recipe.json follows rules {rules}, and this version knows 1 to {RULES}: update it"
             )
-        known = {k: convert(flags[k], v) for k, v in values.items() if k in flags}
-        return cls(**known, **{k: values[k] for k in derived if k in values})
+        return cls(**{k: v for k, v in values.items() if k in flags or k in derived})
 
     def hash(self) -> str:
         """Twelve hex digits of SHA-256 over every field."""

@@ -91,7 +91,7 @@ class Workload:
         merged = _merge([*layers, asked])
         found = self.task.complete(asked)
         merged |= {k: v for k, v in found.items() if k not in asked or k not in recipe_flags}
-        common = {k: convert(recipe_flags[k], v) for k, v in merged.items() if k in recipe_flags}
+        common = {k: v for k, v in merged.items() if k in recipe_flags}
         for name in ("model", "tokenizer"):
             common[name] = SHORT_MODEL_NAMES.get(str(common.get(name)), common.get(name))
         options = {name: _value(flag, merged) for name, flag in own_flags.items()}

@@ -51,7 +51,7 @@ class PerParameterStrategy(Strategy):
         if sparse or plan.precision == "fp16":
             raise UserError("--strategy per-parameter: takes neither sparse tables nor fp16: use ddp")
         self.model = self.unwrapped = model
-        self.world, self.clip = world, clip
+        self.plan, self.world, self.clip = plan, world, clip
         self.optimizer = make_optimizer(model)
         self.named = dict(model.named_parameters())
         self.trained = [p for p in model.parameters() if p.requires_grad]

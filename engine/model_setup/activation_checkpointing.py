@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
-from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from isobatch.engine.model_setup.layer_blocks import layer_blocks
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def checkpoint_activations(model: nn.Module, keyed: bool) -> int:
@@ -13,14 +18,9 @@ def checkpoint_activations(model: nn.Module, keyed: bool) -> int:
 
     With keyed noise (`keyed`) no generator state is kept: the same key gives the same mask.
     """
-    inside: set[int] = set()
-    wrapped = 0
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and id(module) not in inside:
-            inside.update(id(m) for m in module.modules())
-            for block in module:
-                block.forward = functools.partial(
-                    checkpoint, block.forward, use_reentrant=False, preserve_rng_state=not keyed
-                )
-                wrapped += 1
-    return wrapped
+    blocks = layer_blocks(model)
+    for block in blocks:
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=not keyed
+        )
+    return len(blocks)

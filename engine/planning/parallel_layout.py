@@ -187,7 +187,8 @@ def candidate_process_counts(case: PlanningCase, asked: PlanOptions, world: int 
     fixed = world or asked.processes
     if fixed:
         return [fixed]
-    if case.device != "cuda" or asked.strategy == "single":
+    traits = None if asked.strategy == "auto" else traits_of(asked.strategy)
+    if case.device != "cuda" or (traits and traits.most_processes == 1):
         return [1]
     node = len(case.hardware.gpus)
     inside = {2**power for power in range(node.bit_length()) if 2**power <= node} | {node}
@@ -195,11 +196,7 @@ def candidate_process_counts(case: PlanningCase, asked: PlanOptions, world: int 
         2**power for power in range(1, case.hardware.nodes.bit_length()) if 2**power <= case.hardware.nodes
     }
     counts = sorted(inside | {node * nodes for nodes in across | {case.hardware.nodes}})
-    shared = (
-        [count for count in counts if count > 1]
-        if asked.strategy != "auto" and traits_of(asked.strategy).least_processes > 1
-        else counts
-    )
+    shared = [count for count in counts if count > 1] if traits and traits.least_processes > 1 else counts
     return [count for count in shared if count <= case.recipe.batch_size] or shared[:1] or [1]
 
 

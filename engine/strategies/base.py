@@ -42,6 +42,8 @@ class Strategy(ABC):
     """The module that computes a loss: the task's model, or a wrapper of it."""
     unwrapped: nn.Module
     """The task's model itself."""
+    plan: Plan
+    """The plan when the phase began."""
 
     @abstractmethod
     def __init__(
@@ -63,7 +65,7 @@ class Strategy(ABC):
     @property
     def equal_counts(self) -> bool:
         """Every rank must compute the same number of micro-batches, in training and evaluation."""
-        return False
+        return traits_of(self.plan.strategy).equal_counts
 
     @property
     def computes_dummies(self) -> bool:

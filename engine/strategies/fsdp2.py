@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
+from isobatch.engine.model_setup.layer_blocks import layer_blocks
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 
 if TYPE_CHECKING:
@@ -47,18 +48,13 @@ class FullyShardStrategy(Strategy):
         self.model = self.unwrapped = model
         self.plan, self.world, self.clip = plan, world, clip
         mesh = init_device_mesh(world.device.type, (world.size,))
-        for module in (*_blocks(model), model):
+        for module in (*layer_blocks(model), model):
             fully_shard(module, mesh=mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self.optimizer = make_optimizer(model)
-
-    @property
-    def equal_counts(self) -> bool:
-        """Every forward gathers weights."""
-        return True
 
     def accumulate_gradients(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -164,14 +160,3 @@ def _rows(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     local: Tensor = tensor.to_local()
     return local.detach()
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the outermost layer lists, which are gathered one at a time."""
-    inside: set[int] = set()
-    found: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and id(module) not in inside:
-            inside.update(id(m) for m in module.modules())
-            found += list(module)
-    return found

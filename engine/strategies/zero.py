@@ -54,11 +54,6 @@ class ZeroStrategy(Strategy):
         """The reduction of a step that failed, kept so that it never runs."""
 
     @property
-    def equal_counts(self) -> bool:
-        """Every forward pass of stage 3 gathers weights, so ranks must run the same number of them."""
-        return self.stage == 3
-
-    @property
     def computes_dummies(self) -> bool:
         return True
 

@@ -55,10 +55,9 @@ def evaluate(
     training = model.training
     model.eval()
     with torch.no_grad():
-        for batch, counts in _batches(source, chosen, plan, world, task.cohort, equal_counts):
+        for batch, samples, counts in _batches(source, chosen, plan, world, task.cohort, equal_counts):
             world.mark_progress(f"evaluation of {split}")
             with world.accelerator.autocast():
-                samples = batch["index"].cpu().numpy()
                 noise.bind(EVALUATION_STEP, samples, world.device)
                 parts = task.evaluate(model, batch, StepContext(0, EVALUATION_PHASE, noise))
             if counts:
@@ -77,8 +76,9 @@ def first_samples(source: Source, fraction: float, cohort: int) -> np.ndarray:
 
 def _batches(
     source: Source, chosen: np.ndarray, plan: Plan, world: Communicator, cohort: int, equal_counts: bool
-) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """This rank's micro-batches of the `chosen` samples on the device, and whether each counts (no dummy)."""
+) -> Iterator[tuple[dict[str, Tensor], np.ndarray, bool]]:
+    """This rank's micro-batches of the `chosen` samples: (batch on the device, the numbers of its samples,
+    whether it counts and is no dummy)."""
     budget = micro_batch_budget(plan)
     span = _round_up(max(1, budget.samples * world.size * _BATCHES_AHEAD), cohort)
     for start in range(0, len(chosen), span):
@@ -90,7 +90,7 @@ def _batches(
             if counts or equal_counts:
                 numbers = samples[micro.positions] if counts else samples[:1]
                 host = to_tensors(source.fetch(numbers, micro.width), pin=False)
-                yield to_device(host, world.device), counts
+                yield to_device(host, world.device), host["index"].numpy(), counts
 
 
 def host_batches(source: Source) -> Iterator[dict[str, Tensor]]:

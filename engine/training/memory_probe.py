@@ -21,15 +21,15 @@ from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.training.loss_checks import check_loss_form
 
-_CHUNK = 1 << 20
-"""Samples whose lengths are read at a time."""
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from isobatch.core.plan import Plan
     from isobatch.data.base import Source
     from isobatch.engine.training.session import Session
+
+_CHUNK = 1 << 20
+"""Samples whose lengths are read at a time."""
 
 
 def probe_memory(session: Session, phase: str, report: Callable[[str], None]) -> None:
@@ -101,8 +101,9 @@ def longest_samples(source: Source, count: int) -> np.ndarray:
     longest = np.empty(0, np.int64)
     for start in range(0, len(source), _CHUNK):
         candidates = np.concatenate([longest, np.arange(start, min(start + _CHUNK, len(source)))])
-        longest = candidates[np.argsort(-source.lengths(candidates), kind="stable")[:count]]
-    return longest
+        most = min(count, len(candidates))
+        longest = candidates[np.argpartition(-source.lengths(candidates), most - 1)[:most]]
+    return longest[np.argsort(-source.lengths(longest), kind="stable")]
 
 
 def _evaluate(session: Session, phase: str, batch: dict[str, torch.Tensor], samples: np.ndarray) -> None:

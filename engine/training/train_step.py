@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -80,6 +79,7 @@ class Stepper:
         self.noise, self.phase, self.total_steps, self.packing = noise, phase, total_steps, packing
         self.findings = FirstStepFindings()
         self._recorded: dict[str, Tensor] = {}
+        self._sum_dtype = torch.float32 if world.device.type == "mps" else torch.float64
 
     def run(self, loaded: LoadedStep, rate: float, rank_flags: list[float]) -> StepResult:
         """One optimizer step at learning rate `rate`. `rank_flags` are summed over ranks with the losses."""
@@ -147,13 +147,12 @@ class Stepper:
         """The losses of a micro-batch. What loss() records is added with `weight`, or dropped if None."""
 
         def record(name: str, value: Tensor) -> None:
-            share = value.detach() * weight if weight is not None else None
-            if share is not None:
-                self._recorded[name] = self._recorded[name] + share if name in self._recorded else share
+            if weight is not None:
+                share = value.detach().to(self._sum_dtype) * weight
+                self._recorded[name] = self._recorded.get(name, torch.zeros_like(share)) + share
 
-        context = dataclasses.replace(self.step_context(step), record=record)
         with self.world.accelerator.autocast(), self._watching_generators():
-            losses = self.task.loss(self.strategy.model, batch, context)
+            losses = self.task.loss(self.strategy.model, batch, self.step_context(step, record=record))
         loss_checks.check_loss_form(losses)
         return losses
 
@@ -210,7 +209,7 @@ class Stepper:
                 f"loss() recorded {', '.join(sorted(new))} at a later step only, or in another shape: record"
                 " the same always"
             )
-        dtype = torch.float32 if self.world.device.type == "mps" else torch.float64
+        dtype = self._sum_dtype
         losses = [(n, (), parts.get(n)) for n in self.findings.names]
         sums = [(n, shape, self._recorded.get(n)) for n, shape in shapes.items()]
         flat = [
@@ -253,15 +252,15 @@ class Stepper:
         weight = unit_weights[loss.unit]
         return loss.sum * (1 / weight if weight else 0.0)
 
-    def step_context(self, number: int, recorded: Mapping[str, Tensor] | None = None) -> StepContext:
-        """The context of a step for the task; `recorded` is given after the step."""
+    def step_context(self, number: int, **more: Any) -> StepContext:
+        """The context of a step for the task; `more`: `record` within it, `recorded` after it."""
         return StepContext(
             number,
             self.phase,
             self.noise or NativeNoise(),
             self.total_steps,
             self.world.broadcast_object,
-            recorded=recorded or {},
+            **more,
         )
 
     def _bind(self, step: int, host: Mapping[str, Tensor], number: int) -> None:

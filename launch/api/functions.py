@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import recipe as recipes
 from isobatch.core.errors import (
     BUG,
     DONE,
@@ -20,6 +19,7 @@ from isobatch.core.errors import (
 )
 from isobatch.core.flags import flags_of, nearest_hint
 from isobatch.core.plan import PlanOptions
+from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.core.plan import Plan
-    from isobatch.core.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ def verify(run: Run | str | Path, **options: Any) -> Verification:
 
 
 def _request(recipe: Recipe, options: dict[str, Any], kinds: tuple[type, ...]) -> Request:
-    if not isinstance(recipe, recipes.Recipe):
+    if not isinstance(recipe, Recipe):
         raise UserError(f"{recipe!r} is no recipe: make one, as in isobatch.Recipe(task='classifier')")
     if changed := task_file_problem(recipe):
         raise UserError(f"{changed}: make the recipe again")

@@ -86,9 +86,10 @@ class Run:
             # Under native noise the model's own dropout modules stay: it is the user's to train further.
             recipe = dataclasses.replace(self.recipe, noise="native")
             replay = Replay(self._files, here, recipe)
-            if not replay.load_trained():
-                raise UserError(f"{self.folder} has no checkpoint: train it first")
-            return replay.session.model.eval()
+            with replay.session as session:
+                if not replay.load_trained():
+                    raise UserError(f"{self.folder} has no checkpoint: train it first")
+                return session.model.eval()
 
     def __repr__(self) -> str:
         figures = "".join(f", {k} {v:.4g}" for k, v in self.metrics.items() if isinstance(v, float))

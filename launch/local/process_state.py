@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 _one_run = threading.Lock()
+"""Held while a run is at work: torch's and accelerate's state is the process's."""
 
 
 @contextlib.contextmanager
@@ -35,13 +36,13 @@ def preserve_process_state() -> Iterator[None]:
         with warnings.catch_warnings(), torch.random.fork_rng(devices), _fresh_accelerate_state():
             yield
     finally:
-        _one_run.release()
         torch.set_num_threads(threads)
         random.setstate(python)
         np.random.set_state(numpy)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
+        _one_run.release()
 
 
 @contextlib.contextmanager

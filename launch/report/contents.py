@@ -51,8 +51,8 @@ class Contents:
     machine: str
     runs: list[dict[str, Any]]
     groups: list[ComparedModels]
-    reports: dict[str, TaskReport]
-    """Run -> the report of its task, where it has one."""
+    reports: list[TaskReport | None]
+    """What the task of each run reports, in the order of `runs`; None where it reports nothing."""
 
     def to_dict(self) -> dict[str, Any]:
         """The object of report.json."""
@@ -66,32 +66,23 @@ class Contents:
 
     def run_drawings(self) -> list[Drawing]:
         """Figures of single runs."""
-        return [
-            drawing
-            for run in self.runs
-            if run["run"] in self.reports
-            for drawing in self.reports[run["run"]].run_drawings(run)
-        ]
+        pairs = zip(self.runs, self.reports, strict=True)
+        return [drawing for run, report in pairs if report for drawing in report.run_drawings(run)]
 
-    def curves_of(self, run: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the metrics that are drawn beside the loss."""
-        return self.reports[run["run"]].curves if run["run"] in self.reports else ()
+    def curves(self) -> list[tuple[str, ...]]:
+        """Per run, the names of the metrics that are drawn beside the loss."""
+        return [report.curves if report else () for report in self.reports]
 
 
 def collect(runs: Sequence[RunFolder]) -> Contents:
     """Read the runs' records; measure and compare their models on this machine."""
-    reports = {run.folder.name: found for run in runs if (found := _report_of(run)) is not None}
-    measured: dict[type[TaskReport], list[ReportRow]] = {}
-    for run in runs:
-        if (report := reports.get(run.folder.name)) is not None:
-            measured.setdefault(type(report), []).extend(_measure(run, report))
-    of_class = {type(report): report for report in reversed(reports.values())}
-    groups = [
-        ComparedModels(of_class[kind], of_class[kind].compare(rows))
-        for kind, rows in measured.items()
-        if rows
-    ]
-    records = [_records(run, reports.get(run.folder.name)) for run in runs]
+    reports = [_report_of(run) for run in runs]
+    measured: dict[type[TaskReport], tuple[TaskReport, list[ReportRow]]] = {}
+    for run, report in zip(runs, reports, strict=True):
+        if report is not None:
+            measured.setdefault(type(report), (report, []))[1].extend(_measure(run, report))
+    groups = [ComparedModels(report, report.compare(rows)) for report, rows in measured.values() if rows]
+    records = [_records(run, report) for run, report in zip(runs, reports, strict=True)]
     return Contents(detect().describe(), records, groups, reports)
 
 

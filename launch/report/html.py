@@ -37,7 +37,7 @@ def render_page(contents: Contents) -> str:
         groups=groups,
         runs_table=runs_table(contents.unmeasured()),
         sections=sections,
-        curves=[_curves(run, contents.curves_of(run)) for run in contents.runs],
+        curves=[_curves(run, names) for run, names in zip(contents.runs, contents.curves(), strict=True)],
         written=[run for run in contents.runs if run["sample"]],
     )
 

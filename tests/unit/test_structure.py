@@ -41,8 +41,8 @@ ROOMS: dict[str, set[str]] = {
     "engine.loading": {"core", "data"},
     "engine.noise": {"core", "engine.loading"},
     "engine.planning": {"core", "models", "engine.loading"},
-    "engine.strategies": {"core", "engine.checkpointing", "engine.distributed"},
     "engine.model_setup": {"core", "models", "engine.noise"},
+    "engine.strategies": {"core", "engine.checkpointing", "engine.distributed", "engine.model_setup"},
     "engine.training": {
         *("core", "data", "models", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),
         *("engine.model_setup", "engine.noise", "engine.optimization", "engine.planning", "engine.runs"),
