@@ -16,6 +16,7 @@ from isobatch.core.flags import NoOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np  # noqa: TC004  as of Tensor
     from torch import Tensor, nn  # noqa: TC004  heavy, and no class here has flags
 
     from isobatch.core.facts import Facts
@@ -67,8 +68,8 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _forget(name: str, value: Tensor) -> None:
-    """Outside a training step nothing is recorded."""
+def _forget(name: str, value: Any) -> None:
+    """Outside a training step nothing is recorded or logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,12 @@ class StepContext:
     record: Callable[[str, Tensor], None] = _forget
     """`record(name, sum)` in `loss`: a tensor of a fixed shape, SUMMED over the micro-batch. The engine adds
     it up over the global batch in the losses' own reduction: it costs no collective and no wait."""
+    positions: np.ndarray | None = None
+    """In `loss` of a training step: (B,) places of the micro-batch's samples in the global batch."""
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
     """In `after_step`: what `loss` recorded, summed over the global batch, fp64, on the device."""
+    log: Callable[[str, Any], None] = _forget
+    """`log(name, value)` in `after_step`: a figure, as JSON, for the step's row of metrics.jsonl."""
 
 
 class CachedWeightTransform(ABC):
@@ -107,12 +112,18 @@ class CachedWeightTransform(ABC):
 
 
 class Change(NamedTuple):
-    """What a task did to its model after a step."""
+    """What a task did to its model, or decided, after a step; the same on every process."""
 
     facts: Mapping[str, Any]
     """For decisions.jsonl, as JSON."""
     keep: Mapping[str, Sequence[tuple[int, Tensor]]] = {}
     """Parameter that was cut -> (dimension, indices that stay): the optimizer's moments are cut alike."""
+    decision: str = "change of the model"
+    """Its name in decisions.jsonl."""
+    message: str = ""
+    """A line for the user."""
+    stop: bool = False
+    """Whether training ends here, as failed, with `message`."""
 
 
 @dataclass(frozen=True, slots=True)

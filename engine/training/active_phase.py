@@ -77,7 +77,7 @@ class ActivePhase:
         """One optimizer step and then the task's `after_step`. `rank_flags`: see `Stepper.run`."""
         number = loaded.work.step
         result = self.stepper.run(loaded, self.learning_rate(number), list(rank_flags))
-        context = self.stepper.step_context(number, recorded=result.recorded)
+        context = self.stepper.step_context(number, recorded=result.recorded, log=result.figures.__setitem__)
         result.change = self.session.task.after_step(self.session.model, context)
         if result.change is not None and result.change.keep:
             self._rebuild_optimizer(result.change)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from isobatch.engine.training.active_phase import ActivePhase
     from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.train_step import StepResult
+    from isobatch.models.base import Change
 
 VERSIONED = ("torch", "accelerate", "transformers")
 
@@ -138,7 +139,7 @@ class PhaseLoop:
         self._count(result)
         self._log(result, losses, norm, values)
         if result.change is not None:
-            self._log_decision("change of the model", **result.change.facts)
+            self._log_change(result.change)
         stop, save, written, failed = values[-4:]
         self.context.writer.complete_if_written(written, failed)
         return {name for name, ranks in (("stop", stop), ("save", save)) if ranks}
@@ -206,6 +207,13 @@ class PhaseLoop:
     def _log_decision(self, decision: str, **facts: Any) -> None:
         row = {"phase": self.progress.phase, "step": self.progress.step, "decision": decision}
         self.context.log.log_decision({**row, **facts})
+
+    def _log_change(self, change: Change) -> None:
+        self._log_decision(change.decision, **change.facts)
+        if change.stop:
+            raise TrainingError(change.message)
+        if change.message:
+            self.context.console.say(change.message)
 
     def _save(self) -> None:
         if self.saved_step == self.progress.step and not self.early_stopping.should_stop:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,8 +42,8 @@ class StepResult:
     """0-d: norm of the whole reduced gradient before clipping."""
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> what loss() recorded, summed over the global batch; views of `sums`."""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """What the task's `observe` returned about the gradients."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """What the task's `observe` returned about the gradients, and what its `after_step` logged."""
     change: Change | None = None
     """What the task's `after_step` changed in its model."""
     seconds: float = 0.0
@@ -117,7 +118,7 @@ class Stepper:
                 )
                 self._bind(work.step, host, number)
                 with self.strategy.forward_backward(number == len(work.micro_batches) - 1):
-                    losses = self._losses(batch, work.step, 0.0 if dummy else 1.0)
+                    losses = self._losses(batch, work.step, micro.positions, 0.0 if dummy else 1.0)
                     self.strategy.backward(self._total(losses, work, parts, 0.0 if dummy else 1.0))
                 if number == 0 and self.findings.names is None:
                     self._refuse_means(losses, micro, host, work.step)
@@ -143,8 +144,12 @@ class Stepper:
             for module in caching:
                 module.release(complete)
 
-    def _losses(self, batch: Batch, step: int, weight: float | None = None) -> dict[str, Loss]:
+    def _losses(
+        self, batch: Batch, step: int, positions: np.ndarray, weight: float | None = None
+    ) -> dict[str, Loss]:
         """The losses of a micro-batch. What loss() records is added with `weight`, or dropped if None."""
+        if not len(positions):  # a dummy, which counts nothing
+            positions = np.zeros(1, np.int64)
 
         def record(name: str, value: Tensor) -> None:
             if weight is not None:
@@ -152,7 +157,8 @@ class Stepper:
                 self._recorded[name] = self._recorded.get(name, torch.zeros_like(share)) + share
 
         with self.world.accelerator.autocast(), self._watching_generators():
-            losses = self.task.loss(self.strategy.model, batch, self.step_context(step, record=record))
+            context = self.step_context(step, record=record, positions=positions)
+            losses = self.task.loss(self.strategy.model, batch, context)
         loss_checks.check_loss_form(losses)
         return losses
 
@@ -179,7 +185,9 @@ class Stepper:
         def compute(rows: slice) -> loss_checks.LossValues:
             part = {name: column[rows] for name, column in host.items()}
             self._bind_to(step, part)
-            return loss_checks.loss_values(self._losses(to_device(part, self.world.device), step))
+            return loss_checks.loss_values(
+                self._losses(to_device(part, self.world.device), step, micro.positions[rows])
+            )
 
         with self.world.accelerator.autocast():
             half_precision = torch.is_autocast_enabled(self.world.device.type)
@@ -253,7 +261,7 @@ class Stepper:
         return loss.sum * (1 / weight if weight else 0.0)
 
     def step_context(self, number: int, **more: Any) -> StepContext:
-        """The context of a step for the task; `more`: `record` within it, `recorded` after it."""
+        """The context of a step for the task; `more`: the fields of `loss`, or those of `after_step`."""
         return StepContext(
             number,
             self.phase,
