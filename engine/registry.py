@@ -53,6 +53,11 @@ TASKS = {
         "data.interactions.dataset:Interactions",
         "recommend items from ids and texts, with LoRA in the text encoder",
     ),
+    "sequence-vae": TaskEntry(
+        "models.sequence_vae.task:SequenceVAE",
+        "data.sequences:Sequences",
+        "a variational autoencoder over sequences, watched for posterior collapse",
+    ),
 }
 
 

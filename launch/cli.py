@@ -45,6 +45,7 @@ COMMANDS = {
         "report.command:report",
         "models side by side: accuracy, size and speed, measured here",
     ),
+    "plots": ("report.plots:plots", "the figures of a run as PNG files, also while it trains"),
     "generate": (
         "commands.generate:generate",
         "continue a prompt with a trained language model",
@@ -54,6 +55,9 @@ COMMANDS = {
         "commands.evaluate:recommend",
         "the best items for a user, by a trained recommender",
     ),
+    "reconstruct": ("commands.latent:reconstruct", "a text through the latent vector of a VAE and back"),
+    "interpolate": ("commands.latent:interpolate", "texts between two texts, by a VAE"),
+    "sample": ("commands.latent:sample", "texts from the prior of a VAE"),
     "tasks": ("commands.runs:tasks", "the workloads there are"),
     "runs": ("commands.runs:runs", "the runs in a folder"),
     "describe": (
@@ -116,7 +120,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """The text of --help."""
-    return USAGE.format(commands="\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()))
+    return USAGE.format(commands="\n".join(f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()))
 
 
 def _print_usage() -> int:

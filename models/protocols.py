@@ -53,9 +53,33 @@ class Recommends(Protocol):
         """(title, score) of the `top` best items for a user by id. Raises UserError for an unknown one."""
 
 
+class LatentCodec(Protocol):
+    """A trained model with a latent space. `tokens`: most tokens to write of each text."""
+
+    def reconstruct(self, text: str, tokens: int) -> str:
+        """What the model writes from the latent vector of a text."""
+
+    def interpolate(self, first: str, last: str, count: int, tokens: int) -> list[str]:
+        """`count` texts on the line between the latent vectors of two, ends included."""
+
+    def sample(self, count: int, tokens: int, temperature: float, seed: int) -> list[str]:
+        """`count` texts from the prior."""
+
+
+@runtime_checkable
+class EncodesLatents(Protocol):
+    """`isobatch reconstruct`, `interpolate`, `sample`, and `evaluate --iw-samples`."""
+
+    def open_codec(self, final: Path) -> LatentCodec:
+        """The model in `final`, read once."""
+
+    def likelihood(self, model: Any, batches: Iterable[Batch], draws: int) -> Mapping[str, float]:
+        """The importance-weighted likelihood of all samples by so many draws of each (Burda et al. 2016)."""
+
+
 @runtime_checkable
 class Reports(Protocol):
-    """`isobatch report`: models that are measured and compared, and figures of their own."""
+    """`isobatch report` and `plots`: figures of their own, and models that are measured and compared."""
 
     def report(self) -> TaskReport:
         """The part of the report that only this family of tasks can make."""
@@ -73,13 +97,24 @@ class Drawing:
     columns: int = 1
 
 
-class TaskReport(ABC):
-    """Models of one family side by side. Rows are JSON; tasks of one family return reports of one class."""
+class TaskReport:
+    """What the tasks of one family add to the report of a run. Tasks of one family return one class."""
+
+    curves: ClassVar[tuple[str, ...]] = ()
+    """Figures of metrics.jsonl that are drawn over the steps beside the loss."""
+    reported: ClassVar[tuple[str, ...]] = ()
+    """Fields of metrics.jsonl that only some steps have: `run_drawings` gets those steps' rows."""
+
+    def run_drawings(self, run: Mapping[str, Any]) -> list[Drawing]:
+        """Figures of one run: its name, task, metrics, curves, and the rows with fields of `reported`."""
+        return []
+
+
+class ModelComparison(TaskReport, ABC):
+    """Finished models of one family side by side, measured on this machine. Rows are JSON."""
 
     columns: ClassVar[tuple[str, ...]]
     """Heads of the table."""
-    curves: ClassVar[tuple[str, ...]] = ()
-    """Figures of metrics.jsonl that are drawn over the steps beside the loss."""
 
     @abstractmethod
     def measure(
@@ -105,8 +140,4 @@ class TaskReport(ABC):
 
     def drawings(self, rows: list[ReportRow]) -> list[Drawing]:
         """Figures of all rows."""
-        return []
-
-    def run_drawings(self, run: Mapping[str, Any]) -> list[Drawing]:
-        """Figures of one run: its name, task, metrics and curves."""
         return []

@@ -17,7 +17,7 @@ from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import SaveTimer
 from isobatch.engine.runs.summary import Progress
-from isobatch.engine.training.step_metrics import gpu_reading, memory_bytes, step_row
+from isobatch.engine.training.step_metrics import gpu_reading, memory_bytes, step_row, tracked_values
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -181,10 +181,10 @@ class PhaseLoop:
             row |= context.task.step_figures(_recorded_arrays(result, values))
         row |= {"memory_bytes": context.peak_memory, **gpu_reading(self.world.device)}
         context.log.log_step(row, result.loaded.work.samples)
+        if (every := context.task.plot_every) and progress.step % every == 0:
+            context.draw_plots()
         if context.options.tracker != "none":
-            self.world.accelerator.log(
-                {k: v for k, v in row.items() if isinstance(v, float)}, step=row["step"]
-            )
+            self.world.accelerator.log(tracked_values(row), step=row["step"])
         average = (progress.train_seconds - progress.seconds_before) / progress.step
         context.console.show_step(row, schedule.steps, (schedule.steps - progress.step) * average)
 

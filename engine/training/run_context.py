@@ -32,8 +32,11 @@ class RunContext:
         options: RunOptions,
         console: Console,
         catch_signals: bool = True,
+        draw_plots: Callable[[], None] = lambda: None,
     ) -> None:
+        """`draw_plots` is called when the run's figures are to be drawn; it must not wait."""
         self.run, self.world, self.options, self.console = run, world, options, console
+        self.draw_plots = draw_plots
         self.session = Session(run.recipe, run.facts, run.plan, world, console.say, self._record_plan)
         self.recipe, self.task = self.session.recipe, self.session.task
         self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger)

@@ -38,6 +38,15 @@ def step_row(
     return {**losses, **row} if len(losses) > 1 else row
 
 
+def tracked_values(row: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a row that a tracker draws: floats, and each of a list of floats under NAME/NUMBER."""
+    found = {name: value for name, value in row.items() if isinstance(value, float)}
+    for name, value in row.items():
+        if isinstance(value, list) and all(isinstance(one, float) for one in value):
+            found |= {f"{name}/{number}": one for number, one in enumerate(value)}
+    return found
+
+
 def memory_bytes(device: torch.device) -> int:
     """Peak bytes so far: reserved by the allocator on a GPU, resident memory of this process on a CPU."""
     if device.type == "cuda":

@@ -13,7 +13,7 @@ from isobatch.engine.registry import workload
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.models.protocols import Recommends
+from isobatch.models.protocols import EncodesLatents, Recommends
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +29,9 @@ class EvaluateOptions:
     """Only this split; by default every held-out one."""
     data: str | None = None
     """Where the data lies now, if it has moved."""
+    iw_samples: number_ranges.Count = 0
+    """Also the likelihood by so many importance-weighted draws per sample, of a model with latent vectors;
+    papers take 500."""
     json: bool = False
     """One JSON object on standard output."""
 
@@ -53,7 +56,9 @@ def open_single_run(positional: list[str], command: str) -> RunFolder:
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """Usage: evaluate RUN [--split valid] [--json]: the newest checkpoint on the held-out data."""
+    """Usage: evaluate RUN [--split valid] [--iw-samples 500] [--json]: the newest checkpoint on the held-out
+    data.
+    """
     positional, flags = split_words(words)
     run, options = (
         open_single_run(positional, "evaluate"),
@@ -68,6 +73,7 @@ def evaluate(words: Sequence[str]) -> int:
 
 
 def _evaluate(run: RunFolder, options: EvaluateOptions) -> dict[str, Any]:
+    from isobatch.engine.training.evaluate import host_batches
     from isobatch.engine.verification.replay import Replay
     from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
 
@@ -79,7 +85,15 @@ def _evaluate(run: RunFolder, options: EvaluateOptions) -> dict[str, Any]:
     splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
     if options.split and options.split not in run.facts.samples:
         raise UserError(f"--split {options.split}: the data has {', '.join(run.facts.samples)}")
-    return {name: replay.evaluate(name) for name in splits}
+    task = replay.session.task
+    if options.iw_samples and not isinstance(task, EncodesLatents):
+        raise UserError(f"--iw-samples: {run.recipe.task} has no latent vectors: leave it out")
+    metrics = {name: replay.evaluate(name) for name in splits}
+    if options.iw_samples and isinstance(task, EncodesLatents):
+        for name, found in metrics.items():
+            batches = host_batches(replay.session.splits[name])
+            found |= task.likelihood(replay.session.model.eval(), batches, options.iw_samples)
+    return metrics
 
 
 def recommend(words: Sequence[str]) -> int:

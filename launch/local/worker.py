@@ -67,6 +67,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     from isobatch.engine.runs.console import LINE_MARK, Console
     from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.trainer import train
+    from isobatch.launch.local.plotter import Plotter, track_plots
 
     # Under `auto` a mark distinguishes the run's own lines from the launcher's.
     mark = LINE_MARK if NONCE in os.environ else ""
@@ -83,8 +84,13 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     if options.tracker != "none":
         world.accelerator.init_trackers("isobatch", config={})
     try:
+        plotter = Plotter(run, draws=world.is_main)
+        context = RunContext(run, world, options, console, owns_process, plotter.start)
         with torch.autograd.set_detect_anomaly(options.anomaly):
-            train(RunContext(run, world, options, console, catch_signals=owns_process), exit_on_hang)
+            train(context, exit_on_hang)
+        if context.task.plot_every:
+            plotter.finish()
+            track_plots(run, world, context.progress.step)
         return Verdict(DONE, "")
     except Exception as caught:
         error = classify(caught)

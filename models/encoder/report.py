@@ -8,7 +8,7 @@ import numpy as np
 
 from isobatch.core.measures import format_bytes
 from isobatch.models.encoder import evaluation
-from isobatch.models.protocols import Batches, Drawing, ReportRow, TaskReport
+from isobatch.models.protocols import Batches, Drawing, ModelComparison, ReportRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ SIGNIFICANT = 0.05
 """McNemar's p from which a difference is within the noise."""
 
 
-class ClassifierReport(TaskReport):
+class ClassifierReport(ModelComparison):
     """Classifiers in every form in which they run."""
 
     columns = (

@@ -1,0 +1,87 @@
+"""`reconstruct`, `interpolate` and `sample`: texts from the latent vectors of a trained VAE."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core import number_ranges
+from isobatch.core.errors import UserError
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.commands.evaluate import require_capability
+from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.models.protocols import EncodesLatents, LatentCodec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodingOptions:
+    """Flags of `reconstruct`."""
+
+    tokens: number_ranges.Positive = 60
+    """Most tokens of a text."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InterpolateOptions(DecodingOptions):
+    """Flags of `interpolate`."""
+
+    count: number_ranges.Positive = 7
+    """Texts, both ends included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOptions(DecodingOptions):
+    """Flags of `sample`."""
+
+    count: number_ranges.Positive = 5
+    """Texts."""
+    temperature: number_ranges.Rate = 1.0
+    """0 takes the likeliest token every time."""
+    seed: number_ranges.Count = 0
+    """Another seed, other latent vectors."""
+
+
+def reconstruct(words: Sequence[str]) -> int:
+    """Usage: reconstruct RUN "text" [--tokens 60] [--json]: a text through its latent vector and back."""
+    codec, (text,), options = _open(words, "reconstruct", ("text",), DecodingOptions)
+    found = codec.reconstruct(text, options.tokens)
+    return _print([found], options, {"text": text, "reconstruction": found})
+
+
+def interpolate(words: Sequence[str]) -> int:
+    """Usage: interpolate RUN "from" "to" [--count 7] [--tokens 60] [--json]: the line between two texts."""
+    codec, (first, last), options = _open(words, "interpolate", ("from", "to"), InterpolateOptions)
+    found = codec.interpolate(first, last, options.count, options.tokens)
+    return _print(found, options, {"from": first, "to": last, "texts": found})
+
+
+def sample(words: Sequence[str]) -> int:
+    """Usage: sample RUN [--count 5] [--temperature 1] [--seed 0] [--tokens 60] [--json]: from the prior."""
+    codec, _, options = _open(words, "sample", (), SampleOptions)
+    found = codec.sample(options.count, options.tokens, options.temperature, options.seed)
+    return _print(found, options, {"texts": found})
+
+
+def _open(
+    words: Sequence[str], command: str, names: Sequence[str], kind: type
+) -> tuple[LatentCodec, list[str], Any]:
+    """The model of the run, the texts after it, and the options. Raises UserError."""
+    positional, flags = split_words(words)
+    options = command_options(flags, kind, command)
+    if len(positional) != 1 + len(names):
+        usage = " ".join([f"{command} RUN", *(f'"{name}"' for name in names)])
+        raise UserError(f"{command}: give the folder of one run, and each text in quotes: {usage}")
+    run = RunFolder.open(positional[0])
+    task = require_capability(run, EncodesLatents, command, "has no latent vectors")
+    return task.open_codec(run.final), positional[1:], options
+
+
+def _print(texts: list[str], options: DecodingOptions, found: dict[str, Any]) -> int:
+    print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(texts))
+    return 0

@@ -1,0 +1,51 @@
+"""`plots`: the figures of a run as PNG files in its folder, also while it trains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.local.arguments import split_words
+from isobatch.launch.report.figures import draw_figure, training_curves
+from isobatch.launch.report.records import read_records, report_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+FOLDER = "plots"
+DOTS_PER_INCH = 110
+
+
+def plots(words: Sequence[str]) -> int:
+    """Usage: plots RUN...: draws the training curves and the task's own figures into plots/ of each run."""
+    positional, flags = split_words(words)
+    if flags or not positional:
+        raise UserError("plots: give the folders of one or more runs, and no flags")
+    for place in positional:
+        for file in write_plots(RunFolder.open(place)):
+            print(file)
+    return 0
+
+
+def write_plots(run: RunFolder) -> list[Path]:
+    """Draw a run's figures into its folder plots/; returns the files. Raises UserError without any step."""
+    report = report_of(run)
+    records = read_records(run, report)
+    if not records["training"].get("loss"):
+        raise UserError(f"plots: {run.folder} has trained no step yet")
+    drawings = [training_curves(records, report.curves if report else ())]
+    drawings += report.run_drawings(records) if report else []
+    files = []
+    for drawing in drawings:
+        file = run.folder / FOLDER / f"{drawing.title.lower().replace(' ', '-')}.png"
+        figure = draw_figure(drawing.draw, drawing.width, drawing.height, drawing.columns)
+        with atomic_files.explain_write_errors(file):
+            file.parent.mkdir(exist_ok=True)
+            temporary = file.with_name(f".{file.name}")
+            figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH)
+            temporary.replace(file)
+        files.append(file)
+    return files

@@ -1,0 +1,1 @@
+"""Variational autoencoders over sequences, and a monitor that sees their posterior collapse."""

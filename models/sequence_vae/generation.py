@@ -1,0 +1,125 @@
+"""Sequences from latent vectors: reconstruction, interpolation, and samples from the prior."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isobatch.core.errors import UserError
+from isobatch.models.sequence_vae.network import NetworkConfig, SequenceVAE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCodec:
+    """A trained model with its tokenizer; without one a sequence is written as numbers."""
+
+    model: SequenceVAE
+    tokenizer: Any | None
+
+    @classmethod
+    def open(cls, final: Path) -> SequenceCodec:
+        """From the folder that `export` wrote."""
+        return cls(open_model(final), open_tokenizer(final / "tokenizer.json"))
+
+    def reconstruct(self, text: str, tokens: int) -> str:
+        """The likeliest sequence (token by token) at the mean of the text's posterior."""
+        return self._write(self._mean(text)[None], tokens)[0]
+
+    def interpolate(self, first: str, last: str, count: int, tokens: int) -> list[str]:
+        """`count` sequences on the straight line between the posterior means of two texts, ends included."""
+        share = torch.linspace(0, 1, count)[:, None]
+        return self._write((1 - share) * self._mean(first) + share * self._mean(last), tokens)
+
+    def sample(self, count: int, tokens: int, temperature: float, seed: int) -> list[str]:
+        """`count` sequences whose latent vectors are drawn from the prior."""
+        drawn = np.random.default_rng(seed).standard_normal((count, self.model.config.latent))
+        z = torch.from_numpy(drawn.astype(np.float32))
+        return self._write(z, tokens, temperature, torch.Generator().manual_seed(seed))
+
+    def _mean(self, text: str) -> Tensor:
+        """(L,): the mean of the posterior."""
+        ids = [*self._ids(text)[: self.model.config.max_length - 1], self.model.config.eos]
+        with torch.no_grad():
+            return self.model.encoder(torch.tensor([ids]), torch.tensor([len(ids)])).mean[0]
+
+    def _ids(self, text: str) -> list[int]:
+        """Token ids of a text. Raises UserError where a sequence of numbers has a wrong one."""
+        if self.tokenizer is not None:
+            found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+            return found
+        most = self.model.config.bos  # the model's own ids follow those of the data
+        words = text.replace(",", " ").split()
+        if wrong := [w for w in words if not w.isdecimal() or int(w) >= most]:
+            raise UserError(
+                f"{wrong[0]!r} is no id: this model reads numbers from 0 to {most - 1}, as in '3 1 4'"
+            )
+        return [int(word) for word in words]
+
+    def _write(
+        self, z: Tensor, tokens: int, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> list[str]:
+        rows = decode(self.model, z, tokens, temperature, generator)
+        if self.tokenizer is None:
+            return [" ".join(map(str, row)) for row in rows]
+        written: list[str] = self.tokenizer.decode_batch(rows)
+        return written
+
+
+def open_model(final: Path) -> SequenceVAE:
+    """The model in a run's final/, ready to evaluate. Raises UserError where there is none."""
+    from safetensors.torch import load_file
+
+    if not (final / "config.json").is_file():
+        raise UserError(f"{final} holds no trained model (config.json): has the run finished?")
+    model = SequenceVAE(NetworkConfig.from_dict(json.loads((final / "config.json").read_text())))
+    model.load_state_dict(load_file(final / "model.safetensors"))
+    return model.eval()
+
+
+def open_tokenizer(file: Path) -> Any | None:
+    """The tokenizer in a file; None where there is no such file."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file)) if file.is_file() else None
+
+
+@torch.no_grad()
+def decode(
+    model: SequenceVAE,
+    z: Tensor,
+    tokens: int,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> list[list[int]]:
+    """Ids of a row for each latent vector z (N, L), without special ones; at most `tokens` of each.
+
+    Temperature 0 takes the likeliest token. The whole row is read again for each token.
+    """
+    config = model.config
+    rows = torch.full((len(z), 1), config.bos)
+    ended = torch.zeros(len(z), dtype=torch.bool)
+    for _ in range(min(tokens, config.max_length - 1)):
+        logits = model.decoder.head(model.decoder.states(rows, z)[:, -1])
+        logits[:, [config.bos, config.unk]] = -torch.inf
+        if temperature:
+            following = torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)
+        else:
+            following = logits.argmax(1, keepdim=True)
+        rows = torch.cat([rows, following], dim=1)
+        ended |= following[:, 0] == config.eos
+        if ended.all():
+            break
+    return [_until(row[1:], config.eos) for row in rows.tolist()]
+
+
+def _until(row: Sequence[int], eos: int) -> list[int]:
+    return list(row[: row.index(eos)] if eos in row else row)

@@ -1,0 +1,265 @@
+"""The network of a sequence VAE: an encoder to a Gaussian posterior, and an autoregressive decoder.
+
+Letters: B samples, T tokens of a row, D hidden width, L latent dimensions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX, ChunkedCrossEntropy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from isobatch.models.sequence_vae.monitor import PosteriorMonitor
+    from isobatch.models.sequence_vae.objective import Objective
+
+Backbone = Literal["gru", "transformer"]
+HEAD_WIDTH = 64
+"""Width of an attention head, where the hidden width is a multiple of it."""
+EMBEDDING_RANGE = 0.1
+"""Embeddings begin uniform in +-0.1, as in He et al. 2019."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkConfig:
+    """The sizes of the network: config.json in final/."""
+
+    backbone: Backbone
+    vocabulary: int
+    bos: int
+    eos: int
+    unk: int
+    hidden: int
+    layers: int
+    latent: int
+    max_length: int
+    dropout: float
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of a transformer layer."""
+        return self.hidden // HEAD_WIDTH if self.hidden % HEAD_WIDTH == 0 else 1
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> NetworkConfig:
+        """From config.json; what this version does not know is ignored."""
+        return cls(**{k: v for k, v in values.items() if k in cls.__dataclass_fields__})
+
+
+class Posterior(NamedTuple):
+    """q(z|x): a Gaussian with independent dimensions. Both (B, L), fp32."""
+
+    mean: Tensor
+    logvar: Tensor
+
+    def kl(self) -> Tensor:
+        """(B, L) nats: KL(q(z|x) || N(0, 1)) per dimension (Kingma and Welling 2014, appendix B)."""
+        return 0.5 * (self.mean.square() + self.logvar.exp() - 1 - self.logvar)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """(B, L): mean + noise times the standard deviation; `noise` (B, L) is standard normal."""
+        return self.mean + noise * (0.5 * self.logvar).exp()
+
+
+class CausalBlock(nn.Module):
+    """A pre-norm transformer layer whose tokens attend to themselves and those before."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        width, self.heads = config.hidden, config.heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        rows, tokens, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(rows, tokens, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(rows, tokens, width))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class GRUBackbone(nn.Module):
+    """GRU layers with dropout between them. torch's own dropout of a GRU would not be keyed."""
+
+    def __init__(self, config: NetworkConfig, width: int) -> None:
+        super().__init__()
+        widths = [width] + [config.hidden] * (config.layers - 1)
+        self.layers = nn.ModuleList(nn.GRU(w, config.hidden, batch_first=True) for w in widths)
+        self.between = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:
+        """(B, T, width) -> (B, T, D). `state` (B, D): the first hidden state of every layer."""
+        for number, layer in enumerate(self.layers):
+            x, _ = layer(x if number == 0 else self.between(x), None if state is None else state[None])
+        return x
+
+
+class TransformerBackbone(nn.Module):
+    """Learned positions and causal transformer layers."""
+
+    def __init__(self, config: NetworkConfig, width: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(width, config.hidden)
+        self.positions = nn.Embedding(config.max_length, config.hidden)
+        self.layers = nn.ModuleList(CausalBlock(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:
+        """(B, T, width) -> (B, T, D). `state` (B, D) is added to every token."""
+        places = torch.arange(x.shape[1], device=x.device)
+        x = self.enter(x) + self.positions(places)
+        x = x if state is None else x + state[:, None]
+        for layer in self.layers:
+            x = layer(x)
+        normed: Tensor = self.norm(x)
+        return normed
+
+
+BACKBONES: dict[str, type[nn.Module]] = {"gru": GRUBackbone, "transformer": TransformerBackbone}
+
+
+def _embedding(config: NetworkConfig) -> nn.Embedding:
+    embedding = nn.Embedding(config.vocabulary, config.hidden)
+    if embedding.weight.device.type != "meta":
+        nn.init.uniform_(embedding.weight, -EMBEDDING_RANGE, EMBEDDING_RANGE)
+    return embedding
+
+
+class Encoder(nn.Module):
+    """Reads a sequence from left to right; the state at its last token gives the posterior.
+
+    It is causal, so that padding on the right changes nothing.
+    """
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        self.embedding = _embedding(config)
+        self.backbone = BACKBONES[config.backbone](config, config.hidden)
+        self.posterior = nn.Linear(config.hidden, 2 * config.latent)
+
+    def forward(self, tokens: Tensor, length: Tensor) -> Posterior:
+        """tokens (B, T) int64, length (B,)."""
+        states = self.backbone(self.embedding(tokens))
+        last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, states.shape[-1])
+        mean, logvar = self.posterior(states.gather(1, last)[:, 0]).float().chunk(2, dim=1)
+        return Posterior(mean, logvar)
+
+
+class Head(nn.Linear):
+    """A linear layer to the vocabulary that returns the cross-entropy of targets without all the logits."""
+
+    def forward(self, states: Tensor, targets: Tensor | None = None) -> Tensor:
+        """states (N, D): logits (N, V), or with targets (N,) the sum of -log p in nats, 0-d."""
+        if targets is None:
+            return super().forward(states)
+        if hasattr(self.weight, "ds_id") or hasattr(self.weight, "device_mesh"):  # gathered for `super` alone
+            logits = super().forward(states)
+            return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        chosen = targets != IGNORE_INDEX
+        weights: list[Tensor | None] = [self.weight, self.bias]
+        if not torch.is_grad_enabled():  # autograd.Function.forward cannot see no_grad
+            weights = [None if w is None else w.detach() for w in weights]
+        total: Tensor = ChunkedCrossEntropy.apply(states[chosen], *weights, targets[chosen])
+        return total
+
+
+class Decoder(nn.Module):
+    """p(x|z): predicts each token from those before it and from z, which is part of every input.
+
+    z is concatenated to every token's embedding and also gives the first state, as in He et al. 2019.
+    """
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        self.embedding = _embedding(config)
+        self.input_dropout, self.output_dropout = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
+        self.state = nn.Linear(config.latent, config.hidden)
+        self.backbone = BACKBONES[config.backbone](config, config.hidden + config.latent)
+        self.head = Head(config.hidden, config.vocabulary)
+
+    def states(self, inputs: Tensor, z: Tensor) -> Tensor:
+        """(B, T, D): the state that predicts the token after each of `inputs` (B, T)."""
+        embedded = self.input_dropout(self.embedding(inputs))
+        repeated = z[:, None].expand(-1, inputs.shape[1], -1).to(embedded.dtype)
+        states = self.backbone(torch.cat([embedded, repeated], dim=2), torch.tanh(self.state(z)))
+        dropped: Tensor = self.output_dropout(states)
+        return dropped
+
+    def forward(self, inputs: Tensor, z: Tensor, targets: Tensor) -> Tensor:
+        """Sum of -log p(target) in nats, 0-d. `inputs`, `targets` (B, T); z (B, L)."""
+        total: Tensor = self.head(self.states(inputs, z).flatten(0, 1), targets.flatten())
+        return total
+
+    def log_likelihood(self, inputs: Tensor, z: Tensor, targets: Tensor) -> Tensor:
+        """(B,) log p(x|z) in nats."""
+        logits = self.head(self.states(inputs, z)).float()
+        nll = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none")
+        return -nll.sum(1)
+
+
+class Output(NamedTuple):
+    """What the network computes for a micro-batch."""
+
+    nll: Tensor
+    """0-d: sum of -log p(x|z), in nats."""
+    posterior: Posterior
+    other_nll: Tensor | None
+    """0-d: the same with the latent vectors of other samples, where these were given; no gradient."""
+
+
+class SequenceVAE(nn.Module):
+    """Encoder and decoder; while it trains also its objective, and the monitor where there is one."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder, self.decoder = Encoder(config), Decoder(config)
+        self.objective: Objective | None = None
+        self.monitor: PosteriorMonitor | None = None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        length: Tensor,
+        noise: Tensor | None,
+        dropped: Tensor | None = None,
+        other_z: Tensor | None = None,
+    ) -> Output:
+        """tokens (B, T) int64 whose rows end with the end token, length (B,).
+
+        `noise` (B, L) standard normal; None takes the posterior's mean. `dropped` (B, T) bool: inputs that
+        the decoder reads as unknown. `other_z` (B, L): see Output.
+        """
+        posterior = self.encoder(tokens, length)
+        z = posterior.mean if noise is None else posterior.sample(noise)
+        inputs, targets = self.inputs_and_targets(tokens, length)
+        if dropped is not None:
+            inputs = inputs.masked_fill(dropped, self.config.unk)
+        other = None
+        if other_z is not None:
+            with torch.no_grad():
+                other = self.decoder(inputs, other_z, targets)
+        return Output(self.decoder(inputs, z, targets), posterior, other)
+
+    def inputs_and_targets(self, tokens: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T) each: tokens moved right behind the first token, and tokens with padding ignored."""
+        inputs = F.pad(tokens[:, :-1], (1, 0), value=self.config.bos)
+        padding = torch.arange(tokens.shape[1], device=tokens.device) >= length[:, None]
+        return inputs, tokens.masked_fill(padding, IGNORE_INDEX)
+
+    def reset_decoder(self, seed: int) -> None:
+        """New initial weights for the decoder, the same for a seed on every machine."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            fresh = Decoder(self.config)
+        self.decoder.load_state_dict(fresh.state_dict())

@@ -1,0 +1,60 @@
+"""The flags of sequence VAEs, and how often their monitor reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from isobatch.core.number_ranges import Fraction, Positive, Probability, Rate, Share, Temperature
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorPace:
+    """In steps: between reports, between drawings, and how far a report looks back."""
+
+    report_every: int
+    plot_every: int
+    window: int
+
+
+PACES = {"full": MonitorPace(20, 500, 100), "fast": MonitorPace(100, 2000, 50)}
+"""--monitor -> its pace."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceVAEOptions:
+    """The flags of sequence VAEs."""
+
+    backbone: Literal["gru", "transformer"] = "gru"
+    """What encoder and decoder are made of."""
+    hidden: Positive = 256
+    """Width of encoder and decoder."""
+    layers: Positive = 1
+    """Layers of each."""
+    latent: Positive = 32
+    """Dimensions of the latent vector."""
+    word_dropout: Probability = 0.0
+    """Share of the decoder's inputs that it reads as unknown (Bowman et al. 2016)."""
+    kl_schedule: Literal["constant", "linear", "cyclical"] = "constant"
+    """The weight of the KL: constant, rising once (Bowman et al. 2016), or in cycles (Fu et al. 2019)."""
+    kl_warmup: Fraction = 0.25
+    """Share of the steps over which a linear schedule rises."""
+    kl_cycles: Positive = 4
+    """Cycles of a cyclical schedule."""
+    beta: Rate = 1.0
+    """The weight of the KL term at its highest (Higgins et al. 2017); 1 is the evidence lower bound."""
+    free_bits: Rate = 0.0
+    """Nats of KL of a sample, summed over dimensions, that cost nothing (Kingma et al. 2016)."""
+    target_kl: Temperature | None = None
+    """Hold the mean KL at so many nats by steering its weight (Rezende and Viola 2018)."""
+    pretrain: Share = 0.0
+    """Share of the run that trains an autoencoder first; the decoder then begins anew (Li et al. 2019)."""
+    monitor: Literal["full", "fast", "off"] = "full"
+    """The posterior monitor: reports every 20 steps (fast: 100), plots every 500 (2000), window 100 (50)."""
+    on_collapse: Literal["warn", "stop", "remedy"] = "warn"
+    """A collapsing posterior: say so, end the run (exit 3) when it has collapsed, or switch free bits on."""
+
+    @property
+    def remedy_nats(self) -> float:
+        """Free bits that --on-collapse remedy switches on."""
+        return max(2.0, self.latent / 8)

@@ -1,0 +1,308 @@
+"""The workload sequence-vae: a variational autoencoder over sequences, watched for posterior collapse.
+
+python -m launch auto --task sequence-vae --data lines.txt
+python -m launch auto --task sequence-vae --data ids.parquet --backbone transformer --free-bits 4
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from isobatch.core.errors import UserError
+from isobatch.models.base import Batch, Change, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
+from isobatch.models.causal_lm.model_sizes import CHUNK_BYTES
+from isobatch.models.sequence_vae.options import PACES, SequenceVAEOptions
+from isobatch.models.sequence_vae.report import SequenceVAEReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    import numpy as np
+    from torch import Tensor, nn
+
+    from isobatch.core.facts import Facts
+    from isobatch.models.sequence_vae.generation import SequenceCodec
+
+AUTOENCODER, VAE = "autoencoder", "vae"
+"""Names of the phases."""
+DROPOUT = 0.5
+"""Of the decoder's inputs and outputs, and between layers (He et al. 2019)."""
+EVALUATED_POSTERIORS = 4096
+"""Held-out samples among which mutual information is measured."""
+SHOWN_TOKENS = 40
+"""Most tokens of the sequences that are shown at the end of a run."""
+DECODER_SEED = 1
+"""Added to the recipe's seed for a decoder that begins anew."""
+
+
+class SequenceVAE(Task):
+    """Learns to encode sequences in a latent vector, and to write them again from it.
+
+    The loss is the negative evidence lower bound in nats per sample: `nll` (the tokens, the end token too)
+    plus the weighted `kl`. Held-out metrics: loss (weight 1), nll, kl, perplexity by the bound, active units,
+    mutual information and its ceiling (the logarithm of the samples). The monitor's figures are in the rows
+    of metrics.jsonl that a report follows.
+    """
+
+    Options: ClassVar[type] = SequenceVAEOptions
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "batch_size": 32,
+        "max_length": 128,
+        "lr": 1e-3,
+        "weight_decay": 0.0,
+        "clip": 5.0,
+        "epochs": [10],
+    }
+    fast: ClassVar[Mapping[str, Any]] = {
+        "train_fraction": 0.3,
+        "eval_fraction": 0.1,
+        "min_delta": 0.01,
+        "monitor": "fast",
+    }
+    demo: ClassVar[Mapping[str, Any]] = {
+        "hidden": 128,
+        "latent": 16,
+        "max_length": 48,
+        "epochs": [2],
+        "free_bits": 4.0,
+        "lr": 3e-3,
+    }
+
+    @property
+    def plot_every(self) -> int:  # type: ignore[override]
+        """Steps between drawings: --monitor decides."""
+        return 0 if self.options.monitor == "off" else PACES[self.options.monitor].plot_every
+
+    def phases(self) -> list[Phase]:
+        share = self.options.pretrain
+        phases = [
+            Phase(name=AUTOENCODER, share=share, early_stopping=False),
+            Phase(name=VAE, share=1 - share),
+        ]
+        return phases if share else phases[1:]
+
+    def check(self) -> None:
+        options = self.options
+        if self.recipe.model is not None:
+            raise UserError(
+                f"--model {self.recipe.model}: a sequence VAE is trained from scratch: see --backbone"
+            )
+        if self.recipe.max_length < 2:
+            raise UserError(f"--max-length {self.recipe.max_length}: a row needs a token and the end token")
+        if options.pretrain == 1:
+            raise UserError("--pretrain 1: leaves no step to train the VAE: give a share below 1")
+        if options.target_kl and options.free_bits:
+            raise UserError("--target-kl and --free-bits both hold the KL up: give one of them")
+        if options.monitor == "off" and options.on_collapse != "warn":
+            raise UserError(f"--on-collapse {options.on_collapse}: the monitor is off: leave --monitor out")
+
+    def build_model(self, facts: Facts) -> nn.Module:
+        from isobatch.models.sequence_vae import monitor, network, objective
+
+        options, extra = self.options, facts.extra
+        config = network.NetworkConfig(
+            backbone=options.backbone,
+            hidden=options.hidden,
+            layers=options.layers,
+            latent=options.latent,
+            max_length=self.recipe.max_length,
+            dropout=DROPOUT if self.recipe.dropout is None else self.recipe.dropout,
+            **{name: extra[name] for name in ("vocabulary", "bos", "eos", "unk")},
+        )
+        model = network.SequenceVAE(config)
+        schedule = objective.KLSchedule(
+            options.kl_schedule, options.beta, options.kl_warmup, options.kl_cycles
+        )
+        model.objective = objective.Objective(schedule, options.free_bits, options.target_kl)
+        pace = PACES.get(options.monitor)
+        if pace is not None:
+            model.monitor = monitor.PosteriorMonitor(pace, options.latent, self.recipe.batch_size)
+        return model
+
+    def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
+        """After the autoencoder the decoder begins anew, so that it learns to use what the encoder says."""
+        if phase == VAE and self.options.pretrain:
+            model.reset_decoder(self.recipe.seed + DECODER_SEED)
+        if model.monitor is not None:
+            model.monitor.reset()
+
+    def model_size(self, facts: Facts) -> ModelSize:
+        options, size = self.options, super().model_size(facts)
+        is_gru = options.backbone == "gru"
+        return dataclasses.replace(
+            size,
+            layers=2 * options.layers,
+            hidden=options.hidden,
+            intermediate=options.hidden if is_gru else 4 * options.hidden,
+            vocabulary=facts.extra["vocabulary"],
+            head_bytes=CHUNK_BYTES,
+            why_unshardable="torch's GRU reads all of its weights at once" if is_gru else "",
+        )
+
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        """batch: tokens (B, T) that end with the end token, length (B,). Sums of nats over the samples."""
+        import torch
+
+        network: Any = getattr(model, "module", model)
+        tokens, length = batch["tokens"].long(), batch["length"]
+        dropped = self._dropped_words(tokens, step)
+        if step.phase == AUTOENCODER:
+            return {"nll": Loss(model(tokens, length, None, dropped).nll, "sample")}
+        monitor = network.monitor if step.positions is not None else None
+        compares = monitor is not None and monitor.compares_at(step.number)
+        other_z = self._other_z(monitor, step) if compares else None
+        noise = step.noise.normal("posterior", (self.options.latent,))
+        output = model(tokens, length, noise, dropped, other_z)
+        kl = output.posterior.kl()
+        per_sample = kl.sum(1)
+        step.record("kl", torch.stack([per_sample.sum(), per_sample.new_tensor(len(per_sample))]))
+        if monitor is not None:
+            self._record(monitor, output, kl, length, step)
+        term = network.objective.kl_term(per_sample, step.number, step.total_steps)
+        return {"nll": Loss(output.nll, "sample"), "kl_term": Loss(term, "sample")}
+
+    def _dropped_words(self, tokens: Tensor, step: StepContext) -> Tensor | None:
+        """(B, T) bool: inputs that the decoder does not see; the first token of a row always is."""
+        if not self.options.word_dropout:
+            return None
+        dropped = step.noise.uniform("word-dropout", tokens.shape[1:]) < self.options.word_dropout
+        dropped[:, 0] = False
+        return dropped
+
+    def _other_z(self, monitor: Any, step: StepContext) -> Tensor:
+        """(B, L): for each sample the latent vector of another, drawn from the monitor's window."""
+        chosen = step.noise.integers("monitor.other", (), len(monitor.rows))
+        noise = step.noise.normal("monitor.noise", (self.options.latent,))
+        found: Tensor = monitor.posteriors(chosen).sample(noise)
+        return found
+
+    @staticmethod
+    def _record(monitor: Any, output: Any, kl: Tensor, length: Tensor, step: StepContext) -> None:
+        from isobatch.models.sequence_vae.monitor import ROWS, SUMS
+
+        assert step.positions is not None
+        step.record(SUMS, monitor.step_sums(output.posterior, kl, length, output.nll, output.other_nll))
+        step.record(ROWS, monitor.step_rows(output.posterior, step.positions))
+
+    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
+        """`kl`: nats per sample of the global batch."""
+        return {"kl": recorded["kl"][0] / recorded["kl"][1]} if "kl" in recorded else {}
+
+    def after_step(self, model: Any, step: StepContext) -> Change | None:
+        """Steer the weight of the KL, and at a report log the monitor's figures and judge them."""
+        if step.phase == AUTOENCODER:
+            return None
+        monitor = model.monitor
+        kl, samples = step.recorded["kl"]
+        model.objective.control(kl / samples)
+        if monitor is None:
+            return None
+        monitor.add(step.number, step.recorded)
+        if not monitor.reports_at(step.number):
+            return None
+        return self._report(model, step)
+
+    def _report(self, model: Any, step: StepContext) -> Change | None:
+        from isobatch.models.sequence_vae.monitor import metrics_of
+        from isobatch.models.sequence_vae.verdict import sentence
+
+        figures = model.monitor.report(step.number, self.recipe.seed)
+        history, changed = model.monitor.judge(figures)
+        remedied = self._needs_remedy(model, history.state)
+        message = sentence(figures, history, "" if remedied else self._advice(model))
+        for name, value in metrics_of(figures).items():
+            step.log(name, value)
+        step.log("verdict", history.state)
+        step.log("verdict_says", message)
+        if not changed:
+            return None
+        facts = {"state": history.state, "since": history.since, "active_units": len(figures.active)}
+        facts |= {"kl": round(figures.kl, 6)}
+        stop = history.state == "collapsed" and self.options.on_collapse == "stop"
+        if remedied:
+            nats = self.options.remedy_nats
+            model.objective.free_bits.fill_(nats)
+            facts |= {"remedy": "free bits", "free_bits": nats}
+            message += f"; remedy: free bits of {nats:g} nats from step {step.number + 2} on"
+        return Change(facts, decision="posterior", message=message, stop=stop)
+
+    def _needs_remedy(self, model: Any, state: str) -> bool:
+        asked = self.options.on_collapse == "remedy" and state in ("collapsing", "collapsed")
+        return asked and float(model.objective.free_bits) < self.options.remedy_nats
+
+    def _advice(self, model: Any) -> str:
+        """What a sentence tells the user to try."""
+        if not float(model.objective.free_bits):
+            nats = self.options.remedy_nats
+            return f"try --free-bits {nats:g}, --kl-schedule cyclical or --on-collapse remedy"
+        return "try --pretrain 0.3, --word-dropout 0.2 or more --free-bits"
+
+    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
+        import torch
+
+        tokens, length = batch["tokens"].long(), batch["length"]
+        output = model(tokens, length, step.noise.normal("posterior", (self.options.latent,)))
+        count = len(tokens)
+        return {
+            "nll": Sum(output.nll, count),
+            "kl": Sum(output.posterior.kl().sum(), count),
+            "tokens": Sum(length.sum(), count),
+            "posterior": Rows(torch.cat(list(output.posterior), dim=1)),
+        }
+
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, float]:
+        nll, kl, tokens = (float(parts[name].value / parts[name].weight) for name in ("nll", "kl", "tokens"))
+        found = {"loss": nll + kl, "nll": nll, "kl": kl, "perplexity": math.exp((nll + kl) / tokens)}
+        return found | posterior_metrics(parts["posterior"])
+
+    def open_codec(self, final: Path) -> SequenceCodec:
+        from isobatch.models.sequence_vae.generation import SequenceCodec
+
+        return SequenceCodec.open(final)
+
+    def likelihood(self, model: Any, batches: Iterable[Batch], draws: int) -> Mapping[str, float]:
+        from isobatch.models.sequence_vae.likelihood import importance_weighted_nll
+
+        return importance_weighted_nll(model, batches, draws, self.recipe.seed)
+
+    def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
+        """Three sequences from the prior."""
+        return "\n".join(self.open_codec(folder).sample(3, SHOWN_TOKENS, 1.0, self.recipe.seed))
+
+    def report(self) -> SequenceVAEReport:
+        return SequenceVAEReport()
+
+    def export(self, model: Any, folder: Path, facts: Facts) -> None:
+        """model.safetensors (encoder and decoder), config.json, and tokenizer.json of a text's."""
+        from safetensors.torch import save_file
+
+        from isobatch.models import saving
+
+        weights = {k: v for k, v in model.state_dict().items() if k.split(".")[0] in ("encoder", "decoder")}
+        save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors")
+        config = {"model_type": "sequence-vae", **dataclasses.asdict(model.config)}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if "tokenizer" in facts.extra:
+            saving.load_tokenizer(facts).save(str(folder / "tokenizer.json"))
+
+
+def posterior_metrics(rows: np.ndarray) -> dict[str, float]:
+    """Active units and mutual information of posteriors, (N, 2 L): means, then log variances."""
+    import numpy as np
+    import torch
+
+    from isobatch.models.sequence_vae import posterior
+
+    mean, logvar = torch.from_numpy(rows.astype(np.float64)).chunk(2, dim=1)
+    variance = posterior.mean_variance(mean.sum(0), mean.square().sum(0), len(mean))
+    mean, logvar = mean[:EVALUATED_POSTERIORS], logvar[:EVALUATED_POSTERIORS]
+    noise = torch.from_numpy(np.random.default_rng(0).standard_normal(tuple(mean.shape)))
+    return {
+        "active_units": int(posterior.active_dimensions(variance).sum()),
+        "mutual_information": posterior.mutual_information(mean, logvar, noise),
+        "mutual_information_ceiling": math.log(len(mean)),
+    }

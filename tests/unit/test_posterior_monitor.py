@@ -1,0 +1,200 @@
+"""The posterior monitor against slow computations in fp64, and its verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from isobatch.models.sequence_vae import posterior
+from isobatch.models.sequence_vae.monitor import ROWS, SUMS, PosteriorMonitor
+from isobatch.models.sequence_vae.network import Posterior
+from isobatch.models.sequence_vae.options import MonitorPace
+from isobatch.models.sequence_vae.verdict import Figures, History, judge, sentence
+
+LATENT = 5
+
+
+def drawn(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Posterior means and log variances (count, LATENT), some dimensions silent."""
+    generator = np.random.default_rng(seed)
+    scale = np.array([2.0, 0.5, 0.101, 0.05, 0.0])
+    return generator.normal(size=(count, LATENT)) * scale, generator.normal(size=(count, LATENT)) * 0.3 - 0.5
+
+
+def slow_kl(mean: np.ndarray, logvar: np.ndarray) -> np.ndarray:
+    """(LATENT,) mean over samples, element by element."""
+    total = np.zeros(LATENT)
+    for row in range(len(mean)):
+        for dimension in range(LATENT):
+            variance = math.exp(logvar[row, dimension])
+            total[dimension] += 0.5 * (mean[row, dimension] ** 2 + variance - 1 - math.log(variance))
+    return total / len(mean)
+
+
+def slow_mutual_information(mean: np.ndarray, logvar: np.ndarray, noise: np.ndarray) -> float:
+    """By densities of every z under every posterior."""
+    gaps = []
+    for i in range(len(mean)):
+        z = mean[i] + noise[i] * np.exp(logvar[i] / 2)
+        densities = np.exp(-((z - mean) ** 2) / (2 * np.exp(logvar))) / np.sqrt(2 * math.pi * np.exp(logvar))
+        products = densities.prod(1)
+        gaps.append(math.log(products[i]) - math.log(products.mean()))
+    return float(np.mean(gaps))
+
+
+def test_kl_and_mutual_information_agree_with_slow_ones() -> None:
+    mean, logvar = drawn(300)
+    noise = np.random.default_rng(1).normal(size=mean.shape)
+    found = Posterior(torch.from_numpy(mean), torch.from_numpy(logvar)).kl().mean(0)
+    assert found.numpy() == pytest.approx(slow_kl(mean, logvar), abs=1e-12)
+    ours = posterior.mutual_information(*(torch.from_numpy(a) for a in (mean, logvar, noise)))
+    assert ours == pytest.approx(slow_mutual_information(mean, logvar, noise), abs=1e-9)
+
+
+def test_mutual_information_knows_its_ends() -> None:
+    """Nothing is carried where all posteriors are one; all is where they are far apart."""
+    noise = torch.randn(200, LATENT, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    one = torch.zeros(200, LATENT, dtype=torch.float64)
+    assert posterior.mutual_information(one, one, noise) == pytest.approx(0, abs=1e-12)
+    apart = 1000.0 * torch.arange(200, dtype=torch.float64)[:, None].expand(-1, LATENT)
+    assert posterior.mutual_information(apart, one, noise) == pytest.approx(math.log(200), abs=1e-6)
+
+
+def test_projection_keeps_what_varies_most() -> None:
+    mean = torch.from_numpy(drawn(400)[0])
+    points = posterior.projection(mean)
+    assert points[:, 0].var() == pytest.approx(float(mean[:, 0].var()), rel=0.01)
+    assert torch.allclose(points, posterior.projection(mean.flip(0)).flip(0), atol=1e-9)
+    assert posterior.projection(mean[:, :1]).shape == (400, 2)
+
+
+PACE = MonitorPace(report_every=10, plot_every=20, window=40)
+BATCH = 32
+
+
+def trained(
+    ranks: int, steps: int, monitor: PosteriorMonitor | None = None, first: int = 0
+) -> PosteriorMonitor:
+    """A monitor that has seen `steps` global batches, each divided over `ranks` and its sums added up."""
+    found = monitor or PosteriorMonitor(PACE, LATENT, BATCH)
+    for step in range(first, steps):
+        mean, logvar = (torch.from_numpy(a).float() for a in drawn(BATCH, seed=step))
+        recorded: dict[str, Any] = {SUMS: 0, ROWS: 0}
+        for positions in np.array_split(np.random.default_rng(step).permutation(BATCH), ranks):
+            part = Posterior(mean[positions], logvar[positions])
+            nll = 3.0 * part.mean.square().sum()
+            length = torch.full((len(positions),), 7)
+            sums = found.step_sums(part, part.kl(), length, nll, nll + len(positions))
+            recorded = {
+                SUMS: recorded[SUMS] + sums.double(),
+                ROWS: recorded[ROWS] + found.step_rows(part, positions).double(),
+            }
+        found.add(step, recorded)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_report_agrees_with_a_slow_computation(ranks: int) -> None:
+    steps = 57
+    figures = trained(ranks, steps).report(steps - 1, seed=3)
+    window = [drawn(BATCH, seed=step) for step in range(steps - PACE.window, steps)]
+    mean, logvar = (np.concatenate(arrays) for arrays in zip(*window, strict=True))
+    assert figures.kl_per_dimension == pytest.approx(slow_kl(mean, logvar), abs=1e-4)
+    assert figures.variance == pytest.approx(mean.var(0), abs=1e-4)
+    assert figures.active == [0, 1, 2]
+    assert figures.nll == pytest.approx(3.0 * float((mean**2).sum(1).mean()), rel=1e-5)
+    assert figures.nll_per_token == pytest.approx(figures.nll / 7)
+    assert figures.shuffle_gap == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_processes_makes_the_same_report(ranks: int) -> None:
+    alone, together = (trained(n, 60).report(59, seed=0) for n in (1, ranks))
+    for ours, theirs in zip(dataclasses.astuple(alone), dataclasses.astuple(together), strict=True):
+        assert ours == (
+            pytest.approx(theirs, abs=1e-5) if isinstance(ours, float) else theirs
+        ) or np.allclose(ours, theirs, atol=1e-5)
+
+
+def test_the_window_holds_the_newest_posteriors_whatever_the_batch() -> None:
+    """Batches of 4 fill a window of 1,024 samples in 256 steps; the ceiling is their logarithm."""
+    small = PosteriorMonitor(PACE, LATENT, batch_size=4)
+    assert (small.rows_per_step, small.blocks, len(small.rows)) == (4, 256, 1024)
+    large = trained(2, 60)
+    assert (large.rows_per_step, len(large.rows)) == (26, 1040)
+    newest = drawn(BATCH, seed=59)[0][: large.rows_per_step]
+    block = 59 % large.blocks * large.rows_per_step
+    assert large.rows[block : block + large.rows_per_step, :LATENT].numpy() == pytest.approx(newest, abs=1e-6)
+    assert large.report(59, 0).ceiling == pytest.approx(math.log(1040))
+
+
+def test_a_short_batch_leaves_the_other_posteriors() -> None:
+    found = trained(1, 60)
+    before = found.rows.clone()
+    mean, logvar = (torch.from_numpy(a).float() for a in drawn(3, seed=99))
+    part = Posterior(mean, logvar)
+    sums = found.step_sums(part, part.kl(), torch.full((3,), 7), torch.zeros(()), None)
+    found.add(60, {SUMS: sums, ROWS: found.step_rows(part, np.arange(3))})
+    start = 60 % found.blocks * found.rows_per_step
+    assert torch.equal(found.rows[start + 3 : start + 26], before[start + 3 : start + 26])
+    assert found.rows[start : start + 3, :LATENT].numpy() == pytest.approx(mean.numpy())
+
+
+def test_a_report_goes_on_after_a_checkpoint() -> None:
+    whole, begun = trained(1, 60), trained(1, 45)
+    restored = PosteriorMonitor(PACE, LATENT, BATCH)
+    restored.load_state_dict(begun.state_dict())
+    assert trained(1, 60, restored, first=45).report(59, 0) == whole.report(59, 0)
+
+
+def figures(step: int, kl: float, active: int = 2, **more: Any) -> Figures:
+    """A report of 4 dimensions, the first `active` of them active."""
+    variance = [1.0] * active + [0.001] * (4 - active)
+    values = {"mutual_information": kl, "ceiling": 6.9, "nll": 50.0, "nll_per_token": 4.0, **more}
+    return Figures(
+        step=step, window=100, full=step >= 100, kl_per_dimension=[kl / 4] * 4, variance=variance, **values
+    )
+
+
+def states(reports: list[Figures]) -> tuple[list[str], History]:
+    history, found = History(last_active=(0,) * 4), []
+    for report in reports:
+        history = judge(report, History.unpack(history.pack()))
+        found.append(history.state)
+    return found, history
+
+
+def test_the_verdict_of_a_collapse_says_since_when_and_what_to_do() -> None:
+    falling = [figures(step, kl) for step, kl in ((80, 6.0), (100, 6.0), (120, 5.0), (140, 3.0))]
+    reports = [*falling, figures(160, 1.0, active=1)]
+    found, history = states(reports)
+    assert found == ["starting", "healthy", "healthy", "healthy", "collapsing"]
+    assert history.since == 120
+    said = sentence(reports[-1], history, "try this")
+    assert "collapsing since step 120" in said
+    assert "dimensions 1;" in said
+    assert said.endswith("try this")
+    found, history = states([*reports, figures(180, 0.05, active=0)])
+    assert (found[-1], history.since) == ("collapsed", 180)
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [figures(100 + 20 * n, 20 * 0.9**n) for n in range(20)],  # a large KL that falls to a few nats
+        [figures(100 + 20 * n, 5 + (n % 4)) for n in range(20)],  # cycles
+        [figures(100 + 20 * n, 0.05, active=1) for n in range(5)],  # little, but something is used
+    ],
+)
+def test_the_verdict_of_a_healthy_posterior(reports: list[Figures]) -> None:
+    assert set(states(reports)[0]) == {"healthy"}
+
+
+def test_a_kl_that_free_bits_hold_up_may_carry_nothing() -> None:
+    """The KL is four nats, but no unit is active and nothing of the input is in it."""
+    assert states([figures(120, 4.0, active=0, mutual_information=0.01)])[0] == ["collapsed"]

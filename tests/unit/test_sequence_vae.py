@@ -1,0 +1,234 @@
+"""The sequence VAE: network, objective, likelihood, generation."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.engine.registry import complete, workload
+from isobatch.models.sequence_vae import generation, likelihood
+from isobatch.models.sequence_vae.network import NetworkConfig, SequenceVAE
+from isobatch.models.sequence_vae.objective import KLSchedule, Objective
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORDS = 11
+SIZES: dict[str, Any] = {"hidden": 16, "layers": 2, "latent": 3, "max_length": 12, "dropout": 0.0}
+BACKBONES = ["gru", "transformer"]
+
+
+def network(backbone: Any = "gru", **sizes: Any) -> SequenceVAE:
+    torch.manual_seed(0)
+    special = {"vocabulary": WORDS + 3, "bos": WORDS, "eos": WORDS + 1, "unk": WORDS + 2}
+    return SequenceVAE(NetworkConfig(backbone=backbone, **special, **{**SIZES, **sizes})).eval()
+
+
+def rows(*lengths: int, width: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, length) of random sequences that end with the end token."""
+    generator = np.random.default_rng(0)
+    tokens = np.zeros((len(lengths), max(*lengths, width)), np.int64)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = [*generator.integers(0, WORDS, length - 1), WORDS + 1]
+    return torch.from_numpy(tokens), torch.tensor(lengths)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_padding_and_neighbours_change_nothing(backbone: str) -> None:
+    model, noise = network(backbone), torch.randn(3, 3)
+    tokens, length = rows(3, 7, 5, width=12)
+    whole = model(tokens, length, noise)
+    parts = [model(tokens[i : i + 1, :n], length[i : i + 1], noise[i : i + 1]) for i, n in enumerate(length)]
+    assert float(whole.nll) == pytest.approx(float(sum(part.nll for part in parts)), rel=1e-5)
+    assert torch.allclose(whole.posterior.mean, torch.cat([p.posterior.mean for p in parts]), atol=1e-5)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_the_loss_is_that_of_the_logits(backbone: str) -> None:
+    model, noise = network(backbone), torch.randn(2, 3)
+    tokens, length = rows(4, 9)
+    output = model(tokens, length, noise)
+    inputs, targets = model.inputs_and_targets(tokens, length)
+    z = output.posterior.sample(noise)
+    log_probs = model.decoder.head(model.decoder.states(inputs, z)).log_softmax(-1)
+    expected = -sum(log_probs[r, t, tokens[r, t]] for r in range(2) for t in range(int(length[r])))
+    assert float(output.nll) == pytest.approx(float(expected), rel=1e-5)
+    by_row = model.decoder.log_likelihood(inputs, z, targets)
+    assert float(-by_row.sum()) == pytest.approx(float(expected), rel=1e-5)
+    assert inputs[:, 0].tolist() == [WORDS, WORDS]
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_no_token_sees_itself(backbone: str) -> None:
+    """The states before a token that is changed stay the same."""
+    model, z = network(backbone), torch.randn(1, 3)
+    tokens, length = rows(8)
+    changed = tokens.clone()
+    changed[0, 4] = (changed[0, 4] + 1) % WORDS
+    first, second = (
+        model.decoder.states(model.inputs_and_targets(t, length)[0], z) for t in (tokens, changed)
+    )
+    assert torch.allclose(first[:, :5], second[:, :5], atol=1e-6)
+    assert not torch.allclose(first[:, 5:], second[:, 5:], atol=1e-3)
+
+
+def test_dropped_words_are_read_as_unknown() -> None:
+    model, noise = network(), torch.zeros(1, 3)
+    tokens, length = rows(6)
+    unknown = torch.full((1, 6), True)
+    hidden = model(tokens, length, noise, unknown).nll
+    inputs = torch.full((1, 6), WORDS + 2)
+    z = model.encoder(tokens, length).mean
+    assert float(hidden) == pytest.approx(float(model.decoder(inputs, z, tokens)), rel=1e-5)
+
+
+def test_a_new_decoder_is_the_same_everywhere() -> None:
+    one, other = network(), network()
+    torch.manual_seed(123)
+    one.reset_decoder(7)
+    before = torch.get_rng_state()
+    other.reset_decoder(7)
+    assert torch.equal(before, torch.get_rng_state())
+    for ours, theirs, old in zip(
+        one.decoder.parameters(), other.decoder.parameters(), network().decoder.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, old)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [
+        ("constant", [2.0, 2.0, 2.0, 2.0, 2.0]),
+        ("linear", [0.0, 1.0, 2.0, 2.0, 2.0]),
+        ("cyclical", [0.0, 2.0, 0.0, 2.0, 0.0]),
+    ],
+)
+def test_the_weight_of_the_kl_over_the_steps(kind: Any, weights: list[float]) -> None:
+    schedule = KLSchedule(kind, beta=2.0, warmup=0.5, cycles=2)
+    assert [schedule.weight(step, 100) for step in (0, 25, 50, 75, 100)] == pytest.approx(weights)
+
+
+def test_free_bits_hold_for_each_sample() -> None:
+    """A sample below the bound gets no gradient, whatever its neighbours have."""
+    objective = Objective(KLSchedule("constant", 1.0, 0.25, 4), free_bits=3.0, target_kl=None)
+    kl = torch.tensor([1.0, 5.0, 2.9], requires_grad=True)
+    term = objective.kl_term(kl, 0, 10)
+    term.backward()
+    assert float(term) == pytest.approx(3 + 5 + 3)
+    assert kl.grad is not None
+    assert kl.grad.tolist() == [0.0, 1.0, 0.0]
+
+
+def test_a_target_steers_the_weight() -> None:
+    objective = Objective(KLSchedule("constant", 1.0, 0.25, 4), free_bits=0.0, target_kl=4.0)
+    kl = torch.ones(2)
+    for _ in range(50):
+        objective.control(torch.tensor(1.0, dtype=torch.float64))
+    below = float(objective.kl_term(kl, 0, 10))
+    for _ in range(200):
+        objective.control(torch.tensor(8.0, dtype=torch.float64))
+    assert below < 2.0 < float(objective.kl_term(kl, 0, 10)) <= 20.0
+
+
+def test_the_likelihood_agrees_with_an_integral() -> None:
+    """One latent dimension: log of the integral of p(x|z) p(z), by 4,001 points."""
+    model = network(latent=1)
+    with torch.no_grad():  # so that z matters
+        model.decoder.state.weight.mul_(4)
+    tokens, length = rows(5, 3)
+    z = torch.linspace(-8, 8, 4001)[:, None]
+    inputs, targets = model.inputs_and_targets(tokens, length)
+    expected = 0.0
+    with torch.no_grad():
+        for row in range(2):
+            own = model.decoder.log_likelihood(
+                inputs[row : row + 1].expand(4001, -1), z, targets[row : row + 1].expand(4001, -1)
+            ).double()
+            prior = -0.5 * (z[:, 0].double() ** 2 + math.log(2 * math.pi))
+            expected -= float(torch.logsumexp(own + prior, 0) + math.log(16 / 4000))
+    batch = {"index": torch.tensor([3, 8]), "length": length, "tokens": tokens}
+    found = likelihood.importance_weighted_nll(model, [batch], draws=4000, seed=0)
+    assert found["iw_nll"] == pytest.approx(expected / 2, abs=0.01)
+    assert found["iw_perplexity"] == pytest.approx(math.exp(2 * found["iw_nll"] / 8))
+    single = [{name: values[i : i + 1] for name, values in batch.items()} for i in (1, 0)]
+    again = likelihood.importance_weighted_nll(model, single, draws=4000, seed=0)
+    assert again["iw_nll"] == pytest.approx(found["iw_nll"], rel=1e-6)
+
+
+def test_decoding_takes_the_likeliest_and_ends() -> None:
+    model, z = network(), torch.randn(2, 3)
+    found = generation.decode(model, z, tokens=6)
+    for row, ids in enumerate(found):
+        inputs = torch.tensor([[WORDS, *ids]])
+        logits = model.decoder.head(model.decoder.states(inputs, z[row : row + 1]))[0]
+        logits[:, [WORDS, WORDS + 2]] = -torch.inf
+        assert logits.argmax(1).tolist()[: len(ids)] == ids
+    with torch.no_grad():
+        model.decoder.head.bias[WORDS + 1] = 100.0
+    assert generation.decode(model, z, tokens=6) == [[], []]
+
+
+def test_samples_follow_their_seed() -> None:
+    codec = generation.SequenceCodec(network(), None)
+    first, again, other = (codec.sample(3, 6, 1.0, seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_an_export_opens_again(backbone: str, tmp_path: Path) -> None:
+    recipe, _ = complete("sequence-vae", {"backbone": backbone, "hidden": 16, "latent": 3, "max_length": 12})
+    task, _ = workload("sequence-vae").make(recipe)
+    extra = {"vocabulary": WORDS + 3, "bos": WORDS, "eos": WORDS + 1, "unk": WORDS + 2}
+    facts = Facts(fingerprint="", folder="", samples={"train": 1}, lengths=(3, 3), extra=extra)
+    model: Any = task.build_model(facts).eval()
+    task.export(model, tmp_path, facts)
+    assert set(json.loads((tmp_path / "config.json").read_text())) > {"latent", "backbone", "eos"}
+    tokens, length = rows(4, 9)
+    ours, theirs = (m(tokens, length, None).nll for m in (model, generation.open_model(tmp_path)))
+    assert float(ours) == float(theirs)
+    codec = generation.SequenceCodec.open(tmp_path)
+    assert len(codec.interpolate("1 2 3", "4,5", count=5, tokens=4)) == 5
+    with pytest.raises(UserError, match="'11' is no id: this model reads numbers from 0 to 10"):
+        codec.reconstruct("3 11", tokens=4)
+    assert task.model_size(facts).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"model": "gpt2"}, "trained from scratch"),
+        ({"max_length": 1}, "the end token"),
+        ({"target_kl": 3, "free_bits": 2}, "give one of them"),
+        ({"monitor": "off", "on_collapse": "stop"}, "the monitor is off"),
+        ({"pretrain": 1}, "below 1"),
+    ],
+)
+def test_what_cannot_be_had_is_said(asked: dict[str, Any], said: str) -> None:
+    recipe, _ = complete("sequence-vae", asked)
+    with pytest.raises(UserError, match=said):
+        workload("sequence-vae").make(recipe)[0].check()
+
+
+def test_a_latent_size_of_zero_is_refused() -> None:
+    with pytest.raises(UserError, match="--latent 0: must be at least 1"):
+        complete("sequence-vae", {"latent": 0})
+
+
+def test_cross_entropy_is_not_rounded_by_chunks() -> None:
+    """The head's sum of -log p and its gradients are those of the plain logits."""
+    model = network()
+    states, targets = torch.randn(50, 16, requires_grad=True), torch.randint(0, WORDS, (50,))
+    targets[::7] = -100
+    head = model.decoder.head
+    (ours,) = torch.autograd.grad(head(states, targets), states)
+    plain = F.cross_entropy(F.linear(states, head.weight, head.bias), targets, reduction="sum")
+    assert torch.allclose(ours, torch.autograd.grad(plain, states)[0], atol=1e-5)
