@@ -17,15 +17,16 @@ from isobatch.data.base import Column, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.readers import LocatedRows
+from isobatch.data.spooled_array import SpooledArray
 from isobatch.data.text import chat_templates
 from isobatch.data.text.chat_templates import ChatTemplate
-from isobatch.data.text.plain_text import SpooledArray, TokenizationSettings
 from isobatch.data.text.truncation import TokenRow, TruncatedRow, learn_mask, truncate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from isobatch.data.text.chat_templates import ChatSegment
+    from isobatch.data.text.plain_text import TokenizationSettings
 
 TOKENIZATION_VERSION = 2
 """Part of the cache key: raise it when the same rows become other tokens."""

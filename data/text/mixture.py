@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.data.base import Column, Ragged
+from isobatch.data.spooled_array import SpooledArray
 from isobatch.data.text.conversations import SHOWN_PROMPTS, Conversations
-from isobatch.data.text.plain_text import SpooledArray, TokenizationSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from isobatch.data.text.plain_text import TokenizationSettings
     from isobatch.data.text.sources import TextSet
 
 SPLITS = ("train", "valid", "test")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
 from isobatch.data.base import Column, Ragged
 from isobatch.data.cleaning.pipeline import CleaningPipeline
+from isobatch.data.spooled_array import spool_to_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -157,33 +157,6 @@ def windows(tokens: np.ndarray, width: int, stride: int) -> dict[str, Any]:
         "learn": Ragged(learn, offsets),
         "token.weight": (stops - before).astype(np.int32),
     }
-
-
-class SpooledArray:
-    """An array that is collected in an unnamed temporary file, and then memory-mapped."""
-
-    def __init__(self, dtype: type, folder: Path | None) -> None:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        self.dtype, self.file = dtype, tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-
-    def add(self, values: np.ndarray) -> None:
-        """Append values (n,)."""
-        self.file.write(values.astype(self.dtype, copy=False).tobytes())
-
-    def array(self) -> np.ndarray:
-        """All values that were added; nothing can be added after this."""
-        with self.file:
-            self.file.flush()
-            return np.memmap(self.file, self.dtype, "r") if self.file.tell() else np.empty(0, self.dtype)
-
-
-def spool_to_array(chunks: Iterable[np.ndarray], dtype: type, folder: Path | None) -> np.ndarray:
-    """The chunks joined, by way of a temporary file in `folder`."""
-    spooled = SpooledArray(dtype, folder)
-    for chunk in chunks:
-        spooled.add(chunk)
-    return spooled.array()
 
 
 def _first_words(texts: Iterable[str], count: int = 8) -> str:
