@@ -16,10 +16,12 @@ from isobatch.data.readers import LocatedRows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import pyarrow
+
 DEMO = "demo"
 DEMO_PACKAGES = ("email", "http", "json", "logging", "urllib")
 DEMO_LARGEST_FILE = 32_000
-HELD_OUT_NOTE = "there is no validation split: the last 5 % of the training text is it"
+HELD_OUT_NOTE = "there is no validation split: the last 5 % of the training data is it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def _read_files(files: list[Path]) -> Iterator[str]:
 
 def corpus_from_files(files: dict[str, readers.SplitFiles], column: str) -> Corpus:
     """The texts in `column` of files that `readers.find_splits` found; of a txt file, all its text."""
-    files, notes = _with_validation(files)
+    files, notes = with_validation(files)
     splits = {split: partial(readers.read_texts, part, column) for split, part in files.items()}
     return Corpus(splits, files["train"].is_stream, notes)
 
@@ -81,16 +83,16 @@ def corpus_from_files(files: dict[str, readers.SplitFiles], column: str) -> Corp
 def rows_from_files(files: dict[str, readers.SplitFiles]) -> RowCorpus:
     """The rows of files that `readers.find_splits` found."""
     columns = tuple(readers.column_names(files["train"]))
-    files, notes = _with_validation(files)
+    files, notes = with_validation(files)
     return RowCorpus(
         {split: partial(readers.read_rows, part) for split, part in files.items()}, columns, notes
     )
 
 
-def _with_validation(
+def with_validation(
     files: dict[str, readers.SplitFiles],
 ) -> tuple[dict[str, readers.SplitFiles], tuple[str, ...]]:
-    """The files with a validation split, and a note where it was taken from the training data."""
+    """The files with a validation split, and a note for the user where it is taken from training."""
     if "valid" in files:
         return files, ()
     train, valid = readers.hold_out(files["train"])
@@ -102,7 +104,7 @@ def corpus_from_hub(name: str, config: str | None, column: str) -> Corpus:
 
     Raises UserError where it has no such column or no train split.
     """
-    splits, notes = _load_hub_splits(name, config)
+    splits, notes = load_hub_splits(name, config)
     if column not in (names := splits["train"].column_names):
         raise UserError(f"--text-column {column}: {name} has no such column; it has: {', '.join(names)}")
     return Corpus(
@@ -112,14 +114,14 @@ def corpus_from_hub(name: str, config: str | None, column: str) -> Corpus:
 
 def rows_from_hub(name: str, config: str | None) -> RowCorpus:
     """The rows of a hub data set. Raises UserError where it has no train split."""
-    splits, notes = _load_hub_splits(name, config)
+    splits, notes = load_hub_splits(name, config)
     rows: dict[str, Callable[[], LocatedRows]] = {
         k: partial(read_hub_rows, name, found) for k, found in splits.items()
     }
     return RowCorpus(rows, tuple(splits["train"].column_names), notes)
 
 
-def _load_hub_splits(name: str, config: str | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+def load_hub_splits(name: str, config: str | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Split -> `datasets.Dataset`, always with a validation split, and notes for the user."""
     found = hub.load_dataset(name, config)
     splits = {readers.SPLITS[split]: rows for split, rows in found.items() if split in readers.SPLITS}
@@ -141,6 +143,14 @@ def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]
             k: names[row[k]] if row[k] is not None and row[k] >= 0 else None for k, names in classes.items()
         }
         yield f"{name} row {number}", {**row, **named}
+
+
+def read_hub_column(name: str, rows: Any, column: str) -> Iterator[tuple[str, int, pyarrow.Array]]:
+    """(data set, rows of the split that come before, values) of one column, as `read_parquet_column`."""
+    before = 0
+    for table in rows.select_columns([column]).with_format("arrow").iter(readers.ARROW_BATCH_ROWS):
+        yield name, before, table.column(0).combine_chunks()
+        before += len(table)
 
 
 def _column_texts(rows: Any, column: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import difflib
@@ -9,17 +10,25 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.data.tokenizers import file_hash
 
+if TYPE_CHECKING:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
 CHUNK_BYTES = 1 << 15
 MAX_LINE_BYTES = 1 << 20
+ARROW_BATCH_ROWS = 4096
+PARQUET_BATCH_BYTES = 1 << 22
+NO_PARQUET = "is no whole parquet file"
 VALIDATION_ONE_IN = 20
 """Where there is no validation split, one part in this many of the training data becomes it."""
 
@@ -110,7 +119,7 @@ def hold_out(part: SplitFiles) -> tuple[SplitFiles, SplitFiles]:
     one is validation.
     """
     if not part.is_stream:
-        count = sum(1 for _ in read_rows(part))
+        count = count_rows(part)
         if not count:
             raise UserError(f"--data {part.files[0]}: holds no rows")
         border = count - max(1, count // VALIDATION_ONE_IN)
@@ -121,6 +130,18 @@ def hold_out(part: SplitFiles) -> tuple[SplitFiles, SplitFiles]:
     else:
         border = _split_offset(part.files[0])
     return dataclasses.replace(part, stop=border), dataclasses.replace(part, start=border)
+
+
+def count_rows(part: SplitFiles) -> int:
+    """The rows of all files of a split: of Parquet from their metadata, otherwise by reading them."""
+    if part.format != "parquet":
+        return sum(1 for _ in read_rows(part))
+    return sum(_parquet_rows(file) for file in part.files)
+
+
+def _parquet_rows(file: Path) -> int:
+    with open_parquet(file) as table:
+        return int(table.metadata.num_rows)
 
 
 def _split_offset(file: Path) -> int:
@@ -152,7 +173,7 @@ def read_texts(part: SplitFiles, column: str) -> Iterator[str]:
             yield from _read_stream(file, part.start, part.stop)
     else:
         for where, row in read_rows(part):
-            if (text := _text_cell(row, column, where)).strip():
+            if (text := text_cell(row, column, where)).strip():
                 yield text
 
 
@@ -177,7 +198,8 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _text_cell(row: Mapping[str, Any], column: str, where: str) -> str:
+def text_cell(row: Mapping[str, Any], column: str, where: str) -> str:
+    """The text in a column of a row, empty where there is none. Raises UserError for what is no text."""
     text = row.get(column, "")
     if not isinstance(text, str | None):
         raise UserError(
@@ -274,19 +296,67 @@ def _require_object(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     return where, record
 
 
-def _read_parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def open_parquet(file: Path) -> ParquetFile:
+    """The file, of which only the metadata is read. Raises UserError where it is no whole Parquet file."""
+    with _explain_parquet_errors(file, NO_PARQUET):
+        from pyarrow import parquet
+
+        return parquet.ParquetFile(os.fspath(file), page_checksum_verification=True)
+
+
+@contextlib.contextmanager
+def _explain_parquet_errors(file: Path, what: str) -> Iterator[None]:
+    """Raise UserError that says `what` of the file where pyarrow cannot read it, or is not installed."""
     try:
         import pyarrow
-        import pyarrow.parquet as parquet
     except ImportError:
         raise UserError(f"{file}: parquet needs pyarrow: pip install pyarrow") from None
     try:
-        batches = parquet.ParquetFile(os.fspath(file)).iter_batches(batch_size=1000)
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{file}: {what}: {str(error).partition(chr(10))[0]}") from None
+
+
+def _read_parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with open_parquet(file) as table, _explain_parquet_errors(file, NO_PARQUET):
+        batches = table.iter_batches(batch_size=1000)
         records = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, record in enumerate(records, 1):
             yield f"{file} row {number}", record
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file}: is no whole parquet file: {error}") from None
+
+
+def read_parquet_column(part: SplitFiles, column: str) -> Iterator[tuple[Path, int, pyarrow.Array]]:
+    """(file, rows of it that come before, values) of one column from row `start` to `stop`.
+
+    The files are read row group by row group, a few thousand rows at a time; other columns are not read.
+    Raises UserError that names the row group where one is damaged.
+    """
+    stop = sys.maxsize if part.stop is None else part.stop
+    passed = 0
+    for file in part.files:
+        with open_parquet(file) as table:
+            first = passed
+            for group in range(table.num_row_groups):
+                position = passed
+                passed += table.metadata.row_group(group).num_rows
+                if passed <= part.start or position >= stop:
+                    continue
+                for values in _read_row_group(file, table, group, column):
+                    low, high = max(part.start - position, 0), min(stop - position, len(values))
+                    if low < high:
+                        yield file, position - first + low, values[low:high]
+                    position += len(values)
+
+
+def _read_row_group(file: Path, table: ParquetFile, group: int, column: str) -> Iterator[pyarrow.Array]:
+    """The values of one column of one row group, in batches: fewer rows where rows are long."""
+    where = f"row group {group + 1} of {table.num_row_groups} cannot be read"
+    with _explain_parquet_errors(file, where):
+        about = table.metadata.row_group(group)
+        rows = about.num_rows * PARQUET_BATCH_BYTES // max(1, about.total_byte_size)
+        rows = max(1, min(rows, ARROW_BATCH_ROWS))
+        for batch in table.iter_batches(rows, row_groups=[group], columns=[column]):
+            yield batch.column(0)
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {

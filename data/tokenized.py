@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DEFAULT_VOCABULARY_SIZE = 8192
+MIN_VOCABULARY_SIZE = 257
+"""Of a byte-level tokenizer: 256 bytes and an end token."""
 
 
 def path_of(data: str) -> Path | None:

@@ -19,12 +19,10 @@ from isobatch.data.text import chat_templates, conversations
 from isobatch.data.text.mixture import SET_COLUMN, Mixture
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import TEXT, TextSet, TextSetSpec, split_set_names
-from isobatch.data.tokenized import TokenizedData
+from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, TokenizedData
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-MIN_VOCABULARY_SIZE = 257
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
