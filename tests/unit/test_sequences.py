@@ -1,0 +1,650 @@
+"""Tests of data/sequences.py: texts and lists of ids become rows with an end token; bad input is one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tracemalloc
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from isobatch.core.errors import UserError
+from isobatch.data import corpora, hub, readers, sequence_sources, tokenizers
+from isobatch.data.sequence_sources import INTEGERS, TEXT
+from isobatch.data.sequences import SequenceOptions, Sequences
+from isobatch.tests.paths import REGISTER, ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHARED = ROOT.parent / "shared" / "data"
+IDS = [[3, 1], [], [4, 1, 5], None, [2, 6, 5, 3, 5]]
+"""Rows of ids; the second and the fourth are empty."""
+
+
+def make(data: Path | str, max_length: int = 16, tokenizer: Path | None = None, **options: Any) -> Sequences:
+    values = {"format": None, "model": "tiny", "revision": None, "seed": 0}
+    given = tokenizer and str(tokenizer)
+    recipe = SimpleNamespace(data=str(data), max_length=max_length, tokenizer=given, **values)
+    return Sequences(recipe, SequenceOptions(**options))
+
+
+def write(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(content, encoding="utf-8")
+    return folder
+
+
+def write_parquet(file: Path, rows: int | None = None, **columns: Any) -> Path:
+    """A Parquet file of these columns with so many rows a row group."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.table(columns), file, row_group_size=rows, write_page_checksum=True)
+    return file
+
+
+def byte_tokenizer(folder: Path) -> Path:
+    """The 256 bytes and one merge (h e): every text has a known number of tokens."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = json.dumps({token: i for i, token in enumerate([*alphabet, "he"])})
+    return write(folder, vocab__json=vocabulary, merges__txt="#version: 0.2\nh e\n")
+
+
+def prepared(data: Sequences, folder: Path) -> tuple[dict[str, list[list[int]]], dict[str, Any]]:
+    """(rows of each split, facts), after the form that every split must have was checked."""
+    data.check()
+    extra = data.prepare(folder)
+    rows = {}
+    for split, sizes in extra["splits"].items():
+        columns = data.open(folder, split).columns
+        tokens, weights = columns["tokens"], columns["token.weight"]
+        rows[split] = [r.tolist() for r in np.split(tokens.values, tokens.offsets[1:-1])]
+        assert tokens.values.dtype == (np.uint16 if extra["vocabulary"] <= 1 << 16 else np.int32)
+        assert weights.dtype == np.int32
+        assert weights.tolist() == [len(r) for r in rows[split]]
+        assert sizes["sequences"] == len(rows[split])
+        assert sizes["tokens"] == len(tokens.values)
+        assert all(row[-1] == extra["eos"] and extra["eos"] not in row[:-1] for row in rows[split])
+        assert max(map(len, rows[split])) <= data.recipe.max_length
+    size = extra["data_vocabulary"]
+    assert [extra[k] for k in ("bos", "eos", "unk", "vocabulary")] == [size, size + 1, size + 2, size + 3]
+    return rows, extra
+
+
+def texts_of(rows: list[list[int]], folder: Path) -> list[str]:
+    tokenizer = tokenizers.open_tokenizer(folder / "tokenizer.json")
+    return tokenizer.decode_batch([row[:-1] for row in rows])
+
+
+def refusal(data: Sequences, prepare: bool = False) -> str:
+    """The line that `check` answers with, or, if the error can only be seen later, `read`."""
+    if prepare:
+        data.check()
+    with pytest.raises(UserError) as error:
+        data.read() if prepare else data.check()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_each_line_of_a_text_file_is_a_sequence(tmp_path: Path) -> None:
+    folder = write(tmp_path / "d", train__txt=" = Heading = \n \n\tone two \r\n\nthree", valid__txt="é\n\n")
+    rows, extra = prepared(make(folder, vocab_size=257), tmp_path / "out")
+    assert texts_of(rows["train"], tmp_path / "out") == ["= Heading =", "one two", "three"]
+    assert texts_of(rows["valid"], tmp_path / "out") == ["é"]
+    assert extra["kind"] == "text"
+    assert extra["data_vocabulary"] == 257  # 256 bytes, and the tokenizer's own end token, which is not used
+    # "= Heading =" 11, "one two" 7, "three" 5, and three end tokens
+    counts = {"sequences": 3, "tokens": 26, "words": 6, "cut": 0, "empty": 2}
+    assert extra["splits"]["train"] == counts
+    assert extra["notes"] == [
+        "train: empty sequences left out: 2",
+        "valid: empty sequences left out: 1",
+    ]
+
+
+def test_lines_do_not_depend_on_chunks_and_end_with_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 7)
+    first, second = "a long line that no chunk holds é\nb\n\n" + "字" * 20, "c d\ne"
+    folder = write(tmp_path / "d", train_1__txt=first, train_2__txt=second, valid__txt="v")
+    rows, extra = prepared(make(folder, max_length=99, vocab_size=257), tmp_path / "out")
+    lines = [line for line in f"{first}\n{second}".split("\n") if line]
+    assert texts_of(rows["train"], tmp_path / "out") == lines
+    assert extra["splits"]["train"]["empty"] == 1
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "json", "parquet"])
+def test_each_text_of_a_table_is_a_sequence(tmp_path: Path, form: str) -> None:
+    tokenizer, texts = byte_tokenizer(tmp_path / "t"), ["he two", "  ", "é\u2028a", ""]
+    for split in ("train", "dev"):
+        write_table(tmp_path / "d" / f"{split}.{form}", {"label": [0, 1, 0, 1], "sentence": texts})
+    rows, extra = prepared(make(tmp_path / "d", tokenizer=tokenizer), tmp_path / "out")
+    assert texts_of(rows["train"], tmp_path / "out") == ["he two", "é\u2028a"]
+    assert rows["valid"] == rows["train"]
+    # he, space, t, w, o, end; two bytes of é, three of the separator, a, end
+    assert [len(row) for row in rows["train"]] == [6, 7]
+    assert extra["data_vocabulary"] == 257
+    assert extra["splits"]["train"] == {"sequences": 2, "tokens": 13, "words": 4, "cut": 0, "empty": 2}
+    assert extra["notes"] == [f"{split}: empty sequences left out: 2" for split in ("train", "valid")]
+
+
+def write_table(file: Path, columns: dict[str, list[Any]]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    records = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if file.suffix == ".parquet":
+        write_parquet(file, **columns)
+    elif file.suffix in (".csv", ".tsv"):
+        lines = [columns, *(r.values() for r in records)]
+        comma = "," if file.suffix == ".csv" else "\t"
+        file.write_text("".join(comma.join(map(str, line)) + "\n" for line in lines), encoding="utf-8")
+    else:
+        is_lines = file.suffix == ".jsonl"
+        file.write_text("\n".join(map(json.dumps, records)) if is_lines else json.dumps(records))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet"])
+def test_each_list_of_integers_is_a_sequence(tmp_path: Path, form: str) -> None:
+    for split in ("train", "valid", "test"):
+        write_table(tmp_path / "d" / f"{split}.{form}", {"id": list(range(5)), "tokens": IDS})
+    rows, extra = prepared(make(tmp_path / "d"), tmp_path / "out")
+    wanted = [[3, 1, 8], [4, 1, 5, 8], [2, 6, 5, 3, 5, 8]]  # 7 ids, then bos 7 and eos 8
+    assert rows == dict.fromkeys(("train", "valid", "test"), wanted)
+    assert extra["kind"] == "integers"
+    assert "tokenizer" not in extra
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    counts = {"sequences": 3, "tokens": 13, "words": None, "cut": 0, "empty": 2}
+    assert extra["splits"]["train"] == counts
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.int8()),
+        pa.list_(pa.uint64()),
+        pa.large_list(pa.int32()),
+        pa.list_(pa.uint16(), 2),
+    ],
+    ids=str,
+)
+def test_any_integer_and_list_type_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    lists = pa.array([[1, 2], None, [100, 0], [5, 6]], kind)
+    for split in ("train", "valid"):
+        write_parquet(tmp_path / "d" / f"{split}.parquet", rows=3, ids=lists)
+    rows, extra = prepared(make(tmp_path / "d"), tmp_path / "out")
+    assert rows["train"] == [[1, 2, 102], [100, 0, 102], [5, 6, 102]]
+    assert extra["splits"]["train"]["empty"] == 1
+
+
+def random_lists(sequences: int, longest: int, size: int) -> pa.Array:
+    """Lists of 0 to `longest` ids below `size`; the largest is there."""
+    generator = np.random.default_rng(0)
+    offsets = np.concatenate([[0], np.cumsum(generator.integers(0, longest + 1, sequences))])
+    values = generator.integers(0, size, offsets[-1])
+    values[0] = size - 1
+    return pa.ListArray.from_arrays(offsets.astype(np.int32), values)
+
+
+def test_the_size_of_row_groups_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists, found = random_lists(1000, 9, 500), []
+    for rows, batch in ((1, 4096), (7, 4096), (1000, 4096), (1000, 13)):
+        monkeypatch.setattr(readers, "ARROW_BATCH_ROWS", batch)
+        file = write_parquet(tmp_path / f"{rows}.parquet", rows, tokens=lists, other=["x"] * 1000)
+        found.append(prepared(make(file, max_length=8), tmp_path / f"{rows}-{batch}"))
+    assert all(one == found[0] for one in found)
+    wanted = [row[:7] for row in lists.to_pylist()]
+    train, valid = (
+        [row[:-1] for row in found[0][0]["train"]],
+        [row[:-1] for row in found[0][0]["valid"]],
+    )
+    assert train == [row for row in wanted[:950] if row]
+    assert valid == [row for row in wanted[950:] if row]
+
+
+def test_a_large_parquet_file_is_not_read_into_memory(tmp_path: Path) -> None:
+    lists = random_lists(40_000, 100, 30_000)  # about 2 million ids, 16 MB as they are in the file
+    file = write_parquet(tmp_path / "big.parquet", 2000, tokens=lists)
+    data, total = make(file, max_length=64), len(lists.flatten()) * 8
+    assert parquet.ParquetFile(file).num_row_groups == 20
+    data.check()
+    tracemalloc.start()
+    try:
+        data.prepare(tmp_path / "out")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert total > 15e6
+    assert peak < total / 3
+
+
+def test_the_last_twentieth_of_the_rows_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, begin in (("train-1", 0), ("train-2", 30)):
+        write_parquet(tmp_path / f"{name}.parquet", 8, ids=[[i] for i in range(begin, begin + 30)])
+    with monkeypatch.context() as patch:
+        patch.setattr(readers, "read_rows", lambda _: pytest.fail("metadata have the number of rows"))
+        rows, extra = prepared(make(tmp_path, vocab_size=60), tmp_path / "out")
+    assert [row[0] for row in rows["train"]] == list(range(57))
+    assert [row[0] for row in rows["valid"]] == [57, 58, 59]
+    assert extra["notes"] == [corpora.HELD_OUT_NOTE]
+
+
+def test_long_sequences_are_cut_and_counted(tmp_path: Path) -> None:
+    lines = "abc\nabcd\nab cd ef gh\n"  # 3, 4 and 11 bytes; 4 entries hold 3 and the end token
+    folder = write(tmp_path / "d", train__txt=lines, valid__txt="a b\n")
+    rows, extra = prepared(
+        make(folder, max_length=4, tokenizer=byte_tokenizer(tmp_path / "t")), tmp_path / "out"
+    )
+    assert texts_of(rows["train"], tmp_path / "out") == ["abc", "abc", "ab "]
+    # Words of what is left: abc, nothing of a word that is cut, ab.
+    assert extra["splits"]["train"] == {"sequences": 3, "tokens": 12, "words": 2, "cut": 2, "empty": 0}
+    assert extra["splits"]["valid"]["words"] == 2
+    assert extra["notes"] == ["train: sequences cut to --max-length 4 with the end token: 2 of 3 (66.7%)"]
+
+
+def test_ids_are_cut_and_counted(tmp_path: Path) -> None:
+    for split in ("train", "valid"):
+        write_table(tmp_path / "d" / f"{split}.parquet", {"ids": IDS})
+    rows, extra = prepared(make(tmp_path / "d", max_length=3), tmp_path / "out")
+    assert rows["train"] == [[3, 1, 8], [4, 1, 8], [2, 6, 8]]
+    assert extra["splits"]["train"]["cut"] == 2
+    assert extra["data_vocabulary"] == 7
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(65532, np.uint16), (65533, np.int32)])
+def test_ids_have_two_bytes_where_all_fit(tmp_path: Path, largest: int, dtype: type) -> None:
+    file = write_parquet(tmp_path / "a.parquet", ids=[[largest], [0]])
+    rows, extra = prepared(make(file), tmp_path / "out")
+    assert rows == {"train": [[largest, largest + 2]], "valid": [[0, largest + 2]]}
+    assert extra["unk"] == largest + 3  # the largest id of all: 65535, or one more
+    assert make(file).read()["train"]["tokens"].values.dtype == dtype
+
+
+def test_a_vocabulary_may_be_larger_than_the_ids(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", ids=[[1], [7]])
+    assert prepared(make(file, vocab_size=8), tmp_path / "out")[0] == {"train": [[1, 9]], "valid": [[7, 9]]}
+
+
+WORDS = "text\na\n"
+KINDS = {"id": "int64", "text": TEXT, "title": TEXT, "ids": INTEGERS, "mask": INTEGERS}
+
+
+@pytest.mark.parametrize(
+    ("columns", "asked", "prefers_text", "found", "note"),
+    [
+        ("id text", {}, False, ("text", TEXT), ""),
+        ("id title", {}, False, ("title", TEXT), ""),
+        ("title text", {}, False, ("text", TEXT), "text holds the sequences (--text-column title"),
+        ("title text", {TEXT: "title"}, False, ("title", TEXT), ""),
+        ("id mask", {}, True, ("mask", INTEGERS), ""),
+        ("mask ids", {}, False, ("ids", INTEGERS), "ids holds the sequences (--sequence-column mask"),
+        ("text ids", {}, False, ("ids", INTEGERS), "ids holds the sequences (--text-column text"),
+        ("text ids", {}, True, ("text", TEXT), "text holds the sequences (--sequence-column ids"),
+        ("text ids", {INTEGERS: "ids"}, True, ("ids", INTEGERS), ""),
+    ],
+)
+def test_the_column_is_found_by_what_it_holds(
+    columns: str,
+    asked: dict[str, str | None],
+    prefers_text: bool,
+    found: tuple[str, str],
+    note: str,
+) -> None:
+    kinds = {name: KINDS[name] for name in columns.split()}
+    column = sequence_sources.find_column("d", kinds, asked, prefers_text)
+    assert (column.name, column.kind) == found
+    assert column.note == (note and f"the column {note} takes another)")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "says"),
+    [
+        (
+            {"body": TEXT, "title": TEXT},
+            "--data d: which column? --text-column says; it has: body (text), title (text)",
+        ),
+        (
+            {"a": INTEGERS, "b": INTEGERS, "text": TEXT},
+            "--data d: which column? --sequence-column says; it has: a (lists of integers),"
+            " b (lists of integers), text (text)",
+        ),
+        (
+            {"tokens": "list<element: double>"},
+            "--data d: no column holds text or lists of integers; it has: tokens (list<element: double>)",
+        ),
+        ({}, "--data d: no column holds text or lists of integers; it has: no rows"),
+    ],
+)
+def test_a_column_that_cannot_be_found_is_asked_for(kinds: dict[str, str], says: str) -> None:
+    with pytest.raises(UserError) as error:
+        sequence_sources.find_column("d", kinds, {}, False)
+    assert str(error.value) == says
+
+
+def test_columns_are_known_by_their_first_useful_cells(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"text": None, "ids": [], "n": "5", "f": [0.5], "m": [1, None], "b": [True]},
+        {"text": "7"},
+        {"text": "a b", "ids": [1, 2]},
+    ]
+    file = write(tmp_path, a__jsonl="\n".join(map(json.dumps, rows))) / "a.jsonl"
+    found = sequence_sources.column_kinds(readers.find_splits(file, None)["train"])
+    assert found == {
+        **{"text": TEXT, "ids": INTEGERS, "n": "numbers", "f": "lists of float"},
+        **{"m": "lists of null", "b": "lists of bool"},
+    }
+
+
+def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
+    """A table with both is read as ids, unless a tokenizer is given; without text it has no effect."""
+    tokenizer = byte_tokenizer(tmp_path / "t")
+    both = write_parquet(tmp_path / "both.parquet", text=["he", "a", "b"], input_ids=[[1], [2], [0]])
+    ids = write_parquet(tmp_path / "ids.parquet", input_ids=[[1], [0]])
+    rows, extra = prepared(make(both), tmp_path / "ids")
+    assert rows["train"] == [[1, 4], [2, 4]]
+    chosen = "the column input_ids holds the sequences (--text-column text takes another)"
+    assert extra["notes"] == [corpora.HELD_OUT_NOTE, chosen]
+    rows, extra = prepared(make(both, tokenizer=tokenizer), tmp_path / "text")
+    assert texts_of(rows["train"], tmp_path / "text") == ["he", "a"]
+    assert "the column text holds the sequences (--sequence-column input_ids takes another)" in extra["notes"]
+    _, extra = prepared(make(ids, tokenizer=tokenizer), tmp_path / "unused")
+    assert extra["notes"] == [
+        corpora.HELD_OUT_NOTE,
+        f"--tokenizer {tokenizer} is not used: the data holds ids",
+    ]
+
+
+def bad_settings(folder: Path) -> dict[str, tuple[Sequences, str]]:
+    """What -> (data, the line that its check answers with)."""
+    lines = write(folder / "lines", train__txt="a\nb\n", empty__txt="")
+    ids = write_parquet(folder / "ids.parquet", tokens=[[1]], note=["x"])
+    floats = write_parquet(folder / "floats.parquet", tokens=[[0.5]], deep=[[[1]]])
+    split = write_parquet(folder / "split" / "train.parquet", tokens=[[1]]).parent
+    write_parquet(split / "valid.parquet", tokns=[[1]])
+    csv = write(folder / "csv", train__csv="id,words\n1,a\n", valid__csv="id,word\n1,a\n")
+    many = 2147483645
+    return {
+        "length": (make(lines, max_length=1), "--max-length 1: must be at least 2: an id and the end token"),
+        "both columns": (
+            make(ids, text_column="note", sequence_column="tokens"),
+            "--text-column and --sequence-column exclude each other: give one of them",
+        ),
+        "no ids": (make(ids, vocab_size=0), f"--vocab-size 0: must be at least 1 and at most {many}"),
+        "too many ids": (
+            make(ids, vocab_size=many + 1),
+            f"--vocab-size {many + 1}: must be at least 1 and at most {many}",
+        ),
+        "vocabulary of text": (
+            make(lines, vocab_size=256),
+            "--vocab-size 256: must be at least 257: 256 bytes and an end token",
+        ),
+        "column of lines": (
+            make(lines, sequence_column="tokens"),
+            f"--sequence-column tokens: {lines} is lines of text and has no columns: leave it out",
+        ),
+        "near miss": (
+            make(ids, sequence_column="token"),
+            f"--sequence-column token: {ids} has no such column (did you mean tokens?); it has: tokens, note",
+        ),
+        "no such text": (
+            make(ids, text_column="qqq"),
+            f"--text-column qqq: {ids} has no such column; it has: tokens, note",
+        ),
+        "ids as text": (
+            make(ids, text_column="tokens"),
+            f"{ids}: tokens holds lists of integers, not text",
+        ),
+        "text as ids": (
+            make(ids, sequence_column="note"),
+            f"{ids}: note holds text, not lists of integers",
+        ),
+        "floats": (
+            make(floats, sequence_column="tokens"),
+            f"{floats}: tokens holds list<element: double>, not lists of integers",
+        ),
+        "nested": (
+            make(floats, sequence_column="deep"),
+            f"{floats}: deep holds list<element: list<element: int64>>, not lists of integers",
+        ),
+        "no column to choose": (
+            make(floats),
+            f"--data {floats}: no column holds text or lists of integers; it has: tokens"
+            " (list<element: double>), deep (list<element: list<element: int64>>)",
+        ),
+        "validation file": (
+            make(split),
+            f"--sequence-column tokens: {split / 'valid.parquet'} has no such column (did you mean tokns?);"
+            " it has: tokns",
+        ),
+        "validation csv": (
+            make(csv),
+            f"--text-column words: {csv / 'valid.csv'} has no such column (did you mean word?);"
+            " it has: id, word",
+        ),
+        "empty file": (
+            make(lines / "empty.txt"),
+            f"--data {lines / 'empty.txt'}: {lines / 'empty.txt'} is empty",
+        ),
+        "no tokenizer": (
+            make(lines, tokenizer=folder / "none"),
+            f"--tokenizer {folder / 'none'}: there is no such folder or file",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", range(17))
+def test_bad_settings_are_answered_in_one_line(tmp_path: Path, case: int) -> None:
+    cases = bad_settings(tmp_path)
+    assert len(cases) == 17
+    data, says = list(cases.values())[case]
+    assert refusal(data) == says
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "says"),
+    [
+        ([[1], [2, -3, 4]], {}, "{file} row 2: tokens holds the id -3: ids begin at 0"),
+        (
+            [[1], [], [2, 9]],
+            {"vocab_size": 9},
+            "{file} row 3: tokens holds the id 9: --vocab-size 9 allows 0 to 8",
+        ),
+        (
+            [[1], [1 << 40]],
+            {},
+            "{file} row 2: tokens holds the id 1099511627776: it is too large: number the ids from 0",
+        ),
+        ([[1], None, [2, None]], {}, "{file} row 3: tokens holds a null among its ids"),
+        ([[], None], {}, "--data {folder}: the train split holds no sequences (empty: 2)"),
+    ],
+)
+def test_bad_ids_are_named_by_row(
+    tmp_path: Path, rows: list[Any], options: dict[str, int], says: str
+) -> None:
+    lists = pa.array(rows, pa.list_(pa.int64()))
+    file = write_parquet(tmp_path / "train.parquet", rows=2, tokens=lists)
+    write_parquet(tmp_path / "valid.parquet", tokens=[[1]])
+    wanted = says.format(file=file, folder=tmp_path)
+    assert refusal(make(tmp_path, **options), prepare=True) == wanted
+
+
+def test_a_validation_id_that_training_lacks_is_named(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train.parquet", tokens=[[1, 6], [2]])
+    file = write_parquet(tmp_path / "valid.parquet", tokens=[[1], [3, 7]])
+    wanted = (
+        f"{file} row 2: tokens holds the id 7: the largest training id is 6: --vocab-size says how many ids"
+        " there are"
+    )
+    assert refusal(make(tmp_path), prepare=True) == wanted
+    make(tmp_path, vocab_size=8).read()
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        ("[2, 0.5]", "holds lists of float, not lists of integers"),
+        ("[2, 3.0]", "holds lists of float, not lists of integers"),
+        ('["a"]', "holds lists of str, not lists of integers"),
+        ("[[1]]", "holds lists of list, not lists of integers"),
+        ("[1, null]", "holds lists of null, not lists of integers"),
+        ("[true]", "holds lists of bool, not lists of integers"),
+        ("7", "holds int, not lists of integers"),
+        ('"1 2"', "holds text, not lists of integers"),
+        ("[18446744073709551616]", "holds an id of more than 64 bits: number the ids from 0"),
+        ("[-1]", "holds the id -1: ids begin at 0"),
+    ],
+)
+def test_bad_cells_of_json_are_named_by_line(tmp_path: Path, cell: str, says: str) -> None:
+    lines = f'{{"tokens": [1, 2]}}\n\n{{"tokens": {cell}}}\n'
+    folder = write(tmp_path, train__jsonl=lines, valid__jsonl=lines)
+    assert refusal(make(folder), prepare=True) == f"{folder / 'train.jsonl'} line 3: tokens {says}"
+
+
+def test_a_number_among_texts_is_named_by_line(tmp_path: Path) -> None:
+    file = write(tmp_path, a__jsonl='{"text": "a"}\n{"text": 5}\n{"text": "b"}\n') / "a.jsonl"
+    assert refusal(make(file), prepare=True) == (
+        f"{file} line 2: text holds int, not text: choose another --text-column"
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (
+            {"train__txt": "a", "valid__txt": " \n\n"},
+            "the valid split holds no sequences (empty: 2)",
+        ),
+        ({"train__txt": "a", "valid__txt": ""}, "the valid split holds no sequences"),
+        ({"train__txt": "\n", "valid__txt": "a"}, "the train split holds no sequences (empty: 1)"),
+        ({"train__csv": WORDS, "dev__csv": WORDS, "test__csv": "text"}, "the test split holds no sequences"),
+    ],
+)
+def test_a_split_without_sequences_is_named(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    folder = write(tmp_path, **files)
+    assert refusal(make(folder), prepare=True) == f"--data {folder}: {says}"
+
+
+def damage(file: Path, at: float) -> None:
+    content = bytearray(file.read_bytes())
+    middle = int(len(content) * at)
+    content[middle : middle + 16] = bytes(b ^ 0xFF for b in content[middle : middle + 16])
+    file.write_bytes(content)
+
+
+def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", 1000, tokens=random_lists(20_000, 100, 30_000))
+    about = parquet.ParquetFile(file).metadata
+    where, size = 0.5, file.stat().st_size
+    begins = [about.row_group(g).column(0).dictionary_page_offset for g in range(about.num_row_groups)]
+    group = int(np.searchsorted(begins, where * size))
+    damage(file, where)
+    says = refusal(make(file), prepare=True)
+    assert says.startswith(f"{file}: row group {group} of 20 cannot be read: ")
+    assert "CRC" in says
+
+
+def test_text_of_parquet_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    broken = pa.StringArray.from_buffers(
+        2, pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer(b"a\xe9")
+    )
+    file = write_parquet(tmp_path / "a.parquet", text=pa.concat_arrays([broken, broken]))
+    assert refusal(make(file), prepare=True) == f"{file} rows 1 to 3: text holds text that is not UTF-8"
+
+
+def test_a_file_that_is_not_whole_parquet_is_named(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", 10, tokens=random_lists(100, 9, 50))
+    whole = file.read_bytes()
+    for content in (b"words", whole[: len(whole) // 2], whole[:-8]):
+        file.write_bytes(content)
+        assert refusal(make(file)).startswith(f"{file}: is no whole parquet file: ")
+
+
+def test_the_demo_is_lines_of_code(tmp_path: Path) -> None:
+    rows, extra = prepared(make("demo", max_length=64), tmp_path / "out")
+    assert 3000 < len(rows["train"]) <= 6000
+    assert 300 < len(rows["valid"]) <= 600
+    assert extra["data_vocabulary"] == 1024
+    assert all(len(text.split()) >= 3 for text in texts_of(rows["valid"], tmp_path / "out"))
+    assert extra["splits"]["valid"]["words"] >= 3 * len(rows["valid"])
+
+
+def test_hub_data_is_text_or_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    given = [{"text": f"he {i}" if i % 4 else " ", "ids": [i, i] if i % 8 else []} for i in range(40)]
+    rows = datasets.Dataset.from_list(given)
+    monkeypatch.setattr(hub, "is_cached_dataset", lambda _: True)
+    monkeypatch.setattr(hub, "load_dataset", lambda *_: {"train": rows})
+    found, extra = prepared(make("a-team/a-corpus", vocab_size=40), tmp_path / "ids")
+    assert found["train"] == [[i, i, 41] for i in range(38) if i % 8]
+    assert found["valid"] == [[38, 38, 41], [39, 39, 41]]
+    assert extra["splits"]["train"]["empty"] == 5
+    found, extra = prepared(make("a-team/a-corpus", text_column="text"), tmp_path / "text")
+    assert texts_of(found["valid"], tmp_path / "text") == ["he 38", "he 39"]
+    assert extra["splits"]["train"]["empty"] == 10
+    says = "a-team/a-corpus row 31: ids holds the id 30: --vocab-size 30 allows 0 to 29"
+    assert refusal(make("a-team/a-corpus", vocab_size=30), prepare=True) == says
+
+
+def test_identity_follows_content_and_every_option_and_not_the_place(tmp_path: Path) -> None:
+    first = write_parquet(tmp_path / "a" / "train.parquet", tokens=[[1], [2]])
+    copy = write_parquet(tmp_path / "b" / "train.parquet", tokens=[[1], [2]])
+    changed = write_parquet(tmp_path / "c" / "train.parquet", tokens=[[1], [3]])
+    same = make(first).identity()
+    assert same == make(copy).identity()
+    json.dumps(same)
+    options = {"text_column": "a", "sequence_column": "a", "vocab_size": 8192, "data_config": "a"}
+    assert options.keys() == set(SequenceOptions.__slots__)
+    different = [
+        make(changed),
+        make(first, max_length=8),
+        make(first, tokenizer=byte_tokenizer(tmp_path / "t")),
+        *(make(first, **{name: value}) for name, value in options.items()),
+    ]
+    found = [json.dumps(one.identity()) for one in (make(first), *different)]
+    assert len(set(found)) == len(found)
+    assert make("demo").identity() == make("demo").identity()
+
+
+def test_checking_needs_nothing_heavy(tmp_path: Path) -> None:
+    folder = write(tmp_path, train__txt="a\nb\n")
+    code = REGISTER + (
+        "import sys; from types import SimpleNamespace as N;"
+        " from isobatch.data.sequences import Sequences, SequenceOptions;"
+        f" r = N(data={str(folder)!r}, max_length=8, format=None, tokenizer=None, model=None, revision=None);"
+        " Sequences(r, SequenceOptions()).check();"
+        " print([m for m in 'torch transformers datasets pyarrow tokenizers'.split() if m in sys.modules])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == "[]"
+
+
+def shared(name: str) -> Path:
+    if not (SHARED / name).exists():
+        pytest.skip(f"{SHARED / name} is not on this machine")
+    return SHARED / name
+
+
+def test_sst2_has_its_known_size(tmp_path: Path) -> None:
+    data = make(shared("sst2") / "dev.tsv", tokenizer=shared("gpt2-bpe"), max_length=128)
+    _, extra = prepared(data, tmp_path)
+    assert sum(sizes["sequences"] for sizes in extra["splits"].values()) == 872
+    assert extra["data_vocabulary"] == 50257
+    assert extra["notes"] == [corpora.HELD_OUT_NOTE]
+
+
+def test_wikitext_has_its_known_lines(tmp_path: Path) -> None:
+    data = make(shared("wikitext2") / "valid.txt", tokenizer=shared("gpt2-bpe"), max_length=2048)
+    _, extra = prepared(data, tmp_path)
+    sizes = extra["splits"].values()
+    assert sum(s["sequences"] + s["empty"] for s in sizes) == 3760
+    assert sum(s["words"] for s in sizes) == 217_646 - 3_760  # the published count has one <eos> per line
