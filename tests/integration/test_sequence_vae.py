@@ -15,6 +15,7 @@ from isobatch.core.errors import TrainingError
 from isobatch.tests.integration.helpers import launch, rows, summary
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 SMALL: dict[str, Any] = {"hidden": 32, "latent": 8, "batch_size": 16, "max_length": 16, "lr": 3e-3}
@@ -22,31 +23,48 @@ NOISY = {"word_dropout": 0.2, "dropout": 0.3, "layers": 2}
 """All the noise that there is."""
 
 
-@pytest.fixture(scope="module")
-def sequences(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Walks over 20 numbers from one of five starts: a decoder predicts them well without a latent vector."""
-    folder = tmp_path_factory.mktemp("sequences")
+def write_splits(folder: Path, draw: Callable[[np.random.Generator, int], np.ndarray]) -> Path:
+    """800 training and 60 validation sequences of 4 to 14 numbers below 20: `draw(generator, length)`."""
     for split, count, seed in (("train", 800, 1), ("valid", 60, 2)):
         generator = np.random.default_rng(seed)
-        lines = []
-        for length in generator.integers(4, 15, count):
-            walk = (4 * generator.integers(5) + np.cumsum(generator.integers(0, 3, length))) % 20
-            lines.append(json.dumps({"tokens": walk.tolist()}))
+        found = [draw(generator, length).tolist() for length in generator.integers(4, 15, count)]
+        lines = [json.dumps({"tokens": tokens}) for tokens in found]
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
+@pytest.fixture(scope="module")
+def sequences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Walks from one of five starts, of which a latent vector can tell something."""
+    return write_splits(
+        tmp_path_factory.mktemp("walks"),
+        lambda generator, length: (
+            (4 * generator.integers(5) + np.cumsum(generator.integers(0, 3, length))) % 20
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def unrelated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Numbers that have nothing to do with each other: a latent vector is not worth its cost."""
+    return write_splits(
+        tmp_path_factory.mktemp("unrelated"), lambda generator, length: generator.integers(0, 20, length)
+    )
+
+
 def train(data: Path, out: Path, recipe: dict[str, Any], **options: Any) -> isobatch.Run:
-    made = isobatch.Recipe(task="sequence-vae", data=str(data), **{**SMALL, **recipe})
-    return isobatch.train(made, out=out, quiet=True, **options)
+    values = {"task": "sequence-vae", "data": data, "out": out, "name": "run", **SMALL, **recipe, **options}
+    done = launch("auto", *(f"--{k.replace('_', '-')}={v}" for k, v in values.items()), "--quiet", cwd=out)
+    assert done.returncode == 0, done.stderr
+    return isobatch.load(out / "run")
 
 
 def reports(run: isobatch.Run) -> list[dict[str, Any]]:
     return [row for row in run.history if "verdict" in row]
 
 
-def test_a_plain_vae_collapses_and_the_monitor_says_so(sequences: Path, tmp_path: Path) -> None:
-    run = train(sequences, tmp_path, {"epochs": 4})
+def test_a_plain_vae_collapses_and_the_monitor_says_so(unrelated: Path, tmp_path: Path) -> None:
+    run = train(unrelated, tmp_path, {"epochs": 4})
     found = reports(run)
     assert (run.metrics["kl"] < 0.1, run.metrics["active_units"]) == (True, 0)
     assert found[-1]["verdict"] == "collapsed"
@@ -65,14 +83,13 @@ def test_with_a_remedy_it_stays_healthy(remedy: dict[str, Any], sequences: Path,
     assert run.metrics["kl"] > 0.5
 
 
-def test_a_remedy_is_switched_on_and_verified(sequences: Path, tmp_path: Path) -> None:
+def test_a_remedy_is_switched_on_and_verified(unrelated: Path, tmp_path: Path) -> None:
     """Steps after the remedy are redone from a checkpoint before it: they meet it again."""
-    run = train(sequences, tmp_path, {"epochs": 6, "on_collapse": "remedy"}, save_every="10", keep=100)
+    run = train(unrelated, tmp_path, {"epochs": 5, "on_collapse": "remedy"}, save_every="10", keep=100)
     (decision,) = [d for d in rows(run.folder, "decisions.jsonl") if "remedy" in d]
     step = decision["step"]
     assert decision["free_bits"] == 2.0
-    assert run.metrics["kl"] > 1.5
-    assert run.metrics["active_units"] > 0
+    assert run.metrics["kl"] > 1.0
     for folder in (
         run.folder / "checkpoints"
     ).iterdir():  # `verify` begins at the newest that has steps after
@@ -84,10 +101,10 @@ def test_a_remedy_is_switched_on_and_verified(sequences: Path, tmp_path: Path) -
     assert all(term >= 2.0 - 1e-6 for term in terms[step:])
 
 
-def test_a_collapse_may_end_the_run(sequences: Path, tmp_path: Path) -> None:
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    more = ["--epochs", "4", "--on-collapse", "stop", "--name", "stopped"]
-    done = launch("auto", "--task", "sequence-vae", "--data", str(sequences), *words, *more, cwd=tmp_path)
+def test_a_collapse_may_end_the_run(unrelated: Path, tmp_path: Path) -> None:
+    values = {**SMALL, "data": unrelated, "epochs": 4, "on_collapse": "stop", "name": "stopped"}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    done = launch("auto", "--task", "sequence-vae", *words, cwd=tmp_path)
     assert done.returncode == TrainingError.exit_code == 3
     assert "isobatch: the posterior has collapsed (step " in done.stderr
     run = tmp_path / "runs" / "stopped"
@@ -95,39 +112,49 @@ def test_a_collapse_may_end_the_run(sequences: Path, tmp_path: Path) -> None:
     assert rows(run, "decisions.jsonl")[-1]["state"] == "collapsed"
 
 
-@pytest.mark.parametrize("backbone", ["gru", "transformer"])
+@pytest.mark.parametrize(
+    ("backbone", "plans"),
+    [
+        ("gru", [{"micro_batch": 3}, {"processes": 2}, {"processes": 3}]),
+        ("transformer", [{"micro_batch": 3}]),
+    ],
+)
 def test_any_world_and_micro_batch_learns_and_sees_the_same(
-    backbone: str, sequences: Path, tmp_path: Path
+    backbone: str, plans: list[dict[str, Any]], sequences: Path, tmp_path: Path
 ) -> None:
     """Losses, and the monitor's figures, with the VAE's own noise and word dropout on."""
-    recipe = {"steps": 60, "backbone": backbone, **NOISY}
-    plans = [{"processes": 1}, {"processes": 1, "micro_batch": 3}, {"processes": 2}, {"processes": 3}]
-    runs = [train(sequences, tmp_path / str(n), recipe, **plan) for n, plan in enumerate(plans)]
-    first = [row for row in runs[0].history if "lr" in row]
-    assert len(first) == 60
-    for run in runs[1:]:
-        assert run.metrics["loss"] == pytest.approx(runs[0].metrics["loss"], abs=1e-4)
+    recipe = {"steps": 40, "backbone": backbone, **NOISY}
+    folders = [tmp_path / str(number) for number in range(1 + len(plans))]
+    for folder in folders:
+        folder.mkdir()
+    alone, *others = (
+        train(sequences, folder, recipe, **plan) for folder, plan in zip(folders, [{}, *plans], strict=True)
+    )
+    first = [row for row in alone.history if "lr" in row]
+    assert len(first) == 40
+    for run in others:
+        assert run.metrics["loss"] == pytest.approx(alone.metrics["loss"], abs=1e-4)
         for ours, theirs in zip((r for r in run.history if "lr" in r), first, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
             assert ours["kl"] == pytest.approx(theirs["kl"], abs=1e-4)
-        for ours, theirs in zip(reports(run), reports(runs[0]), strict=True):
+        for ours, theirs in zip(reports(run), reports(alone), strict=True):
             for name in ("window_kl", "window_nll", "mutual_information", "kl_per_dimension"):
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-4)
             assert ours["active_units"] == theirs["active_units"]
 
 
 def test_resume_is_exact_and_takes_the_window_along(sequences: Path, tmp_path: Path) -> None:
-    recipe = {"steps": 150, "target_kl": 2.0, **NOISY}
-    whole = train(sequences, tmp_path, recipe, save_every="50", keep=10)
+    recipe = {"steps": 100, "target_kl": 2.0, **NOISY}
+    whole = train(sequences, tmp_path, recipe, save_every="30", keep=10)
     broken = tmp_path / "broken"
     shutil.copytree(whole.folder, broken)
-    for name in ("checkpoints/vae-100", "checkpoints/vae-150", "final"):
+    for name in ("checkpoints/vae-60", "checkpoints/vae-90", "checkpoints/vae-100", "final"):
         shutil.rmtree(broken / name)
     for name in ("summary.json", "exit.json"):
         (broken / name).unlink(missing_ok=True)
     done = launch("resume", str(broken), "--quiet", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert summary(broken)["resumed_from"] == "vae-50"
+    assert summary(broken)["resumed_from"] == "vae-30"
     names = ("loss", "kl", "window_kl", "mutual_information", "shuffle_gap")
     one, other = (
         [[row.get(name) for name in names] for row in rows(folder) if "lr" in row]
@@ -142,8 +169,8 @@ def test_an_autoencoder_first_gives_its_encoder_to_a_new_decoder(sequences: Path
     found = [row for row in run.history if "lr" in row]
     begun = [row["nll"] if row["phase"] == "vae" else row["loss"] for row in found]
     border = [row["phase"] for row in found].index("vae")
-    assert begun[border - 1] < 0.7 * begun[0]
-    assert begun[border] > 0.9 * begun[0]  # nothing that the decoder knew is left
+    assert begun[border - 1] < 0.8 * begun[0]
+    assert begun[border] > 0.95 * begun[0]  # nothing that the decoder knew is left
     assert run.metrics["active_units"] > 0
     assert isobatch.verify(run)
 
