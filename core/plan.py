@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import OneOf, check_fields, choices_of
+from isobatch.core.flags import ADDED_LATER, OneOf, check_fields, choices_of
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.strategies import STRATEGIES
 
@@ -22,6 +22,8 @@ StrategyName = Annotated[str, OneOf(STRATEGIES)]
 StrategyChoice = Annotated[str, OneOf(STRATEGIES, before=("auto",))]
 Precision = Literal["fp32", "bf16", "fp16"]
 Invariance = Literal["exact", "noise", "precision"]
+PRECISION_WORDS: dict[str, Precision] = {"16-mixed": "fp16", "bf16-mixed": "bf16", "32": "fp32"}
+"""Lightning's words for a precision. A mixed one is a wish: fp32 where the device has no such arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +37,7 @@ class PlanOptions:
     workers: Count | None = None
     """Loader processes per worker process; 0 loads in a thread."""
     prefetch: Positive | None = None
-    """Micro-batches kept ready."""
+    """Micro-batches kept ready, by each loader process where there are any."""
     pin_memory: Literal["auto", "on", "off"] = "auto"
     """Page-locked host memory for copies to a GPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "16-mixed", "bf16-mixed", "32"] = "auto"
@@ -54,6 +56,15 @@ class PlanOptions:
     """The kind of device."""
     memory_limit: str | None = None
     """Device memory to stay under: 10GB or 80%."""
+    preset_options: dict[str, str] = field(
+        default_factory=dict, compare=False, metadata={"derived": True, **ADDED_LATER}
+    )
+    """Options that the recipe's preset asks for, and not the user -> the preset's name."""
+
+    def why(self, option: str) -> str:
+        """Who asks for an option, as the plan's reason for it."""
+        preset = self.preset_options.get(option)
+        return f"the preset {preset} asks for it" if preset else "you asked for it"
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 from isobatch.core.errors import UserError
+from isobatch.core.plan import PRECISION_WORDS
 from isobatch.engine.planning.cost_model import PlanningCase, run_steps
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[DeviceKind, s
         raise UserError(
             "--device mps: this is not an Apple machine; leave the flag out to train on what there is"
         )
-    return asked.device, "you asked for it"
+    return asked.device, asked.why("device")
 
 
 def _what_was_found(hardware: Hardware) -> str:
@@ -53,17 +54,31 @@ def _unusable(hardware: Hardware) -> str:
 
 def choose_precision(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> tuple[Precision, str]:
     """The number format of the arithmetic. Raises UserError where the device lacks the one asked for."""
-    word = asked.precision.removesuffix("-mixed")
-    wanted = {"16": "fp16", "32": "fp32"}.get(word, word)
+    wanted = PRECISION_WORDS.get(asked.precision, asked.precision)
     if wanted == "auto":
         return {"cuda": _cuda_precision, "cpu": _cpu_precision, "mps": _mps_precision}[device](hardware)
+    lack = _why_no_arithmetic(hardware, device, wanted)
+    if lack and asked.precision.endswith("-mixed"):
+        return "fp32", f"{lack}, so this is fp32"
     if wanted == "bf16":
-        return "bf16", _reason_for_bf16(hardware, device)
+        return "bf16", _reason_for_bf16(hardware, device, asked)
     if wanted == "fp16":
         if device == "cpu":
-            raise UserError(f"--precision {asked.precision}: fp16 needs a GPU; use fp32 or bf16 on a CPU")
-        return "fp16", "you asked for it; a loss scale guards against underflow"
-    return "fp32", "you asked for it; TF32 stays off"
+            raise UserError(f"--precision {asked.precision}: {lack}; use fp32 or bf16 on a CPU")
+        return "fp16", f"{asked.why('precision')}; a loss scale guards against underflow"
+    return "fp32", f"{asked.why('precision')}; TF32 stays off"
+
+
+def _why_no_arithmetic(hardware: Hardware, device: DeviceKind, precision: str) -> str:
+    """What a device lacks to compute in half precision at speed; empty where nothing."""
+    if device == "cpu" and precision == "fp16":
+        return "fp16 needs a GPU"
+    if device == "cpu" and precision == "bf16" and not hardware.cpu_bf16:
+        return "this processor has no arithmetic for bf16 (AMX or AVX512_BF16)"
+    if device == "cuda" and precision == "bf16" and not hardware.gpu.native_bf16:
+        major, minor = hardware.gpu.compute_capability
+        return f"{hardware.gpu.name} only emulates it (compute capability {major}.{minor}, it takes 8.0)"
+    return ""
 
 
 def _cuda_precision(hardware: Hardware) -> tuple[Precision, str]:
@@ -91,17 +106,13 @@ def _mps_precision(_: Hardware) -> tuple[Precision, str]:
     return "fp32", "half precision on Apple GPUs saves memory but hardly time; fp32 keeps the result exact"
 
 
-def _reason_for_bf16(hardware: Hardware, device: DeviceKind) -> str:
+def _reason_for_bf16(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> str:
     """The reason where bf16 was asked for. Raises UserError on a GPU that only emulates it."""
-    if device == "cuda" and not hardware.gpu.native_bf16:
-        major, minor = hardware.gpu.compute_capability
-        raise UserError(
-            f"--precision bf16: {hardware.gpu.name} only emulates it (compute capability {major}.{minor}, "
-            "it takes 8.0); use fp16 or fp32"
-        )
-    if device == "cpu" and not hardware.cpu_bf16:
-        return "you asked for it; without AMX or AVX512_BF16 it is about 5 times slower than fp32"
-    return "you asked for it"
+    lack = _why_no_arithmetic(hardware, device, "bf16")
+    if lack and device == "cuda":
+        raise UserError(f"--precision {asked.precision}: {lack}; use fp16 or fp32")
+    slow = "; without AMX or AVX512_BF16 it is about 5 times slower than fp32" if lack else ""
+    return asked.why("precision") + slow
 
 
 def choose_attention(
@@ -117,8 +128,11 @@ def choose_attention(
             "--attention flash: needs an NVIDIA GPU of compute capability 8.0 and bf16 or fp16; use sdpa here"
         )
     if asked.attention == "eager":
-        return "eager", "you asked for it; it keeps length-squared matrices, so it costs memory and time"
-    return asked.attention, "you asked for it"
+        return (
+            "eager",
+            f"{asked.why('attention')}; it keeps length-squared matrices, so it costs memory and time",
+        )
+    return asked.attention, asked.why("attention")
 
 
 def choose_pack(case: PlanningCase, asked: PlanOptions, padding: float) -> tuple[bool, str]:
@@ -136,10 +150,12 @@ def choose_pack(case: PlanningCase, asked: PlanOptions, padding: float) -> tuple
     if asked.compile not in ("auto", "off"):
         raise UserError(f"--pack on: rows change their length, so --compile {asked.compile} never ends")
     if case.device == "cpu":
-        return True, f"you asked for it; attention alone is padded, as CPUs have no kernel for it; {padded}"
+        return True, (
+            f"{asked.why('pack')}; attention alone is padded, as CPUs have no kernel for it; {padded}"
+        )
     if case.device != "cuda" or case.precision == "fp32" or not case.hardware.gpu.native_bf16:
         raise UserError("--pack on: needs an NVIDIA GPU of compute capability 8.0 and bf16 or fp16, or a CPU")
-    return True, f"you asked for it; {padded}"
+    return True, f"{asked.why('pack')}; {padded}"
 
 
 def choose_compile(case: PlanningCase, asked: PlanOptions, step_seconds: float) -> tuple[CompileMode, str]:
@@ -147,7 +163,7 @@ def choose_compile(case: PlanningCase, asked: PlanOptions, step_seconds: float) 
     if asked.pack == "on" and asked.compile == "auto":
         return "off", "packed rows have another length each time, and each would be compiled anew"
     if asked.compile != "auto":
-        return asked.compile, "you asked for it"
+        return asked.compile, asked.why("compile")
     if case.device != "cuda":
         return "off", "compiling costs more than it saves on this kind of device"
     if case.hardware.gpu.compute_capability < (7, 0):
@@ -189,23 +205,22 @@ def choose_workers(asked: PlanOptions) -> tuple[int, str]:
             0,
             "data is memory-mapped and gathered by one vectorised fetch in a thread, which beats workers",
         )
-    return asked.workers, "you asked for it"
+    return asked.workers, asked.why("workers")
 
 
 def choose_prefetch(asked: PlanOptions) -> tuple[int, str]:
     """Micro-batches kept ready."""
     if asked.prefetch is None:
         return 2, "one micro-batch in use and one ready hide the loading"
-    return asked.prefetch, "you asked for it"
+    return asked.prefetch, asked.why("prefetch")
 
 
 def choose_pin_memory(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> tuple[bool, str]:
     """Whether batches are copied from page-locked memory."""
     if device != "cuda":
-        ignored = "; --pin-memory on has no effect" if asked.pin_memory == "on" else ""
-        return False, f"only copies to an NVIDIA GPU gain from it{ignored}"
+        return False, "only copies to an NVIDIA GPU gain from it, so it stays off"
     if asked.pin_memory != "auto":
-        return asked.pin_memory == "on", "you asked for it"
+        return asked.pin_memory == "on", asked.why("pin_memory")
     if hardware.wsl:
         return False, "page-locked memory is scarce under WSL"
     return True, "copies to the GPU overlap with its work"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from isobatch.core.plan import PlanOptions
+from isobatch.core.flags import flags_of
+from isobatch.core.plan import PRECISION_WORDS, Plan, PlanOptions
 from isobatch.engine.planning.hardware import GIB
 from isobatch.engine.planning.parallel_layout import (
     ParallelLayout,
@@ -45,7 +46,7 @@ def why_processes(
     """The reason for the number of processes. `layouts`: all that were compared; `world`: see `make_plan`."""
     count, batch = chosen.choices.processes, case.recipe.batch_size
     if world or asked.processes:
-        source = "the launcher formed this world" if world else "you asked for it"
+        source = "the launcher formed this world" if world else asked.why("processes")
         idle = (
             f"; {count - batch} of them idle, as a batch of {batch} has fewer samples"
             if count > batch
@@ -86,7 +87,7 @@ def why_strategy(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout)
         wish = "; --strategy ddp takes effect with --processes 2 or more" if asked.strategy == "ddp" else ""
         return f"one process needs no wrapper{wish}"
     if asked.strategy == strategy:
-        return "you asked for it"
+        return asked.why("strategy")
     if strategy == "ddp":
         return f"the whole model fits on each of {processes} processes"
     memory = device_memory(case, processes) / GIB
@@ -95,7 +96,7 @@ def why_strategy(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout)
 
 def why_checkpointing(asked: PlanOptions, chosen: ParallelLayout) -> str:
     if asked.activation_checkpointing != "auto":
-        return "you asked for it"
+        return asked.why("activation_checkpointing")
     if chosen.choices.activation_checkpointing:
         return "the longest sample fits only if activations are computed again in the backward pass"
     return "activations fit, so nothing need be computed twice"
@@ -107,7 +108,7 @@ def why_samples(case: PlanningCase, asked: PlanOptions) -> str:
         return f"the global batch of {batch}: the budget in tokens is what limits"
     if asked.micro_batch > batch:
         return f"--micro-batch {asked.micro_batch} is more than the global batch of {batch}, so it is {batch}"
-    return "you asked for it"
+    return asked.why("micro_batch")
 
 
 def why_tokens(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
@@ -116,7 +117,27 @@ def why_tokens(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -
     return {
         "memory": f"fills the {limit:.1f} GiB that may be used of {memory:.1f} GiB",
         "batch": f"holds the whole global batch, which fits into {limit:.1f} GiB",
-        "asked": f"your --micro-batch times the longest sample of {case.longest} tokens",
+        "asked": f"--micro-batch times the longest sample of {case.longest} tokens",
         "cache": "larger micro-batches are slower on a CPU: their tensors are mapped anew each time",
         "index": "larger tensors would pass 2^31 elements, which some kernels cannot index",
     }[chosen.bound]
+
+
+PLANNED_AS = {"micro_batch": "micro_batch_samples"}
+"""Options whose field in the plan has another name."""
+
+
+def unmet_wishes(asked: PlanOptions, plan: Plan) -> list[str]:
+    """A line for each option that the plan does not follow, with the plan's reason."""
+    lines = []
+    for name, flag in flags_of(PlanOptions, "plan").items():
+        wish, field = getattr(asked, name), PLANNED_AS.get(name, name)
+        if wish == flag.default or field not in plan.reasons:
+            continue
+        value = getattr(plan, field)
+        wanted = wish == "on" if isinstance(value, bool) else PRECISION_WORDS.get(wish, wish)
+        if wanted != value:
+            preset = asked.preset_options.get(name)
+            who = f"the preset {preset}, " if preset else ""
+            lines.append(f"{who}{flag.spelling} {wish}: {plan.reasons[field]}")
+    return lines

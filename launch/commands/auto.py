@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.plan import PlanOptions
+from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import CHAINS
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.local.arguments import command_options, parse_request, split_words, task_name
-from isobatch.launch.local.launch_run import AutoOptions, find_or_train, launch_run, print_unless_quiet
-from isobatch.launch.local.run_setup import locate_data, options_of_run, plan_for_this_machine, store_plan
+from isobatch.launch.local.arguments import parse_request, sort_flags, split_words, task_name
+from isobatch.launch.local.launch_run import AutoOptions, find_or_train, launch_run
+from isobatch.launch.local.run_setup import (
+    locate_data,
+    options_of_run,
+    plan_with_remarks,
+    print_unless_quiet,
+    store_plan,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,18 +52,26 @@ def resume(words: Sequence[str]) -> int:
     if len(positional) != 1:
         raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
     run = RunFolder.open(positional[0])
-    data, known = flags.pop("data", None), flags_of(RunOptions, "run")
-    options = command_options({k: flags.pop(k) for k in ("json",) if k in flags}, AutoOptions, "resume")
-    plan = command_options({k: v for k, v in flags.items() if k not in known}, PlanOptions, "resume")
-    run_options = options_of_run(run, {k: v for k, v in flags.items() if k in known})
+    groups = {
+        "recipe": {"data": flags_of(Recipe, "recipe")["data"]},
+        "resume": {"json": flags_of(AutoOptions, "resume")["json"]},
+        "plan": flags_of(PlanOptions, "plan"),
+        "run": flags_of(RunOptions, "run"),
+    }
+    found = sort_flags(flags, groups, "resume")
+    values = found.values
+    options, run_options = AutoOptions(**values["resume"]), options_of_run(run, values["run"])
+    for note in found.notes:
+        print_unless_quiet(note, run_options.quiet)
     if run.status() == "done":
         print_unless_quiet(f"{run.folder} is done", run_options.quiet)
         return _print_result(run, DONE, options)
     with run.lock("launch"):
         run.refuse_if_training()
         recipe = run.recipe
-        locate_data(run, recipe, data)
-        store_plan(run, plan_for_this_machine(recipe, run.facts, plan))
+        locate_data(run, recipe, values["recipe"].get("data"))
+        asked = PlanOptions(**values["plan"])
+        store_plan(run, plan_with_remarks(recipe, run.facts, asked, run_options.quiet))
         return _print_result(run, launch_run(run, run_options).code, options)
 
 

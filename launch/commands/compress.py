@@ -13,7 +13,8 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import BareValue, build_options, nearest_hint
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.commands.export import export_form
-from isobatch.launch.local.arguments import parse_request, split_words
+from isobatch.launch.local.arguments import known_flags, parse_request, split_words
+from isobatch.launch.local.foreign_words import spelling, translate, words_for
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.report.command import markdown, write_report
 
@@ -33,7 +34,10 @@ def compress(words: Sequence[str]) -> int:
     _, flags = split_words(words)
     flags.pop("task")
     options = build_options(AutoOptions, {k: flags.pop(k) for k in ("json",) if k in flags}, "auto")
-    stage_flags = _flags_per_stage(flags)
+    translated = translate(flags, set().union(*map(flags_of_stage, STAGES)))
+    for note in translated.notes:
+        print(note, file=sys.stderr)
+    stage_flags = _flags_per_stage(translated.flags, translated.written)
     _check_all_stages(stage_flags)
     runs: list[RunFolder] = []
     for stage in STAGES:
@@ -56,14 +60,14 @@ def compress(words: Sequence[str]) -> int:
     return DONE
 
 
-def _flags_per_stage(flags: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Stage -> its flags. Raises UserError for a flag that no stage has."""
+def _flags_per_stage(flags: Mapping[str, str], written: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Stage -> its flags. `written`: flag -> as the user wrote it. Raises UserError for unknown ones."""
     known = {stage: flags_of_stage(stage) for stage in STAGES}
+    all_names = set().union(*known.values())
     for name in flags:
-        if not any(name in names for names in known.values()):
-            all_names = sorted(set().union(*known.values()))
-            flag = "--" + name.replace("_", "-")
-            hint = nearest_hint(flag, ["--" + n.replace("_", "-") for n in all_names])
+        if name not in all_names:
+            flag = spelling(written[name])
+            hint = nearest_hint(flag, map(spelling, sorted(all_names | words_for(all_names))))
             raise UserError(f"{flag}: no stage of compress has such a flag{hint}")
     found = {
         stage: {
@@ -89,14 +93,8 @@ def _value_of_stage(word: str, position: int, flag: str) -> str:
 
 
 def flags_of_stage(stage: str) -> set[str]:
-    """Names of all flags that `auto` takes for a stage, those of other tools included."""
-    from isobatch.launch.local.arguments import SWITCHES, SYNONYMS, known_flags
-
-    known = known_flags(stage)
-    words = {k for k, v in SYNONYMS.items() if v in known} | {
-        k for k, v in SWITCHES.items() if set(v) <= known
-    }
-    return (known | words) - {"teacher", "pruned", "seeds"}
+    """Names of the flags that `auto` takes for a stage, but for those that the chain gives itself."""
+    return known_flags(stage) - {"teacher", "pruned", "seeds"}
 
 
 def _check_all_stages(stage_flags: Mapping[str, Mapping[str, str]]) -> None:

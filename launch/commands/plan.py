@@ -15,6 +15,7 @@ from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan
 from isobatch.launch.local.arguments import Request, parse_request
+from isobatch.launch.local.run_setup import print_unless_quiet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +47,7 @@ class PrepareOptions:
 def plan(words: Sequence[str]) -> int:
     """Usage: plan --task TASK [--hardware 8xh100] [--assume-length 128] [--json] [flags]"""
     request = parse_request(words, "plan", PlanCommandOptions)
+    _print_notes(request)
     length = request.extra.get("assume_length")
     task, data = request.workload.make(request.recipe)
     facts = assumed_facts(length) if length else prepare_data(data)
@@ -72,6 +74,11 @@ def plan(words: Sequence[str]) -> int:
         else _format_plan(request, facts, chosen, frontier, alternatives)
     )
     return 0
+
+
+def _print_notes(request: Request) -> None:
+    for note in request.notes:
+        print_unless_quiet(note, request.run.quiet)
 
 
 def _format_plan(
@@ -131,6 +138,7 @@ def _format_value(value: Any) -> Any:
 def prepare(words: Sequence[str]) -> int:
     """Usage: prepare --task TASK [--data PATH] [flags]. Run it where the internet is; runs then need none."""
     request = parse_request(words, "prepare", PrepareOptions)
+    _print_notes(request)
     task, data = request.workload.make(request.recipe)
     facts = prepare_data(data)
     task.fetch()

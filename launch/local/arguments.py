@@ -8,68 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
-from isobatch.core.flags import BareValue, Flag, build_options, convert, flags_of, nearest_hint
+from isobatch.core.flags import BareValue, Flag, convert, flags_of, nearest_hint
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import Workload, workload
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.local.foreign_words import spelling, translate, words_for
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-SYNONYMS = {
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "max_steps": "steps",
-    "learning_rate": "lr",
-    "warmup_steps": "warmup",
-    "lr_scheduler_type": "schedule",
-    "max_grad_norm": "clip",
-    "num_workers": "workers",
-    "dataloader_num_workers": "workers",
-    "max_sequence_length": "max_length",
-    "max_seq_length": "max_length",
-    "block_size": "max_length",
-    "devices": "processes",
-    "num_processes": "processes",
-    "mixed_precision": "precision",
-    "compile_model": "compile",
-    "torch_compile": "compile",
-    "gradient_checkpointing": "activation_checkpointing",
-    "output_dir": "out",
-    "report_to": "tracker",
-    "save_steps": "save_every",
-    "eval_steps": "eval_every",
-    "early_stopping_patience": "patience",
-    "model_name_or_path": "model",
-    "text_model": "model",
-    "dataset": "data",
-    "pruned_model_path": "pruned",
-    "trust_remote_code": "remote_code",
-    "per_device_train_batch_size": "per_device_batch_size",
-}
-"""Flags of other tools -> our flag."""
-SWITCHES: dict[str, dict[str, str]] = {
-    "fast": {"mode": "fast"},
-    "full": {"mode": "full"},
-    "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16"},
-    "load_in_8bit": {"load_bits": "8"},
-    "load_in_4bit": {"load_bits": "4"},
-    "fast_detection": {"monitor": "fast"},
-    "disable_metrics_monitoring": {"monitor": "off"},
-    "use_dynamic_padding": {},
-    "use_cache": {"text_cache": "on"},
-}
-"""Switches of other tools -> our flags and values. Padding is always dynamic, whatever its switch says."""
+    from collections.abc import Collection, Mapping, Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +40,8 @@ class BatchScaling:
     per_device_batch_size: number_ranges.Positive | None = None
     """With --gradient-accumulation-steps and --processes: the global batch in other tools' words."""
     gradient_accumulation_steps: number_ranges.Positive | None = None
-    """See --per-device-batch-size."""
+    """Multiplies the batch: --per-device-batch-size, or --batch-size, which then is the batch of one of so
+    many steps. (The plan accumulates as it needs, whatever is asked.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +69,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         raise UserError(f"what is {malformed[0]!r}? A flag is --name value or --name=value")
     written = _flags_as_written(words)
     if repeated := [name for name, count in Counter(name for name, _ in written).items() if count > 1]:
-        raise UserError(f"{_spell(repeated[0])} is given twice: give it once")
+        raise UserError(f"{spelling(repeated[0])} is given twice: give it once")
     found: dict[str, Any] = {}
 
     @fire.decorators.SetParseFn(str)
@@ -144,11 +102,39 @@ def _flags_as_written(words: Sequence[str]) -> list[tuple[str, bool]]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class SortedFlags:
+    """Flags in our words, checked and divided among the dataclasses that declare them."""
+
+    values: dict[str, dict[str, Any]]
+    """Group -> name -> value."""
+    written: dict[str, str]
+    """Our name -> the name that the user wrote."""
+    notes: list[str]
+    """What words of other tools became."""
+
+
+def sort_flags(flags: Mapping[str, str], groups: Mapping[str, Mapping[str, Flag]], where: str) -> SortedFlags:
+    """Translate, check and divide flags. `groups`: name of a group -> its flags; `where`: who takes them.
+
+    Raises UserError.
+    """
+    known = {name for names in groups.values() for name in names}
+    translated = translate(flags, known)
+    _refuse_unknown(translated.written, known, where)
+    values = {
+        group: {k: convert(names[k], v) for k, v in translated.flags.items() if k in names}
+        for group, names in groups.items()
+    }
+    return SortedFlags(values, translated.written, translated.notes)
+
+
 def command_options(flags: Mapping[str, str], kind: type, command: str) -> Any:
     """Options of a command without a recipe, as an instance of the dataclass `kind`. Raises UserError."""
-    renamed, typed, _ = _translate(flags)
-    _refuse_unknown(typed, flags_of(kind, command), command)
-    return build_options(kind, renamed, command)
+    found = sort_flags(flags, {command: flags_of(kind, command)}, command)
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    return kind(**found.values[command])
 
 
 def task_name(words: Sequence[str]) -> str:
@@ -174,29 +160,17 @@ def parse_request(words: Sequence[str], command: str, options_class: type | None
     if isinstance(flags.get("task", BareValue()), BareValue):
         raise UserError(f"{command}: needs --task NAME (`tasks` lists them)")
     chosen = workload(flags["task"])
-    flags, typed, notes = _translate(flags)
-    groups = _groups(chosen, command, options_class)
-    known = {name: group for group, names in groups.items() for name in names}
-    _refuse_unknown(typed, known, f"{command} --task {chosen.name}")
-    if "gradient_accumulation_steps" in flags and "per_device_batch_size" not in flags:
-        raise UserError(
-            "--gradient-accumulation-steps: the batch is global here and the plan accumulates as it needs;"
-            " with --per-device-batch-size it names a global batch"
-        )
-    if "per_device_batch_size" in flags and "batch_size" in flags:
+    found = sort_flags(flags, _groups(chosen, command, options_class), f"{command} --task {chosen.name}")
+    values = found.values
+    if {"per_device_batch_size", "batch_size"} <= found.written.keys():
         raise UserError(
             "--per-device-batch-size and --batch-size both say how large a batch is: give one of them"
         )
-    values = {
-        group: {k: convert(known_flags[k], v) for k, v in flags.items() if k in known_flags}
-        for group, known_flags in groups.items()
-    }
     plan = PlanOptions(**values["plan"])
     recipe, preset_notes = chosen.complete({**values["recipe"], **values["options"]})
-    recipe = _with_batch_scaling(recipe, BatchScaling(**values["scaling"]), plan)
-    request = Request(
-        chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes + preset_notes
-    )
+    recipe, batch_notes = _with_batch_scaling(recipe, BatchScaling(**values["scaling"]), plan, found.written)
+    notes = [*found.notes, *preset_notes, *batch_notes]
+    request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes)
     check_request(request)
     return request
 
@@ -227,51 +201,39 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> dict[
     }
 
 
-def _translate(flags: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Our name -> value, our name -> the name that was typed, and notes on flags without effect."""
-    out: dict[str, str] = {}
-    typed: dict[str, str] = {}
-    notes = []
-    for name, value in flags.items():
-        meaning = _expand_flag(name, value)
-        if name in SWITCHES and not SWITCHES[name]:
-            notes.append(f"{_spell(name)} has no effect: it is always so here")
-        for key, meaning_value in meaning.items():
-            if key in typed:
-                raise UserError(
-                    f"{_spell(name)} and {_spell(typed[key])} say the same thing: give one of them"
-                )
-            out[key], typed[key] = meaning_value, name
-    return out, typed, notes
-
-
-def _expand_flag(name: str, value: str) -> dict[str, str]:
-    if name not in SWITCHES:
-        return {SYNONYMS.get(name, name): value}
-    return SWITCHES[name] if convert(Flag(name, bool, False, "", ""), value) else {}
-
-
-def _refuse_unknown(typed: Mapping[str, str], known: Mapping[str, Any], where: str) -> None:
-    """Raises UserError for unknown names. `typed`: our name -> the name that was typed."""
-    for name, word in typed.items():
+def _refuse_unknown(written: Mapping[str, str], known: Collection[str], where: str) -> None:
+    """Raises UserError for unknown names. `written`: our name -> the name that the user wrote."""
+    for name, word in written.items():
         if name not in known:
             if f"no{name}" in known:  # Fire reads --noise without a value as "no ise"
-                raise UserError(f"{_spell('no' + name)}: needs a value")
-            synonyms = [k for k, v in SYNONYMS.items() if v in known]
-            synonyms += [k for k, v in SWITCHES.items() if all(n in known for n in v)]
-            hint = nearest_hint(_spell(word), [_spell(k) for k in (*known, *synonyms)])
-            raise UserError(f"{_spell(word)}: {where} has no such flag{hint}")
+                raise UserError(f"{spelling('no' + name)}: needs a value")
+            hint = f" (it stands for {spelling(name)})"
+            if word == name:
+                hint = nearest_hint(spelling(word), map(spelling, sorted({*known, *words_for(known)})))
+            raise UserError(f"{spelling(word)}: {where} has no such flag{hint}")
 
 
-def _spell(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _with_batch_scaling(recipe: Recipe, scaling: BatchScaling, plan: PlanOptions) -> Recipe:
-    if scaling.per_device_batch_size or scaling.gradient_accumulation_steps:
-        rows = scaling.per_device_batch_size or recipe.batch_size
-        batch = rows * (scaling.gradient_accumulation_steps or 1) * (plan.processes or 1)
-        recipe = dataclasses.replace(recipe, batch_size=batch)
-    if scaling.scale_batch is None:
-        return recipe
-    return recipe.scaled(scaling.scale_batch, scaling.lr_rule)
+def _with_batch_scaling(
+    recipe: Recipe, scaling: BatchScaling, plan: PlanOptions, written: Mapping[str, str]
+) -> tuple[Recipe, list[str]]:
+    """The recipe with the global batch asked for, and a line where it was named in other tools' words."""
+    factors = {
+        "per_device_batch_size": scaling.per_device_batch_size,
+        "gradient_accumulation_steps": scaling.gradient_accumulation_steps,
+    }
+    notes = []
+    if any(factors.values()):
+        if scaling.per_device_batch_size:
+            factors["processes"] = plan.processes
+        else:
+            factors = {"batch_size": recipe.batch_size, **factors}
+        given = {name: factor for name, factor in factors.items() if factor}
+        recipe = dataclasses.replace(recipe, batch_size=math.prod(given.values()))
+        product = " x ".join(
+            f"{spelling(written[k])} {v}" if k in written else f"the default {spelling(k)} {v}"
+            for k, v in given.items()
+        )
+        notes.append(f"{product} is a global batch of {recipe.batch_size}, on any number of processes")
+    if scaling.scale_batch is not None:
+        recipe = recipe.scaled(scaling.scale_batch, scaling.lr_rule)
+    return recipe, notes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from isobatch.core.errors import DONE
 from isobatch.core.strategies import traits_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
-from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts
+from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts, print_unless_quiet
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_options import RunOptions
@@ -61,8 +60,3 @@ def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -
     in_process = run.plan.processes == 1 and (owns_process or not traits_of(run.plan.strategy).shards)
     start = train_in_process if in_process else train_in_children
     return train_with_restarts(run, partial(start, owns_process=owns_process))
-
-
-def print_unless_quiet(text: str, quiet: bool) -> None:
-    if not quiet:
-        print(text, file=sys.stderr)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.planning.detect import detect
+from isobatch.engine.planning.explanations import unmet_wishes
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder, free_folder, list_runs, run_name
@@ -41,10 +43,16 @@ def prepare_facts(request: Request) -> Facts:
 
 def plan_run(request: Request, facts: Facts, run: RunFolder | None, world: int | None = None) -> RunFolder:
     """Plan a run for this machine; a new run where `run` is None. `world`: number of processes, if given."""
-    plan = plan_for_this_machine(request.recipe, facts, request.plan, world)
+    plan = plan_with_remarks(request.recipe, facts, request.plan, request.run.quiet, world)
     run = run or create_run(request, facts)
     store_plan(run, plan)
     return run
+
+
+def print_unless_quiet(text: str, quiet: bool) -> None:
+    """Print a line for the user on standard error, unless --quiet."""
+    if not quiet:
+        print(text, file=sys.stderr)
 
 
 def store_plan(run: RunFolder, plan: Plan) -> None:
@@ -97,6 +105,16 @@ def plan_for_this_machine(
     """The plan for this machine; `world`: number of processes, if given. Raises UserError."""
     task, _ = workload(recipe.task).make(recipe)
     return make_plan(recipe, facts, task.model_size(facts), detect(), options, world=world)
+
+
+def plan_with_remarks(
+    recipe: Recipe, facts: Facts, options: PlanOptions, quiet: bool, world: int | None = None
+) -> Plan:
+    """`plan_for_this_machine`, and a line for each option that the plan could not follow."""
+    plan = plan_for_this_machine(recipe, facts, options, world)
+    for line in unmet_wishes(options, plan):
+        print_unless_quiet(line, quiet)
+    return plan
 
 
 def options_of_run(run: RunFolder, changes: Mapping[str, Any]) -> RunOptions:

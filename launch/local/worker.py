@@ -142,10 +142,12 @@ def _train_from_flags(words: Sequence[str]) -> int:
     )
     from isobatch.engine.planning.detect import detect
     from isobatch.launch.local.arguments import parse_request
-    from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts
+    from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts, print_unless_quiet
 
     rank, size = rank_and_world_size(os.environ)
     request = _with_deepspeed_strategy(parse_request(words, "train.py"))
+    for note in request.notes if rank == 0 else ():
+        print_unless_quiet(note, request.run.quiet)
     if request.plan.processes:
         check_world(request.plan.processes, size)
     # One rank prepares, the others wait for its file lock: a process group could time out meanwhile.

@@ -29,6 +29,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "bert-6l": {"num_hidden_layers": 6},
 }
 """BERTs to train from scratch; `bert-6l` has the layer widths of BERT-base."""
+FAST_MIN_DELTA = 0.005
+"""--min-delta of fast mode: half a percent of accuracy, which is 2 sentences of half of SST-2's dev split."""
 
 
 class Classifier(Task):
@@ -51,7 +53,9 @@ class Classifier(Task):
         "max_length": 64,
         "batch_size": 64,
         "train_fraction": 0.3,
+        "eval_fraction": 0.5,
         "epochs": [2],
+        "min_delta": FAST_MIN_DELTA,
     }
     demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
     monitor: ClassVar[tuple[str, str]] = ("accuracy", "max")

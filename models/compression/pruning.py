@@ -14,6 +14,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Fraction, Positive, Share
 from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelSize, Phase, StepContext
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
+from isobatch.models.classification.task import FAST_MIN_DELTA
 from isobatch.models.encoder import encoders, evaluation, importance, weight_surgery
 from isobatch.models.encoder.importance import Granularity, ImportanceScores, KeepMasks, PruningBudget
 
@@ -72,6 +73,7 @@ class Pruning(DistilledClassifier):
         "eval_fraction": 0.5,
         "max_length": 64,
         "patience": 2,
+        "min_delta": FAST_MIN_DELTA,
         "importance": "l2",
         "granularity": "heads",
         "prune_every": 100,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from isobatch.models import saving
 from isobatch.models.base import CHANGES_SHAPE, Batch, ModelSize, Phase
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
-from isobatch.models.classification.task import onnx_variants
+from isobatch.models.classification.task import FAST_MIN_DELTA, onnx_variants
 from isobatch.models.encoder import encoders, evaluation, onnx_graph
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
@@ -59,7 +59,9 @@ class QAT(DistilledClassifier):
         "epochs": [1],
         "batch_size": 32,
         "train_fraction": 0.3,
+        "eval_fraction": 0.5,
         "max_length": 64,
+        "min_delta": FAST_MIN_DELTA,
         "distill_hidden": False,
     }
     demo: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.demo, "epochs": [4], "batch_size": 32}

@@ -113,7 +113,7 @@ class Recommender(Task):
         "epochs": [12],
         "lora_blocks": 1,
     }
-    fast: ClassVar[Mapping[str, Any]] = {"train_fraction": 0.3, "eval_fraction": 0.5}
+    fast: ClassVar[Mapping[str, Any]] = {"train_fraction": 0.3, "eval_fraction": 0.5, "min_delta": 0.002}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "ids": {  # Rendle et al. 2020: a product of vectors, logistic loss, regularized, wide
             "text": "off",

@@ -18,8 +18,6 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import Workload, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import (
-    SWITCHES,
-    SYNONYMS,
     BatchScaling,
     Request,
     command_options,
@@ -190,69 +188,6 @@ def test_a_task_is_known() -> None:
     assert parse_request(["--task", "Causal_LM"], "auto").workload.name == "causal-lm"
 
 
-VALUES = {
-    "compile": "off",
-    "out": "there",
-    "tracker": "none",
-    "schedule": "constant",
-    "model": "small",
-}
-VALUES |= {
-    "precision": "16-mixed",
-    "activation_checkpointing": "on",
-    "remote_code": "on",
-    "data": "demo",
-    "lr": "0.5",
-    "clip": "2",
-}
-OURS = {name for flags in FLAGS.values() for name in flags.split()}
-TAKEN = sorted(word for word, name in SYNONYMS.items() if name in OURS)
-
-
-def both(asked: Request) -> tuple[Any, ...]:
-    return asked.recipe, asked.plan, asked.run
-
-
-@pytest.mark.parametrize("word", TAKEN)
-def test_a_word_of_another_tool_says_what_ours_says(word: str) -> None:
-    name, value = SYNONYMS[word], VALUES.get(SYNONYMS[word], "3")
-    theirs, ours = ask(f"--{word}", value), ask(f"--{name.replace('_', '-')}", value)
-    assert both(theirs) == both(ours)
-    assert both(theirs) == both(ask(f"--{word.replace('_', '-')}={value}"))
-    if value not in ("demo", "none"):  # the defaults
-        assert both(theirs) != both(ask())
-
-
-def test_all_but_a_few_words_of_other_tools_are_taken_here() -> None:
-    assert sorted(set(SYNONYMS) - set(TAKEN)) == ["pruned_model_path"]  # `pruning` and `qat` take it
-
-
-def test_switches_of_other_tools() -> None:
-    assert ask("--fast").recipe == ask("--mode", "fast").recipe
-    assert ask("--full").recipe == ask("--mode", "full").recipe == ask().recipe
-    assert ask("--fast", "off").recipe == ask("--no-fast").recipe == ask().recipe
-    assert ask("--bf16").plan == ask("--precision", "bf16").plan
-    assert (ask("--fp16").plan.precision, ask("--no-fp16").plan.precision) == ("fp16", "auto")
-    padded = ask("--use-dynamic-padding")
-    assert padded.recipe == ask().recipe
-    assert "--use-dynamic-padding has no effect: it is always so here" in padded.notes
-    for bits in (8, 4):
-        assert refusal(f"--load-in-{bits}bit").startswith(f"--load-bits {bits}: rounded weights cannot train")
-    others = {"fast_detection", "disable_metrics_monitoring", "use_cache"}
-    bits_of = {"load_in_8bit", "load_in_4bit"}
-    assert set(SWITCHES) == others | bits_of | {"fast", "full", "use_dynamic_padding", "bf16", "fp16"}
-    for name in others:
-        assert refusal(f"--{name}").startswith(f"--{name.replace('_', '-')}: ")  # the word that was typed
-
-
-def test_a_global_batch_in_other_tools_words() -> None:
-    words = ["--per-device-batch-size", "4", "--gradient-accumulation-steps", "3", "--processes", "2"]
-    assert ask(*words).recipe.batch_size == 24  # 4 * 3 * 2
-    assert ask(*words[:4]).recipe.batch_size == 12  # 4 * 3 on as many processes as there are
-    assert ask("--per-device-train-batch-size", "4").recipe.batch_size == 4
-    assert ask("--processes", "2").recipe == ask().recipe  # the plan alone changes no recipe
-
-
 def test_scaling_a_batch_makes_another_recipe() -> None:
     plain, scaled = ask("--lr", "0.01").recipe, ask("--lr", "0.01", "--scale-batch", "4").recipe
     assert scaled.batch_size == 4 * plain.batch_size
@@ -271,10 +206,20 @@ def test_fast_mode_changes_the_recipe_and_says_how() -> None:
     changed = {f.name for f in dataclasses.fields(Recipe) if getattr(fast, f.name) != getattr(full, f.name)}
     note = next(n for n in ask("--fast").notes if n.startswith("fast mode changes the recipe: "))
     # The demo is as short as fast mode makes texts, so the length is named but stays.
-    assert changed == {"mode", "train_fraction", "eval_fraction"}
-    assert note.endswith("max_length 128, train_fraction 0.25, eval_fraction 0.25")
+    assert changed == {"mode", "train_fraction", "eval_fraction", "min_delta"}
+    assert note.endswith("max_length 128, train_fraction 0.25, eval_fraction 0.25, min_delta 0.01")
     assert "train_fraction" not in " ".join(ask("--fast", "--train-fraction", "0.5").notes)
     assert (ask("--fast").plan, ask("--fast").run) == (ask().plan, ask().run)
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "classifier", "pruning", "qat", "recommender"])
+def test_fast_mode_evaluates_less_and_stops_at_small_gains(task: str) -> None:
+    fast, full = (parse_request(["--task", task, mode], "auto").recipe for mode in ("--fast", "--full"))
+    assert (full.eval_fraction, full.min_delta) == (1, 0)
+    assert fast.eval_fraction < 1
+    assert 0 < fast.min_delta <= 0.01
+    asked = parse_request(["--task", task, "--fast", "--min-delta", "0"], "auto").recipe
+    assert asked.min_delta == 0
 
 
 def test_the_demo_is_announced(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.strategies import STRATEGIES, StrategyTraits
+from isobatch.engine.planning.explanations import unmet_wishes
 from isobatch.engine.planning.hardware import GIB, MACHINES, Hardware, parse_hardware
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan, with_smaller_budget
 from isobatch.models.base import ModelSize
@@ -253,7 +254,7 @@ def test_after_an_out_of_memory_the_budget_halves_down_to_one_sample() -> None:
     ("machine", "shape", "asked", "message"),
     [
         ("t4", GPT2, {"precision": "bf16"}, "--precision bf16: t4 only emulates it"),
-        ("v100", GPT2, {"precision": "bf16-mixed"}, "use fp16 or fp32"),
+        ("v100", GPT2, {"precision": "bf16"}, "use fp16 or fp32"),
         ("cpu:2x24gb", GPT2, {"precision": "fp16"}, "fp16 needs a GPU"),
         ("cpu:2x24gb", GPT2, {"device": "cuda"}, "no NVIDIA GPU"),
         ("h100", GPT2, {"device": "mps"}, "not an Apple machine"),
@@ -287,6 +288,38 @@ def test_spellings_of_precision(word: str, precision: str) -> None:
     assert plan.precision == precision
     assert plan.invariance == ("exact" if precision == "fp32" else "precision")
     assert plan.pad_multiple == (1 if precision == "fp32" else 8)
+
+
+@pytest.mark.parametrize(
+    ("machine", "word", "reason"),
+    [
+        ("cpu:2x24gb", "16-mixed", "fp16 needs a GPU, so this is fp32"),
+        ("cpu:2x24gb", "bf16-mixed", "no arithmetic for bf16 (AMX or AVX512_BF16), so this is fp32"),
+        ("v100", "bf16-mixed", "only emulates it (compute capability 7.0, it takes 8.0), so this is fp32"),
+    ],
+)
+def test_a_mixed_precision_is_a_wish_and_the_plan_says_why_not(machine: str, word: str, reason: str) -> None:
+    plan = planned(machine, precision=word)
+    assert plan.precision == "fp32"
+    assert plan.reasons["precision"].endswith(reason)
+    line = f"--precision {word}: {plan.reasons['precision']}"
+    assert unmet_wishes(PlanOptions(precision=word), plan) == [line]  # type: ignore[arg-type]
+
+
+def test_wishes_that_the_plan_follows_need_no_line() -> None:
+    asked = {"precision": "16-mixed", "pin_memory": "on", "workers": 8, "micro_batch": 4, "compile": "on"}
+    assert unmet_wishes(PlanOptions(**asked), planned(LAPTOP, **asked)) == []  # type: ignore[arg-type]
+
+
+def test_wishes_that_the_plan_cannot_follow_are_said() -> None:
+    asked: dict[str, Any] = {"pin_memory": "on", "strategy": "ddp", "micro_batch": 100, "prefetch": 4}
+    lines = unmet_wishes(PlanOptions(**asked), planned("cpu:8x64gb", TINY, **asked))
+    assert [line.partition(": ")[0] for line in lines] == [
+        "--micro-batch 100",
+        "--pin-memory on",
+        "--strategy ddp",
+    ]
+    assert "--processes 2 or more" in lines[2]
 
 
 def test_noise_outranks_precision_and_compiling_ends_exactness() -> None:

@@ -1,0 +1,280 @@
+"""Tests of launch/local/foreign_words.py: words of other tools become ours, with a line, or are refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from isobatch.core.errors import UserError
+from isobatch.core.flags import BareValue, flags_of
+from isobatch.core.plan import PlanOptions
+from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.commands.plan import PlanCommandOptions
+from isobatch.launch.local.arguments import Request, known_flags, parse_request, sort_flags
+from isobatch.launch.local.foreign_words import SYNONYMS, VALUES, WORDS, translate, words_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TASKS = ("causal-lm", "classifier", "pruning", "qat", "recommender")
+
+
+def ask(*words: str, task: str = "causal-lm") -> Request:
+    return parse_request(["--task", task, *words], "auto")
+
+
+def both(asked: Request) -> tuple[Any, ...]:
+    return asked.recipe, asked.plan, asked.run
+
+
+def lines(*words: str, task: str = "causal-lm") -> list[str]:
+    """The notes that these words add."""
+    usual = ask(task=task).notes
+    return [note for note in ask(*words, task=task).notes if note not in usual]
+
+
+def refusal(*words: str, task: str = "causal-lm") -> str:
+    with pytest.raises(UserError) as refused:
+        ask(*words, task=task)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+EXAMPLES = {
+    "compile": "off",
+    "out": "there",
+    "name": "mine",
+    "tracker": "none",
+    "schedule": "constant",
+    "optimizer": "sgd",
+    "model": "small",
+    "data": "demo",
+    "data_config": "sst2",
+    "precision": "bf16-mixed",
+    "pin_memory": "on",
+    "activation_checkpointing": "on",
+    "remote_code": "on",
+    "anomaly": "on",
+    "lr": "0.5",
+    "clip": "2",
+}
+"""Our flag -> a value for it; 3 for others."""
+NOT_HERE = {"pruned_model_path", "lora_rank", "lora_target_modules", "tokenizer_name"}
+"""Synonyms of flags that another task, a loaded model or a file is needed for."""
+BATCHES = {"per_device_train_batch_size", "accumulate_grad_batches"}
+"""Synonyms that say which global batch they come to."""
+
+
+@pytest.mark.parametrize("word", sorted(SYNONYMS.keys() - NOT_HERE))
+def test_another_name_for_the_same_value_says_nothing(word: str) -> None:
+    name, value = SYNONYMS[word], EXAMPLES.get(SYNONYMS[word], "3")
+    theirs, ours = ask(f"--{word}", value), ask(f"--{name.replace('_', '-')}", value)
+    assert both(theirs) == both(ours)
+    assert both(theirs) == both(ask(f"--{word.replace('_', '-')}={value}"))
+    if value not in ("demo", "none"):  # the defaults
+        assert both(theirs) != both(ask())
+    if word not in BATCHES:
+        assert theirs.notes == ours.notes
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        ("--lora_rank 4", "--lora-r 4"),
+        ("--r 4", "--lora-r 4"),
+        ("--lora_target_modules c_attn", "--lora-targets c_attn"),
+        ("--tokenizer_name none.json", "--tokenizer none.json"),
+        ("--r", "--lora-r"),
+    ],
+)
+def test_words_that_are_refused_as_ours_are(words: str, ours: str) -> None:
+    assert refusal(*words.split()) == refusal(*ours.split())  # which name our flag
+
+
+def spelled(words: str) -> str:
+    """Flags as messages spell them."""
+    return " ".join(w.replace("_", "-") if w.startswith("--") else w for w in words.split())
+
+
+BECOMES = [
+    ("--use-amp", "--precision 16-mixed", ""),
+    ("--use_amp False", "--precision fp32", ""),
+    ("--precision 16", "--precision 16-mixed", ""),
+    ("--mixed_precision no", "--precision fp32", ""),
+    ("--torch_compile_mode default", "--compile on", ""),
+    ("--mode reduce-overhead", "--compile reduce-overhead", ""),
+    ("--val-check-interval 0.1", "--eval-every 0.1ep", ""),
+    ("--val-check-interval 1.0", "--eval-every 1.0ep", ""),
+    ("--val-check-interval 500", "--eval-every 500", "in optimizer steps"),
+    ("--check_val_every_n_epoch 2", "--eval-every 2ep", ""),
+    ("--evaluation-strategy no", "--eval-every 9999ep", "the end of the run evaluates anyway"),
+    ("--eval-strategy epoch", "--eval-every 1ep", ""),
+    ("--limit_val_batches 0.25", "--eval-fraction 0.25", ""),
+    ("--limit_val_batches 0", "--eval-every 9999ep", "the end of the run evaluates anyway"),
+    ("--limit_train_batches 0.5", "--train-fraction 0.5", ""),
+    ("--save-strategy epoch", "--save-every 1ep", ""),
+    ("--strategy deepspeed_stage_2", "--strategy zero2", ""),
+    ("--strategy fsdp", "--strategy fsdp2", ""),
+    ("--optim adamw_bnb_8bit", "--optimizer adamw8bit", ""),
+    ("--lr_scheduler_type constant_with_warmup", "--schedule constant", ""),
+    ("--accelerator gpu", "--device cuda", ""),
+    ("--use_cpu", "--device cpu", ""),
+    ("--verbose False", "--quiet on", ""),
+]
+"""Words, the same in our flags, and what is said beside."""
+NO_EFFECT = [
+    ("--devices auto", "the plan takes as many as are of use"),
+    ("--use-dynamic-padding", "it is always so here"),
+    ("--persistent_workers True", "it is always so here"),
+    ("--enable_model_summary False", "there is no model summary to switch"),
+    ("--eval_strategy steps", "--eval-steps (here --eval-every) says how often, by default once an epoch"),
+    ("--sync_batchnorm False", "models here have no batch norm, so there is nothing to synchronize"),
+    ("--per_device_eval_batch_size 64", "the plan sizes the batches of evaluations, which change no result"),
+]
+REFUSED = [
+    ("--strategy dp", "DataParallel is slower than one process per GPU: use ddp"),
+    ("--device_ids 0,1", "--processes says how many GPUs, and CUDA_VISIBLE_DEVICES=0,1 which"),
+    ("--devices 0,1", "give their number; CUDA_VISIBLE_DEVICES=0,1 says which GPUs"),
+    ("--limit_val_batches 50", "batches of evaluations have no fixed size: use --eval-fraction 0.1, a share"),
+    ("--limit_val_batches few", "is neither 0 nor a share such as 0.1 nor a whole number"),
+    ("--val_check_interval often", "is neither a share such as 0.1 nor a whole number"),
+    ("--val_check_interval", "needs a value"),
+    ("--use_amp maybe", "is neither on nor off"),
+    ("--warmup_ratio 0.1", "--warmup is in steps (200) or a share of an epoch (0.1ep)"),
+    ("--drop_last", "every sample of an epoch is learnt here: leave it out"),
+    ("--deepspeed ds.json", "use --strategy zero1, zero2 or zero3; a DeepSpeed config goes to accelerate"),
+    ("--precision bf16-true", "weights stay in fp32 here: use 16-mixed or bf16-mixed"),
+    ("--freeze_gpt2", "auto --task causal-lm has no such flag (it stands for --text)"),
+    ("--use_amq", "auto --task causal-lm has no such flag (did you mean --use-amp?)"),
+]
+
+
+@pytest.mark.parametrize(("words", "ours", "remark"), BECOMES)
+def test_a_word_becomes_ours_and_says_so(words: str, ours: str, remark: str) -> None:
+    assert both(ask(*words.split())) == both(ask(*ours.split()))
+    assert both(ask(*words.split())) != both(ask())
+    assert lines(*words.split()) == [f"{spelled(words)} is {ours}" + (f": {remark}" if remark else "")]
+
+
+@pytest.mark.parametrize(("words", "remark"), NO_EFFECT)
+def test_a_word_without_effect_says_why(words: str, remark: str) -> None:
+    assert both(ask(*words.split())) == both(ask())
+    assert lines(*words.split()) == [f"{spelled(words)} has no effect: {remark}"]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_what_cannot_be_had_is_one_line_with_the_way_out(words: str, message: str) -> None:
+    assert refusal(*words.split()) == f"{spelled(words)}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("words", "two"),
+    [
+        ("--use_amp --precision fp32", "--precision and --use-amp"),
+        ("--precision 16 --use_amp", "--use-amp and --precision"),
+        ("--val_check_interval 0.1 --eval_steps 5", "--eval-steps and --val-check-interval"),
+    ],
+)
+def test_two_words_for_one_flag_are_refused(words: str, two: str) -> None:
+    assert refusal(*words.split()) == f"{two} say the same thing: give one of them"
+
+
+def test_switches_of_other_tools() -> None:
+    assert ask("--fast").recipe == ask("--mode", "fast").recipe
+    assert ask("--full").recipe == ask("--mode", "full").recipe == ask().recipe
+    assert ask("--fast", "off").recipe == ask("--no-fast").recipe == ask().recipe
+    assert ask("--bf16").plan == ask("--precision", "bf16").plan
+    assert (ask("--fp16").plan.precision, ask("--no-fp16").plan.precision) == ("fp16", "auto")
+    assert lines("--fp16") == lines("--full") == lines("--no-fast") == []
+    for bits in (8, 4):
+        assert refusal(f"--load-in-{bits}bit").startswith(f"--load-bits {bits}: rounded weights cannot train")
+    for name in ("fast_detection", "disable_metrics_monitoring", "use_cache"):
+        assert refusal(f"--{name}").startswith(f"--{name.replace('_', '-')}: ")  # the word that was typed
+
+
+def test_a_global_batch_in_other_tools_words() -> None:
+    words = ["--per-device-batch-size", "4", "--gradient-accumulation-steps", "3", "--processes", "2"]
+    assert ask(*words).recipe.batch_size == 24  # 4 * 3 * 2
+    assert lines(*words) == [
+        "--per-device-batch-size 4 x --gradient-accumulation-steps 3 x --processes 2 is a global batch of 24,"
+        " on any number of processes"
+    ]
+    assert ask(*words[:4]).recipe.batch_size == 12  # 4 * 3 on as many processes as there are
+    assert ask("--per-device-train-batch-size", "4").recipe.batch_size == 4
+    assert ask("--processes", "2").recipe == ask().recipe  # the plan alone changes no recipe
+
+
+def test_with_accumulation_alone_the_batch_is_that_of_a_step() -> None:
+    words = ["--batch-size", "4", "--accumulate-grad-batches", "2"]
+    assert both(ask(*words)) == both(ask("--batch-size", "8"))
+    line = "--batch-size 4 x --accumulate-grad-batches 2 is a global batch of 8, on any number of processes"
+    assert lines(*words) == [line]
+    # On more processes it is the same: --batch-size is global.
+    assert ask(*words, "--devices", "2").recipe == ask("--batch-size", "8").recipe
+    alone = ask("--gradient-accumulation-steps", "4")
+    assert alone.recipe.batch_size == 4 * ask().recipe.batch_size
+    assert alone.notes[-1].startswith("the default --batch-size 16 x --gradient-accumulation-steps 4 is a")
+
+
+def test_a_list_as_python_writes_it_is_a_list() -> None:
+    for written in ("['c_attn', 'c_proj']", '["c_attn","c_proj"]', "(c_attn, c_proj)", "c_attn,c_proj"):
+        assert translate({"target_modules": written}, ()).flags == {"lora_targets": "c_attn,c_proj"}
+
+
+OWN = """
+from dataclasses import dataclass
+from isobatch.tests.tasks import failing
+
+
+@dataclass(frozen=True)
+class Words:
+    r: int = 1
+    bias: str = "none"
+    dataset: str = "mine"
+
+
+class Line(failing.Line):
+    Options = Words
+"""
+
+
+def test_a_flag_of_the_task_comes_before_a_word_of_the_same_name(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    asked = ask("--r", "3", "--bias", "all", "--dataset", "other", task=f"{tmp_path / 'own.py'}:Line")
+    assert (asked.recipe.options["r"], asked.recipe.options["bias"]) == (3, "all")
+    assert (asked.recipe.options["dataset"], asked.recipe.data) == ("other", "demo")
+    assert asked.notes == []
+
+
+def test_words_are_offered_where_their_flags_are() -> None:
+    assert {"use_cache", "freeze_gpt2"} <= words_for(known_flags("recommender"))
+    assert not {"use_cache", "freeze_gpt2", "lora_rank"} & words_for(known_flags("classifier"))
+    assert {"use_amp", "num_epochs", "persistent_workers"} <= words_for(known_flags("classifier"))
+
+
+def test_every_word_stands_for_flags_that_a_task_has() -> None:
+    known = set().union(*map(known_flags, TASKS)) | {"monitor"}  # of sequence VAEs
+    assert set(SYNONYMS.values()) <= known
+    assert known >= VALUES.keys()
+    for name, meanings in (WORDS | VALUES).items():
+        assert {flag for m in meanings for flag in m.flags or ()} <= known, name
+    taken = {name for task in TASKS for name in known_flags(task)}
+    assert not taken & {*SYNONYMS, *WORDS}, "a word that is a flag of ours"
+
+
+def test_flags_of_a_command_are_sorted_in_our_words() -> None:
+    groups = {"plan": flags_of(PlanOptions, "plan"), "run": flags_of(RunOptions, "run")}
+    written = {"use_amp": BareValue("True"), "num_workers": "8", "detect_anomaly": BareValue("True")}
+    found = sort_flags(written, groups, "resume")
+    assert found.values == {"plan": {"precision": "16-mixed", "workers": 8}, "run": {"anomaly": True}}
+    assert found.notes == ["--use-amp is --precision 16-mixed"]
+    with pytest.raises(UserError, match=r"--learning-rate: resume has no such flag"):
+        sort_flags({"learning_rate": "3"}, groups, "resume")
+
+
+def test_plan_takes_them_beside_its_own() -> None:
+    words = ["--task", "causal-lm", "--use-amp", "--hardware", "t4", "--json"]
+    asked = parse_request(words, "plan", PlanCommandOptions)
+    assert asked.plan == PlanOptions(precision="16-mixed")
+    assert asked.extra == {"hardware": "t4", "json": True}
