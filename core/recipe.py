@@ -40,7 +40,7 @@ class Recipe:
     mode: Literal["full", "fast"] = "full"
     """fast trades quality for time by changing recipe fields only, and prints which (--fast for short)."""
     preset: str | None = None
-    """A named set of recipe values of this task."""
+    """A named set of values of this task, for the recipe and perhaps for the plan."""
     data: str = DEMO
     """A folder, a file, a hub id, or demo (made on the spot)."""
     format: str | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, build_options, convert, flags_of, nearest_hint, to_json_value
+from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, RULES, SHORT_MODEL_NAMES, Recipe
 from isobatch.data.base import Data
 from isobatch.engine.task_files import is_task_file, load_task_class, task_file_hash
@@ -109,6 +110,25 @@ class Workload:
         written |= {"code": code} if code else {}
         return Recipe(**{**common, "task": self.name, "options": written, "rules": RULES}), notes
 
+    def plan_options(self, preset: str | None, asked: Mapping[str, Any]) -> PlanOptions:
+        """What is asked of the plan: by the user (`asked`), and below it by the recipe's preset."""
+        names = flags_of(PlanOptions, "plan").keys() - self.option_flags().keys() - asked.keys()
+        added = {k: v for k, v in self.task.presets.get(preset or "", {}).items() if k in names}
+        return PlanOptions(**{**added, **asked}, preset_options=dict.fromkeys(added, preset or ""))
+
+    def _preset(self, name: str) -> Mapping[str, Any]:
+        """The values of a preset, those for the plan among them. Raises UserError."""
+        presets = self.task.presets
+        if name not in presets:
+            hint = nearest_hint(name, presets)
+            raise UserError(f"--preset {name}: valid for {self.name}: {', '.join(presets)}{hint}")
+        fields = flags_of(Recipe, "recipe") | self.option_flags() | flags_of(PlanOptions, "plan")
+        for field in presets[name]:
+            if field not in fields:
+                hint = nearest_hint(field, fields)
+                raise UserError(f"--preset {name}: sets {field}, which no recipe or plan has{hint}")
+        return presets[name]
+
     def _layers(self, asked: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str]]:
         """Values that the ones asked for override, lowest priority first; and notes for the user."""
         task, notes = self.task, []
@@ -118,12 +138,7 @@ class Workload:
             if not is_task_file(self.name):  # whose data may have no other source
                 notes.append(f"no --data given: {self.name} runs its embedded demo")
         if asked.get("preset"):
-            if asked["preset"] not in task.presets:
-                hint = nearest_hint(str(asked["preset"]), task.presets)
-                raise UserError(
-                    f"--preset {asked['preset']}: valid for {self.name}: {', '.join(task.presets)}{hint}"
-                )
-            layers.append(task.presets[asked["preset"]])
+            layers.append(self._preset(str(asked["preset"])))
         if asked.get("mode") == "fast":
             layers.append(task.fast)
             changes = ", ".join(f"{k} {v}" for k, v in task.fast.items() if k not in asked)

@@ -195,7 +195,7 @@ class Task(ABC):
     demo: ClassVar[Mapping[str, Any]] = {}
     """Recipe values when no data is given: small enough for a minute on two cores."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Named recipe values for --preset."""
+    """Named values for --preset: of the recipe and, below the user's own plan flags, of the plan."""
     monitor: ClassVar[tuple[str, str]] = ("loss", "min")
     """The metric that early stopping and the best checkpoint follow, and its good direction."""
     rounds: ClassVar[bool] = False

@@ -114,7 +114,7 @@ def _request(recipe: Recipe, options: dict[str, Any], kinds: tuple[type, ...]) -
         raise UserError(f"{changed}: make the recipe again")
     chosen = workload(recipe.task)
     values, planned = _known(options, kinds), flags_of(PlanOptions, "")
-    asked = PlanOptions(**{k: v for k, v in values.items() if k in planned})
+    asked = chosen.plan_options(recipe.preset, {k: v for k, v in values.items() if k in planned})
     kept = RunOptions(**{k: v for k, v in values.items() if k not in planned})
     request = Request(chosen, recipe, asked, kept, {}, [])
     check_request(request)

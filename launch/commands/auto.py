@@ -9,7 +9,7 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.engine.registry import CHAINS
+from isobatch.engine.registry import CHAINS, workload
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
@@ -70,7 +70,7 @@ def resume(words: Sequence[str]) -> int:
         run.refuse_if_training()
         recipe = run.recipe
         locate_data(run, recipe, values["recipe"].get("data"))
-        asked = PlanOptions(**values["plan"])
+        asked = workload(recipe.task).plan_options(recipe.preset, values["plan"])
         store_plan(run, plan_with_remarks(recipe, run.facts, asked, run_options.quiet))
         return _print_result(run, launch_run(run, run_options).code, options)
 

@@ -35,10 +35,10 @@ def compress(words: Sequence[str]) -> int:
     flags.pop("task")
     options = build_options(AutoOptions, {k: flags.pop(k) for k in ("json",) if k in flags}, "auto")
     translated = translate(flags, set().union(*map(flags_of_stage, STAGES)))
-    for note in translated.notes:
-        print(note, file=sys.stderr)
     stage_flags = _flags_per_stage(translated.flags, translated.written)
     _check_all_stages(stage_flags)
+    for note in translated.notes:
+        print(note, file=sys.stderr)
     runs: list[RunFolder] = []
     for stage in STAGES:
         print(f"compress: {stage}", file=sys.stderr)

@@ -166,9 +166,12 @@ def parse_request(words: Sequence[str], command: str, options_class: type | None
         raise UserError(
             "--per-device-batch-size and --batch-size both say how large a batch is: give one of them"
         )
-    plan = PlanOptions(**values["plan"])
     recipe, preset_notes = chosen.complete({**values["recipe"], **values["options"]})
-    recipe, batch_notes = _with_batch_scaling(recipe, BatchScaling(**values["scaling"]), plan, found.written)
+    plan = chosen.plan_options(recipe.preset, values["plan"])
+    processes = values["plan"].get("processes")
+    recipe, batch_notes = _with_batch_scaling(
+        recipe, BatchScaling(**values["scaling"]), processes, found.written
+    )
     notes = [*found.notes, *preset_notes, *batch_notes]
     request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes)
     check_request(request)
@@ -214,9 +217,12 @@ def _refuse_unknown(written: Mapping[str, str], known: Collection[str], where: s
 
 
 def _with_batch_scaling(
-    recipe: Recipe, scaling: BatchScaling, plan: PlanOptions, written: Mapping[str, str]
+    recipe: Recipe, scaling: BatchScaling, processes: int | None, written: Mapping[str, str]
 ) -> tuple[Recipe, list[str]]:
-    """The recipe with the global batch asked for, and a line where it was named in other tools' words."""
+    """The recipe with the global batch asked for, and a line where it was named in other tools' words.
+
+    `processes`: the number that the user gave; `written`: our name of a flag -> the name that was written.
+    """
     factors = {
         "per_device_batch_size": scaling.per_device_batch_size,
         "gradient_accumulation_steps": scaling.gradient_accumulation_steps,
@@ -224,7 +230,7 @@ def _with_batch_scaling(
     notes = []
     if any(factors.values()):
         if scaling.per_device_batch_size:
-            factors["processes"] = plan.processes
+            factors["processes"] = processes
         else:
             factors = {"batch_size": recipe.batch_size, **factors}
         given = {name: factor for name, factor in factors.items() if factor}

@@ -308,4 +308,6 @@ def _print_result(
 
 def plan_options_from_request(values: dict[str, Any]) -> PlanOptions:
     """The plan options that request.json holds."""
-    return build_options(PlanOptions, {k: v for k, v in values.items() if v is not None}, "plan")
+    asked = {k: v for k, v in values.items() if v is not None}
+    from_preset = asked.pop("preset_options", {})
+    return dataclasses.replace(build_options(PlanOptions, asked, "plan"), preset_options=from_preset)
