@@ -123,6 +123,22 @@ def why_tokens(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -
     }[chosen.bound]
 
 
+def fixed_loader_settings(plan: Plan) -> dict[str, tuple[bool, str]]:
+    """Loader settings that follow from the plan and are no choice: name -> (whether it is so, why)."""
+    if plan.workers:
+        persistent = f"the {plan.workers} loader processes live as long as a phase, through all its epochs"
+    else:
+        persistent = "no loader processes: one thread loads as long as a phase lasts, through all its epochs"
+    if plan.pack:
+        return {
+            "persistent_workers": (True, persistent),
+            "dynamic_padding": (False, "samples are packed end to end, so batches are not padded"),
+        }
+    multiple = f", up to a multiple of {plan.pad_multiple}" if plan.pad_multiple > 1 else ""
+    padded = f"samples are padded to the longest of their micro-batch{multiple}, and cut so that it is little"
+    return {"persistent_workers": (True, persistent), "dynamic_padding": (True, padded)}
+
+
 PLANNED_AS = {"micro_batch": "micro_batch_samples"}
 """Options whose field in the plan has another name."""
 

@@ -13,6 +13,7 @@ from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.planning import hardware
 from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.detect import detect
+from isobatch.engine.planning.explanations import fixed_loader_settings
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import print_unless_quiet
@@ -67,6 +68,10 @@ def plan(words: Sequence[str]) -> int:
         "invariance": chosen.invariance,
         "frontier": frontier,
         "savings": alternatives,
+        "loader": {
+            name: {"value": value, "reason": reason}
+            for name, (value, reason) in fixed_loader_settings(chosen).items()
+        },
     }
     print(
         json.dumps(result, ensure_ascii=False)
@@ -93,12 +98,14 @@ def _format_plan(
         f" {facts.samples['train']:,} samples of up to {facts.longest} tokens",
         "",
     ]
-    shown = {k: v for k, v in chosen.to_dict().items() if k in chosen.reasons}
+    shown: dict[str, tuple[Any, str]] = {}
+    for name, value in chosen.to_dict().items():
+        if name in chosen.reasons:
+            shown[name] = (value, chosen.reasons[name])
+        if name == "pin_memory":  # the last of the loader's fields
+            shown |= fixed_loader_settings(chosen)
     width = max(map(len, shown), default=0)
-    lines += [
-        f"  {name:<{width}}  {_format_value(value)!s:<12}  {chosen.reasons[name]}"
-        for name, value in shown.items()
-    ]
+    lines += [f"  {name:<{width}}  {_format_value(v)!s:<12}  {why}" for name, (v, why) in shown.items()]
     lines += [
         "",
         f"predicted: {chosen.predicted_step_seconds:.3g} s a step,"

@@ -72,3 +72,17 @@ def test_plan_says_why(tmp_path: Path) -> None:
     sheet = launch("plan", "--task", RAGGED, "--hardware", "8xh100", cwd=tmp_path).stdout
     assert "of 8" in sheet
     assert "uncalibrated" in sheet
+
+
+def test_plan_says_why_the_loader_is_as_it_is(tmp_path: Path) -> None:
+    words = ["--workers", "4", "--persistent-workers", "--use_dynamic_padding", "--prefetch_factor", "3"]
+    done = launch("plan", "--task", RAGGED, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if len(line.split()) > 2}
+    settings = ("workers", "prefetch", "pin_memory", "persistent_workers", "dynamic_padding")
+    assert [rows[name][0] for name in settings] == ["4", "3", "off", "on", "on"]
+    assert all(len(rows[name]) > 3 for name in settings)
+    for word in ("--persistent-workers", "--use-dynamic-padding"):
+        assert f"{word} has no effect: it is always so here" in done.stderr
+    as_json = json.loads(launch("plan", "--task", RAGGED, "--json", cwd=tmp_path).stdout)
+    assert as_json["loader"]["dynamic_padding"]["value"] is True

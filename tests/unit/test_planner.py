@@ -12,7 +12,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.strategies import STRATEGIES, StrategyTraits
-from isobatch.engine.planning.explanations import unmet_wishes
+from isobatch.engine.planning.explanations import fixed_loader_settings, unmet_wishes
 from isobatch.engine.planning.hardware import GIB, MACHINES, Hardware, parse_hardware
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan, with_smaller_budget
 from isobatch.models.base import ModelSize
@@ -304,6 +304,20 @@ def test_a_mixed_precision_is_a_wish_and_the_plan_says_why_not(machine: str, wor
     assert plan.reasons["precision"].endswith(reason)
     line = f"--precision {word}: {plan.reasons['precision']}"
     assert unmet_wishes(PlanOptions(precision=word), plan) == [line]  # type: ignore[arg-type]
+
+
+def test_what_of_the_loader_is_no_choice_has_its_reason_too() -> None:
+    thread = fixed_loader_settings(planned("cpu:8x64gb", TINY))
+    assert {name: value for name, (value, _) in thread.items()} == {
+        "persistent_workers": True,
+        "dynamic_padding": True,
+    }
+    assert thread["persistent_workers"][1].startswith("no loader processes: one thread")
+    workers = fixed_loader_settings(planned(LAPTOP, workers=8))
+    assert workers["persistent_workers"][1].startswith("the 8 loader processes live as long as a phase")
+    assert "up to a multiple of 8" in workers["dynamic_padding"][1]
+    packed = fixed_loader_settings(dataclasses.replace(planned(LAPTOP), pack=True))
+    assert packed["dynamic_padding"] == (False, "samples are packed end to end, so batches are not padded")
 
 
 def test_wishes_that_the_plan_follows_need_no_line() -> None:
