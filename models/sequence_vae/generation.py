@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isobatch.core.errors import UserError
-from isobatch.models.sequence_vae.network import NetworkConfig, SequenceVAE
+from isobatch.models.sequence_vae.network import NetworkConfig, VAENetwork
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class SequenceCodec:
     """A trained model with its tokenizer; without one a sequence is written as numbers."""
 
-    model: SequenceVAE
+    model: VAENetwork
     tokenizer: Any | None
 
     @classmethod
@@ -74,13 +74,13 @@ class SequenceCodec:
         return written
 
 
-def open_model(final: Path) -> SequenceVAE:
+def open_model(final: Path) -> VAENetwork:
     """The model in a run's final/, ready to evaluate. Raises UserError where there is none."""
     from safetensors.torch import load_file
 
     if not (final / "config.json").is_file():
         raise UserError(f"{final} holds no trained model (config.json): has the run finished?")
-    model = SequenceVAE(NetworkConfig.from_dict(json.loads((final / "config.json").read_text())))
+    model = VAENetwork(NetworkConfig.from_dict(json.loads((final / "config.json").read_text())))
     model.load_state_dict(load_file(final / "model.safetensors"))
     return model.eval()
 
@@ -94,7 +94,7 @@ def open_tokenizer(file: Path) -> Any | None:
 
 @torch.no_grad()
 def decode(
-    model: SequenceVAE,
+    model: VAENetwork,
     z: Tensor,
     tokens: int,
     temperature: float = 0.0,

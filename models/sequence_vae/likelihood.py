@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from isobatch.models.base import Batch
-    from isobatch.models.sequence_vae.network import SequenceVAE
+    from isobatch.models.sequence_vae.network import VAENetwork
 
 DECODED_TOKENS = 1 << 13
 """Tokens that are decoded at a time."""
@@ -22,7 +22,7 @@ _SEED = 0x1A11
 
 @torch.no_grad()
 def importance_weighted_nll(
-    model: SequenceVAE, batches: Iterable[Batch], draws: int, seed: int
+    model: VAENetwork, batches: Iterable[Batch], draws: int, seed: int
 ) -> Mapping[str, float]:
     """-log (1/K sum_k p(x|z_k) p(z_k) / q(z_k|x)), K = `draws`: `iw_nll` and `iw_perplexity`.
 
@@ -46,7 +46,7 @@ def _draws(seed: int, sample: int, count: int, latent: int) -> Tensor:
     return torch.from_numpy(generator.standard_normal((count, latent), dtype=np.float32))
 
 
-def _log_likelihood(model: SequenceVAE, tokens: Tensor, noise: Tensor) -> float:
+def _log_likelihood(model: VAENetwork, tokens: Tensor, noise: Tensor) -> float:
     """log p(x) of one sequence, tokens (1, T), by the draws `noise` (K, L)."""
     length = torch.tensor([tokens.shape[1]], device=tokens.device)
     posterior = model.encoder(tokens, length)

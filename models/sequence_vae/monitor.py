@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.models.sequence_vae import posterior
-from isobatch.models.sequence_vae.network import Posterior
+from isobatch.models.sequence_vae.posterior import Posterior
 from isobatch.models.sequence_vae.verdict import Figures, History, judge
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX, ChunkedCrossEntropy
+from isobatch.models.sequence_vae.posterior import Posterior
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,21 +52,6 @@ class NetworkConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> NetworkConfig:
         """From config.json; what this version does not know is ignored."""
         return cls(**{k: v for k, v in values.items() if k in cls.__dataclass_fields__})
-
-
-class Posterior(NamedTuple):
-    """q(z|x): a Gaussian with independent dimensions. Both (B, L), fp32."""
-
-    mean: Tensor
-    logvar: Tensor
-
-    def kl(self) -> Tensor:
-        """(B, L) nats: KL(q(z|x) || N(0, 1)) per dimension (Kingma and Welling 2014, appendix B)."""
-        return 0.5 * (self.mean.square() + self.logvar.exp() - 1 - self.logvar)
-
-    def sample(self, noise: Tensor) -> Tensor:
-        """(B, L): mean + noise times the standard deviation; `noise` (B, L) is standard normal."""
-        return self.mean + noise * (0.5 * self.logvar).exp()
 
 
 class CausalBlock(nn.Module):
@@ -128,11 +114,19 @@ class TransformerBackbone(nn.Module):
 BACKBONES: dict[str, type[nn.Module]] = {"gru": GRUBackbone, "transformer": TransformerBackbone}
 
 
-def _embedding(config: NetworkConfig) -> nn.Embedding:
-    embedding = nn.Embedding(config.vocabulary, config.hidden)
-    if embedding.weight.device.type != "meta":
-        nn.init.uniform_(embedding.weight, -EMBEDDING_RANGE, EMBEDDING_RANGE)
-    return embedding
+@torch.no_grad()
+def initialize(module: nn.Module, seed: int) -> None:
+    """Initial weights, the same for a seed on every machine: torch's ranges, and embeddings in +-0.1."""
+    generator = torch.Generator().manual_seed(seed)
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            bound = EMBEDDING_RANGE
+        elif isinstance(part, nn.Linear | nn.GRU):
+            bound = (part.in_features if isinstance(part, nn.Linear) else part.hidden_size) ** -0.5
+        else:
+            continue  # norms begin at one and zero
+        for weights in part.parameters(recurse=False):
+            weights.copy_(torch.empty(weights.shape).uniform_(-bound, bound, generator=generator))
 
 
 class Encoder(nn.Module):
@@ -143,7 +137,7 @@ class Encoder(nn.Module):
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
-        self.embedding = _embedding(config)
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
         self.backbone = BACKBONES[config.backbone](config, config.hidden)
         self.posterior = nn.Linear(config.hidden, 2 * config.latent)
 
@@ -181,7 +175,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
-        self.embedding = _embedding(config)
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
         self.input_dropout, self.output_dropout = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
         self.state = nn.Linear(config.latent, config.hidden)
         self.backbone = BACKBONES[config.backbone](config, config.hidden + config.latent)
@@ -217,7 +211,7 @@ class Output(NamedTuple):
     """0-d: the same with the latent vectors of other samples, where these were given; no gradient."""
 
 
-class SequenceVAE(nn.Module):
+class VAENetwork(nn.Module):
     """Encoder and decoder; while it trains also its objective, and the monitor where there is one."""
 
     def __init__(self, config: NetworkConfig) -> None:
@@ -256,10 +250,3 @@ class SequenceVAE(nn.Module):
         inputs = F.pad(tokens[:, :-1], (1, 0), value=self.config.bos)
         padding = torch.arange(tokens.shape[1], device=tokens.device) >= length[:, None]
         return inputs, tokens.masked_fill(padding, IGNORE_INDEX)
-
-    def reset_decoder(self, seed: int) -> None:
-        """New initial weights for the decoder, the same for a seed on every machine."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            fresh = Decoder(self.config)
-        self.decoder.load_state_dict(fresh.state_dict())

@@ -1,11 +1,12 @@
-"""Measures of a posterior over data: active units, mutual information, and a projection to two dimensions.
+"""The posterior, and measures of it over data: active units, mutual information, a projection to a plane.
 
-Letters: N samples, L latent dimensions. All in fp64 where the device has it.
+Letters: B or N samples, L latent dimensions.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,21 @@ ACTIVE = 0.01
 """Variance of the posterior mean over the data above which a dimension is active (Burda et al. 2016)."""
 ROWS_AT_A_TIME = 512
 """Rows of the N x N table of densities that are computed at once."""
+
+
+class Posterior(NamedTuple):
+    """q(z|x): a Gaussian with independent dimensions. Both (B, L), fp32."""
+
+    mean: Tensor
+    logvar: Tensor
+
+    def kl(self) -> Tensor:
+        """(B, L) nats: KL(q(z|x) || N(0, 1)) per dimension (Kingma and Welling 2014, appendix B)."""
+        return 0.5 * (self.mean.square() + self.logvar.exp() - 1 - self.logvar)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """(B, L): mean + noise times the standard deviation; `noise` (B, L) is standard normal."""
+        return self.mean + noise * (0.5 * self.logvar).exp()
 
 
 def mean_variance(total: Tensor, squares: Tensor, count: Tensor | float) -> Tensor:

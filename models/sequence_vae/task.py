@@ -35,6 +35,7 @@ EVALUATED_POSTERIORS = 4096
 """Held-out samples among which mutual information is measured."""
 SHOWN_TOKENS = 40
 """Most tokens of the sequences that are shown at the end of a run."""
+_FAST_ARITHMETIC = {"precision": "16-mixed", "compile": "on"}
 DECODER_SEED = 1
 """Added to the recipe's seed for a decoder that begins anew."""
 
@@ -62,6 +63,15 @@ class SequenceVAE(Task):
         "eval_fraction": 0.1,
         "min_delta": 0.01,
         "monitor": "fast",
+    }
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "recommended": {"batch_size": 4, "max_length": 1000, "monitor": "fast", "precision": "16-mixed"},
+        "max-speed": {"batch_size": 4, "max_length": 1000, "monitor": "off", **_FAST_ARITHMETIC},
+        "low-memory": {"batch_size": 2, "max_length": 500, "monitor": "fast", "precision": "16-mixed"},
+        "debug": {
+            **{"batch_size": 1, "max_length": 100, "steps": [50], "monitor": "fast"},
+            **{"precision": "fp32", "workers": 2},
+        },
     }
     demo: ClassVar[Mapping[str, Any]] = {
         "hidden": 128,
@@ -113,7 +123,9 @@ class SequenceVAE(Task):
             dropout=DROPOUT if self.recipe.dropout is None else self.recipe.dropout,
             **{name: extra[name] for name in ("vocabulary", "bos", "eos", "unk")},
         )
-        model = network.SequenceVAE(config)
+        model = network.VAENetwork(config)
+        if model.decoder.head.weight.device.type != "meta":
+            network.initialize(model, self.recipe.seed)
         schedule = objective.KLSchedule(
             options.kl_schedule, options.beta, options.kl_warmup, options.kl_cycles
         )
@@ -125,8 +137,10 @@ class SequenceVAE(Task):
 
     def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """After the autoencoder the decoder begins anew, so that it learns to use what the encoder says."""
+        from isobatch.models.sequence_vae.network import initialize
+
         if phase == VAE and self.options.pretrain:
-            model.reset_decoder(self.recipe.seed + DECODER_SEED)
+            initialize(model.decoder, self.recipe.seed + DECODER_SEED)
         if model.monitor is not None:
             model.monitor.reset()
 

@@ -17,7 +17,7 @@ from isobatch.launch.local.foreign_words import SYNONYMS, VALUES, WORDS, transla
 if TYPE_CHECKING:
     from pathlib import Path
 
-TASKS = ("causal-lm", "classifier", "pruning", "qat", "recommender")
+TASKS = ("causal-lm", "classifier", "pruning", "qat", "recommender", "sequence-vae")
 
 
 def ask(*words: str, task: str = "causal-lm") -> Request:
@@ -254,7 +254,7 @@ def test_words_are_offered_where_their_flags_are() -> None:
 
 
 def test_every_word_stands_for_flags_that_a_task_has() -> None:
-    known = set().union(*map(known_flags, TASKS)) | {"monitor"}  # of sequence VAEs
+    known = set().union(*map(known_flags, TASKS))
     assert set(SYNONYMS.values()) <= known
     assert known >= VALUES.keys()
     for name, meanings in (WORDS | VALUES).items():

@@ -12,8 +12,8 @@ import torch
 
 from isobatch.models.sequence_vae import posterior
 from isobatch.models.sequence_vae.monitor import ROWS, SUMS, PosteriorMonitor
-from isobatch.models.sequence_vae.network import Posterior
 from isobatch.models.sequence_vae.options import MonitorPace
+from isobatch.models.sequence_vae.posterior import Posterior
 from isobatch.models.sequence_vae.verdict import Figures, History, judge, sentence
 
 LATENT = 5

@@ -33,6 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "models.classification": {"core", "models", "models.encoder"},
     "models.compression": {"core", "models", "models.encoder", "models.classification"},
     "models.recommendation": {"core", "models", "models.causal_lm"},
+    "models.sequence_vae": {"core", "models", "models.causal_lm"},
     "engine": {"core", "data", "models"},
     "engine.distributed": {"core"},
     "engine.runs": {"core"},
