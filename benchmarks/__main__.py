@@ -22,6 +22,10 @@ BENCHMARKS = {
         "speed.recommender",
         "training on texts, naive and as here; on ids alone against a DataLoader of rows",
     ),
+    "sequence-vae": (
+        "speed.sequence_vae",
+        "a sequence VAE from slow settings to this engine; what its monitor costs",
+    ),
     "adapters": ("speed.adapters", "fine-tuning in 16, 8 and 4 bits: memory, steps, checkpoints; cleaning"),
     "compression": ("speed.compression", "pruning and 4-bit training: steps, file sizes, latency"),
     "scaling": ("speed.scaling", "one process of one thread against two on two cores, the same recipe"),
@@ -44,6 +48,10 @@ BENCHMARKS = {
     "accuracy": (
         "quality.accuracy",
         "accuracy after pruning and 4-bit training on real text; takes hours, continues if stopped",
+    ),
+    "collapse": (
+        "quality.collapse",
+        "posterior collapse on real sentences, and what keeps a VAE from it",
     ),
     "texts": (
         "quality.texts",
@@ -70,18 +78,19 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer repeats; keeps no results")
     parser.add_argument("--data", help="folder of labelled texts, for those that need one")
     parser.add_argument("--model", help="folder of a pretrained encoder, for those that need one")
+    parser.add_argument("--only", default="", help="one part, for those that name their parts")
     asked = parser.parse_args()
     if asked.name is None:
         print(listing)
         return 0
     module, _ = BENCHMARKS[asked.name]
     measure = importlib.import_module(f"isobatch.benchmarks.{module}").measure
-    needed = [n for n in ("data", "model") if n in inspect.signature(measure).parameters]
+    needed = [n for n in ("data", "model", "only") if n in inspect.signature(measure).parameters]
     if missing := [n for n in needed if getattr(asked, n) is None]:
         parser.error(f"{asked.name} needs --{missing[0]}")
-    rows = measure(asked.quick, **{n: getattr(asked, n) for n in needed})
+    rows = list(measure(asked.quick, **{n: getattr(asked, n) for n in needed}))
     print(report.table(rows))
-    if not asked.quick:
+    if not (asked.quick or asked.only):
         print(f"written: {report.write(asked.name, rows)}")
     return 0
 

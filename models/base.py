@@ -171,6 +171,8 @@ class ModelSize:
     """Width of an output projection computed for every token."""
     head_bytes: int = 0
     """Most fp32 logits that are made of it at a time, if it works in chunks."""
+    recurrent_layers: int = 0
+    """Layers that compute the tokens of a row one after another, as a GRU does."""
     weight_bytes: float = 0.0
     """Of all weights, where they are not 4 a parameter."""
     packs: bool = False

@@ -27,6 +27,9 @@ CPU_BF16_SPEEDUP = 2.0
 """Measured with AVX512_BF16: 1.8 to 2.5 times fp32; without it bf16 is 5 times slower than fp32."""
 CPU_MEMORY_BANDWIDTH = 10e9
 """Bytes/s."""
+RECURRENT_STEP_SECONDS = {"cpu": 4e-4, "cuda": 5e-5, "mps": 5e-5}
+"""Forward and backward pass of one token of a recurrent layer, however many rows there are (CPU measured: 0.3
+to 0.8 ms; GPUs uncalibrated)."""
 GLOO_BANDWIDTH, GLOO_LATENCY, NCCL_LATENCY = 1e9, 2e-4, 2e-5
 """Bytes/s, seconds, seconds."""
 BUCKET_BYTES = 25e6
@@ -99,13 +102,16 @@ def memory_bandwidth(case: PlanningCase) -> float:
 def micro_batch_seconds(case: PlanningCase) -> float:
     """Seconds of a micro-batch apart from its tokens: kernel launches, and one addition to every gradient.
 
-    Launching a layer's eager kernels takes about a millisecond, forward and backward (BERT: 10 to 20 ms).
+    Launching a layer's eager kernels takes about a millisecond, forward and backward (BERT: 10 to 20 ms); a
+    recurrent layer is launched for every token of the longest row.
     """
-    accumulate = 12.0 * case.model_size.trainable / memory_bandwidth(case)
+    fixed = 12.0 * case.model_size.trainable / memory_bandwidth(case)
+    steps = case.model_size.recurrent_layers * case.facts.mean_length
+    fixed += steps * RECURRENT_STEP_SECONDS[case.device]
     if case.device == "cpu":
-        return 1e-3 + accumulate
+        return 1e-3 + fixed
     launch = 3e-3 + 1e-3 * layers_and_width(case.model_size)[0]
-    return launch * (0.4 if case.compile else 1.0) + accumulate
+    return launch * (0.4 if case.compile else 1.0) + fixed
 
 
 def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:

@@ -153,8 +153,9 @@ class Stepper:
 
         def record(name: str, value: Tensor) -> None:
             if weight is not None:
-                share = value.detach().to(self._sum_dtype) * weight
-                self._recorded[name] = self._recorded.get(name, torch.zeros_like(share)) + share
+                share = value.detach().to(self._sum_dtype)
+                share = share if weight == 1 else share * weight
+                self._recorded[name] = self._recorded[name] + share if name in self._recorded else share
 
         with self.world.accelerator.autocast(), self._watching_generators():
             context = self.step_context(step, record=record, positions=positions)

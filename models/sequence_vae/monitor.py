@@ -22,24 +22,25 @@ if TYPE_CHECKING:
 
     from isobatch.models.sequence_vae.options import MonitorPace
 
-SUMS, ROWS = "monitor.sums", "monitor.rows"
-"""Names of what a step records."""
+TOTALS, STEP, COMPARED = "totals", "monitor.step", "monitor.compared"
+"""Names of what a step records. TOTALS, always: samples, their tokens, KL and -log p(x|z)."""
 LEAST_SAMPLES = 1024
 """Samples of the window of posteriors, at least, whatever the batch."""
+COMPARED_SAMPLES, COMPARISONS = 8, 8
+"""Samples of a batch that are decoded with their own and another's latent vector; batches that are kept."""
 SHOWN_POINTS = 256
 """Points of a latent projection in metrics.jsonl."""
-COUNT, TOKENS, NLL, OTHER_NLL, OWN_NLL = range(5)
-"""Places of the scalars at the beginning of a step's sums; then KL, mean and squared mean per dimension."""
-SCALARS = 5
 
 
 class PosteriorMonitor(nn.Module):
     """Window sums of the last steps, and the posteriors of the last samples."""
 
     sums: Tensor
-    """(window, SCALARS + 3 L): a row per step; row `step % window` is the newest."""
+    """(window, 4 + 4 L): TOTALS and the columns of `measure` of a step; row `step % window` is the newest."""
     rows: Tensor
-    """(samples, 2 L + 1): mean, log variance, and 1 where there is a sample."""
+    """(samples, 4 L): a row per sample with the columns of `measure`, 0 where there is none yet."""
+    compared: Tensor
+    """(COMPARISONS, 3): samples, their -log p(x|z), and the same with others' latent vectors."""
     history: Tensor
     """(History.size(L),): what the verdict needs of earlier reports."""
 
@@ -49,13 +50,14 @@ class PosteriorMonitor(nn.Module):
         self.rows_per_step = min(batch_size, -(-LEAST_SAMPLES // pace.window))
         self.blocks = -(-LEAST_SAMPLES // self.rows_per_step)
         """Steps after which all rows are replaced."""
-        self.register_buffer("sums", torch.zeros(pace.window, SCALARS + 3 * latent))
-        self.register_buffer("rows", torch.zeros(self.blocks * self.rows_per_step, 2 * latent + 1))
+        self.register_buffer("sums", torch.zeros(pace.window, 4 + 4 * latent))
+        self.register_buffer("rows", torch.zeros(self.blocks * self.rows_per_step, 4 * latent))
+        self.register_buffer("compared", torch.zeros(COMPARISONS, 3))
         self.register_buffer("history", torch.zeros(History.size(latent)))
 
     def reset(self) -> None:
         """Forget everything: a new phase begins."""
-        for state in (self.sums, self.rows, self.history):
+        for state in (self.sums, self.rows, self.compared, self.history):
             state.zero_()
 
     def reports_at(self, step: int) -> bool:
@@ -66,9 +68,14 @@ class PosteriorMonitor(nn.Module):
         """Whether the report after step `step` (from 0) holds a latent projection."""
         return self.reports_at(step) and (step + 1) % self.pace.plot_every == 0
 
+    def watches(self, step: int) -> bool:
+        """Whether the next report looks back as far as step `step` (from 0)."""
+        until_report = -(step + 1) % self.pace.report_every
+        return until_report < max(self.pace.window, self.blocks)
+
     def compares_at(self, step: int) -> bool:
         """Whether step `step` (from 0) also decodes with the latent vectors of other samples."""
-        return self.reports_at(step) and step >= self.blocks
+        return (step + 1) % self.pace.compare_every == 0 and step >= self.blocks
 
     def posteriors(self, chosen: Tensor) -> Posterior:
         """Those of the window with these numbers (B,).
@@ -76,66 +83,74 @@ class PosteriorMonitor(nn.Module):
         The window is the same on every process, and the numbers are keyed by the sample, so that the division
         into micro-batches does not matter.
         """
-        mean, logvar, _ = self.rows[chosen].split((self.latent, self.latent, 1), dim=1)
-        return Posterior(mean, logvar)
+        return self._posteriors(self.rows[chosen])
 
-    def step_sums(
-        self, found: Posterior, kl: Tensor, length: Tensor, nll: Tensor, other_nll: Tensor | None
-    ) -> Tensor:
-        """(SCALARS + 3 L,): what a micro-batch adds to its step. `kl` (B, L)."""
-        zero = torch.zeros_like(nll)
-        own = zero if other_nll is None else nll
-        scalars = [zero + len(kl), length.sum().to(nll.dtype), nll, zero if other_nll is None else other_nll]
-        mean = found.mean.detach()
-        per_dimension = [kl.detach().sum(0), mean.sum(0), mean.square().sum(0)]
-        return torch.cat([torch.stack([*scalars, own]).detach(), *per_dimension])
+    def _posteriors(self, rows: Tensor) -> Posterior:
+        return Posterior(rows[:, : self.latent], rows[:, self.latent : 2 * self.latent])
 
-    def step_rows(self, found: Posterior, positions: np.ndarray) -> Tensor:
-        """(rows_per_step, 2 L + 1): the posteriors of the micro-batch that belong to the window."""
-        rows = torch.zeros(self.rows_per_step, self.rows.shape[1], device=found.mean.device)
+    @torch.no_grad()
+    def measure(self, found: Posterior, kl: Tensor, positions: np.ndarray) -> Tensor:
+        """(1 + rows_per_step, 4 L): what a micro-batch adds to its step. `kl` (B, L), `positions` (B,).
+
+        The columns: mean, log variance, squared mean and KL of each dimension. The first row is the sum over
+        the samples; then come the samples of the first positions of the global batch, each in its row.
+        """
+        each = torch.cat([found.mean, found.logvar, found.mean.square(), kl], dim=1).to(self._double)
+        out = torch.zeros(1 + self.rows_per_step, each.shape[1], dtype=each.dtype, device=each.device)
+        torch.sum(each, 0, out=out[0])
         chosen = np.flatnonzero(positions < self.rows_per_step)
-        if len(chosen):
-            places = torch.from_numpy(positions[chosen]).to(rows.device)
-            taken = torch.from_numpy(chosen).to(rows.device)
-            values = torch.cat([found.mean, found.logvar, torch.ones_like(found.mean[:, :1])], dim=1)
-            rows[places] = values.detach()[taken]
-        return rows
+        places, rows = (torch.from_numpy(n).to(each.device) for n in (1 + positions[chosen], chosen))
+        out[places] = each[rows]
+        return out
+
+    def nothing(self) -> dict[str, Tensor]:
+        """Name -> what changes no sum."""
+        device = self.rows.device
+        step = torch.zeros(1 + self.rows_per_step, self.rows.shape[1], device=device)
+        return {STEP: step, COMPARED: torch.zeros(3, device=device)}
+
+    @property
+    def _double(self) -> torch.dtype:
+        return torch.float32 if self.rows.device.type == "mps" else torch.float64
 
     def add(self, step: int, recorded: Mapping[str, Tensor]) -> None:
         """Take a step's sums, which are reduced over all processes, into the window."""
+        if not self.watches(step):
+            return
+        found = recorded[STEP].to(self.rows.dtype)
         start = step % self.blocks * self.rows_per_step
-        self.sums[step % len(self.sums)] = recorded[SUMS].to(self.sums.dtype)
-        block, newest = self.rows[start : start + self.rows_per_step], recorded[ROWS].to(self.rows.dtype)
-        block.copy_(torch.where(newest[:, -1:] > 0, newest, block))  # the last batch of an epoch may be short
+        self.sums[step % len(self.sums)] = torch.cat([recorded[TOTALS].to(found.dtype), found[0]])
+        block, newest = self.rows[start : start + self.rows_per_step], found[1:]
+        block.copy_(torch.where(_present(newest), newest, block))  # the last batch of an epoch may be short
+        if self.compares_at(step):
+            number = step // self.pace.compare_every % COMPARISONS
+            self.compared[number] = recorded[COMPARED].to(self.compared.dtype)
 
     def report(self, step: int, seed: int) -> Figures:
         """The figures of the window after step `step` (from 0). The only wait for the device is here."""
-        double = torch.float32 if self.sums.device.type == "mps" else torch.float64
-        sums = self.sums.to(double)
-        total = sums.sum(0)
-        kl, mean, squares = total[SCALARS:].view(3, self.latent)
-        variance = posterior.mean_variance(mean, squares, total[COUNT])
-        newest = sums[step % len(sums)]
-        rows = self.rows[self.rows[:, -1] > 0].to(double)
-        means, logvars = rows[:, :-1].chunk(2, dim=1)
+        total = self.sums.to(self._double).sum(0)
+        mean, _, squares, kl = total[4:].view(4, self.latent)
+        variance = posterior.mean_variance(mean, squares, total[0])
+        window = self._posteriors(self.rows[_present(self.rows)[:, 0]].to(self._double))
+        means = window.mean
         drawn = np.random.default_rng([seed, step]).standard_normal(tuple(means.shape))
         noise = torch.from_numpy(drawn).to(means)
         points = posterior.projection(means[:SHOWN_POINTS]) if self.plots_at(step) else None
-        flat = torch.cat([total[:SCALARS], newest[[COUNT, OTHER_NLL, OWN_NLL]], kl, variance]).tolist()
-        count, tokens, nll = flat[:3]
-        newest_count, other_nll, own_nll = flat[SCALARS : SCALARS + 3]
-        per_dimension = np.array(flat[SCALARS + 3 :]).reshape(2, self.latent)
+        compared = self.compared.to(self._double).sum(0)
+        flat = torch.cat([total[:4], compared, kl, variance]).tolist()
+        count, tokens, _, nll, compared_count, own_nll, other_nll = flat[:7]
+        per_dimension = np.array(flat[7:]).reshape(2, self.latent)
         return Figures(
             step=step + 1,
-            window=min(step + 1, len(sums)),
-            full=step + 1 >= max(len(sums), self.blocks),
+            window=min(step + 1, len(self.sums)),
+            full=step + 1 >= max(len(self.sums), self.blocks),
             kl_per_dimension=(per_dimension[0] / count).tolist(),
             variance=per_dimension[1].tolist(),
             nll=nll / count,
             nll_per_token=nll / tokens,
-            mutual_information=posterior.mutual_information(means, logvars, noise),
+            mutual_information=posterior.mutual_information(means, window.logvar, noise),
             ceiling=math.log(len(means)),
-            shuffle_gap=(other_nll - own_nll) / newest_count if own_nll else None,
+            shuffle_gap=(other_nll - own_nll) / compared_count if compared_count else None,
             points=None if points is None else [[round(v, 3) for v in point] for point in points.tolist()],
         )
 
@@ -145,6 +160,11 @@ class PosteriorMonitor(nn.Module):
         now = judge(figures, before)
         self.history.copy_(torch.from_numpy(now.pack()))
         return now, now.state != before.state
+
+
+def _present(rows: Tensor) -> Tensor:
+    """(N, 1) bool: whether a row is a sample's."""
+    return (rows != 0).any(1, keepdim=True)
 
 
 def metrics_of(figures: Figures) -> dict[str, Any]:

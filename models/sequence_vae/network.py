@@ -152,6 +152,7 @@ class Encoder(nn.Module):
 class Head(nn.Linear):
     """A linear layer to the vocabulary that returns the cross-entropy of targets without all the logits."""
 
+    @torch.compiler.disable  # the number of targets changes with every batch
     def forward(self, states: Tensor, targets: Tensor | None = None) -> Tensor:
         """states (N, D): logits (N, V), or with targets (N,) the sum of -log p in nats, 0-d."""
         if targets is None:
@@ -207,8 +208,17 @@ class Output(NamedTuple):
     nll: Tensor
     """0-d: sum of -log p(x|z), in nats."""
     posterior: Posterior
-    other_nll: Tensor | None
-    """0-d: the same with the latent vectors of other samples, where these were given; no gradient."""
+    compared: Tensor | None
+    """(3,): samples that were compared, their -log p(x|z), and that with others' latent vectors."""
+
+
+class OtherLatents(NamedTuple):
+    """Latent vectors of other samples, with which some rows are decoded as well."""
+
+    rows: Tensor
+    """(C,) rows of the micro-batch."""
+    z: Tensor
+    """(C, L)."""
 
 
 class VAENetwork(nn.Module):
@@ -227,23 +237,29 @@ class VAENetwork(nn.Module):
         length: Tensor,
         noise: Tensor | None,
         dropped: Tensor | None = None,
-        other_z: Tensor | None = None,
+        others: OtherLatents | None = None,
     ) -> Output:
         """tokens (B, T) int64 whose rows end with the end token, length (B,).
 
         `noise` (B, L) standard normal; None takes the posterior's mean. `dropped` (B, T) bool: inputs that
-        the decoder reads as unknown. `other_z` (B, L): see Output.
+        the decoder reads as unknown. `others`: what Output.compared compares with.
         """
         posterior = self.encoder(tokens, length)
         z = posterior.mean if noise is None else posterior.sample(noise)
         inputs, targets = self.inputs_and_targets(tokens, length)
         if dropped is not None:
             inputs = inputs.masked_fill(dropped, self.config.unk)
-        other = None
-        if other_z is not None:
-            with torch.no_grad():
-                other = self.decoder(inputs, other_z, targets)
-        return Output(self.decoder(inputs, z, targets), posterior, other)
+        compared = None if others is None else self._compare(inputs, z, targets, others)
+        return Output(self.decoder(inputs, z, targets), posterior, compared)
+
+    @torch.no_grad()
+    def _compare(self, inputs: Tensor, z: Tensor, targets: Tensor, others: OtherLatents) -> Tensor:
+        """See Output; without dropout, whose draws belong to whole micro-batches."""
+        rows, training = others.rows, self.decoder.training
+        self.decoder.eval()
+        nll = [self.decoder(inputs[rows], latent, targets[rows]) for latent in (z[rows], others.z)]
+        self.decoder.train(training)
+        return torch.stack([torch.full_like(nll[0], len(rows)), *nll])
 
     def inputs_and_targets(self, tokens: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T) each: tokens moved right behind the first token, and tokens with padding ignored."""

@@ -10,14 +10,18 @@ from isobatch.core.number_ranges import Fraction, Positive, Probability, Rate, S
 
 @dataclass(frozen=True, slots=True)
 class MonitorPace:
-    """In steps: between reports, between drawings, and how far a report looks back."""
+    """In steps: between reports, comparisons and drawings, and how far a report looks back."""
 
     report_every: int
+    compare_every: int
     plot_every: int
     window: int
 
 
-PACES = {"full": MonitorPace(20, 500, 100), "fast": MonitorPace(100, 2000, 50)}
+PACES = {
+    "full": MonitorPace(report_every=20, compare_every=20, plot_every=500, window=100),
+    "fast": MonitorPace(report_every=100, compare_every=500, plot_every=2000, window=50),
+}
 """--monitor -> its pace."""
 
 

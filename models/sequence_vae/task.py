@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
     from isobatch.models.sequence_vae.generation import SequenceCodec
+    from isobatch.models.sequence_vae.monitor import PosteriorMonitor
+    from isobatch.models.sequence_vae.network import OtherLatents, Output
 
 AUTOENCODER, VAE = "autoencoder", "vae"
 """Names of the phases."""
@@ -81,6 +84,11 @@ class SequenceVAE(Task):
         "free_bits": 4.0,
         "lr": 3e-3,
     }
+
+    def __init__(self, recipe: Recipe, options: Any) -> None:
+        super().__init__(recipe, options)
+        self._has_recorded = False
+        """Whether this process has recorded all that it ever records."""
 
     @property
     def plot_every(self) -> int:  # type: ignore[override]
@@ -152,6 +160,7 @@ class SequenceVAE(Task):
             layers=2 * options.layers,
             hidden=options.hidden,
             intermediate=options.hidden if is_gru else 4 * options.hidden,
+            recurrent_layers=2 * options.layers if is_gru else 0,
             vocabulary=facts.extra["vocabulary"],
             head_bytes=CHUNK_BYTES,
             why_unshardable="torch's GRU reads all of its weights at once" if is_gru else "",
@@ -167,15 +176,15 @@ class SequenceVAE(Task):
         if step.phase == AUTOENCODER:
             return {"nll": Loss(model(tokens, length, None, dropped).nll, "sample")}
         monitor = network.monitor if step.positions is not None else None
-        compares = monitor is not None and monitor.compares_at(step.number)
-        other_z = self._other_z(monitor, step) if compares else None
+        others = self._others(monitor, step) if monitor is not None else None
         noise = step.noise.normal("posterior", (self.options.latent,))
-        output = model(tokens, length, noise, dropped, other_z)
+        output = model(tokens, length, noise, dropped, others)
         kl = output.posterior.kl()
         per_sample = kl.sum(1)
-        step.record("kl", torch.stack([per_sample.sum(), per_sample.new_tensor(len(per_sample))]))
+        count = torch.full_like(output.nll, len(tokens))
+        step.record("totals", torch.stack([count, length.sum(), per_sample.sum(), output.nll]))
         if monitor is not None:
-            self._record(monitor, output, kl, length, step)
+            self._record(monitor, output, kl, step)
         term = network.objective.kl_term(per_sample, step.number, step.total_steps)
         return {"nll": Loss(output.nll, "sample"), "kl_term": Loss(term, "sample")}
 
@@ -187,31 +196,48 @@ class SequenceVAE(Task):
         dropped[:, 0] = False
         return dropped
 
-    def _other_z(self, monitor: Any, step: StepContext) -> Tensor:
-        """(B, L): for each sample the latent vector of another, drawn from the monitor's window."""
-        chosen = step.noise.integers("monitor.other", (), len(monitor.rows))
-        noise = step.noise.normal("monitor.noise", (self.options.latent,))
-        found: Tensor = monitor.posteriors(chosen).sample(noise)
-        return found
+    def _others(self, monitor: PosteriorMonitor, step: StepContext) -> OtherLatents | None:
+        """In steps that compare: latent vectors from the monitor's window, for the batch's first samples."""
+        if not monitor.compares_at(step.number):
+            return None
+        import torch
 
-    @staticmethod
-    def _record(monitor: Any, output: Any, kl: Tensor, length: Tensor, step: StepContext) -> None:
-        from isobatch.models.sequence_vae.monitor import ROWS, SUMS
+        from isobatch.models.sequence_vae.monitor import COMPARED_SAMPLES
+        from isobatch.models.sequence_vae.network import OtherLatents
 
         assert step.positions is not None
-        step.record(SUMS, monitor.step_sums(output.posterior, kl, length, output.nll, output.other_nll))
-        step.record(ROWS, monitor.step_rows(output.posterior, step.positions))
+        rows = (step.positions < COMPARED_SAMPLES).nonzero()[0]
+        if not len(rows):
+            return None
+        chosen = step.noise.integers("monitor.other", (), len(monitor.rows))
+        noise = step.noise.normal("monitor.noise", (self.options.latent,))
+        taken = torch.from_numpy(rows).to(chosen.device)
+        return OtherLatents(taken, monitor.posteriors(chosen[taken]).sample(noise[taken]))
+
+    def _record(self, monitor: PosteriorMonitor, output: Output, kl: Tensor, step: StepContext) -> None:
+        """Record what the monitor's window needs of this micro-batch."""
+        from isobatch.models.sequence_vae.monitor import COMPARED, STEP
+
+        assert step.positions is not None
+        if monitor.watches(step.number):
+            step.record(STEP, monitor.measure(output.posterior, kl, step.positions))
+        if output.compared is not None:
+            step.record(COMPARED, output.compared)
+        if not self._has_recorded:  # the engine learns from a first step what may be recorded in later ones
+            self._has_recorded = True
+            for name, value in monitor.nothing().items():
+                step.record(name, value)
 
     def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
         """`kl`: nats per sample of the global batch."""
-        return {"kl": recorded["kl"][0] / recorded["kl"][1]} if "kl" in recorded else {}
+        return {"kl": recorded["totals"][2] / recorded["totals"][0]} if "totals" in recorded else {}
 
     def after_step(self, model: Any, step: StepContext) -> Change | None:
         """Steer the weight of the KL, and at a report log the monitor's figures and judge them."""
         if step.phase == AUTOENCODER:
             return None
         monitor = model.monitor
-        kl, samples = step.recorded["kl"]
+        samples, _, kl, _ = step.recorded["totals"]
         model.objective.control(kl / samples)
         if monitor is None:
             return None

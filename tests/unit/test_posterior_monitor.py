@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from isobatch.models.sequence_vae import posterior
-from isobatch.models.sequence_vae.monitor import ROWS, SUMS, PosteriorMonitor
+from isobatch.models.sequence_vae.monitor import COMPARED, STEP, TOTALS, PosteriorMonitor
 from isobatch.models.sequence_vae.options import MonitorPace
 from isobatch.models.sequence_vae.posterior import Posterior
 from isobatch.models.sequence_vae.verdict import Figures, History, judge, sentence
@@ -73,7 +73,7 @@ def test_projection_keeps_what_varies_most() -> None:
     assert posterior.projection(mean[:, :1]).shape == (400, 2)
 
 
-PACE = MonitorPace(report_every=10, plot_every=20, window=40)
+PACE = MonitorPace(report_every=10, compare_every=10, plot_every=20, window=40)
 BATCH = 32
 
 
@@ -84,23 +84,22 @@ def trained(
     found = monitor or PosteriorMonitor(PACE, LATENT, BATCH)
     for step in range(first, steps):
         mean, logvar = (torch.from_numpy(a).float() for a in drawn(BATCH, seed=step))
-        recorded: dict[str, Any] = {SUMS: 0, ROWS: 0}
+        compared = torch.tensor([8.0, 80.0, 88.0 + step])
+        recorded: dict[str, Any] = {TOTALS: torch.zeros(4).double(), STEP: 0, COMPARED: compared}
         for positions in np.array_split(np.random.default_rng(step).permutation(BATCH), ranks):
             part = Posterior(mean[positions], logvar[positions])
+            recorded[STEP] = recorded[STEP] + found.measure(part, part.kl(), positions)
             nll = 3.0 * part.mean.square().sum()
-            length = torch.full((len(positions),), 7)
-            sums = found.step_sums(part, part.kl(), length, nll, nll + len(positions))
-            recorded = {
-                SUMS: recorded[SUMS] + sums.double(),
-                ROWS: recorded[ROWS] + found.step_rows(part, positions).double(),
-            }
+            recorded[TOTALS] += torch.stack(
+                [nll.new_tensor(len(positions)), nll.new_tensor(7.0 * len(positions)), part.kl().sum(), nll]
+            )
         found.add(step, recorded)
     return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_report_agrees_with_a_slow_computation(ranks: int) -> None:
-    steps = 57
+    steps = 60
     figures = trained(ranks, steps).report(steps - 1, seed=3)
     window = [drawn(BATCH, seed=step) for step in range(steps - PACE.window, steps)]
     mean, logvar = (np.concatenate(arrays) for arrays in zip(*window, strict=True))
@@ -109,7 +108,7 @@ def test_a_report_agrees_with_a_slow_computation(ranks: int) -> None:
     assert figures.active == [0, 1, 2]
     assert figures.nll == pytest.approx(3.0 * float((mean**2).sum(1).mean()), rel=1e-5)
     assert figures.nll_per_token == pytest.approx(figures.nll / 7)
-    assert figures.shuffle_gap == pytest.approx(1.0, abs=1e-4)
+    assert figures.shuffle_gap == pytest.approx((16 + 49 + 59) / 16, abs=1e-4)  # of two comparisons
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -129,7 +128,8 @@ def test_the_window_holds_the_newest_posteriors_whatever_the_batch() -> None:
     assert (large.rows_per_step, len(large.rows)) == (26, 1040)
     newest = drawn(BATCH, seed=59)[0][: large.rows_per_step]
     block = 59 % large.blocks * large.rows_per_step
-    assert large.rows[block : block + large.rows_per_step, :LATENT].numpy() == pytest.approx(newest, abs=1e-6)
+    found = large.rows[block : block + large.rows_per_step, :LATENT]
+    assert found.numpy() == pytest.approx(newest, abs=1e-6)
     assert large.report(59, 0).ceiling == pytest.approx(math.log(1040))
 
 
@@ -138,11 +138,28 @@ def test_a_short_batch_leaves_the_other_posteriors() -> None:
     before = found.rows.clone()
     mean, logvar = (torch.from_numpy(a).float() for a in drawn(3, seed=99))
     part = Posterior(mean, logvar)
-    sums = found.step_sums(part, part.kl(), torch.full((3,), 7), torch.zeros(()), None)
-    found.add(60, {SUMS: sums, ROWS: found.step_rows(part, np.arange(3))})
+    found.add(60, {STEP: found.measure(part, part.kl(), np.arange(3)), TOTALS: torch.zeros(4)})
     start = 60 % found.blocks * found.rows_per_step
     assert torch.equal(found.rows[start + 3 : start + 26], before[start + 3 : start + 26])
     assert found.rows[start : start + 3, :LATENT].numpy() == pytest.approx(mean.numpy())
+
+
+def test_steps_that_no_report_looks_back_to_are_not_watched() -> None:
+    """Every 100 steps a look back of 50: the first half costs nothing, and the report is the same."""
+    pace = MonitorPace(report_every=100, compare_every=100, plot_every=100, window=50)
+    watched = PosteriorMonitor(pace, LATENT, BATCH)
+    assert [watched.watches(step) for step in (0, 49, 50, 99, 100, 150)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
+    every = PosteriorMonitor(dataclasses.replace(pace, report_every=1), LATENT, BATCH)
+    seldom, often = (trained(1, 100, monitor).report(99, 0) for monitor in (watched, every))
+    assert seldom.kl_per_dimension == often.kl_per_dimension
+    assert seldom.mutual_information == often.mutual_information
 
 
 def test_a_report_goes_on_after_a_checkpoint() -> None:
