@@ -72,7 +72,7 @@ def measure(quick: bool, data: str) -> Iterator[Row]:
     values = {"data": data, "max_length": LONGEST, **({"hidden": 64} if quick else {})}
     _, task, facts, source = prepare_workload("sequence-vae", values)
     samples = source.open(Path(facts.folder), "train")
-    seconds = 4.0 if quick else 25.0
+    seconds = 4.0 if quick else 15.0
     slow = 0.0
     for name, (claimed, changes) in MEASURES.items():
         if quick and changes.get("compiled"):
@@ -93,10 +93,10 @@ def measure(quick: bool, data: str) -> Iterator[Row]:
             "padding": f"{padding:.1%}",
         }
     for pace in ("full", "fast"):
-        yield monitor_share({**values, "max_length": 128, "monitor": pace}, 120 if quick else 500)
+        yield monitor_share({**values, "max_length": 128, "monitor": pace}, 120 if quick else 220)
 
 
-class Rows(Dataset[Any]):
+class CutRows(Dataset[Any]):
     """A row at a time, cut to the longest, as tensors."""
 
     def __init__(self, samples: Source, longest: int) -> None:
@@ -120,7 +120,7 @@ def plain_loop(model: Any, samples: Source, settings: Settings, seconds: float) 
 
     generator = torch.Generator().manual_seed(0)
     loader = DataLoader(
-        Rows(samples, settings.longest),
+        CutRows(samples, settings.longest),
         batch_size=settings.batch,
         shuffle=True,
         num_workers=settings.workers,

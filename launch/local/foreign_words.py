@@ -136,7 +136,6 @@ _EVALUATION = (
     _no_effect("--eval-steps (here --eval-every) says how often, by default once an epoch", "steps"),
     _to("epoch", eval_every="1ep"),
 )
-_MONITOR_PACE = (_refused("the pace of a sequence VAE's monitor is --monitor full or fast"),)
 _EVALUATION_BATCH = (_no_effect("the plan sizes the batches of evaluations, which change no result"),)
 _DROP_LAST = (
     _no_effect("every sample is learnt, and the last batch of an epoch may be smaller", OFF),
@@ -222,9 +221,9 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     # Sequence VAEs
     "fast_detection": _switch(monitor="fast"),
     "disable_metrics_monitoring": _switch(monitor="off"),
-    "update_frequency": _MONITOR_PACE,
-    "plot_frequency": _MONITOR_PACE,
-    "window_size": _MONITOR_PACE,
+    "update_frequency": (_to(WHOLE, monitor_every="{}"),),
+    "plot_frequency": (_to(WHOLE, plot_every="{}"),),
+    "window_size": (_to(WHOLE, monitor_window="{}"),),
 }
 """Words of other tools -> their meanings; the first counts whose form the value has."""
 VALUES: Mapping[str, tuple[Meaning, ...]] = {

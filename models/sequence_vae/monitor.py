@@ -138,7 +138,7 @@ class PosteriorMonitor(nn.Module):
         points = posterior.projection(means[:SHOWN_POINTS]) if self.plots_at(step) else None
         compared = self.compared.to(self._double).sum(0)
         flat = torch.cat([total[:4], compared, kl, variance]).tolist()
-        count, tokens, _, nll, compared_count, own_nll, other_nll = flat[:7]
+        count, _, _, nll, compared_count, own_nll, other_nll = flat[:7]
         per_dimension = np.array(flat[7:]).reshape(2, self.latent)
         return Figures(
             step=step + 1,
@@ -146,8 +146,7 @@ class PosteriorMonitor(nn.Module):
             full=step + 1 >= max(len(self.sums), self.blocks),
             kl_per_dimension=(per_dimension[0] / count).tolist(),
             variance=per_dimension[1].tolist(),
-            nll=nll / count,
-            nll_per_token=nll / tokens,
+            reconstruction=nll / count,
             mutual_information=posterior.mutual_information(means, window.logvar, noise),
             ceiling=math.log(len(means)),
             shuffle_gap=(other_nll - own_nll) / compared_count if compared_count else None,
@@ -171,7 +170,7 @@ def metrics_of(figures: Figures) -> dict[str, Any]:
     """The fields of a report in metrics.jsonl."""
     found: dict[str, Any] = {
         "window_kl": figures.kl,
-        "window_nll": figures.nll,
+        "window_reconstruction": figures.reconstruction,
         "active_units": len(figures.active),
         "mutual_information": figures.mutual_information,
         "mutual_information_ceiling": figures.ceiling,

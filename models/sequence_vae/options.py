@@ -55,8 +55,28 @@ class SequenceVAEOptions:
     """Share of the run that trains an autoencoder first; the decoder then begins anew (Li et al. 2019)."""
     monitor: Literal["full", "fast", "off"] = "full"
     """The posterior monitor: reports every 20 steps (fast: 100), plots every 500 (2000), window 100 (50)."""
+    monitor_every: Positive | None = None
+    """Steps between reports; by default --monitor decides."""
+    monitor_window: Positive | None = None
+    """Steps that a report looks back; by default --monitor decides."""
+    plot_every: Positive | None = None
+    """Steps between drawings; by default --monitor decides."""
     on_collapse: Literal["warn", "stop", "remedy"] = "warn"
     """A collapsing posterior: say so, end the run (exit 3) when it has collapsed, or switch free bits on."""
+
+    @property
+    def pace(self) -> MonitorPace | None:
+        """The monitor's; None where it is off."""
+        if self.monitor == "off":
+            return None
+        pace = PACES[self.monitor]
+        every = self.monitor_every or pace.report_every
+        return MonitorPace(
+            report_every=every,
+            compare_every=every * (pace.compare_every // pace.report_every),
+            plot_every=self.plot_every or pace.plot_every,
+            window=self.monitor_window or pace.window,
+        )
 
     @property
     def remedy_nats(self) -> float:

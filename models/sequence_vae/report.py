@@ -15,9 +15,9 @@ COLOURS = "viridis"
 class SequenceVAEReport(TaskReport):
     """KL per dimension, active units, reconstruction against KL, and a projection of the latent space."""
 
-    curves: ClassVar[tuple[str, ...]] = ("nll", "kl")
+    curves: ClassVar[tuple[str, ...]] = ("reconstruction", "kl")
     reported: ClassVar[tuple[str, ...]] = (
-        *("kl_per_dimension", "window_kl", "window_nll", "active_units", "mutual_information"),
+        *("kl_per_dimension", "window_kl", "window_reconstruction", "active_units", "mutual_information"),
         *("mutual_information_ceiling", "latent_projection"),
     )
 
@@ -65,7 +65,7 @@ def _latent(axes: Any, rows: list[Mapping[str, Any]], points: list[Mapping[str, 
     trade = axes[0]
     dots = trade.scatter(
         [row["window_kl"] for row in rows],
-        [row["window_nll"] for row in rows],
+        [row["window_reconstruction"] for row in rows],
         c=[row["step"] for row in rows],
         cmap=COLOURS,
         s=14,

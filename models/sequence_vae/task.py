@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from isobatch.core.errors import UserError
 from isobatch.models.base import Batch, Change, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm.model_sizes import CHUNK_BYTES
-from isobatch.models.sequence_vae.options import PACES, SequenceVAEOptions
+from isobatch.models.sequence_vae.options import SequenceVAEOptions
 from isobatch.models.sequence_vae.report import SequenceVAEReport
 
 if TYPE_CHECKING:
@@ -46,10 +46,11 @@ DECODER_SEED = 1
 class SequenceVAE(Task):
     """Learns to encode sequences in a latent vector, and to write them again from it.
 
-    The loss is the negative evidence lower bound in nats per sample: `nll` (the tokens, the end token too)
-    plus the weighted `kl`. Held-out metrics: loss (weight 1), nll, kl, perplexity by the bound, active units,
-    mutual information and its ceiling (the logarithm of the samples). The monitor's figures are in the rows
-    of metrics.jsonl that a report follows.
+    The loss is the negative evidence lower bound in nats per sample: `reconstruction` (all tokens, the end
+    token too) plus `kl_term`, the weighted KL. Held-out metrics: `nll` (the bound at weight 1, which is the
+    loss), `reconstruction`, `kl`, `perplexity` by the bound, `active_units`, `mutual_information` and its
+    ceiling (the logarithm of the samples), `collapsed`. The monitor's figures are in the rows of metrics.jsonl
+    that a report follows.
     """
 
     Options: ClassVar[type] = SequenceVAEOptions
@@ -93,7 +94,7 @@ class SequenceVAE(Task):
     @property
     def plot_every(self) -> int:  # type: ignore[override]
         """Steps between drawings: --monitor decides."""
-        return 0 if self.options.monitor == "off" else PACES[self.options.monitor].plot_every
+        return self.options.pace.plot_every if self.options.pace else 0
 
     def phases(self) -> list[Phase]:
         share = self.options.pretrain
@@ -138,9 +139,8 @@ class SequenceVAE(Task):
             options.kl_schedule, options.beta, options.kl_warmup, options.kl_cycles
         )
         model.objective = objective.Objective(schedule, options.free_bits, options.target_kl)
-        pace = PACES.get(options.monitor)
-        if pace is not None:
-            model.monitor = monitor.PosteriorMonitor(pace, options.latent, self.recipe.batch_size)
+        if options.pace is not None:
+            model.monitor = monitor.PosteriorMonitor(options.pace, options.latent, self.recipe.batch_size)
         return model
 
     def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
@@ -174,7 +174,7 @@ class SequenceVAE(Task):
         tokens, length = batch["tokens"].long(), batch["length"]
         dropped = self._dropped_words(tokens, step)
         if step.phase == AUTOENCODER:
-            return {"nll": Loss(model(tokens, length, None, dropped).nll, "sample")}
+            return {"reconstruction": Loss(model(tokens, length, None, dropped).nll, "sample")}
         monitor = network.monitor if step.positions is not None else None
         others = self._others(monitor, step) if monitor is not None else None
         noise = step.noise.normal("posterior", (self.options.latent,))
@@ -186,7 +186,7 @@ class SequenceVAE(Task):
         if monitor is not None:
             self._record(monitor, output, kl, step)
         term = network.objective.kl_term(per_sample, step.number, step.total_steps)
-        return {"nll": Loss(output.nll, "sample"), "kl_term": Loss(term, "sample")}
+        return {"reconstruction": Loss(output.nll, "sample"), "kl_term": Loss(term, "sample")}
 
     def _dropped_words(self, tokens: Tensor, step: StepContext) -> Tensor | None:
         """(B, T) bool: inputs that the decoder does not see; the first token of a row always is."""
@@ -295,9 +295,13 @@ class SequenceVAE(Task):
         }
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, float]:
+        from isobatch.models.sequence_vae.verdict import has_collapsed
+
         nll, kl, tokens = (float(parts[name].value / parts[name].weight) for name in ("nll", "kl", "tokens"))
-        found = {"loss": nll + kl, "nll": nll, "kl": kl, "perplexity": math.exp((nll + kl) / tokens)}
-        return found | posterior_metrics(parts["posterior"])
+        found = {"loss": nll + kl, "nll": nll + kl, "reconstruction": nll, "kl": kl}
+        found |= {"perplexity": math.exp((nll + kl) / tokens), **posterior_metrics(parts["posterior"])}
+        active, information = int(found["active_units"]), found["mutual_information"]
+        return found | {"collapsed": has_collapsed(active, kl, information)}
 
     def open_codec(self, final: Path) -> SequenceCodec:
         from isobatch.models.sequence_vae.generation import SequenceCodec

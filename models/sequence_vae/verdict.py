@@ -40,9 +40,8 @@ class Figures:
     kl_per_dimension: list[float]
     variance: list[float]
     """Of the posterior mean over the data, per dimension."""
-    nll: float
+    reconstruction: float
     """-log p(x|z)."""
-    nll_per_token: float
     mutual_information: float
     ceiling: float
     """Log of the number of samples in the window: the largest mutual information it can show."""
@@ -99,6 +98,11 @@ class History:
         )
 
 
+def has_collapsed(active: int, kl: float, mutual_information: float) -> bool:
+    """No unit is active, and either the KL or what it says of the input is nothing."""
+    return active == 0 and min(kl, mutual_information) < COLLAPSED_KL
+
+
 def judge(figures: Figures, before: History) -> History:
     """The history with this report: its state is the verdict."""
     falls = figures.full and before.kl > 0 and figures.kl < FALL * before.kl
@@ -125,7 +129,7 @@ def judge(figures: Figures, before: History) -> History:
 def _state(figures: Figures, before: History, falling: int) -> State:
     if not figures.full:
         return "starting"
-    if not figures.active and min(figures.kl, figures.mutual_information) < COLLAPSED_KL:
+    if has_collapsed(len(figures.active), figures.kl, figures.mutual_information):
         return "collapsed"
     if falling >= FALLING_REPORTS:
         forecast = figures.kl * (figures.kl / before.kl) ** FORECAST_REPORTS

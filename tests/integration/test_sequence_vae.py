@@ -67,6 +67,7 @@ def test_a_plain_vae_collapses_and_the_monitor_says_so(unrelated: Path, tmp_path
     run = train(unrelated, tmp_path, {"epochs": 4})
     found = reports(run)
     assert (run.metrics["kl"] < 0.1, run.metrics["active_units"]) == (True, 0)
+    assert run.metrics["collapsed"] is True
     assert found[-1]["verdict"] == "collapsed"
     assert "try --free-bits 2, --kl-schedule cyclical" in found[-1]["verdict_says"]
     decided = [d for d in rows(run.folder, "decisions.jsonl") if d["decision"] == "posterior"]
@@ -138,7 +139,7 @@ def test_any_world_and_micro_batch_learns_and_sees_the_same(
             assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
             assert ours["kl"] == pytest.approx(theirs["kl"], abs=1e-4)
         for ours, theirs in zip(reports(run), reports(alone), strict=True):
-            for name in ("window_kl", "window_nll", "mutual_information", "kl_per_dimension"):
+            for name in ("window_kl", "window_reconstruction", "mutual_information", "kl_per_dimension"):
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-4)
             assert ours["active_units"] == theirs["active_units"]
 
@@ -167,7 +168,7 @@ def test_resume_is_exact_and_takes_the_window_along(sequences: Path, tmp_path: P
 def test_an_autoencoder_first_gives_its_encoder_to_a_new_decoder(sequences: Path, tmp_path: Path) -> None:
     run = train(sequences, tmp_path, {"epochs": 4, "pretrain": 0.5, "free_bits": 3.0})
     found = [row for row in run.history if "lr" in row]
-    begun = [row["nll"] if row["phase"] == "vae" else row["loss"] for row in found]
+    begun = [row["reconstruction"] if row["phase"] == "vae" else row["loss"] for row in found]
     border = [row["phase"] for row in found].index("vae")
     assert begun[border - 1] < 0.8 * begun[0]
     assert begun[border] > 0.95 * begun[0]  # nothing that the decoder knew is left

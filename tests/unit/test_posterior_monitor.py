@@ -106,8 +106,7 @@ def test_a_report_agrees_with_a_slow_computation(ranks: int) -> None:
     assert figures.kl_per_dimension == pytest.approx(slow_kl(mean, logvar), abs=1e-4)
     assert figures.variance == pytest.approx(mean.var(0), abs=1e-4)
     assert figures.active == [0, 1, 2]
-    assert figures.nll == pytest.approx(3.0 * float((mean**2).sum(1).mean()), rel=1e-5)
-    assert figures.nll_per_token == pytest.approx(figures.nll / 7)
+    assert figures.reconstruction == pytest.approx(3.0 * float((mean**2).sum(1).mean()), rel=1e-5)
     assert figures.shuffle_gap == pytest.approx((16 + 49 + 59) / 16, abs=1e-4)  # of two comparisons
 
 
@@ -172,7 +171,7 @@ def test_a_report_goes_on_after_a_checkpoint() -> None:
 def figures(step: int, kl: float, active: int = 2, **more: Any) -> Figures:
     """A report of 4 dimensions, the first `active` of them active."""
     variance = [1.0] * active + [0.001] * (4 - active)
-    values = {"mutual_information": kl, "ceiling": 6.9, "nll": 50.0, "nll_per_token": 4.0, **more}
+    values = {"mutual_information": kl, "ceiling": 6.9, "reconstruction": 50.0, **more}
     return Figures(
         step=step, window=100, full=step >= 100, kl_per_dimension=[kl / 4] * 4, variance=variance, **values
     )

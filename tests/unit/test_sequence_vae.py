@@ -62,7 +62,7 @@ def test_the_loss_is_that_of_the_logits(backbone: str) -> None:
     expected = -sum(log_probs[r, t, tokens[r, t]] for r in range(2) for t in range(int(length[r])))
     assert output.nll.item() == pytest.approx(expected.item(), rel=1e-5)
     by_row = model.decoder.log_likelihood(inputs, z, targets)
-    assert float(-by_row.sum()) == pytest.approx(expected.item(), rel=1e-5)
+    assert -by_row.sum().item() == pytest.approx(expected.item(), rel=1e-5)
     assert inputs[:, 0].tolist() == [WORDS, WORDS]
 
 

@@ -129,14 +129,17 @@ TABLE: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("--precision bf16-mixed", "--precision bf16-mixed"),
             ("--precision 32", "--precision 32"),
         ],
+        "plot_frequency": [("--plot_frequency 1000", "--plot-every 1000")],
         "shuffle": [("--shuffle True", "")],
         "sync_batchnorm": [("--sync_batchnorm False", "")],
+        "update_frequency": [("--update_frequency 100", "--monitor-every 100")],
         "use_dynamic_padding": [("--use_dynamic_padding", "")],
         "val_check_interval": [
             ("--val_check_interval 0.1", "--eval-every 0.1ep"),
             ("--val_check_interval 500", "--eval-every 500"),
         ],
         "verbose": [("--verbose False", "--quiet")],
+        "window_size": [("--window_size 50", "--monitor-window 50")],
     },
 }
 """Task -> word -> (a use of it, the same in our flags; nothing where it has no effect)."""
@@ -144,10 +147,7 @@ REFUSED = {
     "causal-lm": {"device_ids 0,1": "--processes says how many GPUs", "strategy dp": "use ddp"},
     "sequence-vae": {
         "drop_last True": "leave it out",
-        "plot_frequency 1000": "--monitor full or fast",
         "shuffle False": "leave it out",
-        "update_frequency 100": "--monitor full or fast",
-        "window_size 50": "--monitor full or fast",
     },
 }
 """Task -> word with a value whose meaning cannot be had -> the way out that the refusal names."""
