@@ -49,8 +49,8 @@ class SequenceVAE(Task):
     The loss is the negative evidence lower bound in nats per sample: `reconstruction` (all tokens, the end
     token too) plus `kl_term`, the weighted KL. Held-out metrics: `nll` (the bound at weight 1, which is the
     loss), `reconstruction`, `kl`, `perplexity` by the bound, `active_units`, `mutual_information` and its
-    ceiling (the logarithm of the samples), `collapsed`. The monitor's figures are in the rows of metrics.jsonl
-    that a report follows.
+    ceiling (the logarithm of the samples), `collapsed`. The monitor's figures are in metrics.jsonl, in the
+    rows of the steps that a report follows.
     """
 
     Options: ClassVar[type] = SequenceVAEOptions
@@ -89,7 +89,7 @@ class SequenceVAE(Task):
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self._has_recorded = False
-        """Whether this process has recorded all that it ever records."""
+        """Whether this process has recorded, in this phase, all that it ever records."""
 
     @property
     def plot_every(self) -> int:  # type: ignore[override]
@@ -151,6 +151,7 @@ class SequenceVAE(Task):
             initialize(model.decoder, self.recipe.seed + DECODER_SEED)
         if model.monitor is not None:
             model.monitor.reset()
+        self._has_recorded = False
 
     def model_size(self, facts: Facts) -> ModelSize:
         options, size = self.options, super().model_size(facts)

@@ -138,3 +138,19 @@ def test_a_recommender_learns_what_the_cpu_learns(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         curves.append([r["loss"] for r in rows(tmp_path / "runs" / name) if "lr" in r])
     assert furthest(*curves) < 1e-3
+
+
+def test_a_vae_on_the_gpu_sees_what_the_cpu_sees(tmp_path: Path) -> None:
+    """Losses, and what its posterior monitor reports."""
+    words = ["auto", "--task", "sequence-vae", "--steps", "60", "--hidden", "32", "--quiet"]
+    found = []
+    for device in ("cuda", "cpu"):
+        more = ["--device", device, "--processes", "1", "--precision", "fp32", "--compile", "off"]
+        done = launch(*words, *more, "--name", device, cwd=tmp_path, timeout=400)
+        assert done.returncode == 0, done.stderr
+        found.append(tmp_path / "runs" / device)
+    assert furthest(*map(losses, found)) < 1e-3
+    reports = [[row for row in rows(run) if "verdict" in row] for run in found]
+    for ours, theirs in zip(*reports, strict=True):
+        for name in ("window_kl", "mutual_information", "kl_per_dimension"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-3)

@@ -20,7 +20,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-RUN_FOLDERS = ("checkpoints", "exports", "final", "report", "runs", "slurm")
+RUN_FOLDERS = ("checkpoints", "exports", "final", "plots", "report", "runs", "slurm")
 """Folders that a run writes: documents name files in them, and the repository has none."""
 CODE_FOLDERS = (
     "benchmarks",

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.engine.registry import complete, workload
+from isobatch.launch.local.arguments import parse_request
 from isobatch.models.sequence_vae import generation, likelihood
 from isobatch.models.sequence_vae.network import NetworkConfig, VAENetwork, initialize
 from isobatch.models.sequence_vae.objective import KLSchedule, Objective
@@ -232,3 +233,30 @@ def test_cross_entropy_is_not_rounded_by_chunks() -> None:
     (ours,) = torch.autograd.grad(head(states, targets), states)
     plain = F.cross_entropy(F.linear(states, head.weight, head.bias), targets, reduction="sum")
     assert torch.allclose(ours, torch.autograd.grad(plain, states)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("preset", "batch", "longest", "monitor", "plan"),
+    [
+        ("recommended", 4, 1000, "fast", {"precision": "16-mixed"}),
+        ("max-speed", 4, 1000, "off", {"precision": "16-mixed", "compile": "on"}),
+        ("low-memory", 2, 500, "fast", {"precision": "16-mixed"}),
+        ("debug", 1, 100, "fast", {"precision": "fp32", "workers": 2}),
+    ],
+)
+def test_presets_set_recipe_and_plan(
+    preset: str, batch: int, longest: int, monitor: str, plan: dict[str, Any]
+) -> None:
+    words = ["--task", "sequence-vae", "--preset", preset]
+    request = parse_request(words, "auto")
+    assert (request.recipe.batch_size, request.recipe.max_length) == (batch, longest)
+    assert request.recipe.options["monitor"] == monitor
+    assert {name: getattr(request.plan, name) for name in plan} == plan
+    asked = parse_request([*words, "--precision", "fp32", "--batch-size", "6"], "auto")
+    assert (asked.plan.precision, asked.recipe.batch_size) == ("fp32", 6)
+
+
+def test_flags_come_before_the_monitors_pace() -> None:
+    recipe, _ = complete("sequence-vae", {"monitor": "fast", "monitor_every": 10, "monitor_window": 30})
+    pace = workload("sequence-vae").make(recipe)[0].options.pace
+    assert (pace.report_every, pace.compare_every, pace.window, pace.plot_every) == (10, 50, 30, 2000)
