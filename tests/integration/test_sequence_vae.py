@@ -90,7 +90,7 @@ def test_a_remedy_is_switched_on_and_verified(unrelated: Path, tmp_path: Path) -
     (decision,) = [d for d in rows(run.folder, "decisions.jsonl") if "remedy" in d]
     step = decision["step"]
     assert decision["free_bits"] == 2.0
-    assert run.metrics["kl"] > 1.0
+    assert run.metrics["kl"] > 5 * decision["kl"]
     for folder in (
         run.folder / "checkpoints"
     ).iterdir():  # `verify` begins at the newest that has steps after
@@ -116,8 +116,10 @@ def test_a_collapse_may_end_the_run(unrelated: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("backbone", "plans"),
     [
-        ("gru", [{"micro_batch": 3}, {"processes": 2}, {"processes": 3}]),
+        ("gru", [{"micro_batch": 3}, {"processes": 3}]),
         ("transformer", [{"micro_batch": 3}]),
+        pytest.param("gru", [{"processes": 2}], marks=pytest.mark.slow),
+        pytest.param("transformer", [{"processes": 2}, {"processes": 3}], marks=pytest.mark.slow),
     ],
 )
 def test_any_world_and_micro_batch_learns_and_sees_the_same(
