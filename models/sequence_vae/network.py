@@ -219,6 +219,8 @@ class OtherLatents(NamedTuple):
     """(C,) rows of the micro-batch."""
     z: Tensor
     """(C, L)."""
+    counts: bool
+    """Whether the rows count, or are there only because every process must compute some."""
 
 
 class VAENetwork(nn.Module):
@@ -259,7 +261,7 @@ class VAENetwork(nn.Module):
         self.decoder.eval()
         nll = [self.decoder(inputs[rows], latent, targets[rows]) for latent in (z[rows], others.z)]
         self.decoder.train(training)
-        return torch.stack([torch.full_like(nll[0], len(rows)), *nll])
+        return torch.stack([torch.full_like(nll[0], len(rows)), *nll]) * float(others.counts)
 
     def inputs_and_targets(self, tokens: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T) each: tokens moved right behind the first token, and tokens with padding ignored."""

@@ -201,6 +201,7 @@ class SequenceVAE(Task):
         """In steps that compare: latent vectors from the monitor's window, for the batch's first samples."""
         if not monitor.compares_at(step.number):
             return None
+        import numpy as np
         import torch
 
         from isobatch.models.sequence_vae.monitor import COMPARED_SAMPLES
@@ -208,12 +209,13 @@ class SequenceVAE(Task):
 
         assert step.positions is not None
         rows = (step.positions < COMPARED_SAMPLES).nonzero()[0]
-        if not len(rows):
-            return None
+        counts = len(rows) > 0
+        if not counts:  # where a forward gathers shards, every process must compute as many
+            rows = np.zeros(1, np.int64)
         chosen = step.noise.integers("monitor.other", (), len(monitor.rows))
         noise = step.noise.normal("monitor.noise", (self.options.latent,))
         taken = torch.from_numpy(rows).to(chosen.device)
-        return OtherLatents(taken, monitor.posteriors(chosen[taken]).sample(noise[taken]))
+        return OtherLatents(taken, monitor.posteriors(chosen[taken]).sample(noise[taken]), counts)
 
     def _record(self, monitor: PosteriorMonitor, output: Output, kl: Tensor, step: StepContext) -> None:
         """Record what the monitor's window needs of this micro-batch."""
