@@ -30,14 +30,15 @@ RUNS = {
     "recommender": ["frozen", "lora"],
 }
 """Name of each run -> its phases."""
+SLOW = pytest.mark.slow
 RESUMES = [
-    ("causal-lm", "train-6"),
-    ("classifier", "train-6"),
-    ("pruning", "prune-6"),  # prunes once more, then changes the phase
-    ("pruning", "recover-6"),  # a network with heads and neurons removed
-    ("qat", "qat-6"),
-    ("recommender", "frozen-24"),  # the end of a phase
-    ("recommender", "lora-6"),
+    pytest.param("causal-lm", "train-6"),
+    pytest.param("classifier", "train-6", marks=SLOW),
+    pytest.param("pruning", "prune-6"),  # prunes once more, then changes the phase
+    pytest.param("pruning", "recover-6", marks=SLOW),  # a network with heads and neurons removed
+    pytest.param("qat", "qat-6"),
+    pytest.param("recommender", "frozen-24"),  # the end of a phase
+    pytest.param("recommender", "lora-6", marks=SLOW),
 ]
 MEASURED = ("_seconds", "_per_second", "memory_bytes", "latency_ms_p50", "latency_ms_p95")
 """Ends of the keys of metrics.jsonl that hold times and memory: no two runs agree in them."""
@@ -72,7 +73,7 @@ def copy_of(name: str, folder: Path) -> Path:
 
 def test_all_old_runs_are_tested() -> None:
     kept = sorted(path.name for path in (OLD / "runs").iterdir())
-    assert sorted(RUNS) == sorted({name for name, _ in RESUMES}) == kept
+    assert sorted(RUNS) == sorted({str(resume.values[0]) for resume in RESUMES}) == kept
 
 
 def test_old_recipes_have_their_recorded_hashes() -> None:
