@@ -34,7 +34,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 """What differs from the plain VAE."""
 SIZES = {True: {"train_fraction": 0.05, "hidden": 64}, False: {"train_fraction": 0.3}}
 """Whether it is quick -> what all recipes share."""
-IW_SAMPLES = {True: 5, False: 50}
+IW_SAMPLES = {True: 5, False: 20}
 
 
 def measure(quick: bool, data: str, only: str = "") -> Iterator[Row]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from isobatch.models.base import Batch
     from isobatch.models.sequence_vae.network import VAENetwork
 
-DECODED_TOKENS = 1 << 13
+DECODED_TOKENS = 1 << 11
 """Tokens that are decoded at a time."""
 _SEED = 0x1A11
 
