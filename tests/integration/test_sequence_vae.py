@@ -146,6 +146,21 @@ def test_any_world_and_micro_batch_learns_and_sees_the_same(
             assert ours["active_units"] == theirs["active_units"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_sharded_transformer_compares_alike(strategy: str, sequences: Path, tmp_path: Path) -> None:
+    """Also in the step that decodes with other latent vectors, every process gathers as often."""
+    recipe = {"steps": 100, "backbone": "transformer"}
+    folders = [tmp_path / "alone", tmp_path / "sharded"]
+    for folder in folders:
+        folder.mkdir()
+    alone = train(sequences, folders[0], recipe)
+    sharded = train(sequences, folders[1], recipe, processes=2, strategy=strategy)
+    ours, theirs = reports(sharded)[-1], reports(alone)[-1]
+    for name in ("window_kl", "mutual_information", "shuffle_gap"):
+        assert ours[name] == pytest.approx(theirs[name], abs=1e-4)
+
+
 def test_resume_is_exact_and_takes_the_window_along(sequences: Path, tmp_path: Path) -> None:
     recipe = {"steps": 100, "target_kl": 2.0, **NOISY}
     whole = train(sequences, tmp_path, recipe, save_every="30", keep=10)
