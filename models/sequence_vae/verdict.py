@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 State = Literal["starting", "healthy", "collapsing", "collapsed"]
 STATES: tuple[State, ...] = ("starting", "healthy", "collapsing", "collapsed")
 COLLAPSED_KL = 0.1
-"""Nats per sample below which a posterior without active units has collapsed."""
+"""Nats per sample below which a posterior without active units has collapsed, and another is collapsing."""
 FALLING_REPORTS, FALL = 3, 0.98
 """A KL falls where each of so many reports in a row has less than this share of the one before."""
 FORECAST_REPORTS = 10
@@ -122,7 +122,7 @@ def judge(figures: Figures, before: History) -> History:
     if state == before.state:
         return now
     return dataclasses.replace(
-        now, state=state, since=falling_since if state == "collapsing" else figures.step
+        now, state=state, since=(falling_since or figures.step) if state == "collapsing" else figures.step
     )
 
 
@@ -131,6 +131,8 @@ def _state(figures: Figures, before: History, falling: int) -> State:
         return "starting"
     if has_collapsed(len(figures.active), figures.kl, figures.mutual_information):
         return "collapsed"
+    if figures.kl < COLLAPSED_KL:
+        return "collapsing"
     if falling >= FALLING_REPORTS:
         forecast = figures.kl * (figures.kl / before.kl) ** FORECAST_REPORTS
         return "collapsing" if forecast < COLLAPSED_KL else "healthy"
@@ -151,9 +153,10 @@ def sentence(figures: Figures, now: History, advice: str) -> str:
         return _with_advice(f"{said}; most of this KL says nothing of the input", advice)
     if now.state == "collapsing":
         silent = [n for n, last in enumerate(now.last_active) if last and n not in figures.active]
+        falls = " and falling" if now.falling else ""
         gone = f"; no longer active: dimensions {_listed(silent)}" if silent else ""
         return _with_advice(
-            f"the posterior is collapsing since step {now.since}: {kl} and falling, {units}{gone}", advice
+            f"the posterior is collapsing since step {now.since}: {kl}{falls}, {units}{gone}", advice
         )
     said = f"the posterior has collapsed (step {now.since}): {kl}, {units}"
     return _with_advice(f"{said}: the decoder ignores the latent vector", advice)

@@ -204,11 +204,18 @@ def test_the_verdict_of_a_collapse_says_since_when_and_what_to_do() -> None:
     [
         [figures(100 + 20 * n, 20 * 0.9**n) for n in range(20)],  # a large KL that falls to a few nats
         [figures(100 + 20 * n, 5 + (n % 4)) for n in range(20)],  # cycles
-        [figures(100 + 20 * n, 0.05, active=1) for n in range(5)],  # little, but something is used
+        [figures(100 + 20 * n, 0.5, active=1) for n in range(5)],  # little, but something is used
     ],
 )
 def test_the_verdict_of_a_healthy_posterior(reports: list[Figures]) -> None:
     assert set(states(reports)[0]) == {"healthy"}
+
+
+def test_next_to_no_kl_is_not_healthy() -> None:
+    reports = [figures(100 + 20 * n, 0.05, active=1) for n in range(3)]
+    found, history = states(reports)
+    assert (set(found), history.since) == ({"collapsing"}, 100)
+    assert "since step 100: KL 0.05 nats, 1 of 4" in sentence(reports[-1], history, "")
 
 
 def test_a_kl_that_free_bits_hold_up_may_carry_nothing() -> None:
