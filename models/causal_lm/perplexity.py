@@ -65,14 +65,14 @@ def _dataset_metrics(
         nats = loss * text_counts["tokens"]
         found["bits_per_byte"] = nats / (math.log(2) * text_counts["bytes"])
         if text_counts["bytes"] <= MAX_BYTES_PER_WORD * text_counts["words"]:
-            found["word_perplexity"] = _finite_exp(nats / max(1, text_counts["words"]))
+            found["word_perplexity"] = finite_exp(nats / max(1, text_counts["words"]))
     return found
 
 
 def _loss_and_perplexity(loss: float) -> dict[str, float]:
-    return {"loss": loss, "perplexity": _finite_exp(loss)}
+    return {"loss": loss, "perplexity": finite_exp(loss)}
 
 
-def _finite_exp(value: float) -> float:
+def finite_exp(value: float) -> float:
     """exp, finite for any loss: JSON has no infinity, and a diverged model must not break other readers."""
     return math.exp(min(value, MAX_EXPONENT))

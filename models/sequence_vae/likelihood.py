@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isobatch.models.causal_lm.perplexity import finite_exp
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -38,7 +40,7 @@ def importance_weighted_nll(
             one = batch["tokens"][row : row + 1, :length].long().to(device)
             total -= _log_likelihood(model, one, noise)
             samples, tokens = samples + 1, tokens + length
-    return {"iw_nll": total / samples, "iw_perplexity": math.exp(total / tokens), "iw_samples": draws}
+    return {"iw_nll": total / samples, "iw_perplexity": finite_exp(total / tokens), "iw_samples": draws}
 
 
 def _draws(seed: int, sample: int, count: int, latent: int) -> Tensor:

@@ -38,7 +38,11 @@ class PosteriorMonitor(nn.Module):
     sums: Tensor
     """(window, 4 + 4 L): TOTALS and the columns of `measure` of a step; row `step % window` is the newest."""
     rows: Tensor
-    """(samples, 4 L): a row per sample with the columns of `measure`, 0 where there is none yet."""
+    """(samples, 4 L): a row per sample with the columns of `measure`, 0 where there is none yet.
+
+    Means are those around the mean of their step's batch: what moves all of them alike says nothing of the
+    input, and would count as information if posteriors of several steps were compared as they are.
+    """
     compared: Tensor
     """(COMPARISONS, 3): samples, their -log p(x|z), and the same with others' latent vectors."""
     history: Tensor
@@ -60,30 +64,33 @@ class PosteriorMonitor(nn.Module):
         for state in (self.sums, self.rows, self.compared, self.history):
             state.zero_()
 
-    def reports_at(self, step: int) -> bool:
-        """Whether a report follows step `step` (from 0)."""
-        return (step + 1) % self.pace.report_every == 0
+    def reports_at(self, step: int, total: int) -> bool:
+        """Whether a report follows step `step` (from 0) of `total`: in the phase's last step always."""
+        return (step + 1) % self.pace.report_every == 0 or step + 1 == total
 
-    def plots_at(self, step: int) -> bool:
-        """Whether the report after step `step` (from 0) holds a latent projection."""
-        return self.reports_at(step) and (step + 1) % self.pace.plot_every == 0
+    def plots_at(self, step: int, total: int) -> bool:
+        """Whether the report after step `step` (from 0) of `total` holds a latent projection."""
+        regular = (step + 1) % self.pace.report_every == 0 and (step + 1) % self.pace.plot_every == 0
+        return regular or step + 1 == total
 
-    def watches(self, step: int) -> bool:
-        """Whether the next report looks back as far as step `step` (from 0)."""
-        until_report = -(step + 1) % self.pace.report_every
+    def watches(self, step: int, total: int) -> bool:
+        """Whether the next report looks back as far as step `step` (from 0) of `total`."""
+        until_report = min(-(step + 1) % self.pace.report_every, max(0, total - step - 1))
         return until_report < max(self.pace.window, self.blocks)
 
     def compares_at(self, step: int) -> bool:
         """Whether step `step` (from 0) also decodes with the latent vectors of other samples."""
         return (step + 1) % self.pace.compare_every == 0 and step >= self.blocks
 
-    def posteriors(self, chosen: Tensor) -> Posterior:
-        """Those of the window with these numbers (B,).
+    def posteriors(self, chosen: Tensor, step: int) -> Posterior:
+        """Those of the window with these numbers (B,), moved to where posteriors are before step `step`.
 
         The window is the same on every process, and the numbers are keyed by the sample, so that the division
         into micro-batches does not matter.
         """
-        return self._posteriors(self.rows[chosen])
+        newest = self.sums[(step - 1) % len(self.sums)]
+        mean, logvar = self._posteriors(self.rows[chosen])
+        return Posterior(mean + newest[4 : 4 + self.latent] / newest[0].clamp(min=1), logvar)
 
     def _posteriors(self, rows: Tensor) -> Posterior:
         return Posterior(rows[:, : self.latent], rows[:, self.latent : 2 * self.latent])
@@ -99,7 +106,8 @@ class PosteriorMonitor(nn.Module):
         out = torch.zeros(1 + self.rows_per_step, each.shape[1], dtype=each.dtype, device=each.device)
         torch.sum(each, 0, out=out[0])
         chosen = np.flatnonzero(positions < self.rows_per_step)
-        places, rows = (torch.from_numpy(n).to(each.device) for n in (1 + positions[chosen], chosen))
+        for_device = (torch.from_numpy(n) for n in (1 + positions[chosen], chosen))
+        places, rows = (n.to(each.device, non_blocking=True) for n in for_device)
         out[places] = each[rows]
         return out
 
@@ -113,29 +121,37 @@ class PosteriorMonitor(nn.Module):
     def _double(self) -> torch.dtype:
         return torch.float32 if self.rows.device.type == "mps" else torch.float64
 
-    def add(self, step: int, recorded: Mapping[str, Tensor]) -> None:
-        """Take a step's sums, which are reduced over all processes, into the window."""
-        if not self.watches(step):
+    def add(self, step: int, total: int, recorded: Mapping[str, Tensor]) -> None:
+        """Take the sums of step `step` of `total`, which are reduced over all processes, into the window."""
+        if not self.watches(step, total):
             return
+        count = recorded[TOTALS][0]
         found = recorded[STEP].to(self.rows.dtype)
         start = step % self.blocks * self.rows_per_step
         self.sums[step % len(self.sums)] = torch.cat([recorded[TOTALS].to(found.dtype), found[0]])
         block, newest = self.rows[start : start + self.rows_per_step], found[1:]
-        block.copy_(torch.where(_present(newest), newest, block))  # the last batch of an epoch may be short
+        centred = newest.clone()
+        # Around the mean of n samples themselves the variance is smaller by (n - 1) / n.
+        spread = (count / (count - 1).clamp(min=1)).sqrt().to(found.dtype)
+        around = newest[:, : self.latent] - (count > 1) * found[0, : self.latent] / count.clamp(min=1)
+        centred[:, : self.latent] = around * spread
+        block.copy_(torch.where(_present(newest), centred, block))  # the last batch of an epoch may be short
         if self.compares_at(step):
             number = step // self.pace.compare_every % COMPARISONS
             self.compared[number] = recorded[COMPARED].to(self.compared.dtype)
 
-    def report(self, step: int, seed: int) -> Figures:
-        """The figures of the window after step `step` (from 0). The only wait for the device is here."""
-        total = self.sums.to(self._double).sum(0)
-        mean, _, squares, kl = total[4:].view(4, self.latent)
-        variance = posterior.mean_variance(mean, squares, total[0])
+    def report(self, step: int, steps: int, seed: int) -> Figures:
+        """The figures of the window after step `step` (from 0) of `steps`. It waits for the device."""
+        sums = self.sums.to(self._double)
+        total = sums.sum(0)
+        kl = total[4 + 3 * self.latent :]
+        mean, _, squares = sums[:, 4 : 4 + 3 * self.latent].view(len(sums), 3, self.latent).unbind(1)
+        variance = posterior.variance_within(mean, squares, sums[:, :1])
         window = self._posteriors(self.rows[_present(self.rows)[:, 0]].to(self._double))
         means = window.mean
         drawn = np.random.default_rng([seed, step]).standard_normal(tuple(means.shape))
         noise = torch.from_numpy(drawn).to(means)
-        points = posterior.projection(means[:SHOWN_POINTS]) if self.plots_at(step) else None
+        points = posterior.projection(means[:SHOWN_POINTS]) if self.plots_at(step, steps) else None
         compared = self.compared.to(self._double).sum(0)
         flat = torch.cat([total[:4], compared, kl, variance]).tolist()
         count, _, _, nll, compared_count, own_nll, other_nll = flat[:7]
@@ -143,7 +159,7 @@ class PosteriorMonitor(nn.Module):
         return Figures(
             step=step + 1,
             window=min(step + 1, len(self.sums)),
-            full=step + 1 >= max(len(self.sums), self.blocks),
+            full=step + 1 >= max(len(self.sums), self.blocks) or step + 1 == steps,
             kl_per_dimension=(per_dimension[0] / count).tolist(),
             variance=per_dimension[1].tolist(),
             reconstruction=nll / count,

@@ -37,6 +37,18 @@ def mean_variance(total: Tensor, squares: Tensor, count: Tensor | float) -> Tens
     return squares / count - (total / count).square()
 
 
+def variance_within(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+    """(L,) variance over the data of the posterior mean, within S batches: (S, L), (S, L) and (S, 1).
+
+    A mean that drifts from step to step while the encoder trains does not count. Where no batch has two
+    samples there is no such variance, and it is that of all.
+    """
+    freedom = (count - 1).clamp(min=0).sum()
+    if float(freedom) == 0:
+        return mean_variance(total.sum(0), squares.sum(0), count.sum().clamp(min=1))
+    return (squares - total.square() / count.clamp(min=1)).sum(0) / freedom
+
+
 def active_dimensions(variance: Tensor) -> Tensor:
     """(L,) bool."""
     return variance > ACTIVE

@@ -96,6 +96,11 @@ class SequenceVAE(Task):
         """Steps between drawings: --monitor decides."""
         return self.options.pace.plot_every if self.options.pace else 0
 
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A KL that is held at a target needs no free bits, such as the demo's."""
+        return {"free_bits": 0.0} if values.get("target_kl") and "free_bits" not in values else {}
+
     def phases(self) -> list[Phase]:
         share = self.options.pretrain
         phases = [
@@ -116,6 +121,12 @@ class SequenceVAE(Task):
             raise UserError("--pretrain 1: leaves no step to train the VAE: give a share below 1")
         if options.target_kl and options.free_bits:
             raise UserError("--target-kl and --free-bits both hold the KL up: give one of them")
+        if options.target_kl and options.kl_schedule != "constant":
+            raise UserError(
+                f"--kl-schedule {options.kl_schedule}: --target-kl steers the weight: give one of them"
+            )
+        if options.target_kl and options.on_collapse == "remedy":
+            raise UserError("--on-collapse remedy: switches free bits on, beside which --target-kl cannot be")
         if options.monitor == "off" and options.on_collapse != "warn":
             raise UserError(f"--on-collapse {options.on_collapse}: the monitor is off: leave --monitor out")
 
@@ -215,14 +226,16 @@ class SequenceVAE(Task):
         chosen = step.noise.integers("monitor.other", (), len(monitor.rows))
         noise = step.noise.normal("monitor.noise", (self.options.latent,))
         taken = torch.from_numpy(rows).to(chosen.device)
-        return OtherLatents(taken, monitor.posteriors(chosen[taken]).sample(noise[taken]), counts)
+        return OtherLatents(
+            taken, monitor.posteriors(chosen[taken], step.number).sample(noise[taken]), counts
+        )
 
     def _record(self, monitor: PosteriorMonitor, output: Output, kl: Tensor, step: StepContext) -> None:
         """Record what the monitor's window needs of this micro-batch."""
         from isobatch.models.sequence_vae.monitor import COMPARED, STEP
 
         assert step.positions is not None
-        if monitor.watches(step.number):
+        if monitor.watches(step.number, step.total_steps):
             step.record(STEP, monitor.measure(output.posterior, kl, step.positions))
         if output.compared is not None:
             step.record(COMPARED, output.compared)
@@ -244,8 +257,8 @@ class SequenceVAE(Task):
         model.objective.control(kl / samples)
         if monitor is None:
             return None
-        monitor.add(step.number, step.recorded)
-        if not monitor.reports_at(step.number):
+        monitor.add(step.number, step.total_steps, step.recorded)
+        if not monitor.reports_at(step.number, step.total_steps):
             return None
         return self._report(model, step)
 
@@ -253,7 +266,7 @@ class SequenceVAE(Task):
         from isobatch.models.sequence_vae.monitor import metrics_of
         from isobatch.models.sequence_vae.verdict import sentence
 
-        figures = model.monitor.report(step.number, self.recipe.seed)
+        figures = model.monitor.report(step.number, step.total_steps, self.recipe.seed)
         history, changed = model.monitor.judge(figures)
         remedied = self._needs_remedy(model, history.state)
         message = sentence(figures, history, "" if remedied else self._advice(model))
@@ -298,11 +311,12 @@ class SequenceVAE(Task):
         }
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, float]:
+        from isobatch.models.causal_lm.perplexity import finite_exp
         from isobatch.models.sequence_vae.verdict import has_collapsed
 
         nll, kl, tokens = (float(parts[name].value / parts[name].weight) for name in ("nll", "kl", "tokens"))
         found = {"loss": nll + kl, "nll": nll + kl, "reconstruction": nll, "kl": kl}
-        found |= {"perplexity": math.exp((nll + kl) / tokens), **posterior_metrics(parts["posterior"])}
+        found |= {"perplexity": finite_exp((nll + kl) / tokens), **posterior_metrics(parts["posterior"])}
         active, information = int(found["active_units"]), found["mutual_information"]
         return found | {"collapsed": has_collapsed(active, kl, information)}
 

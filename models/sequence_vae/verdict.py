@@ -17,6 +17,8 @@ State = Literal["starting", "healthy", "collapsing", "collapsed"]
 STATES: tuple[State, ...] = ("starting", "healthy", "collapsing", "collapsed")
 COLLAPSED_KL = 0.1
 """Nats per sample below which a posterior without active units has collapsed, and another is collapsing."""
+RECOVERED_KL = 0.2
+"""Nats per sample above which a posterior that was collapsing is healthy again."""
 FALLING_REPORTS, FALL = 3, 0.98
 """A KL falls where each of so many reports in a row has less than this share of the one before."""
 FORECAST_REPORTS = 10
@@ -131,7 +133,7 @@ def _state(figures: Figures, before: History, falling: int) -> State:
         return "starting"
     if has_collapsed(len(figures.active), figures.kl, figures.mutual_information):
         return "collapsed"
-    if figures.kl < COLLAPSED_KL:
+    if figures.kl < (COLLAPSED_KL if before.state in ("starting", "healthy") else RECOVERED_KL):
         return "collapsing"
     if falling >= FALLING_REPORTS:
         forecast = figures.kl * (figures.kl / before.kl) ** FORECAST_REPORTS
@@ -158,7 +160,7 @@ def sentence(figures: Figures, now: History, advice: str) -> str:
         return _with_advice(
             f"the posterior is collapsing since step {now.since}: {kl}{falls}, {units}{gone}", advice
         )
-    said = f"the posterior has collapsed (step {now.since}): {kl}, {units}"
+    said = f"the posterior has collapsed (step {now.since}): {kl}, {units}, {carried}"
     return _with_advice(f"{said}: the decoder ignores the latent vector", advice)
 
 

@@ -195,7 +195,7 @@ def test_an_export_opens_again(backbone: str, tmp_path: Path) -> None:
     assert set(json.loads((tmp_path / "config.json").read_text())) > {"latent", "backbone", "eos"}
     tokens, length = rows(4, 9)
     ours, theirs = (m(tokens, length, None).nll for m in (model, generation.open_model(tmp_path)))
-    assert float(ours) == float(theirs)
+    assert ours.item() == theirs.item()
     codec = generation.SequenceCodec.open(tmp_path)
     assert len(codec.interpolate("1 2 3", "4,5", count=5, tokens=4)) == 5
     with pytest.raises(UserError, match="'11' is no id: this model reads numbers from 0 to 10"):
@@ -211,6 +211,8 @@ def test_an_export_opens_again(backbone: str, tmp_path: Path) -> None:
         ({"target_kl": 3, "free_bits": 2}, "give one of them"),
         ({"monitor": "off", "on_collapse": "stop"}, "the monitor is off"),
         ({"pretrain": 1}, "below 1"),
+        ({"target_kl": 3, "kl_schedule": "linear"}, "--target-kl steers the weight"),
+        ({"target_kl": 3, "on_collapse": "remedy"}, "beside which --target-kl cannot be"),
     ],
 )
 def test_what_cannot_be_had_is_said(asked: dict[str, Any], said: str) -> None:
