@@ -133,8 +133,10 @@ def _state(figures: Figures, before: History, falling: int) -> State:
         return "starting"
     if has_collapsed(len(figures.active), figures.kl, figures.mutual_information):
         return "collapsed"
-    if figures.kl < (COLLAPSED_KL if before.state in ("starting", "healthy") else RECOVERED_KL):
-        return "collapsing"
+    least = COLLAPSED_KL if before.state in ("starting", "healthy") else RECOVERED_KL
+    if min(figures.kl, figures.mutual_information) < least:
+        rises = before.state == "starting" and figures.kl > before.kl
+        return "starting" if rises else "collapsing"
     if falling >= FALLING_REPORTS:
         forecast = figures.kl * (figures.kl / before.kl) ** FORECAST_REPORTS
         return "collapsing" if forecast < COLLAPSED_KL else "healthy"
@@ -147,7 +149,7 @@ def sentence(figures: Figures, now: History, advice: str) -> str:
     units = f"{len(figures.active) or 'none'} of {total} units active"
     carried = f"mutual information {figures.mutual_information:.2f} of at most {figures.ceiling:.2f} nats"
     if now.state == "starting":
-        return f"the posterior's window fills: {kl}, {units}"
+        return f"no verdict on the posterior yet: {kl}, {units}"
     if now.state == "healthy":
         said = f"the posterior is healthy: {kl}, {units}, {carried}"
         if figures.kl < IDLE_KL or figures.mutual_information > IDLE_SHARE * figures.kl:
