@@ -76,7 +76,10 @@ def test_a_plain_vae_collapses_and_the_monitor_says_so(unrelated: Path, tmp_path
     assert run.metrics["mutual_information_ceiling"] == pytest.approx(math.log(60))
 
 
-@pytest.mark.parametrize("remedy", [{"free_bits": 3.0}, {"kl_schedule": "cyclical", "beta": 0.5}])
+@pytest.mark.parametrize(
+    "remedy",
+    [{"free_bits": 3.0}, pytest.param({"kl_schedule": "cyclical", "beta": 0.5}, marks=pytest.mark.slow)],
+)
 def test_with_a_remedy_it_stays_healthy(remedy: dict[str, Any], sequences: Path, tmp_path: Path) -> None:
     run = train(sequences, tmp_path, {"epochs": 4, **remedy})
     assert {row["verdict"] for row in reports(run)} <= {"starting", "healthy"}
@@ -117,7 +120,7 @@ def test_a_collapse_may_end_the_run(unrelated: Path, tmp_path: Path) -> None:
     ("backbone", "plans"),
     [
         ("gru", [{"micro_batch": 3}, {"processes": 3}]),
-        ("transformer", [{"micro_batch": 3}]),
+        pytest.param("transformer", [{"micro_batch": 3}], marks=pytest.mark.slow),
         pytest.param("gru", [{"processes": 2}], marks=pytest.mark.slow),
         pytest.param("transformer", [{"processes": 2}, {"processes": 3}], marks=pytest.mark.slow),
     ],
@@ -182,6 +185,7 @@ def test_resume_is_exact_and_takes_the_window_along(sequences: Path, tmp_path: P
     assert any(row[-1] for row in one)
 
 
+@pytest.mark.slow
 def test_an_autoencoder_first_gives_its_encoder_to_a_new_decoder(sequences: Path, tmp_path: Path) -> None:
     run = train(sequences, tmp_path, {"epochs": 4, "pretrain": 0.5, "free_bits": 3.0})
     found = [row for row in run.history if "lr" in row]
