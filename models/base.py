@@ -204,13 +204,16 @@ class Task(ABC):
     """Whether activations are rounded in training: float noise then moves one to the next level at times."""
     cohort: ClassVar[int] = 1
     """Samples that must be computed together."""
-    plot_every: int = 0
-    """Steps between drawings of the run's figures into plots/, also at the end; 0 draws none unasked."""
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         """`recipe`: the common fields, read by attribute; `options`: an instance of `Options`."""
         self.recipe = recipe
         self.options = options
+
+    @property
+    def plot_every(self) -> int:
+        """Steps between drawings of the run's figures into plots/, also at the end; 0 draws none unasked."""
+        return 0
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG003  for tasks to use

@@ -41,10 +41,10 @@ class Plotter:
 
 def track_plots(run: RunFolder, world: Communicator, step: int) -> None:
     """Give the figures that were drawn to TensorBoard, as images."""
-    from matplotlib.image import imread
-
     files = sorted((run.folder / "plots").glob("*.png"))
     for tracker in world.accelerator.trackers:
         if tracker.name == "tensorboard":
+            from matplotlib.image import imread
+
             images = {file.stem: imread(file)[None, ..., :3] for file in files}
             tracker.log_images(images, step=step, dataformats="NHWC")

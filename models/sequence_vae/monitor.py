@@ -158,7 +158,6 @@ class PosteriorMonitor(nn.Module):
         per_dimension = np.array(flat[7:]).reshape(2, self.latent)
         return Figures(
             step=step + 1,
-            window=min(step + 1, len(self.sums)),
             full=step + 1 >= max(len(self.sums), self.blocks) or step + 1 == steps,
             kl_per_dimension=(per_dimension[0] / count).tolist(),
             variance=per_dimension[1].tolist(),

@@ -66,12 +66,12 @@ class Objective(nn.Module):
         return weight * torch.maximum(kl, self.free_bits).sum()
 
     def control(self, mean_kl: Tensor) -> None:
-        """After a step: raise the weight where the KL is above --target-kl, lower it where it is below.
+        """After a step, with a target: raise the weight where the KL is above it, lower it where it is below.
 
         `mean_kl`: 0-d, nats per sample of the global batch. Dual ascent on the constraint KL = target, as in
         Rezende and Viola 2018 ("Taming VAEs").
         """
-        if self.target_kl:
-            error = (mean_kl.to(self.log_weight.dtype) / self.target_kl - 1).clamp(-1, 1)
-            bounds = math.log(SMALLEST_WEIGHT), math.log(LARGEST_WEIGHT)
-            self.log_weight.add_(CONTROL_RATE * error).clamp_(*bounds)
+        assert self.target_kl
+        error = (mean_kl.to(self.log_weight.dtype) / self.target_kl - 1).clamp(-1, 1)
+        bounds = math.log(SMALLEST_WEIGHT), math.log(LARGEST_WEIGHT)
+        self.log_weight.add_(CONTROL_RATE * error).clamp_(*bounds)

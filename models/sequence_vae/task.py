@@ -92,7 +92,7 @@ class SequenceVAE(Task):
         """Whether this process has recorded, in this phase, all that it ever records."""
 
     @property
-    def plot_every(self) -> int:  # type: ignore[override]
+    def plot_every(self) -> int:
         """Steps between drawings: --monitor decides."""
         return self.options.pace.plot_every if self.options.pace else 0
 
@@ -253,8 +253,9 @@ class SequenceVAE(Task):
         if step.phase == AUTOENCODER:
             return None
         monitor = model.monitor
-        samples, _, kl, _ = step.recorded["totals"]
-        model.objective.control(kl / samples)
+        if self.options.target_kl:
+            samples, _, kl, _ = step.recorded["totals"]
+            model.objective.control(kl / samples)
         if monitor is None:
             return None
         monitor.add(step.number, step.total_steps, step.recorded)
@@ -268,7 +269,7 @@ class SequenceVAE(Task):
 
         figures = model.monitor.report(step.number, step.total_steps, self.recipe.seed)
         history, changed = model.monitor.judge(figures)
-        remedied = self._needs_remedy(model, history.state)
+        remedied = step.number + 1 < step.total_steps and self._needs_remedy(model, history.state)
         message = sentence(figures, history, "" if remedied else self._advice(model))
         for name, value in metrics_of(figures).items():
             step.log(name, value)

@@ -35,10 +35,8 @@ class Figures:
 
     step: int
     """Optimizer steps taken."""
-    window: int
-    """Steps in the window."""
     full: bool
-    """Whether the window is full."""
+    """Whether the window is full, or the phase ends."""
     kl_per_dimension: list[float]
     variance: list[float]
     """Of the posterior mean over the data, per dimension."""
@@ -83,7 +81,7 @@ class History:
         return 5 + latent
 
     def pack(self) -> np.ndarray:
-        """As fp64 numbers, for a buffer."""
+        """As numbers, for a buffer."""
         scalars = [STATES.index(self.state), self.since, self.kl, self.falling, self.falling_since]
         return np.array([*scalars, *self.last_active])
 

@@ -197,9 +197,7 @@ def figures(step: int, kl: float, active: int = 2, **more: Any) -> Figures:
     """A report of 4 dimensions, the first `active` of them active."""
     variance = [1.0] * active + [0.001] * (4 - active)
     values = {"mutual_information": kl, "ceiling": 6.9, "reconstruction": 50.0, **more}
-    return Figures(
-        step=step, window=100, full=step >= 100, kl_per_dimension=[kl / 4] * 4, variance=variance, **values
-    )
+    return Figures(step=step, full=step >= 100, kl_per_dimension=[kl / 4] * 4, variance=variance, **values)
 
 
 def states(reports: list[Figures]) -> tuple[list[str], History]:
