@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
-from isobatch.engine.noise.attention_functions import known_attention, register_attention
 from isobatch.engine.noise.keyed_attention import repeat_kv_heads
+from isobatch.models.attention_functions import known_attention, register_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,7 +143,7 @@ class _PackedAttention:
         layout = module.packing.layout
         if layout is None:
             return self.plain(module, query, key, value, attention_mask, dropout, scaling=scaling, **named)
-        if query.is_cuda:
+        if has_varlen_kernel(query):
             if dropout and module.training:
                 raise UserError("--pack on: attention's kernel takes no dropout: add --dropout 0")
             return _varlen(layout, query, key, value, scaling), None
@@ -152,18 +152,29 @@ class _PackedAttention:
         return layout.take(output), None
 
 
+def has_varlen_kernel(query: Tensor) -> bool:
+    """Whether torch has a kernel for variable lengths on this tensor's device."""
+    return query.is_cuda
+
+
 def _varlen(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """torch's kernel for variable lengths; its versions name the causal option differently."""
+    """torch's kernel for variable lengths, in the value's number format; its versions take other options.
+
+    Rotary embeddings leave queries and keys in fp32, and autocast does not know this kernel.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    if scaling is not None:  # the kernel scales by 1 / sqrt(D)
-        query = query * (scaling * query.shape[-1] ** 0.5)
     known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    q, k, v = (
-        x[0].transpose(0, 1).contiguous()
-        for x in (query, repeat_kv_heads(key, query), repeat_kv_heads(value, query))
-    )
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if scaling is not None and "scale" in known:
+        options["scale"] = scaling
+    elif scaling is not None:  # the kernel scales by 1 / sqrt(D)
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    if "enable_gqa" in known:
+        options["enable_gqa"] = key.shape[1] != query.shape[1]
+    else:
+        key, value = repeat_kv_heads(key, query), repeat_kv_heads(value, query)
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
     borders, longest = layout.borders, layout.longest
-    output: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **causal)
+    output: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
     return output[None]

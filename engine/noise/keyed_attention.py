@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
-from isobatch.engine.noise.attention_functions import known_attention, register_attention
 from isobatch.engine.noise.keyed_noise import KeyedNoise, NoiseSite, apply_mask, hash_bits
+from isobatch.models.attention_functions import known_attention, register_attention
 
 NAME = "keyed"
 MAX_KEYED_LENGTH = 512

@@ -29,13 +29,13 @@ from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
 from isobatch.engine.model_setup.packing import SamplePacking
 from isobatch.engine.model_setup.prepare_model import prepare_model
-from isobatch.engine.noise.attention_functions import unregister_attention
 from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import workload
 from isobatch.engine.training.active_phase import ActivePhase
 from isobatch.engine.training.evaluate import evaluate
 from isobatch.engine.training.teacher_cache import samples_used, with_teacher_outputs
+from isobatch.models.attention_functions import unregister_attention
 from isobatch.models.base import StepContext
 
 if TYPE_CHECKING:

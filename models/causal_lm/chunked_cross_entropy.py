@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isobatch.models.causal_lm.model_sizes import CHUNK_BYTES, LINEAR_HEAD_TYPES
+from isobatch.models.attention_functions import causal_attention_alone
+from isobatch.models.causal_lm.model_sizes import CHUNK_BYTES, LINEAR_HEAD_TYPES, PACKABLE_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,12 +51,13 @@ def next_token_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     # Under ZeRO-3 and FSDP the head's weights are gathered only while the model itself runs.
     sharded = hasattr(head.weight, "ds_id") or hasattr(head.weight, "device_mesh")
     if not isinstance(head, BypassableHead) or sharded:
-        logits = model(input_ids=tokens, use_cache=False).logits
+        with _no_mask(model, tokens):
+            logits = model(input_ids=tokens, use_cache=False).logits
         # The last position has an ignored target, because slicing it off would copy all logits.
         return F.cross_entropy(
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
-    with bypass(head):
+    with bypass(head), _no_mask(model, tokens):
         states = model(input_ids=tokens, use_cache=False).logits
     is_target = targets.flatten() != IGNORE_INDEX
     weights: list[Tensor | None] = [head.weight, head.bias]
@@ -66,6 +68,13 @@ def next_token_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         states.flatten(0, 1)[is_target], *weights, targets.flatten()[is_target]
     )
     return total_loss
+
+
+def _no_mask(model: Any, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Causal attention without a mask, for the model types of which it is known to be the same."""
+    if getattr(model, "module", model).config.model_type not in PACKABLE_TYPES:
+        return contextlib.nullcontext()
+    return causal_attention_alone(model, tokens.shape[1])
 
 
 @contextlib.contextmanager

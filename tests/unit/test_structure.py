@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.checkpointing": {"core", "engine.distributed"},
     "engine.optimization": {"core", "models"},
     "engine.loading": {"core", "data"},
-    "engine.noise": {"core", "engine.loading"},
+    "engine.noise": {"core", "models", "engine.loading"},
     "engine.planning": {"core", "models", "engine.loading"},
     "engine.model_setup": {"core", "models", "engine.noise"},
     "engine.strategies": {"core", "engine.checkpointing", "engine.distributed", "engine.model_setup"},

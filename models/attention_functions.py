@@ -1,0 +1,87 @@
+"""Attention functions of ours in transformers' tables, and causal attention without a mask."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CAUSAL = "-causal"
+"""Ends the name under which an attention function is registered a second time, without a mask function."""
+_registered: set[str] = set()
+
+
+def register_attention(name: str, attention: Any, mask: Any) -> None:
+    """Register an attention function and its mask function under `name`, for `set_attn_implementation`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    _registered.add(name)
+
+
+def known_attention(kernel: str) -> tuple[Any, Any]:
+    """(attention function, mask function) registered under a name; those of SDPA where there are none.
+
+    The eager function is not registered but defined in each model's file; SDPA computes the same.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    functions: Any = AttentionInterface._global_mapping  # noqa: SLF001  no public way to read it
+    masks: Any = AttentionMaskInterface._global_mapping  # noqa: SLF001
+    return functions.get(kernel) or functions["sdpa"], masks.get(kernel, sdpa_mask)
+
+
+@contextlib.contextmanager
+def causal_attention_alone(model: Any, length: int) -> Iterator[None]:
+    """Inside, a decoder's attention is causal and builds no mask: rows are padded on the right or not at all.
+
+    Without this, transformers looks for packed rows in the positions, which waits for the GPU, and gives a
+    compiled model a dense (T, T) mask, with which SDPA cannot take its flash kernel. `length`: T, the rows'
+    length. A model whose attention has a window that is shorter is left alone.
+    """
+    config = getattr(getattr(model, "module", model), "config", None)
+    kernel = getattr(config, "_attn_implementation", None)
+    if config is None or not kernel or not _is_plain_causal(config, kernel, length):
+        yield
+        return
+    _register_without_mask(kernel)
+    config._attn_implementation = kernel + CAUSAL  # noqa: SLF001  set_attn_implementation reloads kernels
+    try:
+        yield
+    finally:
+        config._attn_implementation = kernel  # noqa: SLF001
+
+
+def _is_plain_causal(config: Any, kernel: str, length: int) -> bool:
+    """Whether every token attends to all before it, by an attention function that needs no mask for it."""
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    needs_mask = kernel == "eager" or kernel.startswith("flash")
+    return not needs_mask and all(window is None or length < window for window in windows)
+
+
+def _register_without_mask(kernel: str) -> None:
+    """Register a known attention function again: transformers makes no mask for a name without one."""
+    from transformers import AttentionInterface
+
+    name, function = kernel + CAUSAL, known_attention(kernel)[0]
+    functions: Any = AttentionInterface._global_mapping  # noqa: SLF001
+    if functions.get(name) is not function:
+        AttentionInterface.register(name, function)
+        _registered.add(name)
+
+
+def unregister_attention() -> None:
+    """Unregister everything that was registered here in this process."""
+    if "transformers" not in sys.modules:
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for name in _registered:
+        AttentionInterface._global_mapping.pop(name, None)  # noqa: SLF001  no public way to remove one
+        AttentionMaskInterface._global_mapping.pop(name, None)  # noqa: SLF001
+    _registered.clear()
