@@ -68,6 +68,12 @@ def _itself(value: Any) -> Any:
     return value
 
 
+def _to_tensor(array: np.ndarray) -> Tensor:
+    import torch
+
+    return torch.from_numpy(array)
+
+
 def _forget(name: str, value: Any) -> None:
     """Outside a training step nothing is recorded or logged."""
 
@@ -87,6 +93,10 @@ class StepContext:
     record: Callable[[str, Tensor], None] = _forget
     """`record(name, sum)` in `loss`: a tensor of a fixed shape, SUMMED over the micro-batch. The engine adds
     it up over the global batch in the losses' own reduction: it costs no collective and no wait."""
+    host: Batch | None = None
+    """In `loss` and `evaluate`: the micro-batch in host memory, where reading a number waits for nothing."""
+    to_device: Callable[[np.ndarray], Tensor] = _to_tensor
+    """A small array as a tensor on the device, by a copy that does not wait for the device's queue."""
     positions: np.ndarray | None = None
     """In `loss` of a training step: (B,) places of the micro-batch's samples in the global batch."""
     recorded: Mapping[str, Tensor] = field(default_factory=dict)

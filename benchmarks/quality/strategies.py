@@ -164,7 +164,7 @@ def _session(strategy: Any, precision: Precision = "fp32") -> Session:
 def _steps(active: ActivePhase, start: int, stop: int) -> list[float]:
     """The loss of every step."""
     results = [active.step(loaded) for loaded in active.batches(start, stop)]
-    return [sum(result.sums[: len(result.names)].tolist()) for result in results]
+    return [sum(result.sums.read()[: len(result.names)]) for result in results]
 
 
 def _train(folder: Path, strategy: str, mode: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from isobatch.core.errors import IsobatchError
 from isobatch.core.measures import now
+from isobatch.engine.loading.device_copies import to_tensors
 from isobatch.engine.loading.microbatching import (
     MicroBatch,
     MicroBatchBudget,
@@ -23,7 +24,6 @@ from isobatch.engine.loading.microbatching import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor  # noqa: TC004  heavy, and no class here has flags
 
     from isobatch.core.plan import Plan
@@ -216,20 +216,3 @@ class _StreamSampler:
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
         return self.make()
-
-
-def to_tensors(arrays: dict[str, np.ndarray], pin: bool) -> dict[str, Tensor]:
-    """Host tensors of the arrays, in page-locked memory if `pin`."""
-    import torch
-
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
-    return {name: t.pin_memory() for name, t in tensors.items()} if pin else tensors
-
-
-def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copy a batch to the device; integers become int64 there, so that fewer bytes are copied."""
-    import torch
-
-    moved = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
-    narrow = (torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32)
-    return {name: t.to(torch.int64) if t.dtype in narrow else t for name, t in moved.items()}

@@ -13,15 +13,17 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
+from isobatch.engine.loading.device_copies import array_to_device
 from isobatch.engine.noise.keyed_attention import repeat_kv_heads
 from isobatch.models.attention_functions import known_attention, register_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
+    from torch import Tensor, nn
 
     from isobatch.engine.noise.keyed_noise import KeyedNoise
 
@@ -36,12 +38,12 @@ class PackedLayout:
         rows, positions = np.nonzero(inside)
         self.rows, self.width, self.tokens = len(lengths), width, len(rows)
         self.longest = int(lengths.max())
-        self.padded_positions = torch.from_numpy(rows * width + positions).to(device, non_blocking=True)
+        self.padded_positions = array_to_device(rows * width + positions, device)
         """(N,): each token's index in the flattened (B, T) batch."""
-        self.positions = torch.from_numpy(positions).to(device, non_blocking=True)[None]
+        self.positions = array_to_device(positions, device)[None]
         """(1, N): each token's position in its sample."""
         borders = np.append(0, np.cumsum(lengths)).astype(np.int32)
-        self.borders = torch.from_numpy(borders).to(device, non_blocking=True)
+        self.borders = array_to_device(borders, device)
         """(B + 1,) int32: cumulative lengths, where samples begin and end in the row."""
 
     def take(self, x: Tensor) -> Tensor:

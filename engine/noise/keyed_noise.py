@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
+from isobatch.engine.loading.device_copies import array_to_device
 from isobatch.engine.loading.permutation import mix_bits
+from isobatch.models.fused_kernels import fused_on_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -73,7 +75,7 @@ class KeyedNoise:
             site.calls = 0
         if self.sites:
             keys = np.stack([self._site_keys(name) for name in self.sites])
-            self.keys = torch.from_numpy(keys).to(device, non_blocking=True)
+            self.keys = array_to_device(keys, device)
 
     @contextlib.contextmanager
     def preserve_state(self) -> Iterator[None]:
@@ -93,7 +95,7 @@ class KeyedNoise:
 
     def bits(self, site: str, count: int, salt: int = 0) -> Tensor:
         """(B, count) int32 of random bits. `salt`: another draw of the same site."""
-        key = torch.from_numpy(self._site_keys(f"{site}#{salt}" if salt else site).copy()).to(self._device)
+        key = array_to_device(self._site_keys(f"{site}#{salt}" if salt else site), self._device)
         return hash_bits(key, count)
 
     def uniform(self, site: str, shape: Sequence[int], salt: int = 0) -> Tensor:
@@ -180,24 +182,8 @@ def _hash_formula(keys: Tensor, count: int) -> Tensor:
     return x
 
 
-_compiled: dict[str, Any] = {}
-
-
-def _hash_on_device(keys: Tensor, count: int) -> Tensor:
-    """One fused kernel where triton is available, else several kernels; the numbers are the same."""
-    if torch.compiler.is_compiling():
-        return _hash_formula(keys, count)
-    if "hash" not in _compiled:
-        _compiled["hash"] = (
-            torch.compile(_hash_formula, dynamic=True) if _has_triton(keys.device) else _hash_formula
-        )
-    return _compiled["hash"](keys, count)
-
-
-def _has_triton(device: torch.device) -> bool:
-    from torch.utils._triton import has_triton
-
-    return device.type == "cuda" and has_triton()
+_hash_on_device = fused_on_gpu(_hash_formula)
+"""One fused kernel where torch can compile, else several kernels; the numbers are the same."""
 
 
 def keep_mask(keys: Tensor, count: int, probability: float) -> Tensor:

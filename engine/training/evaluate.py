@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isobatch.engine.loading.loader import micro_batch_budget, to_device, to_tensors
+from isobatch.engine.loading.device_copies import to_device, to_tensors
+from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import dummy_micro_batch, make_micro_batches
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.base import Rows, StepContext, Sum, Task
@@ -55,11 +56,13 @@ def evaluate(
     training = model.training
     model.eval()
     with torch.no_grad():
-        for batch, samples, counts in _batches(source, chosen, plan, world, task.cohort, equal_counts):
+        for host, counts in _batches(source, chosen, plan, world, task.cohort, equal_counts):
+            samples = host["index"].numpy()
             world.mark_progress(f"evaluation of {split}")
             with world.accelerator.autocast():
                 noise.bind(EVALUATION_STEP, samples, world.device)
-                parts = task.evaluate(model, batch, StepContext(0, EVALUATION_PHASE, noise))
+                context = StepContext(0, EVALUATION_PHASE, noise, host=host)
+                parts = task.evaluate(model, to_device(host, world.device), context)
             if counts:
                 _add(parts, samples, sums, rows)
     model.train(training)
@@ -76,9 +79,8 @@ def first_samples(source: Source, fraction: float, cohort: int) -> np.ndarray:
 
 def _batches(
     source: Source, chosen: np.ndarray, plan: Plan, world: Communicator, cohort: int, equal_counts: bool
-) -> Iterator[tuple[dict[str, Tensor], np.ndarray, bool]]:
-    """This rank's micro-batches of the `chosen` samples: (batch on the device, the numbers of its samples,
-    whether it counts and is no dummy)."""
+) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """This rank's micro-batches of the `chosen` samples: (batch in host memory, whether it is no dummy)."""
     budget = micro_batch_budget(plan)
     span = _round_up(max(1, budget.samples * world.size * _BATCHES_AHEAD), cohort)
     for start in range(0, len(chosen), span):
@@ -89,8 +91,7 @@ def _batches(
             counts = len(micro.positions) > 0
             if counts or equal_counts:
                 numbers = samples[micro.positions] if counts else samples[:1]
-                host = to_tensors(source.fetch(numbers, micro.width), pin=False)
-                yield to_device(host, world.device), host["index"].numpy(), counts
+                yield to_tensors(source.fetch(numbers, micro.width), plan.pin_memory), counts
 
 
 def host_batches(source: Source) -> Iterator[dict[str, Tensor]]:

@@ -16,7 +16,8 @@ import torch
 from isobatch.core.errors import OutOfMemoryError
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.strategies import traits_of
-from isobatch.engine.loading.loader import micro_batch_budget, to_device, to_tensors
+from isobatch.engine.loading.device_copies import to_device, to_tensors
+from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.training.loss_checks import check_loss_form

@@ -18,6 +18,7 @@ from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import SaveTimer
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.training.step_metrics import gpu_reading, memory_bytes, step_row, tracked_values
+from isobatch.models import fused_kernels
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,7 +129,7 @@ class PhaseLoop:
         if result is None:
             return set()
         with self.world.waiting_for("the step's metrics"):
-            values, norm = result.sums.tolist(), float(result.norm)
+            values, (norm,) = result.sums.read(), result.norm.read()
         losses = dict(zip(result.names, values, strict=False))
         self._refuse_nonfinite(sum(losses.values()), norm, result.loaded.work.step)
         if self.context.first_step_at is None:
@@ -136,6 +137,8 @@ class PhaseLoop:
         if not self.noise_checked:
             self.noise_checked = True
             self._check_foreign_noise()
+            if problem := fused_kernels.take_failure():
+                self.context.console.say(problem)
         self._count(result)
         self._log(result, losses, norm, values)
         if result.change is not None:

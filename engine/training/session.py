@@ -24,7 +24,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.strategies import traits_of
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-from isobatch.engine.loading.loader import to_device, to_tensors
+from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
 from isobatch.engine.model_setup.packing import SamplePacking

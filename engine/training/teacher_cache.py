@@ -18,7 +18,7 @@ import torch
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.data.base import Source
-from isobatch.engine.loading.loader import to_device, to_tensors
+from isobatch.engine.loading.device_copies import to_device, to_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from isobatch.core.errors import TrainingError
-from isobatch.engine.loading.loader import LoadedStep, StepWork, to_device
+from isobatch.engine.loading.device_copies import HostCopy, array_to_device, numbers_to_device, to_device
+from isobatch.engine.loading.loader import LoadedStep, StepWork
 from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.engine.training import loss_checks
-from isobatch.models.base import Batch, CachedWeightTransform, Change, Loss, StepContext, Task
+from isobatch.models.base import CachedWeightTransform, Change, Loss, StepContext, Task
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
@@ -29,19 +31,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of a step. Tensors are still on the device: read one step later, they cost no wait."""
+    """The result of a step. Read one step later, its figures cost no wait."""
 
     loaded: LoadedStep
     rate: float
     """Learning rate."""
     names: list[str]
     """Names of the losses."""
-    sums: Tensor
+    sums: HostCopy
     """1-d: losses over their global weights, what loss() recorded, the rank flags; summed over ranks."""
-    norm: Tensor
+    norm: HostCopy
     """0-d: norm of the whole reduced gradient before clipping."""
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> what loss() recorded, summed over the global batch; views of `sums`."""
+    """Name -> what loss() recorded, summed over the global batch, on the device; parts of `sums`."""
     figures: dict[str, Any] = field(default_factory=dict)
     """What the task's `observe` returned about the gradients, and what its `after_step` logged."""
     change: Change | None = None
@@ -93,10 +95,11 @@ class Stepper:
         while norm is None:
             names, sums = self.backward(loaded)
             norm = self.strategy.step_optimizer(rate, observe)
-        flags = torch.tensor(rank_flags, dtype=sums.dtype, device=sums.device)
+        flags = numbers_to_device(rank_flags, sums.dtype, sums.device)
         packed_metrics = self.world.all_reduce_sum(torch.cat([sums, flags]))
         recorded = self._unpack_recorded(packed_metrics)
-        return StepResult(loaded, rate, names, packed_metrics, norm, recorded, figures)
+        copies = HostCopy(packed_metrics), HostCopy(norm)
+        return StepResult(loaded, rate, names, *copies, recorded, figures)
 
     def backward(self, loaded: LoadedStep) -> tuple[list[str], Tensor]:
         """Compute the gradients of this rank's micro-batches.
@@ -112,13 +115,12 @@ class Stepper:
                 dummy = len(micro.positions) == 0
                 if dummy and not self.strategy.computes_dummies:
                     continue
-                batch = to_device(host, self.world.device)
                 self.world.mark_progress(
                     f"step {work.step + 1}, micro-batch {number + 1} of {len(work.micro_batches)}"
                 )
                 self._bind(work.step, host, number)
                 with self.strategy.forward_backward(number == len(work.micro_batches) - 1):
-                    losses = self._losses(batch, work.step, micro.positions, 0.0 if dummy else 1.0)
+                    losses = self._losses(host, work.step, micro.positions, 0.0 if dummy else 1.0)
                     self.strategy.backward(self._total(losses, work, parts, 0.0 if dummy else 1.0))
                 if number == 0 and self.findings.names is None:
                     self._refuse_means(losses, micro, host, work.step)
@@ -145,9 +147,10 @@ class Stepper:
                 module.release(complete)
 
     def _losses(
-        self, batch: Batch, step: int, positions: np.ndarray, weight: float | None = None
+        self, host: dict[str, Tensor], step: int, positions: np.ndarray, weight: float | None = None
     ) -> dict[str, Loss]:
         """The losses of a micro-batch. What loss() records is added with `weight`, or dropped if None."""
+        batch = to_device(host, self.world.device)
         if not len(positions):  # a dummy, which counts nothing
             positions = np.zeros(1, np.int64)
 
@@ -158,7 +161,7 @@ class Stepper:
                 self._recorded[name] = self._recorded[name] + share if name in self._recorded else share
 
         with self.world.accelerator.autocast(), self._watching_generators():
-            context = self.step_context(step, record=record, positions=positions)
+            context = self.step_context(step, record=record, positions=positions, host=host)
             losses = self.task.loss(self.strategy.model, batch, context)
         loss_checks.check_loss_form(losses)
         return losses
@@ -186,9 +189,7 @@ class Stepper:
         def compute(rows: slice) -> loss_checks.LossValues:
             part = {name: column[rows] for name, column in host.items()}
             self._bind_to(step, part)
-            return loss_checks.loss_values(
-                self._losses(to_device(part, self.world.device), step, micro.positions[rows])
-            )
+            return loss_checks.loss_values(self._losses(part, step, micro.positions[rows]))
 
         with self.world.accelerator.autocast():
             half_precision = torch.is_autocast_enabled(self.world.device.type)
@@ -269,6 +270,7 @@ class Stepper:
             self.noise or NativeNoise(),
             self.total_steps,
             self.world.broadcast_object,
+            to_device=partial(array_to_device, device=self.world.device),
             **more,
         )
 

@@ -118,6 +118,6 @@ def _replay_steps(
     for loaded in active.batches(start, min(start + count, active.schedule.steps)):
         step, result = loaded.work.step + 1, active.step(loaded)
         if (row := rows.get((phase, step))) is not None:
-            loss, norm = sum(result.sums.tolist()[: len(result.names)]), float(result.norm)
+            loss, norm = sum(result.sums.read()[: len(result.names)]), result.norm.read()[0]
             replayed.append(ReplayedStep(phase, step, origin, row["loss"], loss, row["grad_norm"], norm))
     return replayed

@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isobatch.models.attention_functions import causal_attention_alone
-from isobatch.models.causal_lm.model_sizes import CHUNK_BYTES, LINEAR_HEAD_TYPES, PACKABLE_TYPES
+from isobatch.models.causal_lm.model_sizes import LINEAR_HEAD_TYPES, PACKABLE_TYPES, chunk_bytes
+from isobatch.models.fused_kernels import fused_on_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 IGNORE_INDEX = -100
 """The target of a token that is not predicted."""
+PAD = 64
+"""Tensor cores are at full speed only for a vocabulary that is a multiple of this."""
 
 
 class BypassableHead(nn.Linear):
@@ -42,10 +45,11 @@ def make_head_bypassable(model: Any) -> None:
         head.__class__ = BypassableHead
 
 
-def next_token_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+def next_token_loss(model: Any, tokens: Tensor, targets: Tensor, count: int | None = None) -> Tensor:
     """Sum of -log p of the targets, in nats and fp32.
 
-    tokens: (B, T) int64; targets: (B, T) int64, IGNORE_INDEX where nothing is predicted.
+    tokens: (B, T) int64; targets: (B, T) int64, IGNORE_INDEX where nothing is predicted; `count`: how many
+    are predicted, where the host knows it.
     """
     head = getattr(model, "module", model).get_output_embeddings()
     # Under ZeRO-3 and FSDP the head's weights are gathered only while the model itself runs.
@@ -59,15 +63,37 @@ def next_token_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         )
     with bypass(head), _no_mask(model, tokens):
         states = model(input_ids=tokens, use_cache=False).logits
-    is_target = targets.flatten() != IGNORE_INDEX
-    weights: list[Tensor | None] = [head.weight, head.bias]
+    return chunked_loss(states.flatten(0, 1), targets.flatten(), head.weight, head.bias, count)
+
+
+def chunked_loss(
+    states: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, count: int | None = None
+) -> Tensor:
+    """Sum of -log p of the targets under a linear head, in nats and fp32.
+
+    states: (M, D); targets: (M,) int64, IGNORE_INDEX where nothing is predicted; `count`: N, how many are
+    predicted, where the host knows it, so that it need not wait for the device to count them.
+    """
+    weights = [weight, bias]
     # autograd.Function.forward cannot see no_grad: detached weights skip the gradient work.
     if not torch.is_grad_enabled():
         weights = [None if w is None else w.detach() for w in weights]
-    total_loss: Tensor = ChunkedCrossEntropy.apply(
-        states.flatten(0, 1)[is_target], *weights, targets.flatten()[is_target]
+    rows = _predicted_rows(targets, count)
+    total: Tensor = ChunkedCrossEntropy.apply(
+        states.index_select(0, rows), *weights, targets.index_select(0, rows)
     )
-    return total_loss
+    return total
+
+
+def _predicted_rows(targets: Tensor, count: int | None) -> Tensor:
+    """(N,) int64: the rows whose targets are predicted, ascending."""
+    is_target = targets != IGNORE_INDEX
+    if count is None:
+        return is_target.nonzero()[:, 0]
+    # A scatter of known size, as the size of nonzero() is known only once the device has computed it.
+    place = (is_target.cumsum(0) - 1).masked_fill(~is_target, count).clamp_(max=count)
+    rows = torch.arange(len(targets), device=targets.device)
+    return torch.zeros(count + 1, dtype=torch.int64, device=targets.device).scatter_(0, place, rows)[:count]
 
 
 def _no_mask(model: Any, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -99,35 +125,32 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         dtype = (
             torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
         )
-        cast_weight, nll_sum = weight.to(dtype), torch.zeros((), device=states.device)
-        needs_grad = ctx.needs_input_grad
+        needs_grad, vocabulary = ctx.needs_input_grad, len(weight)
+        nll_sum = torch.zeros((), device=states.device)
         grad_states = torch.empty_like(states) if needs_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if needs_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and needs_grad[2] else None
-        tokens_per_chunk = max(1, CHUNK_BYTES // (4 * len(weight)))
+        cast_weight = _cast_and_pad(weight, dtype)
+        tokens_per_chunk = max(1, chunk_bytes(_memory(states.device)) // (4 * vocabulary))
         with torch.autocast(device_type, enabled=False):
             for start in range(0, len(states), tokens_per_chunk):
                 chunk = slice(start, start + tokens_per_chunk)
                 chunk_states, chunk_targets = states[chunk].to(dtype), targets[chunk, None]
-                logits = (
-                    chunk_states @ cast_weight.T
-                    if bias is None
-                    else torch.addmm(bias.to(dtype), chunk_states, cast_weight.T)
-                )
-                log_probs = logits.float().log_softmax(-1)
-                nll_sum -= log_probs.gather(1, chunk_targets).sum()
-                grad_logits = log_probs.exp_().scatter_add_(
-                    1, chunk_targets, log_probs.new_full(chunk_targets.shape, -1.0)
-                )
+                logits = _logits(chunk_states, cast_weight, bias, vocabulary)
+                if not any(needs_grad):
+                    nll_sum -= logits.log_softmax(-1).gather(1, chunk_targets).sum()
+                    continue
+                nll, grad_logits = softmax_errors(logits, chunk_targets)
+                nll_sum += nll
                 if grad_bias is not None:
-                    grad_bias += grad_logits.sum(0)
+                    grad_bias += grad_logits[:, :vocabulary].sum(0)
                 grad_logits = grad_logits.to(dtype)
                 if grad_states is not None:
                     grad_states[chunk] = grad_logits @ cast_weight
-                if grad_weight is not None and grad_weight.dtype == grad_logits.dtype:
-                    grad_weight.addmm_(grad_logits.T, chunk_states)  # in place, without another (V, D) tensor
-                elif grad_weight is not None:
-                    grad_weight += grad_logits.T @ chunk_states
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad_logits[:, :vocabulary].T, chunk_states)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         ctx.save_for_backward(grad_states, grad_weight, grad_bias)
         return nll_sum
 
@@ -135,3 +158,75 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [None if g is None else g.mul_(gradient) for g in ctx.saved_tensors]
         return (*gradients, None)
+
+
+def _memory(device: torch.device) -> int | None:
+    """Bytes of the GPU's memory; None for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def on_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products are in half precision on an NVIDIA GPU: torch can then give their sums in fp32."""
+    return device.type == "cuda" and dtype != torch.float32 and torch.version.hip is None
+
+
+def _cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """(V', D): the weight in the number format of the products; on tensor cores V' is a multiple of 64."""
+    vocabulary, width = weight.shape
+    rows = -(-vocabulary // PAD) * PAD if on_tensor_cores(weight.device, dtype) else vocabulary
+    if rows == vocabulary:
+        return weight.to(dtype)
+    padded = torch.zeros(rows, width, dtype=dtype, device=weight.device)
+    padded[:vocabulary] = weight
+    return padded
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
+    """(n, V') fp32 logits; -inf in the columns that `_cast_and_pad` added."""
+    if on_tensor_cores(states.device, states.dtype):
+        logits = torch.mm(states, weight.T, out_dtype=torch.float32)
+        logits[:, vocabulary:] = float("-inf")
+        if bias is not None:
+            logits[:, :vocabulary] += bias
+        return logits
+    if bias is None:
+        return (states @ weight.T).float()
+    return torch.addmm(bias.to(states.dtype), states, weight.T).float()
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total (V, D) fp32 += one (V, n) @ other (n, D), in place where the number formats allow it."""
+    if one.dtype == total.dtype:
+        total.addmm_(one, other)
+    elif on_tensor_cores(one.device, one.dtype):
+        total += torch.mm(one, other, out_dtype=torch.float32)
+    else:
+        total += one @ other
+
+
+def softmax_errors(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, V) fp32 logits, (n, 1) targets -> sum of -log p, and (n, V) softmax - one-hot.
+
+    The logits may be overwritten. On a GPU one fused kernel reads them twice and writes once; elsewhere there
+    are four passes in place.
+    """
+    if logits.is_cuda:
+        return _fused_errors(logits, targets)
+    return _errors_in_place(logits, targets)
+
+
+def _errors_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs = logits.log_softmax(-1)
+    nll = -log_probs.gather(1, targets).sum()
+    return nll, log_probs.exp_().scatter_add_(1, targets, log_probs.new_full(targets.shape, -1.0))
+
+
+def errors_formula(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What `softmax_errors` computes, in operations that a compiler fuses."""
+    log_probs = logits.log_softmax(-1)
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets
+    nll = -torch.where(is_target, log_probs, 0.0).sum()
+    return nll, log_probs.exp() - is_target.to(log_probs.dtype)
+
+
+_fused_errors = fused_on_gpu(errors_formula, _errors_in_place)

@@ -18,7 +18,7 @@ from isobatch.models.sequence_vae.posterior import Posterior
 from isobatch.models.sequence_vae.verdict import Figures, History, judge
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from isobatch.models.sequence_vae.options import MonitorPace
 
@@ -96,7 +96,13 @@ class PosteriorMonitor(nn.Module):
         return Posterior(rows[:, : self.latent], rows[:, self.latent : 2 * self.latent])
 
     @torch.no_grad()
-    def measure(self, found: Posterior, kl: Tensor, positions: np.ndarray) -> Tensor:
+    def measure(
+        self,
+        found: Posterior,
+        kl: Tensor,
+        positions: np.ndarray,
+        to_device: Callable[[np.ndarray], Tensor] = torch.from_numpy,
+    ) -> Tensor:
         """(1 + rows_per_step, 4 L): what a micro-batch adds to its step. `kl` (B, L), `positions` (B,).
 
         The columns: mean, log variance, squared mean and KL of each dimension. The first row is the sum over
@@ -106,9 +112,7 @@ class PosteriorMonitor(nn.Module):
         out = torch.zeros(1 + self.rows_per_step, each.shape[1], dtype=each.dtype, device=each.device)
         torch.sum(each, 0, out=out[0])
         chosen = np.flatnonzero(positions < self.rows_per_step)
-        for_device = (torch.from_numpy(n) for n in (1 + positions[chosen], chosen))
-        places, rows = (n.to(each.device, non_blocking=True) for n in for_device)
-        out[places] = each[rows]
+        out[to_device(1 + positions[chosen])] = each[to_device(chosen)]
         return out
 
     def nothing(self) -> dict[str, Tensor]:

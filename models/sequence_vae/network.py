@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX, ChunkedCrossEntropy
+from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX, chunked_loss
 from isobatch.models.sequence_vae.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -153,19 +153,17 @@ class Head(nn.Linear):
     """A linear layer to the vocabulary that returns the cross-entropy of targets without all the logits."""
 
     @torch.compiler.disable  # the number of targets changes with every batch
-    def forward(self, states: Tensor, targets: Tensor | None = None) -> Tensor:
-        """states (N, D): logits (N, V), or with targets (N,) the sum of -log p in nats, 0-d."""
+    def forward(self, states: Tensor, targets: Tensor | None = None, count: int | None = None) -> Tensor:
+        """states (N, D): logits (N, V), or with targets (N,) the sum of -log p in nats, 0-d.
+
+        `count`: how many targets there are without the ignored ones, where the host knows it.
+        """
         if targets is None:
             return super().forward(states)
         if hasattr(self.weight, "ds_id") or hasattr(self.weight, "device_mesh"):  # gathered for `super` alone
             logits = super().forward(states)
             return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
-        chosen = targets != IGNORE_INDEX
-        weights: list[Tensor | None] = [self.weight, self.bias]
-        if not torch.is_grad_enabled():  # autograd.Function.forward cannot see no_grad
-            weights = [None if w is None else w.detach() for w in weights]
-        total: Tensor = ChunkedCrossEntropy.apply(states[chosen], *weights, targets[chosen])
-        return total
+        return chunked_loss(states, targets, self.weight, self.bias, count)
 
 
 class Decoder(nn.Module):
@@ -190,9 +188,9 @@ class Decoder(nn.Module):
         dropped: Tensor = self.output_dropout(states)
         return dropped
 
-    def forward(self, inputs: Tensor, z: Tensor, targets: Tensor) -> Tensor:
-        """Sum of -log p(target) in nats, 0-d. `inputs`, `targets` (B, T); z (B, L)."""
-        total: Tensor = self.head(self.states(inputs, z).flatten(0, 1), targets.flatten())
+    def forward(self, inputs: Tensor, z: Tensor, targets: Tensor, count: int | None = None) -> Tensor:
+        """Sum of -log p(target) in nats, 0-d. `inputs`, `targets` (B, T); z (B, L); `count`: see Head."""
+        total: Tensor = self.head(self.states(inputs, z).flatten(0, 1), targets.flatten(), count)
         return total
 
     def log_likelihood(self, inputs: Tensor, z: Tensor, targets: Tensor) -> Tensor:
@@ -243,11 +241,13 @@ class VAENetwork(nn.Module):
         noise: Tensor | None,
         dropped: Tensor | None = None,
         others: OtherLatents | None = None,
+        tokens_in_all: int | None = None,
     ) -> Output:
         """tokens (B, T) int64 whose rows end with the end token, length (B,).
 
         `noise` (B, L) standard normal; None takes the posterior's mean. `dropped` (B, T) bool: inputs that
         the decoder reads as unknown. `others`: what Output.compared compares with.
+        `tokens_in_all`: the sum of `length`, where the host knows it.
         """
         posterior = self.encoder(tokens, length)
         z = posterior.mean if noise is None else posterior.sample(noise)
@@ -255,7 +255,7 @@ class VAENetwork(nn.Module):
         if dropped is not None:
             inputs = inputs.masked_fill(dropped, self.config.unk)
         compared = None if others is None else self._compare(inputs, z, targets, others)
-        return Output(self.decoder(inputs, z, targets), posterior, compared)
+        return Output(self.decoder(inputs, z, targets, tokens_in_all), posterior, compared)
 
     @torch.no_grad()
     def _compare(self, inputs: Tensor, z: Tensor, targets: Tensor, others: OtherLatents) -> Tensor:

@@ -186,11 +186,12 @@ class SequenceVAE(Task):
         tokens, length = batch["tokens"].long(), batch["length"]
         dropped = self._dropped_words(tokens, step)
         if step.phase == AUTOENCODER:
-            return {"reconstruction": Loss(model(tokens, length, None, dropped).nll, "sample")}
+            nll = model(tokens, length, None, dropped, None, _token_count(step)).nll
+            return {"reconstruction": Loss(nll, "sample")}
         monitor = network.monitor if step.positions is not None else None
         others = self._others(monitor, step) if monitor is not None else None
         noise = step.noise.normal("posterior", (self.options.latent,))
-        output = model(tokens, length, noise, dropped, others)
+        output = model(tokens, length, noise, dropped, others, _token_count(step))
         kl = output.posterior.kl()
         per_sample = kl.sum(1)
         count = torch.full_like(output.nll, len(tokens))
@@ -213,7 +214,6 @@ class SequenceVAE(Task):
         if not monitor.compares_at(step.number):
             return None
         import numpy as np
-        import torch
 
         from isobatch.models.sequence_vae.monitor import COMPARED_SAMPLES
         from isobatch.models.sequence_vae.network import OtherLatents
@@ -225,7 +225,7 @@ class SequenceVAE(Task):
             rows = np.zeros(1, np.int64)
         chosen = step.noise.integers("monitor.other", (), len(monitor.rows))
         noise = step.noise.normal("monitor.noise", (self.options.latent,))
-        taken = torch.from_numpy(rows).to(chosen.device)
+        taken = step.to_device(rows)
         return OtherLatents(
             taken, monitor.posteriors(chosen[taken], step.number).sample(noise[taken]), counts
         )
@@ -236,7 +236,7 @@ class SequenceVAE(Task):
 
         assert step.positions is not None
         if monitor.watches(step.number, step.total_steps):
-            step.record(STEP, monitor.measure(output.posterior, kl, step.positions))
+            step.record(STEP, monitor.measure(output.posterior, kl, step.positions, step.to_device))
         if output.compared is not None:
             step.record(COMPARED, output.compared)
         if not self._has_recorded:  # the engine learns from a first step what may be recorded in later ones
@@ -350,6 +350,11 @@ class SequenceVAE(Task):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if "tokenizer" in facts.extra:
             saving.load_tokenizer(facts).save(str(folder / "tokenizer.json"))
+
+
+def _token_count(step: StepContext) -> int | None:
+    """Tokens of the micro-batch, where the host knows them."""
+    return None if step.host is None else int(step.host["length"].sum())
 
 
 def posterior_metrics(rows: np.ndarray) -> dict[str, float]:

@@ -132,7 +132,7 @@ def test_another_architecture_is_counted_by_building_it(tmp_path: Path) -> None:
 
 def test_loss_is_the_sum_over_predicted_tokens(model: Any) -> None:
     whole = batch([12, 12], 12)
-    found = make().loss(model, whole, None)["loss"]  # type: ignore[arg-type]
+    found = make().loss(model, whole, STEP)["loss"]
     assert found.unit == "token"
     # transformers means over the 2 x 11 predicted tokens.
     theirs = model(input_ids=whole["tokens"], labels=whole["tokens"]).loss
@@ -163,7 +163,7 @@ def test_padding_changes_neither_loss_nor_gradient(model: Any) -> None:
     results = []
     for width, fill in ((7, 0), (12, 0), (12, 99)):
         model.zero_grad()
-        loss = make().loss(model, batch([7, 4], width, fill), None)["loss"].sum  # type: ignore[arg-type]
+        loss = make().loss(model, batch([7, 4], width, fill), STEP)["loss"].sum
         loss.backward()
         results.append((loss.item(), model.transformer.h[0].attn.c_attn.weight.grad.clone()))
     for loss_value, gradient in results[1:]:

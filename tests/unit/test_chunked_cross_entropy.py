@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isobatch.models.causal_lm import chunked_cross_entropy
+from isobatch.models.causal_lm import chunked_cross_entropy, model_sizes
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def test_loss_and_gradients_are_those_of_the_full_logits(
     family: str, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_BYTES", 4 * VOCABULARY * 5)  # five tokens at a time
+    monkeypatch.setattr(model_sizes, "CHUNK_BYTES", 4 * VOCABULARY * 5)  # five tokens at a time
     model = make_model(family)
     whole = loss_and_gradients(model, *batch)
     chunked_cross_entropy.make_head_bypassable(model)
@@ -116,7 +116,7 @@ def test_memory_is_that_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(self, *given, **named)
 
     monkeypatch.setattr(torch.Tensor, "float", watched)
-    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_BYTES", 4 << 20)
+    monkeypatch.setattr(model_sizes, "CHUNK_BYTES", 4 << 20)
     states = torch.randn(4000, 8, requires_grad=True)
     weight = torch.randn(20_000, 8, requires_grad=True)
     targets = torch.zeros(4000, dtype=torch.long)
@@ -126,3 +126,57 @@ def test_memory_is_that_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(found.detach()) == pytest.approx(
         float(cross_entropy(states @ weight.T, targets, reduction="sum").detach()), rel=1e-4
     )
+
+
+def test_a_known_count_chooses_the_same_rows(batch: tuple[Tensor, Tensor]) -> None:
+    """Without asking the device how many targets there are."""
+    count = int((batch[1] != chunked_cross_entropy.IGNORE_INDEX).sum())
+    model = make_model("gpt2")
+    chunked_cross_entropy.make_head_bypassable(model)
+    losses = [chunked_cross_entropy.next_token_loss(model, *batch, n).detach() for n in (None, count)]
+    assert torch.equal(*losses)
+
+
+def test_the_formula_of_the_fused_kernel_is_the_one_of_the_passes() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 64, generator=draw) * 4
+    logits[:, VOCABULARY:] = float("-inf")  # columns that only fill up the vocabulary
+    targets = torch.randint(VOCABULARY, (7, 1), generator=draw)
+    fused = chunked_cross_entropy.errors_formula(logits, targets)
+    passes = chunked_cross_entropy.softmax_errors(logits.clone(), targets)
+    for one, other in zip(fused, passes, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    assert not fused[1][:, VOCABULARY:].any()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_on_tensor_cores_the_vocabulary_is_padded_and_sums_are_fp32(
+    family: str, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = []
+
+    def product(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        assert one.dtype == other.dtype == torch.bfloat16
+        products.append((one.shape[0], other.shape[1]))
+        return torch.matmul(one.to(out_dtype), other.to(out_dtype))
+
+    model = make_model(family)
+    chunked_cross_entropy.make_head_bypassable(model)
+    whole = loss_and_gradients(model, *batch)
+    monkeypatch.setattr(chunked_cross_entropy, "on_tensor_cores", lambda _, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(torch, "mm", product)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = loss_and_gradients(model, *batch)
+    count = int((batch[1] != chunked_cross_entropy.IGNORE_INDEX).sum())
+    width = model.config.hidden_size
+    assert products == [(count, -(-VOCABULARY // 64) * 64), (VOCABULARY, width)]
+    assert found[0] == pytest.approx(whole[0], rel=2e-3)
+    head = "lm_head.weight" if "lm_head.weight" in whole[1] else "transformer.wte.weight"
+    assert (found[1][head] - whole[1][head]).norm() < 2e-2 * whole[1][head].norm()
+
+
+def test_chunks_grow_with_the_memory_of_the_gpu() -> None:
+    gigabyte = 10**9
+    assert model_sizes.chunk_bytes(None) == model_sizes.chunk_bytes(2 * gigabyte) == 64 << 20
+    assert model_sizes.chunk_bytes(12 * gigabyte) == 12 * gigabyte // 64
+    assert model_sizes.chunk_bytes(80 * gigabyte) == 512 << 20

@@ -14,7 +14,8 @@ import torch
 
 from isobatch.core.errors import UserError
 from isobatch.data.base import ArraySource, Ragged, save
-from isobatch.engine.loading.loader import BatchLoader, LoadedStep, to_device, to_tensors
+from isobatch.engine.loading.device_copies import to_device, to_tensors
+from isobatch.engine.loading.loader import BatchLoader, LoadedStep
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.tests.unit.helpers import plan
 

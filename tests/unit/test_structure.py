@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.loading": {"core", "data"},
     "engine.noise": {"core", "models", "engine.loading"},
     "engine.planning": {"core", "models", "engine.loading"},
-    "engine.model_setup": {"core", "models", "engine.noise"},
+    "engine.model_setup": {"core", "models", "engine.loading", "engine.noise"},
     "engine.strategies": {"core", "engine.checkpointing", "engine.distributed", "engine.model_setup"},
     "engine.training": {
         *("core", "data", "models", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),

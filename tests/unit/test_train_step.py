@@ -114,9 +114,9 @@ def trained(
         found: dict[str, Any] = {"sums": [], "norms": [], "votes": [], "scale": []}
         for loaded in loader.steps(0, steps):
             result = runner.run(loaded, recipe.lr, [float(world.rank == 1), 1.0])
-            found["sums"].append(dict(zip(result.names, result.sums.tolist(), strict=False)))
-            found["votes"].append(result.sums.tolist()[len(result.names) :])
-            found["norms"].append(float(result.norm))
+            found["sums"].append(dict(zip(result.names, result.sums.read(), strict=False)))
+            found["votes"].append(result.sums.read()[len(result.names) :])
+            found["norms"].append(result.norm.read()[0])
             found["scale"].append(strategy.scale)
         found["weights"] = {n: p.detach().clone() for n, p in strategy.unwrapped.named_parameters()}
         return {**found, "seen": getattr(strategy, "seen", None)}
@@ -250,7 +250,7 @@ def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(run_ranks: Any) ->
             row = torch.from_numpy(rows.fetch(np.array([i]))["tokens"].astype(np.int64))
             logits = made(row, torch.tensor([row.shape[1]]))[0, :-1]
             total += nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
-        return dict(zip(result.names, result.sums.tolist(), strict=False)), total
+        return dict(zip(result.names, result.sums.read(), strict=False)), total
 
     ((losses, total),) = run_ranks(1, part).values
     assert losses["next"] == pytest.approx(total / (rows.lengths(samples) - 1).sum(), rel=1e-5)
@@ -529,7 +529,7 @@ def test_what_a_loss_records_is_summed_in_the_losses_reduction(size: int, run_ra
         sampler = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
         loader = BatchLoader(source(), sampler.batch, strategy.plan, world.rank)
         results = [runner.run(loaded, 0.1, [1.0]) for loaded in loader.steps(0, 2)]
-        assert [r.sums.tolist()[-1] for r in results] == [size, size]  # the rank flag stands last
+        assert [r.sums.read()[-1] for r in results] == [size, size]  # the rank flag stands last
         return [{name: value.tolist() for name, value in r.recorded.items()} for r in results]
 
     outcome = run_ranks(size, part)

@@ -1,0 +1,61 @@
+"""Functions that torch fuses into one kernel on a GPU, and that run unfused where it cannot compile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_failures: list[str] = []
+
+
+def fused_on_gpu(formula: Callable[..., Any], unfused: Callable[..., Any] | None = None) -> _Fused:
+    """`formula` as one kernel on CUDA tensors. `unfused` computes the same where there is no compiler.
+
+    Inside a compiled model the formula becomes part of the model's own kernels.
+    """
+    return _Fused(formula, unfused or formula)
+
+
+def take_failure() -> str:
+    """Why functions run unfused in this process, once, for the user; empty where none has failed."""
+    return _failures.pop() if _failures else ""
+
+
+class _Fused:
+    def __init__(self, formula: Callable[..., Any], unfused: Callable[..., Any]) -> None:
+        self.formula, self.unfused = formula, unfused
+        self._chosen: Callable[..., Any] | None = None
+
+    def __call__(self, first: torch.Tensor, *others: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.formula(first, *others)
+        if self._chosen is None:
+            compiles = has_triton(first.device)
+            self._chosen = torch.compile(self.formula, dynamic=True) if compiles else self.unfused
+        if self._chosen is self.unfused:
+            return self.unfused(first, *others)
+        try:
+            return self._chosen(first, *others)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers fail in many ways: none installed, no Python.h, a full disk
+            found = self.unfused(first, *others)  # an error of the arguments is raised again here
+            self._chosen = self.unfused
+            _failures[:] = [f"torch cannot compile here, so some steps are slower: {_first_line(error)}"]
+            return found
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether torch can make kernels for this device, as far as is known without trying."""
+    from torch.utils._triton import has_triton as installed
+
+    return device.type == "cuda" and installed()
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
