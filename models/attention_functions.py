@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
+
 CAUSAL = "-causal"
 """Ends the name under which an attention function is registered a second time, without a mask function."""
 _registered: set[str] = set()
@@ -34,6 +36,23 @@ def known_attention(kernel: str) -> tuple[Any, Any]:
     functions: Any = AttentionInterface._global_mapping  # noqa: SLF001  no public way to read it
     masks: Any = AttentionMaskInterface._global_mapping  # noqa: SLF001
     return functions.get(kernel) or functions["sdpa"], masks.get(kernel, sdpa_mask)
+
+
+def without_waiting(mask: Any) -> Any:
+    """A mask function that asks no GPU whether rows are padded, as transformers' own do to skip the mask."""
+
+    def build(*arguments: Any, **named: Any) -> Any:
+        padding = named.get("attention_mask")
+        if padding is not None and answers_late(padding):
+            named |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return mask(*arguments, **named)
+
+    return build
+
+
+def answers_late(tensor: Tensor) -> bool:
+    """Whether to read a number of this tensor is to wait for all work that is queued on its device."""
+    return tensor.is_cuda
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
 from isobatch.engine.noise.keyed_noise import KeyedNoise, NoiseSite, apply_mask, hash_bits
-from isobatch.models.attention_functions import known_attention, register_attention
+from isobatch.models.attention_functions import known_attention, register_attention, without_waiting
 
 NAME = "keyed"
 MAX_KEYED_LENGTH = 512
@@ -28,7 +28,7 @@ def key_attention(model: nn.Module, noise: KeyedNoise) -> None:
     if "transformers" not in sys.modules or not hasattr(config, "_attn_implementation"):
         return
     plain, mask = known_attention(config._attn_implementation or "sdpa")  # noqa: SLF001  transformers has no public name
-    register_attention(NAME, KeyedAttention(plain), mask)
+    register_attention(NAME, KeyedAttention(plain), without_waiting(mask))
     for name, module in model.named_modules():
         module.noise_site = noise.register(f"{name}.attention") if hasattr(module, "is_causal") else None
     model.set_attn_implementation(NAME)  # type: ignore[operator]

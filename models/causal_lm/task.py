@@ -261,7 +261,7 @@ class CausalLM(Task):
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
-        count = None if step.host is None else int(step.host["token.weight"].sum())
+        count = None if step.host is None else int(step.host["token.weight"].numpy().sum())
         return {"loss": Loss(self._nll_sum(model, batch, count), "token")}
 
     def _nll_sum(self, model: nn.Module, batch: Batch, count: int | None = None) -> Tensor:

@@ -354,7 +354,7 @@ class SequenceVAE(Task):
 
 def _token_count(step: StepContext) -> int | None:
     """Tokens of the micro-batch, where the host knows them."""
-    return None if step.host is None else int(step.host["length"].sum())
+    return None if step.host is None else int(step.host["length"].numpy().sum())
 
 
 def posterior_metrics(rows: np.ndarray) -> dict[str, float]:

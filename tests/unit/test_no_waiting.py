@@ -1,0 +1,117 @@
+"""A training step makes the host wait for nothing: operations that would wait for a GPU, counted.
+
+Counted on a CPU by what reaches the dispatcher: reading a number, and operations whose result's size only the
+device knows. Copies from ordinary memory also wait on a GPU, and a CPU does not show them: HostCopy and
+device_copies.py make all small ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import isobatch
+from isobatch.core.package import ROOT
+from isobatch.engine.loading.device_copies import HostCopy
+from isobatch.engine.strategies.replicated import ReplicatedStrategy
+from isobatch.engine.training import phase_loop, train_step
+from isobatch.models import attention_functions
+
+READS = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.equal.")
+SIZES = ("aten.nonzero.", "aten.masked_select", "aten._unique", "aten.unique")
+INDEXES = ("aten.index.Tensor", "aten.index_put", "aten._index_put", "aten._unsafe_index")
+FIRST = 3
+"""Steps that are not counted: the first ones check the loss and find out what the model does."""
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations by place while `counting`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = False
+        self.found: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        by_mask = name.startswith(INDEXES) and any(
+            isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+        )
+        if self.counting and (by_mask or name.startswith((*READS, *SIZES))):
+            self.found[f"{name} at {_place()}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _place() -> str:
+    ours = [f for f in traceback.extract_stack() if str(ROOT) in f.filename and ".venv" not in f.filename]
+    inside = [f for f in ours if "test_no_waiting" not in f.filename]
+    return f"{Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else "elsewhere"
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    """Counts within steps and the reading of their metrics, and what is turned into lists there."""
+    found = Waits()
+
+    def counted(function: Any, steady: Any) -> Any:
+        def call(self: Any, *arguments: Any) -> Any:
+            before, found.counting = found.counting, steady(*arguments)
+            try:
+                return function(self, *arguments)
+            finally:
+                found.counting = before
+
+        return call
+
+    def uncounted(self: HostCopy) -> list[float]:
+        before, found.counting = found.counting, False
+        try:
+            return read(self)
+        finally:
+            found.counting = before
+
+    read, to_list = HostCopy.read, torch.Tensor.tolist
+
+    def listed(self: torch.Tensor) -> Any:
+        if found.counting:
+            found.found[f"tolist at {_place()}"] += 1
+        return to_list(self)
+
+    monkeypatch.setattr(
+        train_step.Stepper,
+        "run",
+        counted(train_step.Stepper.run, lambda loaded, *_: loaded.work.step >= FIRST),
+    )
+    loop: Any = phase_loop.PhaseLoop
+    read_metrics = loop._read_metrics  # noqa: SLF001  what runs between two steps
+    monkeypatch.setattr(
+        loop, "_read_metrics", counted(read_metrics, lambda r: r is not None and r.loaded.work.step >= FIRST)
+    )
+    monkeypatch.setattr(HostCopy, "read", uncounted)
+    monkeypatch.setattr(attention_functions, "answers_late", lambda _: True)
+    # Only on a CPU are gradients of embeddings sparse, which torch's own padding index filters by a mask.
+    monkeypatch.setattr(ReplicatedStrategy, "_use_sparse_gradients", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "tolist", listed)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("causal-lm", {"dropout": 0.1}),
+        ("classifier", {}),
+        ("sequence-vae", {"hidden": 16, "monitor_every": 4}),
+    ],
+)
+def test_a_step_waits_for_nothing(task: str, words: dict[str, Any], waits: Waits, tmp_path: Path) -> None:
+    with waits:
+        isobatch.train(
+            isobatch.Recipe(task, steps=8, **words), out=str(tmp_path), quiet=True, device="cpu", processes=1
+        )
+    assert not waits.found, "\n".join(f"{n} {place}" for place, n in waits.found.items())
