@@ -40,8 +40,6 @@ def prepare_model(
         key_dropout(model, noise)
     if plan.activation_checkpointing:
         checkpoint_activations(model, keyed=noise is not None)
-    if plan.compile != "off":
-        model.compile(mode=None if plan.compile == "on" else plan.compile)
     return model, noise
 
 

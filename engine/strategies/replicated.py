@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.model_setup.compile_model import compile_model, run_uncompiled
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 
 if TYPE_CHECKING:
@@ -57,7 +58,14 @@ class ReplicatedStrategy(Strategy):
         received a gradient in it."""
         self._reduces = False
         """Whether DDP reduces in the current backward pass."""
-        self._decide_overlap = plan.reduction == "overlapped" and world.size > 1 and not self.sparse
+        self._graphs = plan.compile == "reduce-overhead"
+        """Whether the model runs as CUDA graphs, whose outputs and gradients the next replay overwrites."""
+        may_overlap = plan.reduction == "overlapped" and world.size > 1 and not self._graphs
+        self._decide_overlap = may_overlap and not self.sparse
+        if self._decide_overlap:
+            run_uncompiled(model)  # until DDP wraps it
+        self._copied: set[int] = set()
+        """In a step so far: parameters whose gradient has memory of its own."""
         self.tables: dict[nn.Parameter, Tensor] = {}
         """Buffers of dense embedding gradients, reused in every step."""
         self._use_sparse_gradients(plan.device == "cpu" and plan.compile == "off")
@@ -75,6 +83,14 @@ class ReplicatedStrategy(Strategy):
                 module.sparse = yes or id(module.weight) in sparse_ids
 
     @property
+    def why_not_overlapped(self) -> str:
+        if self.overlapped or self._decide_overlap or self.world.size == 1:
+            return ""
+        if self.sparse:
+            return "the gradients of some tables are sparse"
+        return "DDP does not run CUDA graphs" if self._graphs else "some parameters got no gradient"
+
+    @property
     def caches_transforms(self) -> bool:
         """Not under DDP, whose backward pass needs each weight's gradient, nor in a compiled graph."""
         return not self.computes_dummies and self.plan.compile == "off"
@@ -90,6 +106,8 @@ class ReplicatedStrategy(Strategy):
     @contextlib.contextmanager
     def forward_backward(self, last: bool) -> Iterator[None]:
         self._reduces = self.overlapped and last
+        if self._graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         if self.overlapped and not last:
             with self.model.no_sync():  # type: ignore[operator]
                 yield
@@ -100,6 +118,8 @@ class ReplicatedStrategy(Strategy):
         scaled = loss * (self.scale * (self.world.size if self.overlapped else 1))
         with self.world.waiting_for("DDP's reduction") if self._reduces else contextlib.nullcontext():
             scaled.backward()
+        if self._graphs:
+            self._copy_gradients()
 
     def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor | None:
         norm = self.reduce()
@@ -114,7 +134,15 @@ class ReplicatedStrategy(Strategy):
                 values.mul_((self.clip / (norm + 1e-6)).clamp_max(1.0))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._copied.clear()
         return norm
+
+    def _copy_gradients(self) -> None:
+        """Copy new gradients out of the memory that the next replay of a CUDA graph overwrites."""
+        for p in self.trained:
+            if p.grad is not None and id(p) not in self._copied:
+                self._copied.add(id(p))
+                p.grad = p.grad.clone()
 
     def reduce(self) -> Tensor:
         """Sum the gradients over ranks and divide them by the loss scale; returns their norm (0-d)."""
@@ -129,6 +157,7 @@ class ReplicatedStrategy(Strategy):
                 if everything_used:
                     self._use_sparse_gradients(False)
                     self.model = self.world.wrap_in_ddp(self.unwrapped)
+                compile_model(self.unwrapped, self.plan)
         gradients = [p.grad for p in self.trained if p.grad is not None] + self._sparse_values()
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
@@ -162,6 +191,7 @@ class ReplicatedStrategy(Strategy):
         self.scale, self.good_steps = self.scale / 2, 0
         for p in (*self.trained, *self.sparse):
             p.grad = None
+        self._copied.clear()
         if self.scale < SCALE_LEAST:
             raise TrainingError(
                 "fp16 gradients overflow at every loss scale: lower --lr, or use --precision fp32"

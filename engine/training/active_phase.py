@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from isobatch.engine.loading.loader import BatchLoader, LoadedStep
+from isobatch.engine.model_setup.compile_model import compile_model
 from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.optimization.schedule import learning_rate
 from isobatch.engine.strategies.base import strategy_class
@@ -86,6 +87,7 @@ class ActivePhase:
     def _make_strategy(self) -> Strategy:
         session = self.session
         sparse = list(session.task.sparse_parameters(session.model))
+        compile_model(session.model, session.plan)
         return strategy_class(session.plan.strategy)(
             session.model,
             lambda model: make_optimizer(model, session.recipe, session.plan.device, sparse),

@@ -137,6 +137,7 @@ class PhaseLoop:
         if not self.noise_checked:
             self.noise_checked = True
             self._check_foreign_noise()
+            self._check_reduction()
             if problem := fused_kernels.take_failure():
                 self.context.console.say(problem)
         self._count(result)
@@ -157,6 +158,17 @@ class PhaseLoop:
                 dataclasses.replace(plan, invariance="noise", reasons={**plan.reasons, "invariance": reason})
             )
             self.context.console.say(f"invariance is noise, not exact: {reason}")
+
+    def _check_reduction(self) -> None:
+        """After the first step: correct the plan where gradients cannot be reduced as it says."""
+        plan, why = self.session.plan, self.phase.strategy.why_not_overlapped
+        if plan.reduction == "overlapped" and why:
+            reasons = {
+                **plan.reasons,
+                "reduction": f"{why}, so that they are reduced after the last backward",
+            }
+            self.session.replan(dataclasses.replace(plan, reduction="explicit", reasons=reasons))
+            self.context.console.say(f"gradients are reduced after the backward pass: {why}")
 
     def _count(self, result: StepResult) -> None:
         work, progress = result.loaded.work, self.progress

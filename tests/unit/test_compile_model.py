@@ -1,0 +1,133 @@
+"""Tests of compiled models under a strategy: graphs cut for DDP, and CUDA graphs that reuse their memory."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isobatch.engine.strategies import replicated
+from isobatch.engine.strategies.replicated import ReplicatedStrategy
+from isobatch.tests.unit.helpers import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def strategy(model: nn.Module, world: Any, **changes: Any) -> ReplicatedStrategy:
+    chosen = plan(processes=world.size, **changes)
+    return ReplicatedStrategy(model, lambda m: torch.optim.SGD(m.parameters(), 0.0), chosen, world, 0.0)
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Iterator[Any]:
+    """A world of two, of which only this rank is there; collectives are those of one process."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield SimpleNamespace(
+        size=2,
+        device=torch.device("cpu"),
+        all_reduce_gradients=lambda _: True,
+        waiting_for=lambda _: contextlib.nullcontext(),
+        wrap_in_ddp=lambda model: DistributedDataParallel(model, broadcast_buffers=False),
+    )
+    dist.destroy_process_group()
+
+
+class Layers(nn.Module):
+    """72 MB, where DDP's buckets have 25."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1500, 1500) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_compiled_model_is_cut_for_the_buckets_of_ddp(
+    two_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = []
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")  # noqa: SLF001  no public way to name a backend
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, examples)
+
+    monkeypatch.setattr(replicated, "compile_model", lambda model, _: model.compile(backend=backend))
+    torch.compiler.reset()
+    model = Layers()
+    model.compile(backend=backend)
+    runner = strategy(model, two_ranks, strategy="ddp", compile="on", reduction="overlapped")
+    counts = []
+    for _ in range(3):
+        with runner.forward_backward(last=True):
+            runner.backward(runner.model(torch.randn(2, 1500)).sum())
+        runner.step_optimizer(0.0)
+        counts.append(len(graphs))
+    assert runner.overlapped
+    assert not runner.why_not_overlapped
+    assert counts[0] == 0  # the step that decides runs as it is written
+    assert counts[1] == counts[2] > 1
+
+
+class Replayed(torch.autograd.Function):
+    """x (B, 3) @ w (3,), whose gradient lies in memory that the next call overwrites, as a CUDA graph's."""
+
+    memory = torch.empty(3)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (x,) = ctx.saved_tensors
+        # As autograd takes it over from a CUDA graph: without a copy.
+        return None, torch.mv(x.T, gradient, out=Replayed.memory).detach()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Replayed.apply(x, self.w)
+
+
+def test_gradients_of_several_replays_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marked.append(1))
+    world = SimpleNamespace(size=1, device=torch.device("cpu"))
+    for mode in ("on", "reduce-overhead"):
+        model, batches = Net(), [torch.randn(4, 3) for _ in range(3)]
+        runner = strategy(model, world, compile=mode)
+        for number, x in enumerate(batches):
+            with runner.forward_backward(number == 2):
+                runner.backward(runner.model(x).sum())
+        assert model.w.grad is not None
+        right = torch.allclose(model.w.grad, sum(x.sum(0) for x in batches))
+        assert right == (mode == "reduce-overhead")  # the other shows that the memory is reused here
+    assert len(marked) == 3
+
+
+def test_a_strategy_says_why_it_does_not_overlap(two_ranks: Any) -> None:
+    two_ranks.all_reduce_gradients = lambda _: False
+    runner = strategy(Layers(), two_ranks, strategy="ddp", reduction="overlapped")
+    with runner.forward_backward(last=True):
+        runner.backward(runner.model(torch.randn(2, 1500)).sum())
+    assert not runner.why_not_overlapped
+    runner.step_optimizer(0.0)
+    assert runner.why_not_overlapped == "some parameters got no gradient"
