@@ -215,6 +215,9 @@ class Task(ABC):
     cohort: ClassVar[int] = 1
     """Samples that must be computed together."""
 
+    training_device: Any = "cpu"
+    """Where the model will train; `build_model` may load there what cannot be moved afterwards."""
+
     def __init__(self, recipe: Recipe, options: Any) -> None:
         """`recipe`: the common fields, read by attribute; `options`: an instance of `Options`."""
         self.recipe = recipe

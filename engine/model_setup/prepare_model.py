@@ -28,7 +28,10 @@ def prepare_model(
     Raises UserError where the model computes batch statistics.
     """
     torch.manual_seed(recipe.seed)
+    task.training_device = device
     model = task.build_model(facts)
+    if traits_of(plan.strategy).shards:  # shards are of one number format
+        _hold_in_fp32(model)
     if not traits_of(plan.strategy).shards_weights:  # else only its shards go to the device
         model = model.to(device)
     choose_attention: Any = getattr(model, "set_attn_implementation", None)
@@ -41,6 +44,13 @@ def prepare_model(
     if plan.activation_checkpointing:
         checkpoint_activations(model, keyed=noise is not None)
     return model, noise
+
+
+def _hold_in_fp32(model: nn.Module) -> None:
+    """Hold weights that a task holds in half precision in fp32, with the same values."""
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.data = p.data.float()
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:

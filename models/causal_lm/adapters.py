@@ -6,16 +6,18 @@ Few weights train beside frozen ones, which may be held in 8 or 4 bits. Papers: 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import ExportError, UserError
+from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub
 
@@ -59,6 +61,8 @@ class AdapterOptions:
     """Which biases train too."""
     load_bits: Literal[16, 8, 4] = 16
     """Bits of frozen matrices. 8 and 4 are for adapters, and save the memory of weights."""
+    frozen_dtype: Literal["bf16", "fp32"] = field(default="fp32", metadata=ADDED_LATER)
+    """What frozen matrices and tables are rounded to; bf16, half the memory, unless fp32 is asked for."""
 
 
 WHY_UNSHARDABLE = "bitsandbytes' weights cannot be cut"
@@ -66,8 +70,11 @@ WHY_UNSHARDABLE = "bitsandbytes' weights cannot be cut"
 
 
 def implied_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """--adapter qlora implies --load-bits 4 unless it is given."""
-    return {"load_bits": 4} if values.get("adapter") == "qlora" and "load_bits" not in values else {}
+    """What a new recipe's --adapter implies unless it is given: --frozen-dtype bf16; qlora: --load-bits 4."""
+    if values.get("adapter", "none") == "none":
+        return {}
+    implied = {"frozen_dtype": "bf16"} | ({"load_bits": 4} if values["adapter"] == "qlora" else {})
+    return {name: value for name, value in implied.items() if name not in values}
 
 
 def memory_saving_flags(options: Any) -> dict[str, dict[str, Any]]:
@@ -95,6 +102,10 @@ def check_options(options: Any, pretrained: bool) -> None:
             raise UserError(
                 f"--load-bits {options.load_bits}: rounded weights cannot train: add --adapter lora (which is"
                 " --adapter qlora with 4 bits)"
+            )
+        if options.frozen_dtype != "fp32":
+            raise UserError(
+                "--frozen-dtype bf16: without an adapter nothing is frozen: add --adapter lora, or leave out"
             )
         return
     if options.resize_embeddings:
@@ -126,9 +137,19 @@ def _is_set_lora_option(field: dataclasses.Field[Any], options: Any) -> bool:
 
 
 def load_base_model(
-    path: str, config: Any, revision: str | None, bits: int = 16, remote_code: bool = False
+    path: str,
+    config: Any,
+    revision: str | None,
+    bits: int = 16,
+    remote_code: bool = False,
+    frozen_dtype: str = "fp32",
+    device: Any = "cpu",
 ) -> nn.Module:
-    """The pretrained model on the CPU in fp32, its frozen matrices in `bits` bits (16: fp32 as well)."""
+    """The pretrained model in fp32 on the CPU, its matrices in `bits` bits or, of 16, in `frozen_dtype`.
+
+    Matrices in 8 or 4 bits, and all else of that model, are on `device`: bitsandbytes cannot move the
+    statistics of 8-bit matrices afterwards.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -136,15 +157,20 @@ def load_base_model(
     disable_progress_bar()
     arguments: dict[str, Any] = {}
     if bits != 16:
-        arguments = {"quantization_config": _quantization_config(bits), "device_map": {"": "cpu"}}
+        arguments = {"quantization_config": _quantization_config(bits), "device_map": {"": device}}
+    rounds = frozen_dtype == "bf16"
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         revision=revision or "main",
-        dtype=torch.float32,
+        dtype="auto" if rounds and bits == 16 else torch.float32,
         **arguments,
         **hub.remote_code_kwargs(remote_code),
     )
+    if rounds:
+        from isobatch.models.causal_lm.frozen_weights import hold_matrices_in_bf16
+
+        hold_matrices_in_bf16(model)
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.register_forward_pre_hook(_follow_autocast)
@@ -179,6 +205,8 @@ def add_adapter(model: nn.Module, options: Any, base: str, revision: str | None)
     quiet_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
 
+    from isobatch.models.causal_lm.frozen_weights import hold_in_fp32, matrices_in_fp32
+
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
@@ -187,12 +215,16 @@ def add_adapter(model: nn.Module, options: Any, base: str, revision: str | None)
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
         bias=options.lora_bias,
-        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
+        fan_in_fan_out=any(type(m).__name__.endswith("Conv1D") for m in model.modules()),
         use_dora=options.adapter == "dora",
         target_modules=_target_modules(model, options.lora_targets),
     )
     _check_targets(model, options.lora_targets)
-    inject_adapter_in_model(config, model)
+    # The magnitudes of DoRA are the norms of the matrices, and peft gives them the matrices' number format.
+    whole = matrices_in_fp32(model) if options.adapter == "dora" else contextlib.nullcontext()
+    with whole:
+        inject_adapter_in_model(config, model)
+    hold_in_fp32(p for p in model.parameters() if p.requires_grad)
 
 
 def _check_targets(model: Any, wanted: str) -> None:
@@ -222,6 +254,13 @@ def _block_matrices(model: Any) -> dict[str, Any]:
     return {n: m for n, m in model.named_modules() if _is_matrix(m) and m is not head}
 
 
+def _tables(model: Any) -> list[nn.Parameter]:
+    """The weights of embeddings and the head, a tied one once."""
+    layers = [m for m in model.modules() if "Embedding" in type(m).__name__] + [model.get_output_embeddings()]
+    weights = {id(m.weight): m.weight for m in layers if getattr(m, "weight", None) is not None}
+    return list(weights.values())
+
+
 def _is_matrix(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return weight is not None and weight.ndim == 2 and "Embedding" not in type(module).__name__
@@ -247,6 +286,8 @@ class AdapterCounts:
     """Last part of a module's name -> how many modules of this name have an adapter."""
     frozen_matrices: int
     """Weights in the matrices that --load-bits rounds."""
+    frozen_tables: int
+    """Weights in the embeddings and the head."""
     added: int
     """Weights that the model has more with the adapter."""
 
@@ -259,6 +300,7 @@ def count_adapter(config: Any, options: Any) -> AdapterCounts:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **hub.remote_code_kwargs(options.remote_code))
         matrices = sum(m.weight.numel() for m in _block_matrices(model).values())
+        tables = sum(p.numel() for p in _tables(model))
         add_adapter(model, options, "", None)
     targets: dict[str, int] = {}
     for name, module in model.named_modules():
@@ -267,15 +309,16 @@ def count_adapter(config: Any, options: Any) -> AdapterCounts:
             targets[kind] = targets.get(kind, 0) + 1
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     added = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
-    return AdapterCounts(trainable, targets, matrices, added)
+    return AdapterCounts(trainable, targets, matrices, tables, added)
 
 
 def adapted_model_size(full_model: ModelSize, config: Any, options: Any, optimizer: str) -> ModelSize:
     """The size of `full_model` with an adapter; its remark says what a user should know of the choice."""
     found = count_adapter(config, options)
-    weights = (
-        4.0 * full_model.parameters - (4.0 - BYTES_PER_WEIGHT[options.load_bits]) * found.frozen_matrices
-    )
+    of_tables = 2.0 if options.frozen_dtype == "bf16" else 4.0
+    of_matrices = of_tables if options.load_bits == 16 else BYTES_PER_WEIGHT[options.load_bits]
+    saved = (4.0 - of_matrices) * found.frozen_matrices + (4.0 - of_tables) * found.frozen_tables
+    weights = 4.0 * full_model.parameters - saved
     return dataclasses.replace(
         full_model,
         parameters=full_model.parameters + found.added,
@@ -350,6 +393,13 @@ def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False) 
     except (RuntimeError, ValueError) as error:  # the shapes or the names do not match
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{folder}: is no adapter for {base}: {reason}") from None
+
+
+def rounding_of(options: Any, config: Any) -> str:
+    """What training rounded the frozen matrices to; empty where they have their checkpoint's own values."""
+    if options.load_bits != 16:
+        return f"{options.load_bits} bits"
+    return "" if options.frozen_dtype == "fp32" or "bfloat16" in str(config.dtype) else options.frozen_dtype
 
 
 def copy_adapter_files(final: Path, folder: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isobatch.models.attention_functions import causal_attention_alone
+from isobatch.models.causal_lm.frozen_weights import FrozenLinear, linear
 from isobatch.models.causal_lm.model_sizes import LINEAR_HEAD_TYPES, PACKABLE_TYPES, chunk_bytes
 from isobatch.models.fused_kernels import fused_on_gpu
 
@@ -35,13 +36,13 @@ class BypassableHead(nn.Linear):
     bypassed = False
 
     def forward(self, states: Tensor) -> Tensor:
-        return states if self.bypassed else super().forward(states)
+        return states if self.bypassed else linear(states, self.weight, self.bias)
 
 
 def make_head_bypassable(model: Any) -> None:
     """Turn a model's head into a `BypassableHead` if its logits are a plain linear layer's."""
     head = model.get_output_embeddings()
-    if model.config.model_type in LINEAR_HEAD_TYPES and type(head) is nn.Linear:
+    if model.config.model_type in LINEAR_HEAD_TYPES and type(head) in (nn.Linear, FrozenLinear):
         head.__class__ = BypassableHead
 
 

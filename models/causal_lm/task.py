@@ -160,7 +160,8 @@ class CausalLM(Task):
             model: nn.Module = GPT2LMHeadModel(config)
         else:
             path, revision = hub.fetch_weights(self._model_name, self.recipe.revision), self.recipe.revision
-            model = adapters.load_base_model(path, config, revision, options.load_bits, options.remote_code)
+            kind = options.load_bits, options.remote_code, options.frozen_dtype
+            model = adapters.load_base_model(path, config, revision, *kind, self.training_device)
             if options.resize_embeddings:
                 from isobatch.models.causal_lm.resize_embeddings import resize_model_embeddings
 
@@ -323,10 +324,9 @@ class CausalLM(Task):
         saving.save(merged, facts, folder)
         merged.generation_config.save_pretrained(folder)
         figures = adapters.check_same_logits(adapted, merged, batches())
-        if self.options.load_bits != 16:
+        if rounded := adapters.rounding_of(self.options, adapted.config):
             figures["remark"] = (
-                f"merged into the weights before they were rounded: the run's own figures are those of"
-                f" {self.options.load_bits} bits"
+                f"merged into the weights before they were rounded: the run's own figures are those of {rounded}"
             )
         return figures
 

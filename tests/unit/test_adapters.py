@@ -156,16 +156,16 @@ def test_only_the_adapter_is_saved(tmp_path: Path) -> None:
     assert all(name.startswith(adapters.PEFT_PREFIX) and "lora_" in name for name in names)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "frozen"), [(8, "fp32"), (4, "fp32"), (4, "bf16")])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_an_evaluation_changes_nothing_of_rounded_weights(
-    family: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, bits: int, frozen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # accelerate sets it, once and for all
     torch.manual_seed(0)
     config = config_of(family)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model: Any = adapters.load_base_model(str(tmp_path), config, None, bits)
+    model: Any = adapters.load_base_model(str(tmp_path), config, None, bits, frozen_dtype=frozen)
     adapters.add_adapter(model, CausalLMOptions(adapter="lora", lora_dropout=0.0), "base", None)
 
     def gradients() -> list[torch.Tensor]:
