@@ -395,11 +395,15 @@ def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False) 
         raise UserError(f"{folder}: is no adapter for {base}: {reason}") from None
 
 
-def rounding_of(options: Any, config: Any) -> str:
-    """What training rounded the frozen matrices to; empty where they have their checkpoint's own values."""
+def rounding_of(options: Any, config: Mapping[str, Any]) -> str:
+    """What training rounded the frozen matrices to; empty where they have their checkpoint's own values.
+
+    `config`: the base model's config.json.
+    """
     if options.load_bits != 16:
         return f"{options.load_bits} bits"
-    return "" if options.frozen_dtype == "fp32" or "bfloat16" in str(config.dtype) else options.frozen_dtype
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return "" if options.frozen_dtype == "fp32" or stored == "bfloat16" else options.frozen_dtype
 
 
 def copy_adapter_files(final: Path, folder: Path) -> None:

@@ -324,10 +324,10 @@ class CausalLM(Task):
         saving.save(merged, facts, folder)
         merged.generation_config.save_pretrained(folder)
         figures = adapters.check_same_logits(adapted, merged, batches())
-        if rounded := adapters.rounding_of(self.options, adapted.config):
-            figures["remark"] = (
-                f"merged into the weights before they were rounded: the run's own figures are those of {rounded}"
-            )
+        base = hub.load_config(self._model_name, self.recipe.revision)
+        if rounded := adapters.rounding_of(self.options, base):
+            before = "merged into the weights before they were rounded"
+            figures["remark"] = f"{before}: the run's own figures are those of {rounded}"
         return figures
 
     def writer(self, final: Path) -> Callable[[Any, Sampling], Iterator[str]]:
