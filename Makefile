@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml requirements.lock
 
 # Re-pins what this environment has.
 lock: $(STAMP)
-	$(BIN)/python -m pip freeze --exclude-editable | grep -v '^nvidia-\|^triton' | sed 's/ @ .*torch-\([0-9.]*\).*/==\1/; s/+cpu$$//' > requirements.lock
+	$(BIN)/python -m pip freeze --exclude-editable | sed '/^nvidia-ml-py/!{/^nvidia-/d}; /^triton/d; s/ @ .*torch-\([0-9.]*\).*/==\1/; s/+cpu$$//' > requirements.lock
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -60,6 +60,8 @@ class StepWork:
     """This rank's micro-batches; at least one, perhaps a dummy."""
     padding: float
     """Share of padding in the micro-batches of all ranks."""
+    token_length: float = 0.0
+    """Length of the sample that a token of the global batch is part of, averaged over its tokens."""
 
 
 @dataclass(slots=True)
@@ -97,7 +99,8 @@ class BatchLoader:
         weights |= {unit: float(w[samples].sum(dtype=np.float64)) for unit, w in self.source.weights.items()}
         tokens = int(lengths.sum())
         padding = 0.0 if self.plan.pack else padding_fraction(lengths, ranks)
-        return StepWork(step, samples, weights, tokens, own, padding)
+        token_length = float(np.square(lengths, dtype=np.float64).sum()) / max(1, tokens)
+        return StepWork(step, samples, weights, tokens, own, padding, token_length)
 
     def steps(self, start: int, stop: int) -> Iterator[LoadedStep]:
         """Steps start..stop-1 with their batches, loaded ahead of the training loop."""

@@ -81,8 +81,9 @@ def _figures(row: dict[str, Any]) -> str:
     unit = (
         "samples" if rate == row.get("samples_per_second") else "tokens"
     )  # samples of length 1, such as pairs of ids
+    used = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
     return (
-        f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {rate:,.0f} {unit}/s"
+        f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {rate:,.0f} {unit}/s{used}"
         f"  {format_bytes(row['memory_bytes'])}  data wait {wait:.0%}"
     )
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError
+from isobatch.engine.runs.gpu_monitor import READINGS
 from isobatch.models.base import Loss
 
 EXPECTED = "return {name: Loss(sum, unit)}"
 RESERVED = {"phase", "step", "epoch", "lr", "grad_norm", "samples", "tokens", "padding", "memory_bytes"}
 RESERVED |= {"step_seconds", "data_seconds", "samples_per_second", "tokens_per_second"}
-RESERVED |= {"gpu_utilisation", "power_watts", "chain", "split", "final", "invariance", "seal"}
+RESERVED |= {*READINGS, "mfu", "chain", "split", "final", "invariance", "seal"}
 """Fields of a row of metrics.jsonl, which a loss must not be named after."""
 TOLERANCE = 1e-2
 HALF_PRECISION_TOLERANCE = 1e-1

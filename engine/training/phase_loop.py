@@ -17,7 +17,7 @@ from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import SaveTimer
 from isobatch.engine.runs.summary import Progress
-from isobatch.engine.training.step_metrics import gpu_reading, memory_bytes, step_row, tracked_values
+from isobatch.engine.training.step_metrics import memory_bytes, step_row, tracked_values
 from isobatch.models import fused_kernels
 
 if TYPE_CHECKING:
@@ -194,7 +194,9 @@ class PhaseLoop:
         row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
         if result.recorded:
             row |= context.task.step_figures(_recorded_arrays(result, values))
-        row |= {"memory_bytes": context.peak_memory, **gpu_reading(self.world.device)}
+        row |= {"memory_bytes": context.peak_memory, **context.gpu_monitor.latest()}
+        if context.flop_utilisation is not None:
+            row["mfu"] = round(context.flop_utilisation.of(result.loaded.work, result.seconds), 4)
         context.log.log_step(row, result.loaded.work.samples)
         if (every := context.task.plot_every) and progress.step % every == 0:
             context.draw_plots()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from isobatch.core.errors import StopRequestedError
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.console import format_metrics
+from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.metrics_log import MetricsLog
 from isobatch.engine.runs.summary import Progress, startup_seconds, summarize
 from isobatch.engine.training.session import Session
+from isobatch.engine.training.step_metrics import FlopUtilisation, flop_utilisation, gpu_uuid
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +56,15 @@ class RunContext:
         """{name of the best checkpoint} at the time when the newest save began."""
         self.best_checkpoint: Callable[[], set[str]] = set
         """Returns {name of the best checkpoint so far}; set by the phase loop."""
+        self.gpu_monitor = GpuMonitor(gpu_uuid(world.device) if world.is_main else "", console.say)
+        self.flop_utilisation = self._flop_utilisation()
+
+    def _flop_utilisation(self) -> FlopUtilisation | None:
+        """For the main process, which writes the metrics: a task may have to build its model for its size."""
+        if not self.world.is_main or self.world.device.type != "cuda":
+            return None
+        size = self.task.model_size(self.session.facts)
+        return flop_utilisation(size, self.session.plan, torch.cuda.get_device_name(self.world.device))
 
     def measure(self, split: str, fraction: float, step: int) -> dict[str, float]:
         """Evaluate a split, log and show its metrics; `step`: the step of the weights."""

@@ -1,14 +1,21 @@
-"""Metrics of a step: its row of metrics.jsonl, memory, GPU utilisation and power."""
+"""Metrics of a step: its row of metrics.jsonl, memory, model FLOP utilisation."""
 
 from __future__ import annotations
 
 import resource
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from isobatch.engine.planning.hardware import find_gpu_model
+from isobatch.engine.planning.memory_model import flops_per_token
+from isobatch.models.base import CHANGES_SHAPE, ModelSize
+
 if TYPE_CHECKING:
+    from isobatch.core.plan import Plan
+    from isobatch.engine.loading.loader import StepWork
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.summary import Progress
     from isobatch.engine.training.train_step import StepResult
@@ -55,14 +62,42 @@ def memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def gpu_reading(device: torch.device) -> dict[str, float]:
-    """GPU utilisation (percent) and power (watts); empty without a CUDA GPU or its management library."""
-    if device.type != "cuda":
-        return {}
-    try:
-        return {
-            "gpu_utilisation": torch.cuda.utilization(device),
-            "power_watts": torch.cuda.power_draw(device) / 1000,
-        }
-    except (ModuleNotFoundError, RuntimeError):
-        return {}
+def gpu_uuid(device: torch.device) -> str:
+    """The UUID by which NVML knows the training device; empty where it is no NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.cuda is None:  # ROCm's GPUs are called cuda, too
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+@dataclass(frozen=True, slots=True)
+class FlopUtilisation:
+    """Model FLOP utilisation (MFU) of steps (Chowdhery et al. 2022, "PaLM", appendix B).
+
+        MFU = tokens/s x FLOPs a token / (dense peak of the GPU at the plan's precision x processes)
+
+    Tokens are the samples', without padding. FLOPs a token are those of `memory_model.flops_per_token`, whose
+    attention term takes the length of the token's own sample (the step's real lengths, neither padded nor
+    averaged over the data). What activation checkpointing computes again does not count.
+    """
+
+    size: ModelSize
+    peak: float
+    """FLOP/s of all processes together."""
+
+    def of(self, work: StepWork, seconds: float) -> float:
+        """MFU of a step that took so many seconds: 0.45 is 45 %."""
+        return work.tokens * flops_per_token(self.size, work.token_length) / (seconds * self.peak)
+
+
+def flop_utilisation(size: ModelSize, plan: Plan, device_name: str) -> FlopUtilisation | None:
+    """MFU on a CUDA device of this name; None where its peak or the model's FLOPs are not known.
+
+    That is: outside of the GPU table, on a slice of a GPU, for a model that changes its shape as it trains,
+    and for one that is no transformer.
+    """
+    known = find_gpu_model(device_name)
+    peak = known.peaks()[plan.precision] if known and "MIG" not in device_name else None
+    counted = size.layers > 0 and size.heads > 1 and not size.recurrent_layers
+    if peak is None or not counted or size.why_unshardable == CHANGES_SHAPE:
+        return None
+    return FlopUtilisation(size, peak * plan.processes)

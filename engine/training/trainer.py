@@ -39,7 +39,7 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
         for line in (_headline(context), *session.facts.extra.get("notes", [])):
             context.console.say(line)
     watchdog = Watchdog(world, context.stop, context.options.hang_timeout, end_process)
-    with context.stop, watchdog, session:
+    with context.stop, watchdog, context.gpu_monitor, session:
         if world.is_main:
             checkpoint.remove_leftovers(run.checkpoints)
         saved = newest_checkpoint(run, session, context.console.say)
