@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-lock
 
-.PHONY: demo test test-slurm check soak format lock clean
+.PHONY: demo test test-slurm gpu check soak format lock clean
 
 demo: $(STAMP)
 	$(BIN)/python -m launch auto --task causal-lm --again
@@ -16,6 +16,11 @@ test: $(STAMP)
 # On a Slurm of two nodes on this machine: root, and Debian's packages slurm-wlm and munge.
 test-slurm: $(STAMP)
 	$(BIN)/python -m pytest -m slurm tests/slurm
+
+# On a GPU, with what is there: installs nothing. QUICK=1 tries it on any machine, PART=3 runs one part,
+# AGAIN=1 measures anew what is there already.
+gpu:
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks gpu $(if $(QUICK),--quick) $(if $(PART),--part $(PART)) $(if $(AGAIN),--again)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -29,7 +29,6 @@ BENCHMARKS = {
     "adapters": ("speed.adapters", "fine-tuning in 16, 8 and 4 bits: memory, steps, checkpoints; cleaning"),
     "compression": ("speed.compression", "pruning and 4-bit training: steps, file sizes, latency"),
     "scaling": ("speed.scaling", "one process of one thread against two on two cores, the same recipe"),
-    "gpu": ("speed.gpu", "on a GPU: utilisation, QLoRA of a 7B in 12 GB, packing, predicted memory"),
     "startup": ("components.startup", "--help, and from the command to the first optimizer step"),
     "sampler": ("components.sampler", "rows a second from the sampler's order and the vectorised fetch"),
     "noise": ("components.noise", "what keyed dropout costs against torch's own"),
@@ -60,6 +59,10 @@ BENCHMARKS = {
     "soak": ("soak.command", "a hundred faults at random moments; the runs must end as if there were none"),
 }
 """Name -> its module, which has a `measure(quick)`, and what it measures."""
+COMMANDS = {
+    "gpu": ("gpu.command", "all that a GPU should show first, in parts: `make gpu`"),
+}
+"""Name -> its module, which has a `main(words)` with flags of its own, and what it measures."""
 
 
 def main() -> int:
@@ -70,7 +73,11 @@ def main() -> int:
         os.environ.setdefault(name, value)
     if sys.argv[1:2] == [child_process.WORD]:
         return child_process.answer(sys.argv[2], sys.argv[3:])
-    listing = "\n".join(f"  {name:<13}{text}" for name, (_, text) in BENCHMARKS.items())
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        command = importlib.import_module(f"isobatch.benchmarks.{COMMANDS[sys.argv[1]][0]}")
+        return int(command.main(sys.argv[2:]))
+    named = {**BENCHMARKS, **COMMANDS}
+    listing = "\n".join(f"  {name:<13}{text}" for name, (_, text) in named.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", epilog=listing, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import subprocess
 import sys
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.package import ROOT
@@ -22,22 +24,42 @@ def command(place: str, *words: str) -> list[str]:
     return [str(ROOT / "benchmarks" / "__main__.py"), WORD, place, *words]
 
 
-def call(place: str, *words: str, environment: Mapping[str, str] | None = None) -> Any:
+def call(
+    place: str, *words: str, environment: Mapping[str, str] | None = None, timeout: float | None = None
+) -> Any:
     """What the function returned in the child process.
 
-    Raises RuntimeError with the end of the child's stderr if it failed.
+    Raises RuntimeError with the end of the child's stderr if it failed, or took more than `timeout` seconds:
+    then it is killed, and all that it started.
     """
-    ended = subprocess.run(
-        [sys.executable, "-P", *command(place, *words)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ended.returncode:
-        raise RuntimeError(f"{place} failed:\n{ended.stderr[-3000:]}")
-    return json.loads(ended.stdout.splitlines()[-1])
+    # Files, not pipes: a grandchild that outlives the child would keep a pipe open.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        words = ("-P", *command(place, *words))
+        child = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, stdout=out, stderr=err)
+        try:
+            ended = f"failed with {code}" if (code := child.wait(timeout)) else ""
+        except subprocess.TimeoutExpired:
+            ended = f"took more than {timeout:.0f} s"
+        finally:
+            if child.poll() is None:
+                kill_tree(child.pid)
+                child.wait()
+        out.seek(0)
+        err.seek(0)
+        if ended:
+            raise RuntimeError(f"{place} {ended}:\n{err.read()[-3000:]}")
+        return json.loads(out.read().splitlines()[-1])
+
+
+def kill_tree(number: int) -> None:
+    """Kill a process and all that it started, in sessions of their own, too."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(number)
+        for process in (*parent.children(recursive=True), parent):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def answer(place: str, words: list[str]) -> int:

@@ -73,10 +73,15 @@ def _cell(value: Any) -> str:
 def write(name: str, rows: Sequence[Row]) -> str:
     """Write the rows to results/NAME-MACHINE.json; returns the path within the repository."""
     found = machine()
-    file = RESULTS / f"{name}-{_slug(found['device'])}.json"
+    file = result_file(name, found["device"])
     RESULTS.mkdir(exist_ok=True)
     file.write_text(json.dumps({"machine": found, "rows": list(rows)}, indent=1) + "\n")
     return str(file.relative_to(ROOT))
+
+
+def result_file(name: str, device: str) -> Path:
+    """Where the results of a benchmark on a device of this name are."""
+    return RESULTS / f"{name}-{_slug(device)}.json"
 
 
 def machine() -> dict[str, Any]:

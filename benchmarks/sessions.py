@@ -1,4 +1,4 @@
-"""Recipes from a few flags, and training sessions in one process on a CPU; for all benchmarks."""
+"""Recipes from a few flags, and training sessions in one process; for all benchmarks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ def prepare_workload(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, 
     return recipe, task, prepare(data), data
 
 
-def make_session(name: str, values: dict[str, Any]) -> Session:
+ON_A_CPU = PlanOptions(device="cpu", precision="fp32", processes=1)
+
+
+def make_session(name: str, values: dict[str, Any], options: PlanOptions = ON_A_CPU) -> Session:
     """A session of a task with these flags; `with` ends it, and none of its phases has begun."""
     recipe, task, facts, _ = prepare_workload(name, values)
-    options = PlanOptions(device="cpu", precision="fp32", processes=1)
     plan = make_plan(recipe, facts, task.model_size(facts), detect(), options)
     return Session(recipe, facts, plan, Communicator(plan))
 

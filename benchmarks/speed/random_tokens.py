@@ -1,4 +1,4 @@
-"""Tasks for the benchmarks `engine` and `gpu`: GPT-2 on random tokens, in blocks or of varied length."""
+"""Tasks for the benchmarks `engine` and `gpu`: models on random tokens, in blocks or of varied length."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Blocks(Data):
 
     def read(self) -> Mapping[str, Columns]:
         rows = int(os.environ.get("BENCHMARK_ROWS", "2048"))
-        return {"train": _columns(self._lengths(rows))}
+        return {"train": columns_of(self._lengths(rows))}
 
     def _lengths(self, rows: int) -> np.ndarray:
         return np.full(rows, self.recipe.max_length, np.int64)
@@ -52,7 +52,8 @@ class Varied(Blocks):
         return lengths_of(rows)
 
 
-def _columns(lengths: np.ndarray) -> Columns:
+def columns_of(lengths: np.ndarray) -> Columns:
+    """Samples of these lengths: `tokens`, and what they weigh."""
     ranks = np.random.default_rng(3).zipf(1.3, int(lengths.sum())) - 1
     tokens = Ragged((ranks % VOCABULARY).astype(np.uint16), np.append(0, np.cumsum(lengths)))
     return {"tokens": tokens, "token.weight": (lengths - 1).astype(np.int32)}

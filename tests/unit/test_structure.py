@@ -86,6 +86,11 @@ ROOMS: dict[str, set[str]] = {
         *("engine.checkpointing", "engine.loading", "engine.planning", "engine.runs", "engine.training"),
         *("engine.verification", "launch.local", "benchmarks"),
     },
+    "benchmarks.gpu": {
+        *("core", "models.causal_lm", "engine.distributed", "engine.loading", "engine.noise"),
+        *("engine.planning", "engine.runs", "engine.training", "launch", "launch.local"),
+        *("benchmarks", "benchmarks.speed"),
+    },
     "benchmarks.quality": {
         *("core", "data.interactions", "models.recommendation", "engine", "engine.checkpointing"),
         *("engine.distributed", "engine.loading", "engine.planning", "engine.training", "benchmarks"),

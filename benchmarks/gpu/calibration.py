@@ -1,0 +1,167 @@
+"""Part 7, calibration: memory over 24 recipes, measured and predicted, and the planner's constants here."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from isobatch.benchmarks.gpu.runner import COMMAND_LINE, GPU, Part, Trial
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from isobatch.benchmarks.report import Row
+
+GPT2, LLAMA, QWEN = "gpt2-124m", "llama-1b", "qwen2-500m"
+SHAPES: dict[str, dict[str, Any]] = {
+    LLAMA: {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 5632,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    },
+    QWEN: {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 2048,
+    },
+}
+VOCABULARY = {GPT2: 50257, LLAMA: 32000, QWEN: 151936, "tiny": 512}
+EAGER, COMPILED = f"{GPT2}, 32 rows", f"{GPT2}, 32 rows, --compile on"
+LAUNCH = "launches, compile "
+LAYERS, PIECES = 12, 16
+"""Layers of GPT-2 124M, and micro-batches of a step in the trials of launches."""
+SAVING = "--activation-checkpointing on"
+RECIPES: tuple[tuple[str, int, str], ...] = (
+    *((GPT2, rows, more) for more in ("", "--compile on", SAVING) for rows in (8, 32)),
+    *((GPT2, rows, "--precision fp32") for rows in (8, 16)),
+    *((GPT2, 8, f"--optimizer {name}") for name in ("sgd", "adafactor", "adamw8bit", "paged-adamw8bit")),
+    *((LLAMA, rows, "") for rows in (4, 8)),
+    (LLAMA, 8, SAVING),
+    (LLAMA, 4, "--optimizer adamw8bit"),
+    (LLAMA, 8, "--adapter lora"),
+    (LLAMA, 8, f"--adapter lora {SAVING}"),
+    (LLAMA, 8, "--adapter qlora"),
+    (LLAMA, 8, "--adapter lora --load-bits 8"),
+    (QWEN, 4, ""),
+    (QWEN, 8, "--adapter lora"),
+    ("classifier", 64, ""),
+    ("sequence-vae", 64, ""),
+)
+"""(model or task of its own, rows of a micro-batch, further flags); pairs differ in the rows alone."""
+
+
+def trials(quick: bool) -> Sequence[Trial]:
+    if quick:
+        tiny = [
+            Trial(label("tiny", n, ""), "gpu.calibration:measure", ("tiny", str(n), ""), 60) for n in (4, 8)
+        ]
+        return tiny[:1]
+    launches = [
+        Trial(LAUNCH + mode, "gpu.calibration:launches", (mode,), 120, (*COMMAND_LINE, GPU))
+        for mode in ("off", "on")
+    ]
+    return [
+        *launches,
+        *(
+            Trial(label(*r), "gpu.calibration:measure", (r[0], str(r[1]), r[2]), 90, needs(r[2]))
+            for r in RECIPES
+        ),
+    ]
+
+
+def label(model: str, rows: int, more: str) -> str:
+    return f"{model}, {rows} rows" + (f", {more}" if more else "")
+
+
+def needs(more: str) -> tuple[str, ...]:
+    """What a recipe with these flags needs."""
+    quantised = any(word in more for word in ("8bit", "qlora", "load-bits"))
+    libraries = [*(["bitsandbytes"] if quantised else []), *(["peft"] if "adapter" in more else [])]
+    return (*COMMAND_LINE, *libraries, GPU)
+
+
+def headline(rows: Sequence[Row]) -> str:
+    ratios = sorted(row["predicted/reserved"] for row in rows if "predicted/reserved" in row)
+    return f"predicted/reserved {ratios[0]} to {ratios[-1]}, median {median(ratios):.2f}" if ratios else ""
+
+
+PART = Part("memory over 24 recipes, constants", trials, headline)
+
+
+def measure(model: str, rows: str, more: str) -> Row:
+    """Memory and speed of a few steps of one micro-batch each."""
+    from isobatch.benchmarks.gpu import runs
+
+    name = label(model, int(rows), more).replace(" ", "-").replace(",", "")
+    words = ["--batch-size", rows, "--micro-batch", rows, "--steps", "14", *more.split()]
+    if model in ("classifier", "sequence-vae"):
+        return _figures(runs.train(name, "--task", model, *words))
+    words += ["--model", model if model in (GPT2, "tiny") else str(runs.model_folder(model, SHAPES[model]))]
+    words += ["--max-length", "64" if model == "tiny" else "1024", "--lr", "1e-4"]
+    words += ["--precision", "bf16"] if model != "tiny" and "--precision" not in more else []
+    words += ["--compile", "off"] if "--compile" not in more else []
+    return _figures(runs.train_on_tokens(name, *words, vocabulary=VOCABULARY[model], rows=int(rows) * 14))
+
+
+def _figures(run: Any) -> Row:
+    from isobatch.benchmarks.gpu import runs
+
+    return {**runs.memory(run), **runs.speed(run)}
+
+
+def launches(compiled: str) -> Row:
+    """Seconds of a micro-batch of one row of 64 tokens: launching kernels takes nearly all of them."""
+    from isobatch.benchmarks.gpu import runs
+
+    words = ["--model", GPT2, "--max-length", "64", "--batch-size", str(PIECES), "--micro-batch", "1"]
+    words += ["--steps", "30", "--precision", "bf16", "--compile", compiled]
+    run = runs.train_on_tokens(f"launches-{compiled}", *words, vocabulary=50257, rows=PIECES * 30)
+    seconds = median(row["step_seconds"] for row in runs.step_rows(run)[runs.WARM :]) / PIECES
+    return {"micro-batch ms": round(seconds * 1e3, 3), "predicted ms": _predicted_ms(run)}
+
+
+def _predicted_ms(run: Any) -> float:
+    return round(run.plan.predicted_step_seconds / PIECES * 1e3, 3)
+
+
+def calibration(rows: Sequence[Row]) -> dict[str, float]:
+    """The planner's constants on this machine, from the rows of part 7; those not measured are absent.
+
+    `eager` and `compiled`: achieved share of the dense bf16 peak. `launch_seconds` and
+    `launch_seconds_compiled`: of a layer's kernels, forward and backward. `activations`: measured over
+    predicted bytes that a micro-batch adds, from recipes that differ in its rows alone.
+    """
+    done = {row["trial"]: row for row in rows if row["outcome"] == "done"}
+    found: dict[str, float] = {}
+    for name, trial in (("eager", EAGER), ("compiled", COMPILED)):
+        if isinstance(used := done.get(trial, {}).get("MFU"), float):
+            found[name] = used
+    for name, mode in (("launch_seconds", "off"), ("launch_seconds_compiled", "on")):
+        if row := done.get(LAUNCH + mode):
+            found[name] = round(row["micro-batch ms"] / 1e3 / LAYERS, 7)
+    if factors := _activation_factors(done):
+        found["activations"] = round(median(factors), 3)
+    return found
+
+
+def _activation_factors(done: dict[str, Row]) -> list[float]:
+    pairs: dict[tuple[str, str], list[Row]] = {}
+    for model, rows, more in RECIPES:
+        if row := done.get(label(model, rows, more)):
+            pairs.setdefault((model, more), []).append(row)
+    return [
+        (large["reserved GB"] - small["reserved GB"]) / (large["predicted GB"] - small["predicted GB"])
+        for small, large in (pair for pair in pairs.values() if len(pair) == 2)
+        if large["predicted GB"] > small["predicted GB"]
+    ]

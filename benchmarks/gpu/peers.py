@@ -1,0 +1,185 @@
+"""The others of part 3: a bare PyTorch loop in the manner of nanoGPT, and transformers' Trainer.
+
+GPT-2's shape, flash attention by scaled_dot_product_attention, bf16 autocast, fused AdamW, and a vocabulary
+padded to a multiple of 64 in the bare loop (Karpathy, nanoGPT, train.py and model.py).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isobatch.benchmarks.gpu import runs
+from isobatch.benchmarks.gpu.scratch import RATE, SIZES, Size
+from isobatch.engine.loading.sampler import Sampler
+from isobatch.engine.planning.memory_model import flops_per_token
+from isobatch.models.causal_lm import model_sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from isobatch.benchmarks.report import Row
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+
+class Block(nn.Module):
+    """A layer of GPT-2 without dropout. Letters: B rows, T tokens, H heads, D width."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.before_attention(x_BTD)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x_BTD = x_BTD + self.projection(mixed)
+        return x_BTD + self.down(F.gelu(self.up(self.before_mlp(x_BTD)), approximate="tanh"))
+
+
+class Gpt(nn.Module):
+    """GPT-2 with a tied head; returns the mean loss of the next tokens."""
+
+    def __init__(self, preset: model_sizes.Preset, vocabulary: int, length: int) -> None:
+        super().__init__()
+        width = preset.hidden
+        self.tokens = nn.Embedding(-(-vocabulary // 64) * 64, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, preset.heads) for _ in range(preset.layers)))
+        self.norm = nn.LayerNorm(width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        states_BTD = self.norm(self.blocks(self.tokens(tokens_BT) + self.positions(places)))
+        logits = F.linear(states_BTD[:, :-1], self.tokens.weight)
+        return F.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
+
+
+def blocks_in_order(size: Size) -> Tensor:
+    """(steps, batch, length): the tokens that a run of this size trains on, in its order."""
+    os.environ["BENCHMARK_VOCABULARY"] = str(size.vocabulary)
+    from isobatch.benchmarks.speed.random_tokens import columns_of
+
+    rows = size.batch * size.steps
+    tokens: Any = columns_of(np.full(rows, size.length, np.int64))["tokens"]
+    table = torch.from_numpy(np.asarray(tokens.values).astype(np.int64)).view(rows, size.length)
+    order = Sampler(rows, size.batch, 0)
+    return torch.stack([table[torch.from_numpy(order.batch(step))] for step in range(size.steps)])
+
+
+def bare(name: str, micro: str, compiled: str) -> Row:
+    """The loop of nanoGPT: micro-batches of `micro` rows, one clip, one fused AdamW."""
+    size = SIZES[name]
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    model: Any = Gpt(model_sizes.PRESETS[size.model], size.vocabulary, size.length).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1, fused=True)
+    run = torch.compile(model) if compiled == "on" else model
+    clock, pieces = Clock(size), size.batch // int(micro)
+    host = blocks_in_order(size)
+    loss = torch.zeros((), device=DEVICE)
+    for step_tokens in host.pin_memory() if ON_GPU else host:
+        loss = torch.zeros((), device=DEVICE)
+        for tokens in step_tokens.to(DEVICE, non_blocking=True).chunk(pieces):
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_GPU):
+                part = run(tokens) / pieces
+            part.backward()
+            loss += part.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        clock.step_ended()
+    return {**clock.figures(int(micro)), "loss": round(float(loss), 3)}
+
+
+def trainer(name: str, micro: str, compiled: str) -> Row:
+    """Trainer on transformers' GPT-2, with fused AdamW and bf16."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    size = SIZES[name]
+    config = model_sizes.PRESETS[size.model].config(size.vocabulary, size.length)
+    config = {k: v for k, v in config.items() if k != "model_type"}
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**config, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    rows = blocks_in_order(size).flatten(0, 1)
+    clock = Clock(size)
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.step_ended()
+
+    class Ordered(Trainer):
+        def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
+            return range(len(rows))
+
+    settings = TrainingArguments(
+        output_dir=str(runs.shared_folder() / "trainer"),
+        per_device_train_batch_size=int(micro),
+        gradient_accumulation_steps=size.batch // int(micro),
+        max_steps=size.steps,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.1,
+        optim="adamw_torch_fused",
+        bf16=ON_GPU,
+        torch_compile=compiled == "on",
+        use_cpu=not ON_GPU,
+        save_strategy="no",
+        logging_steps=size.steps,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
+    done = Ordered(model, settings, train_dataset=data, callbacks=[Watch()])
+    done.train()
+    mean = next(row["loss"] for row in reversed(done.state.log_history) if "loss" in row)
+    return {**clock.figures(int(micro)), "loss": f"{mean:.3f} on average"}
+
+
+class Clock:
+    """Seconds of the steps after the first; the device is waited for at both ends alone."""
+
+    def __init__(self, size: Size) -> None:
+        self.size, self.steps, self.began, self.seconds = size, 0, 0.0, 0.0
+        self._wait: Callable[[], None] = torch.cuda.synchronize if ON_GPU else lambda: None
+
+    def step_ended(self) -> None:
+        self.steps += 1
+        if self.steps == runs.WARM:
+            self._wait()
+            self.began = time.perf_counter()
+        if self.steps == self.size.steps:
+            self._wait()
+            self.seconds = time.perf_counter() - self.began
+
+    def figures(self, micro: int) -> Row:
+        """tokens/s and MFU as of our own runs."""
+        size = self.size
+        speed = (size.steps - runs.WARM) * size.batch * size.length / self.seconds
+        shape = model_sizes.size_from_config(
+            model_sizes.PRESETS[size.model].config(size.vocabulary, size.length)
+        )
+        assert shape is not None
+        peak = runs.dense_peak("bf16")
+        return {
+            "rows": micro,
+            "tokens/s": round(speed),
+            "MFU": round(speed * flops_per_token(shape, size.length) / peak, 3) if peak else "-",
+            "reserved GB": round(torch.cuda.max_memory_reserved() / 1e9, 2) if ON_GPU else "-",
+        }

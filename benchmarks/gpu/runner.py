@@ -1,0 +1,145 @@
+"""Trials of a part, each in a process of its own with a time limit; a row is kept as soon as it is there."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from isobatch.benchmarks import child_process
+from isobatch.benchmarks.report import Row
+from isobatch.core.package import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+GPU = "a GPU"
+"""A need that is no library."""
+COMMAND_LINE = ("accelerate", "filelock", "fire", "isal", "safetensors", "tokenizers", "transformers")
+"""What every run of the command line needs."""
+LEAST_SECONDS = 20.0
+"""With less left of a part's time no trial is begun."""
+FOLDER = "ISOBATCH_BENCHMARK_FOLDER"
+"""Environment variable with the folder of one `make gpu`, for what its trials share."""
+Outcome = Literal["done", "failed", "skipped", "not run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One row of a part: a function of strings that runs in a process of its own and returns figures."""
+
+    name: str
+    place: str
+    """The function, such as `gpu.smoke:resume`."""
+    words: tuple[str, ...] = ()
+    """Its arguments."""
+    seconds: int = 120
+    """After so long it is killed."""
+    needs: tuple[str, ...] = COMMAND_LINE
+    """Libraries by the names of their imports, and perhaps `GPU`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Trials on one question."""
+
+    title: str
+    trials: Callable[[bool], Sequence[Trial]]
+    """`quick` -> trials, the most telling first."""
+    headline: Callable[[Sequence[Row]], str]
+    """Its finished rows in a few words."""
+    seconds: int = 480
+    """No trial lasts beyond this."""
+
+
+def missing(names: Iterable[str], has_gpu: bool) -> list[str]:
+    """Which of these needs the machine does not meet."""
+    return [n for n in names if not (has_gpu if n == GPU else importlib.util.find_spec(n))]
+
+
+class Results:
+    """The rows of all parts on one machine, in one file."""
+
+    def __init__(self, file: Path, machine: Mapping[str, Any]) -> None:
+        self.file, self.machine = file, machine
+        found = json.loads(file.read_text()) if file.exists() else {}
+        self.parts: dict[str, list[Row]] = found.get("parts", {})
+        self.calibration: dict[str, float] = found.get("calibration", {})
+
+    def finished(self, part: str, trial: str, code: str) -> Row | None:
+        """The row of a trial that this code has brought to an end already."""
+        rows = self.parts.get(part, [])
+        return next((r for r in rows if r["trial"] == trial and r["code"] == code), None)
+
+    def keep(self, part: str, row: Row) -> None:
+        """Put the row in the place of an earlier one of its trial, and write the file."""
+        rows = self.parts.setdefault(part, [])
+        rows[:] = [*(r for r in rows if r["trial"] != row["trial"]), row]
+        self.write()
+
+    def write(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        values = {"machine": self.machine, "parts": self.parts, "calibration": self.calibration}
+        written = self.file.with_suffix(".new")
+        written.write_text(json.dumps(values, indent=1) + "\n")
+        written.replace(self.file)
+
+
+def code_hash() -> str:
+    """Names the code that results come from: the package, these benchmarks and their tests."""
+    rooms = ("core", "data", "models", "engine", "launch", "benchmarks/gpu", "tests/gpu")
+    found = hashlib.sha256()
+    for file in sorted(f for room in rooms for f in (ROOT / room).rglob("*.py")):
+        found.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def run_part(name: str, part: Part, results: Results, quick: bool, again: bool, has_gpu: bool) -> list[Row]:
+    """The rows of all trials of a part; those that are there from an earlier call are not run again."""
+    code, end, rows = code_hash(), time.monotonic() + part.seconds, []
+    for trial in part.trials(quick):
+        row = None if again else results.finished(name, trial.name, code)
+        if row is None:
+            row = {"trial": trial.name, **_run(trial, end - time.monotonic(), has_gpu), "code": code}
+            if row["outcome"] in ("done", "failed"):
+                results.keep(name, row)
+            print(f"  {trial.name}: {_told(row)}", file=sys.stderr, flush=True)
+        rows.append(row)
+    return rows
+
+
+def _run(trial: Trial, left: float, has_gpu: bool) -> Row:
+    if lacks := missing(trial.needs, has_gpu):
+        return _ended("skipped", f"needs {', '.join(lacks)}")
+    if left < LEAST_SECONDS:
+        return _ended("not run", "the part's time is over: the same command goes on here")
+    began = time.monotonic()
+    try:
+        limit = min(left, trial.seconds)
+        figures: Row = child_process.call(trial.place, *trial.words, environment=os.environ, timeout=limit)
+    except RuntimeError as error:
+        return {**_ended("failed", _last_line(str(error))), "seconds": round(time.monotonic() - began)}
+    return {**_ended("done", ""), "seconds": round(time.monotonic() - began), **figures}
+
+
+def _ended(outcome: Outcome, why: str) -> Row:
+    return {"outcome": outcome, "why": why}
+
+
+def _last_line(error: str) -> str:
+    """What happened, and the last line that says something."""
+    first, *others = [line.strip() for line in error.splitlines() if line.strip()]
+    return f"{first} {others[-1]}"[:300] if others else first
+
+
+def _told(row: Row) -> str:
+    hidden = ("trial", "outcome", "why", "code")
+    figures = ", ".join(f"{name} {value}" for name, value in row.items() if name not in hidden)
+    return f"{row['outcome']}: {row['why'] or figures}"

@@ -1,0 +1,179 @@
+"""`make gpu` without a GPU: trials that end badly, what is resumed, and figures of traces and rows."""
+
+from __future__ import annotations
+
+import json
+import time
+import xml.etree.ElementTree as ElementTree
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from isobatch.benchmarks import child_process
+from isobatch.benchmarks.gpu import command, runner
+from isobatch.benchmarks.gpu.calibration import RECIPES, calibration
+from isobatch.benchmarks.gpu.profiler import STEP, trace_figures
+from isobatch.benchmarks.gpu.runner import GPU, Part, Results, Trial, run_part
+from isobatch.benchmarks.gpu.suite import figures
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from isobatch.benchmarks.report import Row
+
+REAL_CALL = child_process.call
+
+
+def part(*trials: Trial, seconds: int = 100) -> Part:
+    return Part("some", lambda quick: trials, lambda rows: f"{len(rows)} rows", seconds)
+
+
+def results(folder: Path) -> Results:
+    return Results(folder / "found.json", {"device": "here"})
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The places that were called; `bad` fails."""
+    made: list[str] = []
+
+    def call(place: str, *_: str, **__: Any) -> Row:
+        made.append(place)
+        if place == "bad":
+            raise RuntimeError("bad failed with 1:\nTraceback\nValueError: no luck")
+        return {"tokens/s": 5}
+
+    monkeypatch.setattr(child_process, "call", call)
+    return made
+
+
+def test_a_trial_that_fails_ends_no_part(tmp_path: Path) -> None:
+    trials = [Trial("a", "bad", needs=()), Trial("b", "good", needs=()), Trial("c", "good", needs=(GPU,))]
+    rows = run_part("1", part(*trials), results(tmp_path), True, False, has_gpu=False)
+    assert [row["outcome"] for row in rows] == ["failed", "done", "skipped"]
+    assert rows[0]["why"] == "bad failed with 1: ValueError: no luck"
+    assert rows[2]["why"] == "needs a GPU"
+    assert command.summary(rows, part()) == {
+        "done": "1/3",
+        "failed": 1,
+        "came to": "1 rows; a: bad failed with 1: ValueError: no luck; skipped: needs a GPU",
+    }
+
+
+def test_what_is_there_is_not_run_again(
+    tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `two` is added only it runs; with other code, or where asked, both do."""
+    one, two = Trial("one", "good", needs=()), Trial("two", "good", needs=())
+    run_part("1", part(one), results(tmp_path), False, False, True)
+    rows = run_part("1", part(one, two), results(tmp_path), False, False, True)
+    assert ([row["trial"] for row in rows], len(calls)) == (["one", "two"], 2)
+    run_part("1", part(one, two), results(tmp_path), False, True, True)
+    assert len(calls) == 4
+    monkeypatch.setattr(runner, "code_hash", lambda: "other")
+    run_part("1", part(one, two), results(tmp_path), False, False, True)
+    assert len(calls) == 6
+    kept = json.loads((tmp_path / "found.json").read_text())["parts"]["1"]
+    assert {row["code"] for row in kept} == {"other"}
+
+
+def test_a_part_ends_in_its_time(tmp_path: Path) -> None:
+    """What was not begun is neither kept nor a failure."""
+    rows = run_part("1", part(Trial("a", "good", needs=()), seconds=1), results(tmp_path), False, False, True)
+    assert [row["outcome"] for row in rows] == ["not run"]
+    assert not (tmp_path / "found.json").exists()
+    assert command.summary(rows, part())["failed"] == 0
+
+
+def test_a_child_and_its_children_are_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "call", REAL_CALL)
+    script = "import subprocess; subprocess.run(['sleep', '31.4159'], start_new_session=True)"
+    monkeypatch.setattr(child_process, "command", lambda place, *words: ["-c", script])
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="slow took more than 2 s"):
+        child_process.call("slow", timeout=2)
+    assert time.monotonic() - began < 20
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "31.4159" in (p.info["cmdline"] or [])]
+
+
+def test_wheels_that_are_missing_name_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "missing", lambda names, has_gpu: [n for n in names if n == "peft"])
+    parts = {
+        "3": part(Trial("a", "x", needs=("peft",)), Trial("b", "x", needs=())),
+        "5": part(Trial("c", "x", needs=("peft",))),
+        "6": part(Trial("d", "x", needs=())),
+    }
+    assert command.missing_wheels(parts, False) == ["missing: peft; it costs part 3 (a); part 5 (all)"]
+
+
+def test_every_part_fits_its_time_and_the_first_four_25_minutes() -> None:
+    from importlib import import_module
+
+    parts = [import_module(f"isobatch.benchmarks.gpu.{module}").PART for module in command.PARTS.values()]
+    assert all(p.seconds <= 8 * 60 for p in parts)
+    assert sum(p.seconds for p in parts[:4]) <= 25 * 60
+    for p in parts:
+        for quick in (True, False):
+            names = [trial.name for trial in p.trials(quick)]
+            assert len(names) == len(set(names)) > 0
+    assert len(RECIPES) == 24
+
+
+def kernel(name: str, ts: float, dur: float, correlation: int) -> dict[str, Any]:
+    return {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"correlation": correlation}}
+
+
+def launched(ts: float, correlation: int) -> dict[str, Any]:
+    return {"cat": "cuda_runtime", "ts": ts, "dur": 1, "args": {"correlation": correlation}}
+
+
+def test_a_trace_tells_kernel_share_and_idle() -> None:
+    """Two steps, launched at 0 to 10 and 10 to 20 us. Work: 100-140, 140-160 | 200-240, 230-260.
+
+    Busy 130 us of kernels that cover 120 of the 160 us, 40 of them between the steps.
+    """
+    steps = [{"cat": "user_annotation", "name": STEP, "ts": ts, "dur": 9.0} for ts in (0.0, 10.0)]
+    work = [
+        kernel("void flash_fwd_kernel<float, 3>(x)", 100, 40, 1),
+        kernel("gemm", 140, 20, 2),
+        kernel("void flash_bwd_kernel<int>(y)", 200, 40, 3),
+        kernel("gemm", 230, 30, 4),
+    ]
+    calls = [launched(1, 1), launched(2, 2), launched(11, 3), launched(12, 4)]
+    assert trace_figures([*steps, *calls, *reversed(work)]) == {
+        "attention": "flash_fwd_kernel",
+        "its share": round(80 / 130, 3),
+        "idle": 0.25,
+        "idle between steps ms": 0.04,
+        "kernels a step": 2,
+        "longest kernel": "gemm",
+    }
+
+
+def test_constants_come_from_the_rows_that_were_measured() -> None:
+    """8 rows took 4 GB and 32 took 13, where 5 and 11 were predicted: 9 / 6 = 1.5."""
+
+    def row(trial: str, **figures: Any) -> Row:
+        return {"trial": trial, "outcome": "done", **figures}
+
+    rows = [
+        row("gpt2-124m, 8 rows", **{"reserved GB": 4.0, "predicted GB": 5.0, "MFU": 0.31}),
+        row("gpt2-124m, 32 rows", **{"reserved GB": 13.0, "predicted GB": 11.0, "MFU": 0.35}),
+        row("launches, compile off", **{"micro-batch ms": 12.0}),
+        {"trial": "gpt2-124m, 32 rows, --compile on", "outcome": "failed", "why": "x"},
+    ]
+    assert calibration(rows) == {"eager": 0.35, "launch_seconds": 0.001, "activations": 1.5}
+    assert calibration([]) == {}
+
+
+def test_a_file_of_tests_is_counted() -> None:
+    xml = "<s><testcase name='a'/><testcase name='b'><skipped message='needs  peft'/></testcase>{}</s>"
+    assert figures(ElementTree.fromstring(xml.format(""))) == {
+        "passed": 1,
+        "skipped": 1,
+        "because": "needs peft",
+    }
+    bad = "<testcase name='c'><failure message='AssertionError: 1 == 2&#10;more'/></testcase>"
+    with pytest.raises(RuntimeError, match="1 of 3 failed: c\nAssertionError: 1 == 2"):
+        figures(ElementTree.fromstring(xml.format(bad)))
