@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 runpy.run_path(str(ROOT / "launch" / "_root.py"))
 GRACE_SECONDS = 5.0
 """How long a child that is ending may take: loader processes die a moment after their loop."""
-FORGIVEN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-"""Set by pytest for each test, and by torch when its compiler is first imported."""
+FORGIVEN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK")
+"""Set by pytest for each test, by torch when its compiler is first imported, and by accelerate."""
 
 # The same examples on every machine, and no folder of them left behind.
 settings.register_profile("isobatch", derandomize=True, database=None, deadline=None)

@@ -54,7 +54,7 @@ def headline(rows: Sequence[Row]) -> str:
 PART = Part("profiler: kernels, idle, waits", trials, headline, 300)
 
 
-def kernels(compiled: str) -> Row:
+def kernels(compiled: str, model: str = "gpt2-124m", length: str = "1024") -> Row:
     """Kernels of steady steps of 32 rows in micro-batches of 16."""
     import os
     from pathlib import Path
@@ -67,7 +67,7 @@ def kernels(compiled: str) -> Row:
     from isobatch.core.plan import PlanOptions
 
     os.environ |= {"BENCHMARK_VOCABULARY": "50257", "BENCHMARK_ROWS": "1024"}
-    values = {"model": "gpt2-124m", "max_length": 1024, "batch_size": 32, "steps": 30, "dropout": 0.0}
+    values = {"model": model, "max_length": int(length), "batch_size": 32, "steps": 30, "dropout": 0.0}
     options: Any = PlanOptions(precision="bf16", compile=compiled, processes=1, micro_batch=16)  # type: ignore[arg-type]
     with make_session(runs.TOKENS, values, options) as session, session.phase(session.schedules[0]) as active:
         loaded = iter(active.batches(0, SETTLED + TRACED))

@@ -1,31 +1,21 @@
-"""What only a GPU can show. Skipped where there is none: python -m pytest tests/gpu"""
+"""Every workload learns on a GPU what it learns on a CPU: python -m pytest tests/gpu"""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from isobatch.data import corpora, tokenizers
 from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise, hash_bits
-from isobatch.tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
+from isobatch.tests.gpu.helpers import gpu_only, plan_of, ragged
+from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-STEPS = ["--task", RAGGED, "--steps", "60", "--quiet", "--again"]
-
-
-def trained(folder: Path, name: str, *words: str) -> Path:
-    done = launch("auto", *STEPS, "--name", name, *words, cwd=folder, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return folder / "runs" / name
+pytestmark = gpu_only
 
 
 def test_noise_is_the_same_numbers_as_on_the_cpu() -> None:
@@ -41,9 +31,10 @@ def test_noise_is_the_same_numbers_as_on_the_cpu() -> None:
 
 
 def test_fp32_on_the_gpu_learns_what_the_cpu_learns(tmp_path: Path) -> None:
-    gpu = trained(tmp_path, "gpu", "--precision", "fp32", "--compile", "off")
-    cut = trained(tmp_path, "cut", "--precision", "fp32", "--compile", "off", "--micro-batch", "5")
-    cpu = trained(tmp_path, "cpu", "--device", "cpu", "--processes", "1")
+    """Learnt positions, attention dropout and uneven lengths, in any cut."""
+    gpu = ragged(tmp_path, "gpu", "--precision", "fp32", "--compile", "off")
+    cut = ragged(tmp_path, "cut", "--precision", "fp32", "--compile", "off", "--micro-batch", "5")
+    cpu = ragged(tmp_path, "cpu", "--device", "cpu")
     assert summary(gpu)["invariance"] == "exact"
     assert furthest(losses(gpu), losses(cut)) < 1e-4
     assert furthest(losses(gpu), losses(cpu)) < 1e-3
@@ -51,61 +42,29 @@ def test_fp32_on_the_gpu_learns_what_the_cpu_learns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_stays_close(precision: str, tmp_path: Path) -> None:
-    exact = trained(tmp_path, "exact", "--precision", "fp32", "--compile", "off")
-    half = trained(tmp_path, "half", "--precision", precision, "--compile", "off")
+    exact = ragged(tmp_path, "exact", "--precision", "fp32", "--compile", "off")
+    half = ragged(tmp_path, "half", "--precision", precision, "--compile", "off")
     assert summary(half)["invariance"] == "precision"
     assert furthest(losses(half), losses(exact)) < 5e-2
 
 
-def test_compiled_training_draws_the_same_noise(tmp_path: Path) -> None:
-    eager = trained(tmp_path, "eager", "--precision", "fp32", "--compile", "off")
-    compiled = trained(tmp_path, "compiled", "--precision", "fp32", "--compile", "on")
-    assert furthest(losses(compiled), losses(eager)) < 1e-3
-
-
-def conversations(folder: Path) -> Path:
-    """Questions and answers of very different lengths, and a small model in `base`."""
-    draw = np.random.default_rng(0)
-    words = ["sun", "rain", "wind", "snow", "fog", "hail"]
-    asked = [
-        {"instruction": f"Say {n} words.", "output": " ".join(draw.choice(words, n).tolist())}
-        for n in draw.integers(1, 60, 400).tolist()
-    ]
-    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
-    tokenizer = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 600)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END_OF_TEXT).save_pretrained(
-        folder / "base"
+def test_without_nvidia_smi_the_gpu_is_found(tmp_path: Path) -> None:
+    """As in containers without the driver's utilities: torch is asked."""
+    words = ["--compile", "off", "--dropout", "0"]
+    done = launch(
+        "auto",
+        "--task",
+        "causal-lm",
+        "--steps",
+        "5",
+        "--name",
+        "found",
+        *words,
+        cwd=tmp_path,
+        PATH="/nowhere",
     )
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 1024, "attn_pdrop": 0.0}
-    GPT2LMHeadModel(GPT2Config(vocab_size=600, **sizes)).save_pretrained(folder / "base")
-    return folder
-
-
-ASKED = ["--task", "causal-lm", "--data", "asked.jsonl", "--model", "base", "--max-length", "768", "--quiet"]
-ASKED += ["--batch-size", "32", "--steps", "24", "--compile", "off"]
-
-
-def test_samples_end_to_end_learn_the_same(tmp_path: Path) -> None:
-    curves = []
-    for pack in ("on", "off"):
-        words = ["--lr", "1e-3", "--precision", "bf16", "--pack", pack, "--name", pack]
-        done = launch("auto", *ASKED, *words, cwd=conversations(tmp_path), timeout=400)
-        assert done.returncode == 0, done.stderr
-        curves.append(losses(tmp_path / "runs" / pack))
-    assert furthest(*curves) < 5e-2
-    assert summary(tmp_path / "runs" / "on")["padding_fraction"] == 0
-
-
-@pytest.mark.parametrize("way", [["--adapter", "lora"], ["--adapter", "qlora"], ["--load-bits", "8"]])
-def test_adapters_learn_and_merge(way: list[str], tmp_path: Path) -> None:
-    conversations(tmp_path)
-    flags = way if "--adapter" in way else ["--adapter", "lora", *way]
-    done = launch("auto", *ASKED, *flags, "--lr", "1e-2", "--name", "tuned", cwd=tmp_path, timeout=400)
     assert done.returncode == 0, done.stderr
-    found = losses(tmp_path / "runs" / "tuned")
-    assert found[-1] < found[0]
-    assert launch("export", "runs/tuned", "--to", "merged,adapter", cwd=tmp_path).returncode == 0
+    assert plan_of(tmp_path / "runs" / "found")["device"] == "cuda"
 
 
 def test_a_classifier_is_pruned_and_quantized_as_on_the_cpu(tmp_path: Path) -> None:
