@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _BUCKET_BYTES = 25 << 20
 BACKEND_LATER_SECONDS = 60
 """How much longer the backend's timeout is than the watchdog's."""
+NO_TIMEOUT_SECONDS = 10**6
+"""The backend's timeout where there is no watchdog: backends take no infinite one."""
 
 
 def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
@@ -56,18 +58,18 @@ def check_world(planned: int, actual: int) -> None:
 
 
 def broadcast_choice_before_planning(
-    choose: Callable[[], str], rank: int, size: int, cpu: bool, timeout: int
+    choose: Callable[[], str], rank: int, size: int, cpu: bool, hang_timeout: int
 ) -> str:
     """The result of rank 0's `choose()` on every rank; a UserError of it is raised on every rank.
 
-    Before there is a plan, and so a Communicator. `timeout` in seconds.
+    Before there is a plan, and so a Communicator, which then uses the process group that is formed here.
     """
     if size == 1:
         return choose()
     import torch.distributed as dist
     from accelerate import PartialState
 
-    PartialState(cpu=cpu, timeout=datetime.timedelta(seconds=max(1, timeout)))
+    PartialState(cpu=cpu, **process_group_arguments(cpu, hang_timeout))
     box = ["", ""]
     if rank == 0:
         try:
@@ -78,6 +80,22 @@ def broadcast_choice_before_planning(
     if box[1]:
         raise UserError(box[1])
     return box[0]
+
+
+def process_group_arguments(cpu: bool, hang_timeout: int) -> dict[str, Any]:
+    """Arguments of the process group: its timeout and, on CUDA GPUs, backends for host and device tensors.
+
+    `hang_timeout` in seconds, 0 for none. The backend waits longer than the watchdog, whose message names the
+    stuck rank.
+    """
+    import torch
+
+    seconds = hang_timeout + BACKEND_LATER_SECONDS if hang_timeout else NO_TIMEOUT_SECONDS
+    arguments: dict[str, Any] = {"timeout": datetime.timedelta(seconds=seconds)}
+    if not cpu and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # else accelerate forms no group
+        # NCCL alone refuses host tensors, and copies objects through the GPU, which waits for all its work.
+        arguments["backend"] = "cpu:gloo,cuda:nccl"
+    return arguments
 
 
 class Communicator:
@@ -288,12 +306,12 @@ def _accelerator(plan: Plan, hang_timeout: int, tracker: str, folder: str) -> Ac
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import GradScalerKwargs
 
-    # Longer than the watchdog's timeout: its message names the stuck rank, the backend's does not.
-    timeout = datetime.timedelta(seconds=hang_timeout + BACKEND_LATER_SECONDS if hang_timeout else 10**6)
+    cpu = plan.device == "cpu"
+    group = InitProcessGroupKwargs(**process_group_arguments(cpu, hang_timeout))
     return Accelerator(
-        cpu=plan.device == "cpu",
+        cpu=cpu,
         mixed_precision="no" if plan.precision == "fp32" else plan.precision,
         log_with=None if tracker == "none" else tracker,
         project_dir=folder,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout), GradScalerKwargs(enabled=False)],
+        kwargs_handlers=[group, GradScalerKwargs(enabled=False)],
     )

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.engine.distributed.communicator import (
+    Communicator,
     broadcast_choice_before_planning,
     check_world,
     rank_and_world_size,
 )
+from isobatch.launch.local.process_state import preserve_process_state
+from isobatch.tests.unit.helpers import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.mark.parametrize(
@@ -58,7 +68,58 @@ def test_the_planned_world_is_welcome() -> None:
 
 
 def test_one_process_agrees_with_itself_without_a_process_group() -> None:
-    assert broadcast_choice_before_planning(lambda: "here", 0, 1, cpu=True, timeout=1) == "here"
+    assert broadcast_choice_before_planning(lambda: "here", 0, 1, cpu=True, hang_timeout=1) == "here"
+
+
+class _FormedGroupError(Exception):
+    """In place of a process group."""
+
+
+@pytest.fixture
+def group_arguments(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """In a world of two that torchrun started on GPUs: what reaches init_process_group is put here."""
+    import torch
+
+    found: dict[str, Any] = {}
+
+    def init_process_group(**arguments: Any) -> None:
+        found.update(arguments)
+        raise _FormedGroupError
+
+    with preserve_process_state():
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+        yield found
+
+
+@pytest.mark.parametrize(("hang_timeout", "seconds"), [(1800, 1860), (1, 61), (0, 10**6)])
+@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("planned", [True, False])
+def test_the_backend_waits_longer_than_the_watchdog(
+    group_arguments: dict[str, Any], hang_timeout: int, seconds: int, cpu: bool, planned: bool
+) -> None:
+    """Also where the group is formed before there is a plan, as under torchrun."""
+    two = plan(processes=2, strategy="ddp", device="cpu" if cpu else "cuda")
+
+    def form() -> Any:
+        if planned:
+            return Communicator(two, hang_timeout)
+        return broadcast_choice_before_planning(lambda: "here", 0, 2, cpu, hang_timeout)
+
+    with pytest.raises(_FormedGroupError):
+        form()
+    assert group_arguments["timeout"] == datetime.timedelta(seconds=seconds)
+    # Host tensors and objects need gloo beside NCCL.
+    assert group_arguments["backend"] == ("gloo" if cpu else "cpu:gloo,cuda:nccl")
+
+
+def test_one_process_on_a_gpu_forms_no_group(group_arguments: dict[str, Any]) -> None:
+    """accelerate takes a backend that it is given for a world that somebody formed."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    assert Communicator(plan(device="cuda")).size == 1
+    assert not group_arguments
 
 
 def test_ranks_that_agree_get_what_rank_0_has(run_ranks) -> None:  # type: ignore[no-untyped-def]
