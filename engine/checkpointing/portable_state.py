@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from isobatch.core.errors import TrainingError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn  # noqa: TC004  heavy, and no class here has flags
     from torch.optim import Optimizer
 
@@ -21,6 +22,8 @@ WEIGHT = "weight/"
 """Prefix of the keys of weights and buffers: weight/NAME."""
 MOMENT = "moment/"
 """Prefix of the keys of optimizer state: moment/KIND/NAME."""
+PAGED_KINDS = ("state1", "state2")
+"""bitsandbytes' names of the state that its paged optimizers let move to host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +149,29 @@ def load_moments(saved: StateReader, model: nn.Module, optimizer: Optimizer) -> 
         if value.ndim == 0 and not value.is_floating_point():  # it was a plain number
             optimizer.state[p][kind] = value.item()
             continue
-        # torch keeps `step` on the CPU, unless it is fused on a GPU.
-        on_host = kind == "step" and not steps_on_device(optimizer, p)
-        optimizer.state[p][kind] = value if on_host else value.to(p.device)
+        optimizer.state[p][kind] = _placed(optimizer, p, kind, value)
 
 
-def steps_on_device(optimizer: Optimizer, p: Tensor) -> bool:
-    """Whether torch keeps the step count on the parameter's device: a fused optimizer on a GPU does."""
-    return p.device.type != "cpu" and bool(optimizer.param_groups[0].get("fused") or False)
+def _placed(optimizer: Optimizer, p: Tensor, kind: str, value: Tensor) -> Tensor:
+    """A saved value in the memory where the optimizer would have made it."""
+    import torch
+
+    if kind == "step":
+        return value.to(device_of_steps(optimizer, p))
+    if getattr(optimizer, "is_paged", False) and kind in PAGED_KINDS and p.device.type == "cuda":
+        buffer: Tensor = optimizer.get_state_buffer(p, dtype=value.dtype)  # type: ignore[attr-defined]
+        if getattr(buffer, "is_paged", False):  # small ones are not
+            torch.cuda.synchronize(p.device)  # a kernel fills it with zeros
+            return buffer.copy_(value)
+    return value.to(p.device)
+
+
+def device_of_steps(optimizer: Optimizer, p: Tensor) -> torch.device:
+    """Where torch keeps the step count: on the parameter's device if fused or capturable, else on the host.
+
+    A fused update refuses a count on another device (pytorch #104767).
+    """
+    import torch
+
+    group = optimizer.param_groups[0]
+    return p.device if group.get("fused") or group.get("capturable") else torch.device("cpu")

@@ -133,9 +133,8 @@ class FullyShardStrategy(Strategy):
                 self._read(saved, key, moment)
                 self.optimizer.state[p][kind] = moment
             else:
-                on_host = not portable_state.steps_on_device(self.optimizer, p)
-                value = saved.read(key)
-                self.optimizer.state[p][kind] = value if on_host else value.to(self.world.device)
+                where = portable_state.device_of_steps(self.optimizer, p)
+                self.optimizer.state[p][kind] = saved.read(key).to(where)
 
     def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
         trained, buffers = dict(self._trained()), self._buffers()

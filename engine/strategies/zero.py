@@ -202,10 +202,10 @@ class ZeroStrategy(Strategy):
 
     def _make_moments(self, kinds: set[str]) -> None:
         """Create zero moments, which DeepSpeed does not have before its first step."""
+        inner = self.engine.optimizer.optimizer
         for flat in self._flat_partitions:
-            self.engine.optimizer.optimizer.state[flat] = {
-                kind: torch.tensor(0.0) if kind == "step" else torch.zeros_like(flat) for kind in kinds
-            }
+            steps = torch.zeros((), device=portable_state.device_of_steps(inner, flat))
+            inner.state[flat] = {k: steps if k == "step" else torch.zeros_like(flat) for k in kinds}
 
     def _shard(self, p: Any) -> _ParameterShard | None:
         """This rank's part of a parameter, as views of the flat partitions; None where it has none."""

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isobatch.core.errors import TrainingError
 from isobatch.core.recipe import Recipe
@@ -93,6 +94,58 @@ def test_state_put_into_another_model_is_its_state(kind: Any) -> None:
     portable_state.load_weights(InMemoryState(wanted), nets[1])
     portable_state.load_moments(InMemoryState(wanted), nets[1], optimizers[1])
     assert same(portable_state.collect_state(nets[1], optimizers[1]), wanted)
+
+
+def on_gpu(**shapes: tuple[int, ...]) -> Any:
+    """Parameters on a GPU, within FakeTensorMode."""
+    net = nn.Module()
+    for name, shape in shapes.items():
+        net.register_parameter(name, nn.Parameter(torch.empty(shape, device="cuda")))
+    return net
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "cuda"), (False, "cpu")])
+def test_step_counts_go_where_the_optimizer_wants_them(fused: bool, device: str) -> None:
+    """A fused update on a GPU refuses a count on the host; others want it there."""
+    with FakeTensorMode():
+        net = on_gpu(weight=(2, 2))
+        optimizer = torch.optim.AdamW(net.parameters(), fused=fused)
+        moments = {"step": torch.ones(()), "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2)}
+        saved = InMemoryState({f"moment/{kind}/weight": value for kind, value in moments.items()})
+        portable_state.load_moments(saved, net, optimizer)
+        found = {kind: value.device.type for kind, value in optimizer.state[net.weight].items()}
+        assert found == {"step": device, "exp_avg": "cuda", "exp_avg_sq": "cuda"}
+        net.weight.grad = torch.ones(2, 2, device="cuda") if fused else None  # else it reads the count
+        optimizer.step()
+
+
+def test_paged_state_is_paged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes knows memory that may leave the GPU by an attribute, and keeps a list of it."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    events: list[str] = []
+
+    def get_paged(*shape: int, dtype: torch.dtype, **_: Any) -> Tensor:
+        buffer: Any = torch.full(shape, 7, dtype=dtype)  # the host sees it as its own
+        buffer.is_paged = True
+        return buffer  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(functional, "get_paged", get_paged)
+    monkeypatch.setattr(functional, "fill", lambda buffer, _: events.append("fill"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: events.append("wait"))
+    optimizer = make_optimizer(nn.Linear(1, 1), Recipe(task="t", optimizer="paged-adamw8bit"), "cuda")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        net = on_gpu(weight=(400, 400), bias=(400,))
+        large = {"state1": torch.ones(400, 400, dtype=torch.uint8), "absmax1": torch.ones(625)}
+        small = {"state1": torch.ones(400)}
+        saved = {f"moment/{kind}/weight": value for kind, value in large.items()}
+        saved |= {f"moment/{kind}/bias": value for kind, value in small.items()}
+        portable_state.load_moments(InMemoryState(saved), net, optimizer)
+    state = optimizer.state[net.weight]
+    assert state["state1"].is_paged
+    assert any(state["state1"] is one for one in optimizer.page_mng.paged_tensors)  # type: ignore[attr-defined]
+    assert events[:2] == ["fill", "wait"]
+    assert (state["absmax1"].device.type, state["state1"].dtype) == ("cuda", torch.uint8)
+    assert optimizer.state[net.bias]["state1"].device.type == "cuda"  # too small to be paged
 
 
 def bare(net: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,33 @@
+"""Tests of engine/strategies/zero.py that need neither a process group nor a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from isobatch.core.optimizers import OPTIMIZERS
+from isobatch.engine.strategies.zero import ZeroStrategy
+
+STAGES = {1: "single_partition_of_fp32_groups", 3: "fp32_partitioned_groups_flat"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_fused_optimizer_steps_after_its_moments_were_made(stage: int, device: str) -> None:
+    """Its step count lies on the partitions' device; on another, torch refuses the update."""
+    with FakeTensorMode():
+        flat = torch.empty(8, device=device, requires_grad=True)
+        inner = OPTIMIZERS["adamw"].build([{"params": [flat], "weight_decay": 0.0}], 1e-3, device)
+        strategy: Any = object.__new__(ZeroStrategy)
+        strategy.stage = stage
+        strategy.engine = SimpleNamespace(
+            optimizer=SimpleNamespace(optimizer=inner, **{STAGES[stage]: [flat]})
+        )
+        strategy._make_moments({"step", "exp_avg", "exp_avg_sq"})  # noqa: SLF001  no checkpoint, no engine
+        assert {v.device.type for v in inner.state[flat].values()} == {device}
+        flat.grad = torch.empty(8, device=device)
+        inner.step()
