@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
+from isobatch.engine.distributed.device_memory import forbid_spilling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -115,6 +116,7 @@ class Communicator:
         if self.accelerator.num_processes != size:
             check_world(size, self.accelerator.num_processes)
         self.device: torch.device = self.accelerator.device
+        forbid_spilling(self.device)
         self.position = "the start"
         """What this process is doing, for the watchdog's message."""
         self.moved_at = time.monotonic()

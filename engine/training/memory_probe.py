@@ -74,6 +74,7 @@ def largest_micro_batch_fits(session: Session, phase: str) -> bool:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)  # else the rehearsal's peak counts as the run's
     return True
 
 

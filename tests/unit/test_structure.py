@@ -57,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
         *("core", "engine", "engine.distributed", "engine.loading", "engine.optimization"),
         *("engine.planning", "engine.runs", "engine.strategies", "engine.training", "engine.verification"),
     },
-    "launch": {"core", "engine.runs", "launch.local"},
+    "launch": {"core", "engine.distributed", "engine.runs", "launch.local"},
     "launch.report": {
         *("core", "models", "engine", "engine.planning", "engine.runs", "engine.training", "launch.local"),
     },

@@ -1,0 +1,93 @@
+"""Tests of engine/distributed/device_memory.py and of the memory that a rehearsal leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from isobatch.core.errors import OutOfMemoryError
+from isobatch.engine.distributed.device_memory import (
+    allocator_settings,
+    forbid_spilling,
+    spills_to_host_memory,
+)
+from isobatch.engine.training import memory_probe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GIB = 1 << 30
+WSL = "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@941d701f84f1)"
+
+
+def machine(root: Path, version: str = "Linux version 6.1.0 (debian)", dxg: bool = False) -> Path:
+    """The files of a machine by which it is known."""
+    for folder in ("proc", "dev"):
+        (root / folder).mkdir()
+    (root / "proc" / "version").write_text(version)
+    if dxg:
+        (root / "dev" / "dxg").touch()
+    return root
+
+
+@pytest.mark.parametrize(("how", "spills"), [({}, False), ({"version": WSL}, True), ({"dxg": True}, True)])
+def test_only_drivers_of_windows_spill(how: dict[str, Any], spills: bool, tmp_path: Path) -> None:
+    assert spills_to_host_memory(machine(tmp_path, **how)) == spills
+    assert not spills_to_host_memory(tmp_path / "no such folder")
+
+
+@pytest.mark.parametrize(
+    ("environment", "how", "settings"),
+    [
+        ({}, {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {}, {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {}, {}),
+        ({}, {"version": WSL}, {}),
+    ],
+)
+def test_segments_grow_unless_the_user_decides(
+    environment: dict[str, str], how: dict[str, Any], settings: dict[str, str], tmp_path: Path
+) -> None:
+    assert allocator_settings(environment, machine(tmp_path, **how)) == settings
+
+
+@pytest.mark.parametrize(
+    ("device", "how", "share"),
+    [
+        ("cuda", {"dxg": True}, (6 - 0.5) / 8),  # 6 of 8 GiB are free, and 0.5 stay for libraries
+        ("cuda", {}, None),
+        ("cpu", {"dxg": True}, None),
+    ],
+)
+def test_torch_stays_within_free_memory_where_the_driver_spills(
+    device: str, how: dict[str, Any], share: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_to: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda s, _: set_to.append(s))
+    forbid_spilling(torch.device(device), machine(tmp_path, **how))
+    assert set_to == ([] if share is None else [share])
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_rehearsal_is_not_the_peak_of_the_run(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is given back first: what stays reserved would be the new peak."""
+    events: list[str] = []
+
+    def run_largest(*_: Any) -> None:
+        events.append("rehearsal")
+        if not fits:
+            raise OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(memory_probe, "_run_largest", run_largest)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("give back"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: events.append("reset"))
+    session: Any = SimpleNamespace(model=nn.Linear(1, 1), world=SimpleNamespace(device=torch.device("cuda")))
+    assert memory_probe.largest_micro_batch_fits(session, "train") == fits
+    assert events == ["rehearsal", "give back", "reset"]
