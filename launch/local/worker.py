@@ -64,6 +64,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     import torch
 
     from isobatch.core.errors import WorkerLostError
+    from isobatch.engine.distributed.lookout import Lookout
     from isobatch.engine.runs.console import LINE_MARK, Console
     from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.trainer import train
@@ -74,20 +75,21 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     log = run.folder / "log.txt" if world.is_main else None
     console = Console(log, options.quiet or not world.is_main, mark)
 
-    def exit_on_hang(reason: str) -> None:
-        """Called by the watchdog: the main thread is blocked and cannot end the process itself."""
+    def end_process(reason: str) -> None:
+        """Called by lookout and watchdog: the main thread is blocked and cannot end the process itself."""
         if not run.has_verdict():
             run.write_exit(Verdict(FAILED, reason, WorkerLostError.cause))
             console.say(f"isobatch: {reason}", always=True)
         os._exit(FAILED)
 
+    lookout = Lookout(world, end_process)
     if options.tracker != "none":
         world.accelerator.init_trackers("isobatch", config={})
     try:
         plotter = Plotter(run, draws=world.is_main)
-        context = RunContext(run, world, options, console, owns_process, plotter.start)
-        with torch.autograd.set_detect_anomaly(options.anomaly):
-            train(context, exit_on_hang)
+        with lookout, torch.autograd.set_detect_anomaly(options.anomaly):
+            context = RunContext(run, world, options, console, owns_process, plotter.start)
+            train(context, end_process)
         if context.task.plot_every:
             plotter.finish()
             track_plots(run, world, context.progress.step)
@@ -99,6 +101,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         code = error.exit_code
         if isinstance(error, WorkerLostError):
             traceback.print_exc()
+            error = WorkerLostError(lookout.reason() or str(error))
         if code == FAILED and world.is_main:
             run.mark_failed(str(error))
         console.end_phase()

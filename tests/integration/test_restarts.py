@@ -173,6 +173,20 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     whole(run, plain(tmp_path, 30))
 
 
+def test_a_rank_that_waits_for_ever_learns_which_rank_was_lost(tmp_path: Path) -> None:
+    words_ = words("DiesOnce", "--processes", "2", "--micro-batch", "2", "--save-every", "2")
+    done = launch(*words_, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "run"
+    (decision,) = decisions(run)
+    assert decision["reason"].startswith("rank 1 is lost, its process has ended; rank 0 was at step 5")
+    assert done.stderr.count("rank 1 is lost") == 1
+    assert "Traceback" not in done.stderr
+    # A second and a half for errors of the collective itself, the rest to end the launcher.
+    assert (run / "decisions.jsonl").stat().st_mtime - (tmp_path / "died").stat().st_mtime < 8
+    whole(run, plain(tmp_path, 12))
+
+
 def test_restarts_end_at_their_limit(training: Any) -> None:
     made = training("--max-restarts", "0")
     made.wait_for(12)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,6 +138,26 @@ class HangsOnce(Slow):
             Path("hung").touch()
             while True:
                 time.sleep(1)
+        return super().loss(model, batch, step)
+
+
+class DiesOnce(Line):
+    """Rank 1 is killed in its fifth step, in the first attempt only, while rank 0 is blocked for ever.
+
+    As in a collective of NCCL: no signal is handled there, other threads run.
+    """
+
+    defaults = {**Line.defaults, "steps": [12]}
+
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        if step.number == 4 and not Path("died").exists():
+            if os.environ.get("RANK") == "1":
+                time.sleep(1)  # the other rank is blocked by now
+                Path("died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            lock = ctypes.create_string_buffer(64)  # a pthread_mutex_t, which is not recursive
+            while True:
+                ctypes.CDLL(None).pthread_mutex_lock(lock)
         return super().loss(model, batch, step)
 
 
