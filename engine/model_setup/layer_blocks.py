@@ -14,3 +14,19 @@ def layer_blocks(model: nn.Module) -> list[nn.Module]:
             inside.update(id(m) for m in module.modules())
             found += list(module)
     return found
+
+
+MATMUL_LAYERS = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
+
+
+def matmul_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters in the blocks that only matrix products use: autocast rounds them to its type anyway."""
+    chosen: dict[nn.Parameter, None] = {}
+    for module in (m for block in layer_blocks(model) for m in block.modules() if _is_matmul(m)):
+        chosen.update(dict.fromkeys(module.parameters(recurse=False)))
+    others = {p for m in model.modules() if not _is_matmul(m) for p in m.parameters(recurse=False)}
+    return [p for p in chosen if p not in others]
+
+
+def _is_matmul(module: nn.Module) -> bool:
+    return f"{type(module).__module__}.{type(module).__qualname__}" in MATMUL_LAYERS

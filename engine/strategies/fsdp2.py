@@ -16,20 +16,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
-from isobatch.engine.model_setup.layer_blocks import layer_blocks
+from isobatch.engine.model_setup.layer_blocks import layer_blocks, matmul_parameters
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.distributed.communicator import Communicator
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 class FullyShardStrategy(Strategy):
@@ -48,8 +53,10 @@ class FullyShardStrategy(Strategy):
         self.model = self.unwrapped = model
         self.plan, self.world, self.clip = plan, world, clip
         mesh = init_device_mesh(world.device.type, (world.size,))
-        for module in (*layer_blocks(model), model):
-            fully_shard(module, mesh=mesh)
+        half = set(matmul_parameters(model)) if plan.precision == "bf16" else set()
+        for block in layer_blocks(model):
+            shard_block(block, mesh, half)
+        fully_shard(model, mesh=mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -152,6 +159,21 @@ class FullyShardStrategy(Strategy):
         assert isinstance(into, DTensor)
         rows, start = _rows(into), self._start(into)
         rows.copy_(saved.read_slice(key, start, start + rows.numel()).view(rows.shape))
+
+
+def shard_block(block: nn.Module, mesh: DeviceMesh, half: set[nn.Parameter]) -> None:
+    """Shard a block in one group, or in two where it has parameters of `half`, which are gathered in bf16.
+
+    Autocast rounds these to bf16 anyway. Norms are a group of their own in fp32, and gradients are summed
+    over micro-batches and ranks in fp32.
+    """
+    rest = [m for m in block.modules() if any(p not in half for p in m.parameters(recurse=False))]
+    if not half.intersection(block.parameters()) or any(list(m.children()) for m in rest):
+        fully_shard(block, mesh=mesh)
+        return
+    if rest:
+        fully_shard(rest, mesh=mesh)
+    fully_shard(block, mesh=mesh, mp_policy=HALF)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
+from isobatch.engine.model_setup.layer_blocks import matmul_parameters
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
 
@@ -47,11 +48,23 @@ class ZeroStrategy(Strategy):
         self.config = config_for(plan, clip)
         self.stage = int(self.config["zero_optimization"]["stage"])
         self.model = self.engine = make_engine(model, make_optimizer(model), self.config, world)
+        if self.stage == 3 and plan.precision == "bf16":
+            self._gather_in_bf16()
         self._used: set[str] = set()
         """Parameters that got a gradient in the first step."""
         self._hooks = self._hook_gradients()
         self._abandoned: Any = None
         """The reduction of a step that failed, kept so that it never runs."""
+
+    def _gather_in_bf16(self) -> None:
+        """Gather what autocast rounds to bf16 in bf16: half the bytes and the same products.
+
+        The weights are fp32 again once they are gathered, and gradients are reduced in fp32. DeepSpeed's own
+        switch for this, `lower_precision_safe_modules`, would reduce them in bf16.
+        """
+        for p in matmul_parameters(self.unwrapped):
+            p.comm_dtype = torch.bfloat16  # type: ignore[attr-defined]
+        self.engine.optimizer.get_param_comm_dtype = lambda _: torch.float32
 
     @property
     def computes_dummies(self) -> bool:

@@ -1,0 +1,115 @@
+"""Tests of what sharded strategies gather in bf16: weights that autocast rounds, and no gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from isobatch.engine.model_setup.layer_blocks import matmul_parameters
+from isobatch.engine.strategies.fsdp2 import FullyShardStrategy
+from isobatch.engine.strategies.zero import ZeroStrategy
+from isobatch.launch.local.process_state import preserve_process_state
+from isobatch.tests.unit.helpers import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Block(nn.Module):
+    """Half of a transformer's block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)))
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head that share a matrix, as a language model has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_only_what_autocast_rounds_is_chosen() -> None:
+    net = Net()
+    net.blocks[1].table = nn.Embedding(6, 4)
+    net.blocks[1].table.weight = net.blocks[1].down.weight = nn.Parameter(torch.zeros(6, 4))
+    names = {p: name for name, p in net.named_parameters()}
+    assert [names[p] for p in matmul_parameters(net)] == [
+        *("blocks.0.up.weight", "blocks.0.up.bias", "blocks.0.down.weight", "blocks.0.down.bias"),
+        *("blocks.1.up.weight", "blocks.1.up.bias", "blocks.1.down.bias"),  # its weight is a table's as well
+    ]
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    """One process with a process group, which sharding needs."""
+    import torch.distributed as dist
+
+    with preserve_process_state():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        os.environ["LOCAL_RANK"] = "0"
+        yield SimpleNamespace(
+            size=1, rank=0, is_main=True, device=torch.device("cpu"), waiting_for=contextlib.nullcontext
+        )
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fsdp_gathers_products_in_bf16_and_nothing_else(world: Any, precision: Any) -> None:
+    net = Net()
+    strategy = FullyShardStrategy(
+        net,
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        plan(strategy="fsdp2", precision=precision),
+        world,
+        clip=0.0,
+    )
+    found: dict[str, torch.dtype] = {}
+
+    def look(module: Any, *_: Any) -> None:
+        found[type(module).__name__.removeprefix("FSDP")] = module.weight.dtype
+
+    for module in (net.embedding, net.blocks[1].norm, net.blocks[1].up):  # type: ignore[union-attr]
+        module.register_forward_pre_hook(look)  # type: ignore[union-attr]
+    with (
+        strategy.forward_backward(last=True),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+    ):
+        strategy.backward(net(torch.tensor([[1, 2, 3]])).float().square().sum())
+    half = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert found == {"Embedding": torch.float32, "LayerNorm": torch.float32, "Linear": half}
+    assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_zero_gathers_products_in_bf16_and_reduces_in_fp32() -> None:
+    with preserve_process_state():  # its import sets variables
+        parameters = pytest.importorskip("deepspeed.runtime.zero.partition_parameters")
+    strategy: Any = object.__new__(ZeroStrategy)
+    strategy.unwrapped, strategy.engine = Net(), SimpleNamespace(optimizer=SimpleNamespace())
+    strategy._gather_in_bf16()  # noqa: SLF001  what it tells DeepSpeed, without an engine
+    block, embedding = strategy.unwrapped.blocks[0], strategy.unwrapped.embedding
+    gathered = [
+        parameters.get_allgather_dtype(p, p.data)
+        for p in (block.up.weight, block.down.bias, block.norm.weight, embedding.weight)
+    ]
+    assert gathered == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    assert strategy.engine.optimizer.get_param_comm_dtype(block.up.weight) == torch.float32
