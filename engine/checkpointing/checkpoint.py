@@ -40,16 +40,18 @@ class CheckpointWriter:
         self.world = world
         self.on_complete = on_complete
         """Called on the main rank once a checkpoint is complete."""
-        self._buffer = HostBuffer()
+        self._buffer = HostBuffer(world.device)
         self._folder: Path | None = None
         self._thread = threading.Thread()
         self._problem = ""
 
     def start(self, folder: Path, state: PortableState, facts: Mapping[str, Any]) -> None:
-        """Copy this rank's pieces to host memory and start the write; `facts` go into state.json."""
+        """Start to copy this rank's pieces to host memory, then to write them; `facts` go into state.json."""
         self.wait()
         self._folder, self._problem = folder, ""
-        size = self._buffer.fill({f"{p.name}@{p.start}": p.values.detach() for p in state.pieces})
+        parts = {f"{p.name}@{p.start}": p.values.detach() for p in state.pieces}
+        unstable = {f"{p.name}@{p.start}" for p in state.pieces if p.name in state.buffers}
+        size = self._buffer.fill(parts, unstable)
         entries = state.entries if self.world.is_main else None
         self._thread = threading.Thread(target=self._write, args=(folder, size, entries, facts))
         self._thread.start()

@@ -1,5 +1,8 @@
 """Host buffer: a safetensors file built in host memory by one copy and written with O_DIRECT.
 
+From a GPU the copy runs on a stream of its own into page-locked memory: neither the host nor the next step's
+passes wait for it, only the next update of the weights does.
+
 Measured beside training on two busy cores, for 340 MB: the copy takes 23 ms into pages that were touched
 before and 1.7 s into new ones, so the buffer is kept; the write takes 0.01 s of processor time, against 0.1
 to 0.7 s through the page cache; the checksum 0.01 s by isal, 0.07 s by zlib. safetensors' own save_file holds
@@ -8,18 +11,21 @@ the GIL while it copies, 0.37 s for 151 MB.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import mmap
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from isal import isal_zlib
 
 from isobatch.core import atomic_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -36,16 +42,17 @@ CHUNK = 8 << 20
 class HostBuffer:
     """Memory for one file, reused for every save; it only grows."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: where the tensors are that training changes; the host where it is not given."""
         self._memory = mmap.mmap(-1, SECTOR)
+        self._copies = _DeviceCopies(device) if device is not None and device.type == "cuda" else None
 
-    def fill(self, parts: Mapping[str, Tensor]) -> int:
-        """Copy 1-d tensors, by name and from any device, into the buffer; returns the file's size in bytes.
+    def fill(self, parts: Mapping[str, Tensor], unstable: Collection[str] = ()) -> int:
+        """Start to copy 1-d tensors, by name, into the buffer; returns the file's size in bytes.
 
-        The format is a length, a JSON header and the bytes (huggingface/safetensors, "Format").
+        `unstable`: names of tensors that may change before the next optimizer step. The format is a length, a
+        JSON header and the bytes (huggingface/safetensors, "Format").
         """
-        import torch
-
         # Widest element type first, as safetensors does, so that all tensors are aligned.
         ordered = sorted(parts.items(), key=lambda part: (-part[1].element_size(), part[0]))
         header: dict[str, Any] = {}
@@ -61,19 +68,33 @@ class HostBuffer:
         self._reserve(len(text) + offset)
         self._memory[: len(text)] = text
         flat = torch.frombuffer(self._memory, dtype=torch.uint8)[len(text) :]
-        for name, tensor in ordered:
-            start, stop = header[name]["data_offsets"]
-            flat[start:stop].view(tensor.dtype).copy_(tensor)
+        places = {
+            name: flat[slice(*header[name]["data_offsets"])].view(tensor.dtype) for name, tensor in ordered
+        }
+        if self._copies is None:
+            for name, place in places.items():
+                place.copy_(parts[name])
+        else:
+            self._copies.start(places, parts, unstable)
         return len(text) + offset
 
     def _reserve(self, size: int) -> None:
         if size > len(self._memory):
+            if self._copies is not None:
+                self._copies.unpin()
             self._memory = mmap.mmap(-1, -(-size // SECTOR) * SECTOR)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
+            if self._copies is not None:
+                self._copies.pin(self._memory)
 
     def write(self, path: Path, size: int) -> None:
-        """Write the first `size` bytes to `path` and sync; their size and CRC-32 go to a .json beside it."""
+        """Write the first `size` bytes to `path` and sync; their size and CRC-32 go to a .json beside it.
+
+        Waits for the copies first, so that it may run in a thread.
+        """
+        if self._copies is not None:
+            self._copies.wait()
         with memoryview(self._memory) as memory:
             try:
                 _write(path, memory, size, os.O_DIRECT)
@@ -84,6 +105,72 @@ class HostBuffer:
             atomic_files.write_json(
                 path.with_suffix(".json"), {"bytes": size, "crc32": isal_zlib.crc32(memory[:size])}
             )
+
+
+class _DeviceCopies:
+    """Copies from a CUDA device on a stream of their own, beside the training stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pinned = 0
+        """Address of the page-locked memory; 0 for none."""
+        self._copied: torch.cuda.Event | None = None
+        """Recorded after the last copy."""
+        self._fenced = True
+        self._sources: list[Tensor] = []
+        """Kept until they are copied: freed memory would be used again."""
+        me = weakref.ref(self)
+
+        def before_update(*_: Any) -> None:
+            if (copies := me()) is not None:
+                copies.fence()
+
+        handle = register_optimizer_step_pre_hook(before_update)
+        weakref.finalize(self, handle.remove)
+
+    def start(
+        self, places: Mapping[str, Tensor], parts: Mapping[str, Tensor], unstable: Collection[str]
+    ) -> None:
+        """Issue the copies. The training stream waits for `unstable` ones at once, for others in `fence`."""
+        training = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(training)
+        for later in (False, True):
+            names = [name for name in places if (name not in unstable) == later]
+            with torch.cuda.stream(self._stream):
+                for name in names:
+                    places[name].copy_(parts[name], non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
+            if not later:
+                training.wait_event(self._copied)
+        self._fenced, self._sources = False, list(parts.values())
+
+    def fence(self) -> None:
+        """Let the training stream wait for the copies, before the tensors change."""
+        if self._copied is not None and not self._fenced:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._fenced = True
+
+    def wait(self) -> None:
+        """Let the host wait for the copies."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._sources = []
+
+    def pin(self, memory: mmap.mmap) -> None:
+        """Lock the memory's pages, else copies go through the driver's own and the host waits for them."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        refused = int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
+        self._pinned = 0 if refused else address  # a limit on locked memory costs speed alone
+
+    def unpin(self) -> None:
+        """Let go of the memory that is about to be replaced."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+        self._pinned = 0
 
 
 def _write(path: Path, memory: memoryview, size: int, flags: int) -> None:

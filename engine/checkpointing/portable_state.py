@@ -51,6 +51,8 @@ class PortableState:
 
     entries: dict[str, TensorEntry]
     pieces: list[TensorPiece]
+    buffers: frozenset[str] = frozenset()
+    """Names of those that a forward pass may change; all others change in an optimizer's step only."""
 
 
 class StateReader(Protocol):
@@ -85,12 +87,20 @@ def changing_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, b) for name, b in model.named_buffers() if name in saved and b is not None)
 
 
-def rank_share(tensors: Mapping[str, Tensor], rank: int, world: int) -> PortableState:
+def buffer_names(model: nn.Module) -> frozenset[str]:
+    """Keys of the buffers among what training changes."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return frozenset(WEIGHT + name for name, _ in changing_tensors(model) if name not in trained)
+
+
+def rank_share(
+    tensors: Mapping[str, Tensor], rank: int, world: int, buffers: frozenset[str] = frozenset()
+) -> PortableState:
     """One rank's share of tensors that every rank holds: shares are consecutive and of equal size (+-1)."""
     pieces = []
     for name, start, stop in element_ranges({name: t.numel() for name, t in tensors.items()}, rank, world):
         pieces.append(TensorPiece(name, start, tensors[name].reshape(-1)[start:stop]))
-    return PortableState({name: tensor_entry(t) for name, t in tensors.items()}, pieces)
+    return PortableState({name: tensor_entry(t) for name, t in tensors.items()}, pieces, buffers)
 
 
 def element_ranges(sizes: Mapping[str, int], rank: int, world: int) -> Iterator[tuple[str, int, int]]:

@@ -203,7 +203,10 @@ class ReplicatedStrategy(Strategy):
 
     def collect_state(self) -> portable_state.PortableState:
         return portable_state.rank_share(
-            portable_state.collect_state(self.unwrapped, self.optimizer), self.world.rank, self.world.size
+            portable_state.collect_state(self.unwrapped, self.optimizer),
+            self.world.rank,
+            self.world.size,
+            portable_state.buffer_names(self.unwrapped),
         )
 
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import zlib
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from isobatch.engine.checkpointing.host_buffer import SECTOR, HostBuffer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
@@ -66,6 +69,108 @@ def test_a_file_system_that_wants_the_page_cache_gets_it(
     image = HostBuffer()
     image.write(tmp_path / "x.safetensors", image.fill(tensors(100)))
     check(tmp_path / "x.safetensors", tensors(100))
+
+
+class FakeGpu:
+    """torch.cuda's streams, events and page locks by name: what each of them does is written down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: int = 0) -> None:
+        self.log: list[str] = []
+        self.locked: dict[int, int] = {}
+        self.refuses = refuses
+        for name in ("Stream", "Event", "stream", "current_stream", "cudart"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    class _Stream:
+        def __init__(self, log: list[str], name: str) -> None:
+            self.log, self.name = log, name
+
+        def wait_stream(self, other: Any) -> None:
+            self.log.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Any) -> None:
+            self.log.append(f"{self.name} waits for event {event.number}")
+
+    def Stream(self, _: Any) -> Any:
+        return self._Stream(self.log, "side")
+
+    def current_stream(self, _: Any) -> Any:
+        return self._Stream(self.log, "training")
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.log.append(f"to {stream.name}")
+        yield
+        self.log.append("back")
+
+    def Event(self) -> Any:
+        number = sum(line.startswith("record") for line in self.log)
+        return SimpleNamespace(
+            number=number,
+            record=lambda stream: self.log.append(f"record {number} on {stream.name}"),
+            synchronize=lambda: self.log.append(f"the host waits for event {number}"),
+        )
+
+    def cudart(self) -> Any:
+        def register(address: int, size: int, _: int) -> int:
+            self.locked |= {} if self.refuses else {address: size}
+            return self.refuses
+
+        return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=self.locked.pop)
+
+
+def test_a_gpus_tensors_are_copied_beside_the_training_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu(monkeypatch)
+    image = HostBuffer(torch.device("cuda"))
+    size = image.fill(tensors(100), unstable={"apart"})
+    copies = ["to side", "back"]
+    assert gpu.log == [
+        "side waits for training",  # what it computed so far
+        *(*copies, "record 0 on side"),
+        "training waits for event 0",  # for what the next forward pass may change
+        *(*copies, "record 1 on side"),
+    ]
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(2):  # the first update waits for the copies, once
+        optimizer.step()
+    assert gpu.log[8:] == ["training waits for event 1"]
+    image.write(tmp_path / "x.safetensors", size)
+    assert gpu.log[-1] == "the host waits for event 1"
+    check(tmp_path / "x.safetensors", tensors(100))
+    assert sum(gpu.locked.values()) >= size
+
+
+def test_pages_are_locked_anew_when_the_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    image = HostBuffer(torch.device("cuda"))
+    for count in (1000, 7, 5000):
+        size = image.fill(tensors(count))
+    assert len(gpu.locked) == 1
+    assert next(iter(gpu.locked.values())) >= size
+
+
+def test_memory_that_may_not_be_locked_is_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeGpu(monkeypatch, refuses=2)
+    image = HostBuffer(torch.device("cuda"))
+    for count in (1000, 5000):
+        image.write(tmp_path / "x.safetensors", image.fill(tensors(count)))
+        check(tmp_path / "x.safetensors", tensors(count))
+
+
+def test_a_buffer_that_is_gone_fences_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.optim import optimizer
+
+    FakeGpu(monkeypatch)
+    before = len(optimizer._global_optimizer_pre_hooks)  # noqa: SLF001  torch has no public way
+    image = HostBuffer(torch.device("cuda"))
+    assert len(optimizer._global_optimizer_pre_hooks) == before + 1  # noqa: SLF001
+    del image
+    assert len(optimizer._global_optimizer_pre_hooks) == before  # noqa: SLF001
 
 
 def test_other_errors_are_not_hidden(tmp_path: Path) -> None:
