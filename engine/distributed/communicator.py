@@ -17,7 +17,7 @@ from isobatch.core.errors import UserError
 from isobatch.engine.distributed.device_memory import forbid_spilling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
     from accelerate import Accelerator
@@ -167,6 +167,20 @@ class Communicator:
             with self.waiting_for("the broadcast of the initial weights"):
                 for tensor in (*model.parameters(), *model.buffers()):
                     dist.broadcast(tensor.detach(), src=0)
+
+    def broadcast_onto_device(self, tensors: Iterable[Tensor]) -> None:
+        """Put rank 0's weights and buffers on every rank's device; only rank 0 needs to have their values."""
+        import torch
+        import torch.distributed as dist
+
+        for tensor in tensors:
+            if self.is_main:
+                tensor.data = tensor.data.to(self.device)
+            else:
+                tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            if self.size > 1:
+                with self.waiting_for("the broadcast of the initial weights"):
+                    dist.broadcast(tensor.data, src=0)
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place; returns `values`."""

@@ -14,6 +14,8 @@ from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
@@ -21,15 +23,21 @@ if TYPE_CHECKING:
 
 
 def prepare_model(
-    task: Task, recipe: Recipe, facts: Facts, plan: Plan, device: torch.device
+    task: Task,
+    recipe: Recipe,
+    facts: Facts,
+    plan: Plan,
+    device: torch.device,
+    build: Callable[[Facts], nn.Module] | None = None,
 ) -> tuple[nn.Module, KeyedNoise | None]:
     """The model with the recipe's initial weights, and the keyed noise of its dropout (None if native).
 
-    Raises UserError where the model computes batch statistics.
+    `build` stands for the task's `build_model` on ranks that get their shards from another. Raises UserError
+    where the model computes batch statistics.
     """
     torch.manual_seed(recipe.seed)
     task.training_device = device
-    model = task.build_model(facts)
+    model = (build or task.build_model)(facts)
     if traits_of(plan.strategy).shards:  # shards are of one number format
         _hold_in_fp32(model)
     if not traits_of(plan.strategy).shards_weights:  # else only its shards go to the device

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT
+from isobatch.engine.model_setup.layer_blocks import layer_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,10 +67,30 @@ def make_engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], 
         # behind, and spins forever where a rank has died. gloo raises an error instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _form_group(world)
+        if config["zero_optimization"]["stage"] == 3:
+            _shard(model, config, world)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
     return engine
+
+
+def _shard(model: nn.Module, config: dict[str, Any], world: Communicator) -> None:
+    """Shard the weights block by block: DeepSpeed's engine would first move the whole model to the device.
+
+    zero.Init broadcasts rank 0's weights on the device; the others may have a hollow model.
+    """
+    import torch
+    from deepspeed import zero
+    from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+    world.broadcast_onto_device(model.buffers())
+    for module in (*layer_blocks(model), model):
+        if not world.is_main:
+            for p in (p for p in module.parameters() if not is_zero_param(p)):
+                p.data = torch.empty(p.shape, dtype=p.dtype, device=world.device)
+        with world.waiting_for("the broadcast of the initial weights"):
+            zero.Init(module=module, config_dict_or_path=config)
 
 
 def _form_group(world: Communicator) -> None:

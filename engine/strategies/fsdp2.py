@@ -55,7 +55,9 @@ class FullyShardStrategy(Strategy):
         mesh = init_device_mesh(world.device.type, (world.size,))
         half = set(matmul_parameters(model)) if plan.precision == "bf16" else set()
         for block in layer_blocks(model):
+            world.broadcast_onto_device(_unsharded(block))
             shard_block(block, mesh, half)
+        world.broadcast_onto_device(_unsharded(model))
         fully_shard(model, mesh=mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -174,6 +176,11 @@ def shard_block(block: nn.Module, mesh: DeviceMesh, half: set[nn.Parameter]) -> 
     if rest:
         fully_shard(rest, mesh=mesh)
     fully_shard(block, mesh=mesh, mp_policy=HALF)
+
+
+def _unsharded(module: nn.Module) -> Iterator[Tensor]:
+    """Weights and buffers that are not sharded yet."""
+    return (t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor))
 
 
 def _rows(tensor: Tensor) -> Tensor:

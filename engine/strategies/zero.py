@@ -47,7 +47,8 @@ class ZeroStrategy(Strategy):
         self.unwrapped, self.plan, self.world = model, plan, world
         self.config = config_for(plan, clip)
         self.stage = int(self.config["zero_optimization"]["stage"])
-        self.model = self.engine = make_engine(model, make_optimizer(model), self.config, world)
+        optimizer = make_optimizer(model)  # it groups parameters by shape, which shards do not have
+        self.model = self.engine = make_engine(model, optimizer, self.config, world)
         if self.stage == 3 and plan.precision == "bf16":
             self._gather_in_bf16()
         self._used: set[str] = set()

@@ -27,6 +27,7 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
+from isobatch.engine.model_setup.hollow_model import build_hollow, outline
 from isobatch.engine.model_setup.packing import SamplePacking
 from isobatch.engine.model_setup.prepare_model import prepare_model
 from isobatch.engine.noise.native_noise import NativeNoise
@@ -36,7 +37,7 @@ from isobatch.engine.training.active_phase import ActivePhase
 from isobatch.engine.training.evaluate import evaluate
 from isobatch.engine.training.teacher_cache import samples_used, with_teacher_outputs
 from isobatch.models.attention_functions import unregister_attention
-from isobatch.models.base import StepContext
+from isobatch.models.base import StepContext, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -124,10 +125,30 @@ class Session:
     def build_model(self) -> None:
         """Build the model anew with its initial weights."""
         self.model, self.noise = prepare_model(
-            self.task, self.recipe, self.facts, self._plan, self.world.device
+            self.task,
+            self.recipe,
+            self.facts,
+            self._plan,
+            self.world.device,
+            self._build_on_rank_0 if self._rank_0_builds() else None,
         )
         self.packing = SamplePacking(self.model, self.noise) if self._plan.pack else None
         self._prepared, self._model_ended = "", False
+
+    def _rank_0_builds(self) -> bool:
+        """Whether the others get their shards from rank 0: not where the task looks at its model's values."""
+        changes_model = type(self.task).begin_phase is not Task.begin_phase
+        return traits_of(self._plan.strategy).shards_weights and self.world.size > 1 and not changes_model
+
+    def _build_on_rank_0(self, facts: Facts) -> nn.Module:
+        """The model on rank 0, and a hollow one of the same outline on the others, if it can be had."""
+        build = partial(self.task.build_model, facts)
+        model = build() if self.world.is_main else build_hollow(build)
+        wanted = self.world.broadcast_object(outline(model) if model is not None else None)
+        if model is not None and outline(model) == wanted:
+            return model
+        torch.manual_seed(self.recipe.seed)
+        return build()
 
     def prepare_phase(self, schedule: PhaseSchedule, saved: SavedCheckpoint | None = None) -> None:
         """Let the task prepare its model for a phase; with `saved`, also match the shapes of its weights."""
@@ -137,7 +158,8 @@ class Session:
             self.model.eval()
             with torch.no_grad():
                 self.task.begin_phase(self.model, schedule.name, self._first_samples)
-            self.world.broadcast_model(self.model)
+            if not traits_of(self._plan.strategy).shards_weights:  # else as it is sharded
+                self.world.broadcast_model(self.model)
             self._prepared = schedule.name
         if saved is not None:
             weights = {k: e for k, e in saved.entries.items() if k.startswith(portable_state.WEIGHT)}

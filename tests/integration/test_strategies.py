@@ -76,6 +76,18 @@ def test_a_phase_may_train_what_the_one_before_left_frozen(strategy: str, tmp_pa
         assert float((weight - others[name]).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+def test_only_rank_0_builds_a_model_that_is_sharded(strategy: str, tmp_path: Path) -> None:
+    task = f"{ROOT}/tests/tasks/failing.py:BuildsOnce"
+    words = ["auto", "--task", task, "--quiet", "--name", "run", "--processes", "2", "--steps", "4"]
+    done = launch(*words, "--strategy", strategy, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in tmp_path.glob("built-[01]")] == ["built-0"]
+    line = ["auto", "--task", task.replace("BuildsOnce", "Line"), "--quiet", "--name", "one", "--steps", "4"]
+    assert launch(*line, cwd=tmp_path).returncode == 0
+    assert furthest(losses(tmp_path / "runs" / "run"), losses(tmp_path / "runs" / "one")) < 1e-5
+
+
 def _cut_back(run: Path, step: int) -> None:
     """As if it had been killed soon after this step."""
     import shutil

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.model_setup.layer_blocks import matmul_parameters
 from isobatch.engine.strategies.fsdp2 import FullyShardStrategy
 from isobatch.engine.strategies.zero import ZeroStrategy
@@ -67,9 +67,9 @@ def world() -> Iterator[Any]:
     with preserve_process_state():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         os.environ["LOCAL_RANK"] = "0"
-        yield SimpleNamespace(
-            size=1, rank=0, is_main=True, device=torch.device("cpu"), waiting_for=contextlib.nullcontext
-        )
+        made: Any = object.__new__(Communicator)
+        made.rank, made.size, made.device = 0, 1, torch.device("cpu")
+        yield made
         dist.destroy_process_group()
 
 
