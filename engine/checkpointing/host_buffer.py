@@ -46,6 +46,8 @@ class HostBuffer:
         """`device`: where the tensors are that training changes; the host where it is not given."""
         self._memory = mmap.mmap(-1, SECTOR)
         self._copies = _DeviceCopies(device) if device is not None and device.type == "cuda" else None
+        if self._copies is not None:
+            weakref.finalize(self, self._copies.unpin).atexit = False  # before the memory is gone
 
     def fill(self, parts: Mapping[str, Tensor], unstable: Collection[str] = ()) -> int:
         """Start to copy 1-d tensors, by name, into the buffer; returns the file's size in bytes.

@@ -162,14 +162,17 @@ def test_memory_that_may_not_be_locked_is_used_all_the_same(
         check(tmp_path / "x.safetensors", tensors(count))
 
 
-def test_a_buffer_that_is_gone_fences_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_is_gone_fences_no_update_and_locks_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.optim import optimizer
 
-    FakeGpu(monkeypatch)
+    gpu = FakeGpu(monkeypatch)
     before = len(optimizer._global_optimizer_pre_hooks)  # noqa: SLF001  torch has no public way
     image = HostBuffer(torch.device("cuda"))
     assert len(optimizer._global_optimizer_pre_hooks) == before + 1  # noqa: SLF001
+    image.fill(tensors(5000))
+    assert gpu.locked
     del image
+    assert not gpu.locked
     assert len(optimizer._global_optimizer_pre_hooks) == before  # noqa: SLF001
 
 
