@@ -182,8 +182,8 @@ def test_a_rank_that_waits_for_ever_learns_which_rank_was_lost(tmp_path: Path) -
     assert decision["reason"].startswith("rank 1 is lost, its process has ended; rank 0 was at step 5")
     assert done.stderr.count("rank 1 is lost") == 1
     assert "Traceback" not in done.stderr
-    # A second and a half for errors of the collective itself, the rest to end the launcher.
-    assert (run / "decisions.jsonl").stat().st_mtime - (tmp_path / "died").stat().st_mtime < 8
+    # Measured 1.1 s to the verdict, 2.6 s until the launcher has ended; a busy machine takes longer.
+    assert (run / "decisions.jsonl").stat().st_mtime - (tmp_path / "died").stat().st_mtime < 20
     whole(run, plain(tmp_path, 12))
 
 
