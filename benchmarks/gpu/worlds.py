@@ -119,7 +119,7 @@ def _losses_in_session(strategy: str) -> list[float]:
     with Session(recipe, facts, plan, Communicator(plan)) as session:
         schedule = session.schedules[0]
         with session.phase(schedule) as active:
-            return [float(active.step(loaded).sums[0]) for loaded in active.batches(0, STEPS)]
+            return [float(active.step(loaded).sums.read()[0]) for loaded in active.batches(0, STEPS)]
 
 
 def shared_device(strategy: str) -> Row:

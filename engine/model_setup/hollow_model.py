@@ -67,7 +67,8 @@ def _pretrained_without_values() -> Iterator[None]:
     base: Any = transformers.PreTrainedModel
 
     def from_config(kind: Any, *_: Any, config: Any, dtype: Any = None, **__: Any) -> Any:
-        return kind._from_config(config, dtype=dtype)  # noqa: SLF001  what AutoModel.from_config calls
+        kept = None if dtype == "auto" else dtype  # a file's own types are known only from its values
+        return kind._from_config(config, dtype=kept)  # noqa: SLF001  what AutoModel.from_config calls
 
     before = vars(base)["from_pretrained"]
     base.from_pretrained = classmethod(from_config)

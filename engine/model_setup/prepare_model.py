@@ -57,8 +57,10 @@ def prepare_model(
 def _hold_in_fp32(model: nn.Module) -> None:
     """Hold weights that a task holds in half precision in fp32, with the same values."""
     for p in model.parameters():
-        if p.is_floating_point():
-            p.data = p.data.float()
+        if p.dtype in (torch.bfloat16, torch.float16):
+            hollow = not any(p.stride())  # a hollow one has the memory of a single element
+            values = p.data[(0,) * p.ndim] if hollow else p.data
+            p.data = values.float().expand(p.shape)
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:

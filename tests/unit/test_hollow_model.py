@@ -86,3 +86,13 @@ def test_a_pretrained_model_is_made_of_its_config_alone(adapter: bool, tmp_path:
     assert hollow is not None
     assert outline(hollow) == outline(build())
     assert all(p.untyped_storage().nbytes() == 4 for p in hollow.parameters())
+
+
+def test_a_hollow_parameter_in_half_precision_stays_hollow_in_fp32() -> None:
+    from isobatch.engine.model_setup import prepare_model
+
+    model = nn.Linear(64, 64, bias=False)
+    model.weight = nn.Parameter(torch.zeros((), dtype=torch.bfloat16).expand(64, 64), requires_grad=False)
+    prepare_model._hold_in_fp32(model)  # noqa: SLF001
+    assert model.weight.dtype == torch.float32
+    assert model.weight.untyped_storage().nbytes() == 4
