@@ -23,6 +23,10 @@ class StrategyTraits:
     """Each process holds a part of the weights and gradients: a forward pass gathers weights by layer."""
     shards_moments: bool = False
     """Each process holds a part of the optimizer's state and updates a part of the weights."""
+    whole_gradients: bool = True
+    """Each process keeps the sums of all gradients until they are reduced, once a step."""
+    gathered_bytes: float = 4.0
+    """Bytes of a trained weight while it is gathered, where weights are sharded."""
     offloads: bool = False
     """Weights, gradients and moments are kept in host memory."""
     equal_counts: bool = False
@@ -64,7 +68,13 @@ def _zero(**traits: bool | int) -> StrategyTraits:
 
 
 _REPLICATED = "engine.strategies.replicated:ReplicatedStrategy"
-_STAGE_3 = {"shards_weights": True, "equal_counts": True, "compiles": False, "tried": True}
+_STAGE_3 = {
+    "shards_weights": True,
+    "whole_gradients": False,
+    "equal_counts": True,
+    "compiles": False,
+    "tried": True,
+}
 STRATEGIES = {
     "single": StrategyTraits(implementation=_REPLICATED, most_processes=1),
     "ddp": StrategyTraits(implementation=_REPLICATED, least_processes=2, overlaps_reduction=True),
@@ -76,6 +86,7 @@ STRATEGIES = {
         implementation="engine.strategies.fsdp2:FullyShardStrategy",
         least_processes=2,
         shards_weights=True,
+        whole_gradients=False,
         shards_moments=True,
         equal_counts=True,
         flat_shards=True,  # a process has only some rows of a matrix

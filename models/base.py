@@ -183,14 +183,32 @@ class ModelSize:
     """Most fp32 logits that are made of it at a time, if it works in chunks."""
     recurrent_layers: int = 0
     """Layers that compute the tokens of a row one after another, as a GRU does."""
-    weight_bytes: float = 0.0
-    """Of all weights, where they are not 4 a parameter."""
+    query_width: int = 0
+    """Of all attention heads together, where it is not `hidden`."""
+    key_width: int = 0
+    """Of keys, and of values, where heads share them (grouped-query attention)."""
+    gated: bool = False
+    """Whether the MLP has three matrices (SwiGLU, GeGLU), not two."""
+    adapter_inputs: int = 0
+    """Widths of what the adapters of a layer read, added up."""
+    frozen_bytes: float = 4.0
+    """Mean bytes of a frozen weight. Those that train have 4."""
     packs: bool = False
     """Whether attention can be told where a sample ends and the next begins."""
     remark: str = ""
     """What a plan should say of this model beside."""
     why_unshardable: str = ""
     """Why every process must hold all of the model, if it must: as in `it changes the model's shape`."""
+
+    @property
+    def frozen(self) -> int:
+        """Parameters that do not train."""
+        return self.parameters - self.trainable
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights, as they are held between steps."""
+        return 4.0 * self.trainable + self.frozen_bytes * self.frozen
 
 
 class Task(ABC):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PRECISION_WORDS
 from isobatch.engine.planning.cost_model import PlanningCase, run_steps
+from isobatch.models.flops import layers_and_width
 
 if TYPE_CHECKING:
     from isobatch.core.plan import Invariance, PlanOptions, Precision
@@ -18,22 +19,21 @@ if TYPE_CHECKING:
 DeviceKind = Literal["cpu", "cuda", "mps"]
 AttentionKernel = Literal["sdpa", "eager", "flash"]
 CompileMode = Literal["on", "off", "reduce-overhead"]
-COMPILE_WORTH_SECONDS = 1800.0
-"""A run this long earns back some minutes of compiling several shapes (uncalibrated)."""
 SHAPES = 8
 """Most padded lengths that a compiled model sees: each is compiled anew."""
 
 
 def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[DeviceKind, str]:
     """The device that trains. Raises UserError where the one asked for is not there or not usable."""
+    wants_gpu = asked.device == "cuda" or (asked.device == "auto" and hardware.kind == "cpu")
+    if wants_gpu and hardware.gpus and hardware.kind != "cuda":
+        raise UserError(f"{hardware.gpu.name}: {_why_unusable(hardware)}; --device cpu trains without it")
     if asked.device == "auto":
         return hardware.kind, _what_was_found(hardware)
     if asked.device == "cuda" and not hardware.gpus:
         raise UserError(
             "--device cuda: there is no NVIDIA GPU here; leave the flag out to train on what there is"
         )
-    if asked.device == "cuda" and hardware.kind != "cuda":
-        raise UserError(f"--device cuda: {_unusable(hardware)}; install a build for it, or use --device cpu")
     if asked.device == "mps" and hardware.kind != "mps":
         raise UserError(
             "--device mps: this is not an Apple machine; leave the flag out to train on what there is"
@@ -42,14 +42,14 @@ def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[DeviceKind, s
 
 
 def _what_was_found(hardware: Hardware) -> str:
-    if hardware.kind == "cpu" and hardware.gpus:
-        return f"{_unusable(hardware)}, so the CPU trains"
     return f"{hardware.source}: {hardware.describe()}" + ("" if hardware.gpus else ", no GPU")
 
 
-def _unusable(hardware: Hardware) -> str:
+def _why_unusable(hardware: Hardware) -> str:
     major, minor = hardware.gpu.compute_capability
-    return f"this torch build has no kernels for {hardware.gpu.name} (compute capability {major}.{minor})"
+    return hardware.gpu.why_unusable or (
+        f"this torch build has no kernels for it (compute capability {major}.{minor}): install one that has"
+    )
 
 
 def choose_precision(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> tuple[Precision, str]:
@@ -158,8 +158,15 @@ def choose_pack(case: PlanningCase, asked: PlanOptions, padding: float) -> tuple
     return True, f"{asked.why('pack')}; {padded}"
 
 
-def choose_compile(case: PlanningCase, asked: PlanOptions, step_seconds: float) -> tuple[CompileMode, str]:
-    """Whether to torch.compile the model: only for runs long enough to earn back the compilation."""
+def choose_compile(
+    case: PlanningCase, asked: PlanOptions, eager: float, compiled: float | None
+) -> tuple[CompileMode, str]:
+    """Whether to torch.compile the model: where the time it saves in the run is more than it takes.
+
+    `eager`, `compiled`: seconds of a step without and with it; None where the strategy cannot be compiled.
+    """
+    if compiled is None:
+        return "off", "ZeRO-3 gathers weights in hooks, which the compiler cannot follow"
     if asked.pack == "on" and asked.compile == "auto":
         return "off", "packed rows have another length each time, and each would be compiled anew"
     if asked.compile != "auto":
@@ -170,20 +177,22 @@ def choose_compile(case: PlanningCase, asked: PlanOptions, step_seconds: float) 
         return "off", "torch's compiler needs compute capability 7.0"
     if case.precision == "fp32":
         return "off", "fp32 was asked for, and compiled kernels round differently"
-    seconds = step_seconds * run_steps(case.recipe, case.facts)
-    if seconds < COMPILE_WORTH_SECONDS:
-        return "off", f"the run takes about {_duration(seconds)}: too short to earn back compiling"
-    return "on", f"the run takes about {_duration(seconds)}: long enough to earn back compiling"
+    saved, spent = (eager - compiled) * run_steps(case.recipe, case.facts), compile_seconds(case)
+    what = f"compiling takes about {_duration(spent)} and saves {_duration(saved)} of this run"
+    return ("on", what) if saved > spent else ("off", what)
+
+
+def compile_seconds(case: PlanningCase) -> float:
+    """Seconds to compile the forward and backward pass for every padded length of the data."""
+    shapes = len({case.padded(length) for length in case.facts.lengths})
+    known, layers = case.constants, layers_and_width(case.model_size)[0]
+    return shapes * (known.compile_seconds + layers * known.layer_compile_seconds)
 
 
 def _duration(seconds: float) -> str:
-    return (
-        f"{seconds / 3600:.1f} h"
-        if seconds >= 5400
-        else f"{seconds / 60:.1f} min"
-        if seconds >= 90
-        else "a minute"
-    )
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{max(0.0, seconds):.0f} s"
 
 
 def choose_padding(case: PlanningCase, compiled: bool) -> tuple[int, str]:

@@ -1,6 +1,6 @@
-"""Cost model: seconds of a step for arithmetic, kernel launches, gradient exchange and optimizer update.
+"""Cost model: seconds of a step for arithmetic, kernel launches, exchange, offloading and optimizer update.
 
-CPU rates were measured on two cores of an AMD EPYC; GPU efficiencies are uncalibrated.
+Its constants are in calibration.py.
 """
 
 from __future__ import annotations
@@ -15,28 +15,14 @@ from isobatch.core.facts import Facts
 from isobatch.core.plan import Precision
 from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.microbatching import MicroBatchBudget, make_micro_batches, padding_fraction
+from isobatch.engine.planning import calibration
 from isobatch.engine.planning.hardware import Hardware
-from isobatch.engine.planning.memory_model import ExecutionChoices, flops_per_token, layers_and_width
+from isobatch.engine.planning.memory_model import ExecutionChoices, kept_bytes_per_token
 from isobatch.models.base import ModelSize
+from isobatch.models.flops import flops_per_token, layers_and_width
 
-EFFICIENCY = {"fp32": 0.6, "bf16": 0.45, "fp16": 0.45}
-"""Share of the dense peak that training reaches (uncalibrated)."""
-CORE_FLOPS = 40e9
-"""fp32 FLOP/s of a CPU core in training (measured: 21 to 77, growing with the width of the model)."""
-CPU_BF16_SPEEDUP = 2.0
-"""Measured with AVX512_BF16: 1.8 to 2.5 times fp32; without it bf16 is 5 times slower than fp32."""
-CPU_MEMORY_BANDWIDTH = 10e9
-"""Bytes/s."""
-RECURRENT_STEP_SECONDS = {"cpu": 4e-4, "cuda": 5e-5, "mps": 5e-5}
-"""Forward and backward pass of one token of a recurrent layer, however many rows there are (CPU measured: 0.3
-to 0.8 ms; GPUs uncalibrated)."""
-GLOO_BANDWIDTH, GLOO_LATENCY, NCCL_LATENCY = 1e9, 2e-4, 2e-5
-"""Bytes/s, seconds, seconds."""
 BUCKET_BYTES = 25e6
 """Gradients are reduced in buckets of this size (DDP's default)."""
-MOBILE_SUSTAINED = 0.8
-"""Share of its peak rate that a mobile GPU sustains when warm (uncalibrated)."""
-COMPILE_SPEEDUP = 1.3
 MOST_SAMPLES = 512
 """Samples of a rank that a prediction divides into micro-batches; for more, the time is scaled up."""
 
@@ -78,51 +64,76 @@ class PlanningCase:
         """Processes on the node that has the most."""
         return math.ceil(processes / self.nodes(processes))
 
+    @property
+    def constants(self) -> calibration.GpuConstants:
+        """What training reaches on this GPU."""
+        return calibration.gpu_constants(self.hardware.gpu.card)
+
 
 def flop_rate(case: PlanningCase, processes: int) -> float:
-    """Predicted FLOP/s of one process. Unequal GPUs count as the one with the least memory."""
+    """FLOP/s of one process in matrix products. Unequal GPUs count as the one with the least memory."""
     if case.device == "cpu":
-        native = CPU_BF16_SPEEDUP if case.hardware.cpu_bf16 else 0.2
-        return (
-            CORE_FLOPS
-            * case.hardware.cpus
-            / case.local(processes)
-            * (1.0 if case.precision == "fp32" else native)
-        )
+        native = calibration.CPU_BF16_SPEEDUP if case.hardware.cpu_bf16 else 0.2
+        cores = case.hardware.cpus / case.local(processes)
+        return calibration.CORE_FLOPS * cores * (1.0 if case.precision == "fp32" else native)
     gpu = case.hardware.gpu
-    rate = (gpu.peak_flops.get(case.precision) or gpu.peak_flops["fp32"] or 1e12) * EFFICIENCY[case.precision]
-    return rate * (MOBILE_SUSTAINED if gpu.mobile else 1.0) * (COMPILE_SPEEDUP if case.compile else 1.0)
+    peak = gpu.peak_flops.get(case.precision) or gpu.peak_flops["fp32"] or 1e12
+    return peak * case.constants.matmul_share * (calibration.MOBILE_SUSTAINED if gpu.mobile else 1.0)
 
 
 def memory_bandwidth(case: PlanningCase) -> float:
     """Bytes/s of the training device's memory."""
-    return CPU_MEMORY_BANDWIDTH if case.device == "cpu" else case.hardware.gpu.memory_bandwidth
+    return calibration.CPU_MEMORY_BANDWIDTH if case.device == "cpu" else case.hardware.gpu.memory_bandwidth
 
 
-def micro_batch_seconds(case: PlanningCase) -> float:
-    """Seconds of a micro-batch apart from its tokens: kernel launches, and one addition to every gradient.
+def host_bandwidth(case: PlanningCase) -> float:
+    """Bytes/s of a node's own memory."""
+    if case.device == "cpu":
+        return calibration.CPU_MEMORY_BANDWIDTH
+    return min(calibration.HOST_CORE_BANDWIDTH * case.hardware.cpus, calibration.HOST_BANDWIDTH)
 
-    Launching a layer's eager kernels takes about a millisecond, forward and backward (BERT: 10 to 20 ms); a
-    recurrent layer is launched for every token of the longest row.
+
+def micro_batch_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
+    """Seconds of a micro-batch apart from its tokens: launches, one addition to every gradient, and the part
+    of a sharded model's exchange that arithmetic cannot hide.
+
+    A recurrent layer is launched for every token of the longest row.
     """
     fixed = 12.0 * case.model_size.trainable / memory_bandwidth(case)
     steps = case.model_size.recurrent_layers * case.facts.mean_length
-    fixed += steps * RECURRENT_STEP_SECONDS[case.device]
+    fixed += steps * calibration.RECURRENT_STEP_SECONDS[case.device]
+    fixed += (1 - _hidden_share(case)) * gather_seconds(case, choices)
     if case.device == "cpu":
         return 1e-3 + fixed
-    launch = 3e-3 + 1e-3 * layers_and_width(case.model_size)[0]
-    return launch * (0.4 if case.compile else 1.0) + fixed
+    known = case.constants
+    launch = known.launch_seconds + known.layer_launch_seconds * layers_and_width(case.model_size)[0]
+    return launch * (known.compiled_launch if _compiled(case, choices) else 1.0) + fixed
+
+
+def _compiled(case: PlanningCase, choices: ExecutionChoices) -> bool:
+    return case.compile and choices.traits.compiles
 
 
 def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
-    """Seconds of the forward and backward pass of one padded token."""
-    flops = flops_per_token(case.model_size, case.facts.mean_length, choices.activation_checkpointing)
-    return max(flops, 1.0) / flop_rate(case, choices.processes)
+    """Seconds of the forward and backward pass of one padded token.
+
+    On GPUs the matrix products, and the traffic of all other kernels through the device's memory.
+    """
+    length = case.facts.mean_length
+    flops = flops_per_token(case.model_size, length, choices.activation_checkpointing)
+    seconds = max(flops, 1.0) / flop_rate(case, choices.processes)
+    if case.device == "cpu":
+        return seconds
+    known = case.constants
+    moves = known.compiled_traffic if _compiled(case, choices) else known.traffic
+    passes = 4 / 3 if choices.activation_checkpointing else 1.0
+    kept = kept_bytes_per_token(case.model_size, choices, round(length))
+    return seconds + moves * passes * kept / memory_bandwidth(case)
 
 
 def fixed_tokens(case: PlanningCase, choices: ExecutionChoices) -> float:
-    """The fixed cost of a micro-batch, as a number of tokens that take the same time."""
-    return micro_batch_seconds(case) / token_seconds(case, choices)
+    """`micro_batch_seconds` as a number of tokens that take as long."""
+    return micro_batch_seconds(case, choices) / token_seconds(case, choices)
 
 
 def typical_batch_lengths(facts: Facts, samples: int) -> list[int]:
@@ -133,8 +144,8 @@ def typical_batch_lengths(facts: Facts, samples: int) -> list[int]:
 
 def compute_seconds(
     case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int
-) -> tuple[float, float]:
-    """Seconds of (all micro-batches, one micro-batch) of the rank with the most samples.
+) -> tuple[float, float, float]:
+    """(seconds of all micro-batches, seconds of one, their number) on the rank with the most samples.
 
     A typical batch is divided into micro-batches by the same function as in training.
     """
@@ -145,7 +156,8 @@ def compute_seconds(
         m.cost * per_token
         for m in make_micro_batches(np.array(typical_batch_lengths(case.facts, drawn)), 1, budget)[0]
     ]
-    return sum(times) * share / drawn, sum(times) / len(times)
+    scale = share / drawn
+    return sum(times) * scale, sum(times) / len(times), len(times) * scale
 
 
 def expected_padding(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> float:
@@ -158,35 +170,68 @@ def _budget(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens:
     return MicroBatchBudget(samples, tokens, fixed_tokens(case, choices), 0.0, case.pad_multiple)
 
 
-def all_reduce_seconds(size: float, processes: int, case: PlanningCase) -> float:
-    """Seconds to all-reduce `size` bytes: a ring in each node, then one between nodes.
+def all_gather_seconds(size: float, processes: int, case: PlanningCase, messages: float) -> float:
+    """Seconds until every process has all `size` bytes, or its sum of a share of them (reduce-scatter).
 
-    Latency counts per 25 MB bucket and tree level. Alpha-beta model: Thakur, Rabenseifner, Gropp 2005,
-    "Optimization of Collective Communication Operations".
+    A ring in each node, then one between nodes. Latency counts per message and tree level. Alpha-beta model:
+    Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations".
     """
     if processes == 1:
         return 0.0
     nodes, local = case.nodes(processes), case.local(processes)
     latency, link = (
-        (GLOO_LATENCY, GLOO_BANDWIDTH)
+        (calibration.GLOO_LATENCY, calibration.GLOO_BANDWIDTH)
         if case.device == "cpu"
-        else (NCCL_LATENCY, case.hardware.gpu.link_bandwidth)
+        else (calibration.NCCL_LATENCY, case.hardware.gpu.link_bandwidth)
     )
-    inside = 2 * (local - 1) / local * size / link
-    between = 2 * (nodes - 1) / nodes * size / case.hardware.node_bandwidth
-    return inside + between + 2 * math.log2(processes) * latency * math.ceil(size / BUCKET_BYTES)
+    inside = (local - 1) / local * size / link
+    between = (nodes - 1) / nodes * size / case.hardware.node_bandwidth
+    return inside + between + math.log2(processes) * latency * messages
 
 
-def exchange_seconds(case: PlanningCase, choices: ExecutionChoices, one_micro_batch: float) -> float:
-    """Seconds that the gradient exchange adds: all of it, or what the last backward pass does not overlap."""
-    # Besides the reduction of gradients, sharded weights are gathered twice, which costs one all-reduce.
-    size = 4.0 * case.model_size.trainable + (
-        4.0 * case.model_size.parameters if choices.traits.shards_weights else 0.0
-    )
-    total = all_reduce_seconds(size, choices.processes, case)
+def all_reduce_seconds(size: float, processes: int, case: PlanningCase) -> float:
+    """Seconds to sum `size` bytes over all processes: a reduce-scatter and an all-gather, in buckets."""
+    return 2 * all_gather_seconds(size, processes, case, math.ceil(size / BUCKET_BYTES))
+
+
+def gather_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
+    """Seconds that a micro-batch's exchange of sharded weights takes by itself; 0 where they are whole.
+
+    Weights are gathered for the forward and again for the backward pass, gradients are reduced into shards.
+    What is offloaded crosses PCIe as well, each process its own share.
+    """
+    traits, size, ranks = choices.traits, case.model_size, choices.processes
+    if not traits.shards_weights:
+        return 0.0
+    weights = traits.gathered_bytes * size.trainable + size.frozen_bytes * size.frozen
+    gradients = 4.0 * size.trainable
+    layers, _ = layers_and_width(size)
+    seconds = 2 * all_gather_seconds(weights, ranks, case, layers)
+    seconds += all_gather_seconds(gradients, ranks, case, layers)
+    if traits.offloads and case.device != "cpu":
+        seconds += (2 * size.weight_bytes + gradients) / ranks / calibration.HOST_LINK
+    return seconds
+
+
+def _hidden_share(case: PlanningCase) -> float:
+    """Share of the exchange of sharded weights that may run beside arithmetic: none on CPUs."""
+    return 0.0 if case.device == "cpu" else calibration.HIDDEN
+
+
+def exchange_seconds(
+    case: PlanningCase, choices: ExecutionChoices, one_micro_batch: float, count: float
+) -> float:
+    """Seconds that exchange adds to a step of `count` micro-batches beside what `micro_batch_seconds` has.
+
+    Whole gradients are reduced once, during the last backward pass or after it.
+    """
+    if choices.traits.shards_weights:
+        arithmetic = one_micro_batch - micro_batch_seconds(case, choices)
+        return count * _hidden_share(case) * max(0.0, gather_seconds(case, choices) - arithmetic)
+    total = all_reduce_seconds(4.0 * case.model_size.trainable, choices.processes, case)
     if case.device == "cpu" or not choices.traits.overlaps_reduction:
         return total
-    return max(0.05 * total, total - 0.6 * one_micro_batch)
+    return max(0.05 * total, total - calibration.HIDDEN * one_micro_batch)
 
 
 def update_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
@@ -195,18 +240,16 @@ def update_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     Offloaded state is updated by the host.
     """
     sharded = choices.processes if choices.traits.shards else 1
-    rate = (
-        CPU_MEMORY_BANDWIDTH / case.local(choices.processes)
-        if choices.traits.offloads
-        else memory_bandwidth(case)
-    )
+    rate = memory_bandwidth(case)
+    if choices.traits.offloads:
+        rate = host_bandwidth(case) / case.local(choices.processes)
     return 28.0 * case.model_size.trainable / sharded / rate
 
 
 def step_seconds(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> float:
     """Predicted seconds of one optimizer step of the whole global batch."""
-    compute, one = compute_seconds(case, choices, samples, tokens)
-    return compute + exchange_seconds(case, choices, one) + update_seconds(case, choices)
+    compute, one, count = compute_seconds(case, choices, samples, tokens)
+    return compute + exchange_seconds(case, choices, one, count) + update_seconds(case, choices)
 
 
 def steps_per_epoch(recipe: Recipe, facts: Facts) -> int:

@@ -29,7 +29,7 @@ def detect(
     cpus, ram = allowed_cpus(root, env), allowed_ram(root, env)
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return apple_machine(ram, cpus, "detected")
-    gpus = detect_gpus(env, execute)
+    gpus = detect_gpus(env, execute, root)
     features = cpu_features(root)
     return Hardware(
         kind="cuda" if any(gpu.supported for gpu in gpus) else "cpu",

@@ -1,4 +1,8 @@
-"""Detect the NVIDIA GPUs of this machine: by nvidia-smi, then by torch in another process."""
+"""Detect the GPUs of this machine: by nvidia-smi, or by device files, and by torch in another process.
+
+nvidia-smi is missing in containers without the driver capability `utility`, under WSL's usual PATH and on
+AMD's machines; what torch can use decides there.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,34 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from isobatch.engine.planning.hardware import MIB, PCIE, Gpu, find_gpu_model, is_mobile
+from isobatch.engine.planning.gpu_table import PCIE, find_gpu_model, is_mobile
+from isobatch.engine.planning.hardware import MIB, Gpu
 
 CommandRunner = Callable[[list[str]], str | None]
 """Command line -> its standard output, or None where it fails."""
 QUERY = "index,uuid,name,memory.total,compute_cap,power.limit"
 PROBE = """
 import json, torch
-n = torch.cuda.device_count() if torch.cuda.is_available() else 0
-p = [torch.cuda.get_device_properties(i) for i in range(n)]
-d = [[q.name, q.total_memory, q.major, q.minor] for q in p]
-print(json.dumps({"architectures": torch.cuda.get_arch_list(), "devices": d}))
+failure, p = "", []
+try:
+    torch.cuda.init()
+    p = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+except Exception as error:
+    failure = str(error)
+print(json.dumps({
+    "architectures": torch.cuda.get_arch_list(),
+    "devices": [[q.name, q.total_memory, q.major, q.minor] for q in p],
+    "chips": [getattr(q, "gcnArchName", "").split(":")[0] for q in p],
+    "failure": failure,
+    "build": torch.version.cuda or torch.version.hip or "",
+}))
 """
+OWN_FILES = "dev/nvidia[0-9]*"
+"""There is one for each NVIDIA GPU. The others may stand for a GPU that torch is not made for."""
+SHARED_FILES = ("dev/dxg", "dev/kfd")
 
 
 def run_command(command: list[str]) -> str | None:
@@ -40,21 +58,66 @@ class VisibleDevices:
     architectures: list[str] = field(default_factory=list)
     devices: list[tuple[str, int, int, int]] = field(default_factory=list)
     """(name, memory in bytes, major, minor) of each visible device, MIG slices included."""
+    chips: list[str] = field(default_factory=list)
+    """AMD's name of each device's architecture; empty for NVIDIA's."""
+    failure: str = ""
+    """Why torch cannot use a GPU, in its own words."""
+    build: str = ""
+    """The CUDA or ROCm version that torch was built for; empty for a build for CPUs."""
+
+    @property
+    def why_unusable(self) -> str:
+        """Why none is seen, as the end of a sentence; empty where torch gave no reason."""
+        if not self.build and (self.failure or not self.architectures):
+            return "this torch is a build for CPUs: install one for CUDA (pytorch.org)"
+        if "too old" in self.failure:
+            found = re.search(r"found version (\d+)", self.failure)
+            old = f" (CUDA {int(found[1]) // 1000}.{int(found[1]) % 1000 // 10})" if found else ""
+            return (
+                f"the NVIDIA driver{old} is too old for this torch (CUDA {self.build}): install a newer"
+                " driver, or a torch for an older CUDA"
+            )
+        return f"torch cannot use it: {self.failure.splitlines()[0]}" if self.failure else ""
 
 
-def detect_gpus(env: Mapping[str, str], execute: CommandRunner) -> tuple[Gpu, ...]:
-    """The visible NVIDIA GPUs. torch is asked only where nvidia-smi lists one."""
+def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Path("/")) -> tuple[Gpu, ...]:
+    """The visible GPUs. torch is asked only where nvidia-smi lists one, or `root` has a GPU's device file."""
     table = execute(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]) or ""
-    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.count(",") == 5]
-    rows = visible_rows(rows, env.get("CUDA_VISIBLE_DEVICES"))
-    if not rows:
+    listed = [
+        [cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.count(",") == 5
+    ]
+    rows = visible_rows(listed, env.get("CUDA_VISIBLE_DEVICES"))
+    own = len(list(root.glob(OWN_FILES)))
+    if not rows and (listed or not (own or any((root / name).exists() for name in SHARED_FILES))):
         return ()
     answer = execute([sys.executable, "-c", PROBE])
     seen = VisibleDevices(**json.loads(answer.splitlines()[-1])) if answer else None
     if seen and seen.devices:  # torch's order differs from nvidia-smi's where GPUs differ
-        watts = {row[2]: positive(row[5]) for row in rows}
-        return tuple(make_gpu(n, m, (a, b), watts.get(n), seen.architectures) for n, m, a, b in seen.devices)
-    return tuple(_from_row(row, seen.architectures if seen else None) for row in rows)
+        return _as_torch_sees(seen, {row[2]: positive(row[5]) for row in rows})
+    if rows:
+        return tuple(_from_row(row, seen) for row in rows)
+    hidden = env.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    return () if hidden or seen is None else _unlisted(own, seen)
+
+
+def _as_torch_sees(seen: VisibleDevices, watts: Mapping[str, float | None]) -> tuple[Gpu, ...]:
+    chips = seen.chips or [""] * len(seen.devices)
+    return tuple(
+        make_gpu(name, memory, (major, minor), watts.get(name), seen.architectures, chip)
+        for (name, memory, major, minor), chip in zip(seen.devices, chips, strict=True)
+    )
+
+
+def _unlisted(count: int, seen: VisibleDevices) -> tuple[Gpu, ...]:
+    """GPUs of which only their device files are known; torch cannot use them.
+
+    Where there is none of NVIDIA's own files, the GPU may be one that torch is not made for: no GPU then,
+    unless torch complains of its driver.
+    """
+    if not count and "driver" not in seen.why_unusable:
+        return ()
+    gpu = make_gpu("NVIDIA GPU", 0, (0, 0), None, [], why_unusable=seen.why_unusable)
+    return (gpu,) * max(1, count)
 
 
 def visible_rows(rows: list[list[str]], asked: str | None) -> list[list[str]]:
@@ -72,7 +135,7 @@ def visible_rows(rows: list[list[str]], asked: str | None) -> list[list[str]]:
     return chosen
 
 
-def _from_row(row: list[str], architectures: list[str] | None) -> Gpu:
+def _from_row(row: list[str], seen: VisibleDevices | None) -> Gpu:
     _, _, name, memory, capability, watts = row
     known = find_gpu_model(name)
     major, _, minor = capability.partition(".")
@@ -83,24 +146,40 @@ def _from_row(row: list[str], architectures: list[str] | None) -> Gpu:
         if known
         else (0, 0)
     )
-    return make_gpu(name, int((positive(memory) or 0) * MIB), pair, positive(watts), architectures)
+    architectures, why = (seen.architectures, seen.why_unusable) if seen else (None, "")
+    return make_gpu(
+        name, int((positive(memory) or 0) * MIB), pair, positive(watts), architectures, why_unusable=why
+    )
 
 
 def make_gpu(
-    name: str, memory: int, capability: tuple[int, int], watts: float | None, architectures: list[str] | None
+    name: str,
+    memory: int,
+    capability: tuple[int, int],
+    watts: float | None,
+    architectures: list[str] | None,
+    chip: str = "",
+    why_unusable: str = "",
 ) -> Gpu:
     """A detected GPU with the rates of the GPU table, or low estimates where it is not in the table.
 
-    `memory` in bytes.
+    `memory` in bytes; `architectures` that torch has kernels for, None where nothing is known of it; `chip`:
+    AMD's name of the architecture.
     """
     known = find_gpu_model(name)
+    runs = (
+        architectures is None
+        or chip in architectures
+        or (not chip and is_supported(capability, architectures))
+    )
     return Gpu(
         name=name,
         memory_bytes=memory,
         compute_capability=capability,
         mobile=is_mobile(name),
         power_limit_watts=watts,
-        supported=architectures is None or is_supported(capability, architectures),
+        supported=runs and not why_unusable,
+        why_unusable=why_unusable,
         peak_flops=known.peaks() if known else _cautious_peaks(capability),
         memory_bandwidth=known.memory_bandwidth if known else 300e9,
         link_bandwidth=PCIE if known is None or "pcie" in name.lower() else known.link,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from isobatch.core.flags import flags_of
@@ -90,16 +91,27 @@ def why_strategy(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout)
         return asked.why("strategy")
     if strategy == "ddp":
         return f"the whole model fits on each of {processes} processes"
+    plain = find_layout(
+        case, dataclasses.replace(asked, strategy="single" if processes == 1 else "ddp"), processes
+    )
+    if plain is not None:
+        return f"faster: {_milliseconds(chosen.seconds)} a step, {_milliseconds(plain.seconds)} undivided"
     memory = device_memory(case, processes) / GIB
-    return f"weights, gradients and moments do not fit whole into {memory:.0f} GiB, so they are partitioned"
+    then = "they stay in host memory" if chosen.choices.traits.offloads else "they are partitioned"
+    return f"weights, gradients and moments do not fit whole into {memory:.0f} GiB, so {then}"
 
 
-def why_checkpointing(asked: PlanOptions, chosen: ParallelLayout) -> str:
+def why_checkpointing(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
     if asked.activation_checkpointing != "auto":
         return asked.why("activation_checkpointing")
-    if chosen.choices.activation_checkpointing:
+    if not chosen.choices.activation_checkpointing:
+        return "activations fit, so nothing need be computed twice"
+    kept = dataclasses.replace(asked, strategy=chosen.choices.strategy, activation_checkpointing="off")
+    without = find_layout(case, kept, chosen.choices.processes)
+    if without is None:
         return "the longest sample fits only if activations are computed again in the backward pass"
-    return "activations fit, so nothing need be computed twice"
+    rival, time = _milliseconds(without.seconds), _milliseconds(chosen.seconds)
+    return f"it allows fewer, larger micro-batches: {time} a step, {rival} without"
 
 
 def why_samples(case: PlanningCase, asked: PlanOptions) -> str:
@@ -116,7 +128,7 @@ def why_tokens(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -
     memory = device_memory(case, chosen.choices.processes) / GIB
     return {
         "memory": f"fills the {limit:.1f} GiB that may be used of {memory:.1f} GiB",
-        "batch": f"holds the whole global batch, which fits into {limit:.1f} GiB",
+        "batch": f"holds a process's share of the global batch, which fits into {limit:.1f} GiB",
         "asked": f"--micro-batch times the longest sample of {case.longest} tokens",
         "cache": "larger micro-batches are slower on a CPU: their tensors are mapped anew each time",
         "index": "larger tensors would pass 2^31 elements, which some kernels cannot index",

@@ -1,9 +1,4 @@
-"""Hardware records, the table of GPUs, and the parser of `--hardware 4x8xh100`. Imports no torch.
-
-Peak rates are dense figures from the manufacturers' data sheets (tensor cores with fp32 accumulation, which
-on GeForce cards is half of the advertised rate). Link rates are those of an all-reduce, not the advertised
-sum.
-"""
+"""Hardware records, and the parser of `--hardware 4x8xh100`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,11 +10,19 @@ from typing import Any, Literal
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
+from isobatch.engine.planning.gpu_table import (
+    MACHINES,
+    PCIE,
+    SLICE,
+    GpuModel,
+    find_gpu_model,
+    is_mobile,
+    named_model,
+    names_beginning,
+)
 
 Kind = Literal["cuda", "mps", "cpu"]
 MIB, GIB = 2**20, 2**30
-PCIE = 10e9
-"""Bytes/s between GPUs without NVLink and without peer-to-peer copies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +36,20 @@ class Gpu:
     mobile: bool = False
     power_limit_watts: float | None = None
     supported: bool = True
-    """Whether this torch build has kernels for it."""
+    """Whether this torch can use it."""
+    why_unusable: str = ""
+    """Why it cannot, if it is for another reason than missing kernels."""
     peak_flops: Mapping[str, float | None]
     """Dense peak per precision; None where the format is not native."""
     memory_bandwidth: float
     link_bandwidth: float = PCIE
     """Bytes/s to the other GPUs of its node."""
+
+    @property
+    def card(self) -> str | None:
+        """The name of its row in the table of GPUs, if it has one."""
+        found = find_gpu_model(self.name)
+        return found.name if found else None
 
     @property
     def native_bf16(self) -> bool:
@@ -92,99 +103,64 @@ class Hardware:
         return dataclasses.asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuModel:
-    """A row of the GPU table: a GPU and its share of the host that it is usually part of."""
-
-    name: str
-    pattern: str
-    """Regular expression for its name in nvidia-smi."""
-    memory_mib: int
-    capability: tuple[int, int]
-    fp32: float
-    half: float
-    memory_bandwidth: float
-    link: float
-    watts: float
-    cpus: int
-    """Cores of the host per GPU."""
-    ram_gib: int
-    """RAM of the host per GPU."""
-    node_bandwidth: float
-
-    def gpu(self, **changes: Any) -> Gpu:
-        """One GPU of this model, with `changes` to its fields."""
-        values: dict[str, Any] = {
-            "name": self.name,
-            "memory_bytes": self.memory_mib * MIB,
-            "compute_capability": self.capability,
-            "mobile": is_mobile(self.name),
-            "power_limit_watts": self.watts,
-            "peak_flops": self.peaks(),
-            "memory_bandwidth": self.memory_bandwidth,
-            "link_bandwidth": self.link,
-        }
-        return Gpu(**{**values, **changes})
-
-    def peaks(self) -> dict[str, float | None]:
-        """Dense peak rate per precision, in FLOP/s."""
-        return {
-            "fp32": self.fp32,
-            "fp16": self.half,
-            "bf16": self.half if self.capability >= (8, 0) else None,
-        }
-
-
-# name, pattern, MiB, capability, fp32, half, memory, links, W, host cores and GiB per GPU, network
-MODELS = (
-    GpuModel("rtx3050-laptop", "3050.*Laptop", 4096, (8, 6), 5.5e12, 11e12, 192e9, PCIE, 60, 8, 16, 1.25e8),
-    GpuModel("rtx4060", "4060", 8188, (8, 9), 15.1e12, 30.2e12, 272e9, PCIE, 115, 12, 32, 1.25e8),
-    GpuModel(
-        "rtx4080-laptop", "4080.*Laptop", 12282, (8, 9), 24.7e12, 49e12, 432e9, PCIE, 150, 16, 32, 1.25e8
-    ),
-    GpuModel("rtx4080", "4080", 16376, (8, 9), 48.7e12, 97.5e12, 717e9, PCIE, 320, 16, 64, 1.25e8),
-    GpuModel("rtx4090", "4090", 24564, (8, 9), 82.6e12, 165e12, 1008e9, PCIE, 450, 16, 64, 1.25e8),
-    GpuModel("t4", r"\bT4\b", 15360, (7, 5), 8.1e12, 65e12, 300e9, 6e9, 70, 4, 16, 3e9),
-    GpuModel("v100", "V100", 16160, (7, 0), 15.7e12, 125e12, 900e9, 130e9, 300, 8, 61, 3e9),
-    GpuModel("a100-40gb", "A100.*40GB", 40536, (8, 0), 19.5e12, 312e12, 1555e9, 230e9, 400, 12, 144, 25e9),
-    GpuModel("a100-80gb", "A100", 81920, (8, 0), 19.5e12, 312e12, 2039e9, 230e9, 400, 12, 144, 25e9),
-    GpuModel("h200", "H200", 143771, (9, 0), 67e12, 989e12, 4800e9, 370e9, 700, 24, 256, 25e9),
-    GpuModel("h100", "H100", 81559, (9, 0), 67e12, 989e12, 3350e9, 370e9, 700, 24, 256, 25e9),
-)
-MACHINES = {model.name: model for model in MODELS}
 UNITS = {"gb": GIB, "tb": 1024 * GIB}
 SIZE = r"(\d+(?:\.\d+)?)(gb|tb)"
-SPELLINGS = [*MACHINES, "8xh100", "4x8xa100-80gb", "cpu:2x24gb", "mps"]
+EXAMPLES = ("h100", "8xh100", "4x8xa100-80gb", "cpu:2x24gb", "mps:16gb")
+MOST_OFFERS = 8
 
 
 def parse_hardware(text: str) -> Hardware:
     """The machine that `--hardware` names: [NODESx][GPUSx]NAME, cpu:CORESxRAMgb, mps or mps:RAMgb.
 
-    Raises UserError.
+    A NAME may have the slice of a divided card: h100-mig-1g.10gb. Raises UserError.
     """
     word = text.strip().lower()
     if match := re.fullmatch(r"cpu:(\d+)x" + SIZE, word):
         return Hardware(kind="cpu", cpus=_count(text, match[1]), ram_bytes=_ram(text, match[2], match[3]))
     if match := re.fullmatch(rf"mps(?::{SIZE})?", word):
         return apple_machine(_ram(text, match[1] or "16", match[2] or "gb"), cpus=8)
-    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", word)
-    if match is None or match[3] not in MACHINES:
-        raise UserError(_unknown(text, match[3] if match else word))
+    match = re.fullmatch(r"(?:(\d+) ?x ?)?(?:(\d+) ?x ?)?(.*)", word, re.DOTALL)
+    assert match is not None, "every word matches"
     first, second, name = match.groups()
+    model = _model(text, name)
     nodes, gpus = (first, second) if second else ("1", first or "1")
-    return make_machine(MACHINES[name], _count(text, nodes), _count(text, gpus))
+    return make_machine(model, _count(text, nodes), _count(text, gpus))
+
+
+def _model(text: str, name: str) -> GpuModel:
+    """The row of the table that the NAME in `text` means. Raises UserError unless it is one."""
+    whole = re.sub(SLICE, "", name)
+    known = named_model(whole)
+    model = find_gpu_model(known + name[len(whole) :]) if known else None
+    if model is None:
+        raise UserError(_unknown(text, whole))
+    return model
 
 
 def make_machine(model: GpuModel, nodes: int, gpus: int) -> Hardware:
     """Nodes of equal GPUs, with the host that they are usually part of."""
     return Hardware(
         kind="cuda",
-        gpus=(model.gpu(),) * gpus,
+        gpus=(gpu_of(model),) * gpus,
         nodes=nodes,
         cpus=model.cpus * gpus,
         ram_bytes=model.ram_gib * gpus * GIB,
         shm_bytes=model.ram_gib * gpus * GIB // 2,
         node_bandwidth=model.node_bandwidth,
+    )
+
+
+def gpu_of(model: GpuModel) -> Gpu:
+    """One GPU of a row of the table."""
+    return Gpu(
+        name=model.name,
+        memory_bytes=model.memory_mib * MIB,
+        compute_capability=model.capability,
+        mobile=is_mobile(model.name),
+        power_limit_watts=model.watts,
+        peak_flops=model.peaks(),
+        memory_bandwidth=model.memory_bandwidth,
+        link_bandwidth=model.link,
     )
 
 
@@ -201,16 +177,6 @@ def apple_machine(ram_bytes: int, cpus: int, source: Literal["detected", "asked"
     return Hardware(kind="mps", gpus=(gpu,), cpus=cpus, ram_bytes=ram_bytes, source=source)
 
 
-def is_mobile(name: str) -> bool:
-    """Whether a GPU's name is that of a laptop version."""
-    return re.search(r"laptop|mobile|max-q", name, re.IGNORECASE) is not None
-
-
-def find_gpu_model(name: str) -> GpuModel | None:
-    """The row of the table that an nvidia-smi name belongs to."""
-    return next((m for m in MODELS if re.search(m.pattern, name, re.IGNORECASE)), None)
-
-
 def _count(text: str, digits: str) -> int:
     if int(digits) < 1:
         raise UserError(f"--hardware {text}: counts start at 1")
@@ -224,10 +190,9 @@ def _ram(text: str, digits: str, unit: str) -> int:
 
 
 def _unknown(text: str, name: str) -> str:
-    longer = next((valid for valid in MACHINES if valid.startswith(name)), None)
-    hint = (
-        f" (did you mean {longer}?)"
-        if longer
-        else nearest_hint(name, MACHINES) or nearest_hint(text.lower(), SPELLINGS)
-    )
-    return f"--hardware {text}: is not one of {', '.join(SPELLINGS)}{hint}"
+    if offers := names_beginning(name):
+        count = text[: len(text.rstrip()) - len(name)].lower()
+        offered = " | ".join(count + offer for offer in offers[:MOST_OFFERS])
+        return f"--hardware {text}: {'which one?' if len(offers) > 1 else 'did you mean'} {offered}"
+    hint = nearest_hint(name, MACHINES) or nearest_hint(text.lower(), EXAMPLES)
+    return f"--hardware {text}: is no machine that I know{hint}; write {', '.join(EXAMPLES)} ..."

@@ -1,7 +1,7 @@
-"""Memory model: bytes and FLOPs of training, from the model's size alone.
+"""Memory model: bytes of training, from the model's size alone.
 
-Constants marked "measured" come from GPT-2 modules of transformers 5.23 on torch 2.13 and a CPU: their
-saved tensors were counted, and resident memory read. What concerns CUDA is uncalibrated.
+Constants marked "measured" come from GPT-2 and Llama modules of transformers 5.23 on torch 2.13 and a CPU:
+their saved tensors were counted, and resident memory read. What concerns CUDA is uncalibrated.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Literal
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Precision, StrategyName
 from isobatch.core.strategies import StrategyTraits, traits_of
+from isobatch.models.flops import (
+    intermediate_width,
+    key_width,
+    layer_parameters,
+    layers_and_width,
+    query_width,
+)
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
@@ -22,7 +29,8 @@ CONTEXT_BYTES = {"cuda": 1.2e9, "mps": 0.8e9, "cpu": 0.45e9}
 """CUDA context, cuBLAS and NCCL buffers (uncalibrated); on a CPU, the process itself (measured: 0.38 GB)."""
 FRAGMENTATION = {"cuda": 1.1, "mps": 1.2, "cpu": 1.3}
 """Allocator overhead on activations (CPU measured 1.25 to 1.3; the others uncalibrated)."""
-ASSUMED_LAYERS = 12
+ZERO_BUCKET_BYTES = 4 * 50e6 * 2
+"""Of the buckets in configs/deepspeed: one is filled while the other is reduced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +91,8 @@ def memory_footprint(
     shards = _shard_counts(choices)
     slack = FRAGMENTATION[choices.device]
     return MemoryFootprint(
-        weights=_weight_bytes(size, choices) / shards["weights"],
-        gradients=size.trainable * _gradient_bytes(choices) / shards["gradients"],
+        weights=size.weight_bytes / shards["weights"] + _copied_weight_bytes(size, choices),
+        gradients=size.trainable * 4.0 / shards["gradients"] + _bucket_bytes(size, choices),
         moments=size.trainable * _state_bytes(recipe, choices) / shards["moments"],
         activations=slack
         * (tokens * activation_bytes_per_token(size, choices, length) + _gathered_bytes(size, choices)),
@@ -95,28 +103,45 @@ def memory_footprint(
     )
 
 
-def _weight_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
-    """fp32 weights and, in half precision, autocast's 16-bit copies; quantised ones add fp32 on a CPU."""
-    if not size.weight_bytes:
-        return size.parameters * (6.0 if choices.half else 4.0)
-    rounded = size.weight_bytes < 4.0 * size.parameters
-    return size.weight_bytes + (4.0 * size.parameters if rounded and choices.device == "cpu" else 0.0)
+def _copied_weight_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
+    """16-bit copies that autocast makes of fp32 weights, and fp32 ones that a CPU makes of rounded weights.
+
+    Those of frozen matrices are kept for the backward pass: with activation checkpointing, in one layer.
+    """
+    if choices.traits.shards_weights:
+        return 0.0
+    if size.frozen_bytes < 2.0 and choices.device == "cpu":
+        return 4.0 * size.parameters
+    if not choices.half:
+        return 0.0
+    matrices = min(size.frozen, layers_and_width(size)[0] * layer_parameters(size))
+    kept = matrices if size.frozen_bytes == 4.0 and not choices.activation_checkpointing else 0
+    return 2.0 * (size.trainable + kept)
 
 
 def _shard_counts(choices: ExecutionChoices) -> dict[str, float]:
     """Number of shards of each part (Rajbhandari et al. 2020, "ZeRO"); infinite where it is offloaded.
 
-    ZeRO-2 keeps full gradients as well: they are reduced once a step, so full local sums are needed.
+    DeepSpeed's estimators count 2 + 18 / n bytes a parameter for stage 2, 18 / n for stage 3. Here they are
+    4 + 2 + 4 + 12 / n, because weights are fp32 beside autocast's copies and whole local gradients are
+    reduced once a step (`whole_gradients`), and 20 / n, because weights and gradients have no 16-bit form.
     """
     ranks, traits = float(choices.processes), choices.traits
     weights = math.inf if traits.offloads else ranks if traits.shards_weights else 1.0
     moments = ranks if traits.shards_moments and not traits.offloads else weights
-    return {"weights": weights, "gradients": weights, "moments": moments}
+    return {"weights": weights, "gradients": 1.0 if traits.whole_gradients else moments, "moments": moments}
 
 
-def _gradient_bytes(choices: ExecutionChoices) -> float:
-    """Per trained parameter: fp32, and as much again for the buckets or flat buffer that are reduced."""
-    return 4.0 if choices.processes == 1 else 8.0
+def _bucket_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
+    """Copies of gradients that are reduced: buckets on GPUs, where DDP's are the gradients themselves; on
+    CPUs a flat buffer of all.
+    """
+    if choices.processes == 1 or choices.traits.offloads:
+        return 0.0
+    whole = 4.0 * size.trainable
+    if choices.device == "cpu":
+        return whole / (choices.processes if choices.traits.shards_weights else 1)
+    return min(whole, ZERO_BUCKET_BYTES) if choices.traits.shards else 0.0
 
 
 def _state_bytes(recipe: Recipe, choices: ExecutionChoices) -> float:
@@ -125,44 +150,57 @@ def _state_bytes(recipe: Recipe, choices: ExecutionChoices) -> float:
 
 
 def _gathered_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
-    """Sharded weights are gathered by layer: two layers are on the device at a time."""
+    """Sharded weights are gathered by layer: two layers are on the device at a time, in the type they have,
+    and one in 16 bits beside.
+    """
     if not choices.traits.shards_weights:
         return 0.0
-    return 2 * 4.0 * max(size.parameters / max(size.layers, 1), size.vocabulary * size.hidden)
+    per_weight = size.weight_bytes / max(size.parameters, 1)
+    largest = max(size.parameters / max(size.layers, 1), size.vocabulary * size.hidden)
+    return (2 * per_weight + (2.0 if choices.half else 0.0)) * largest
 
 
 def activation_bytes_per_token(size: ModelSize, choices: ExecutionChoices, length: int) -> float:
     """Bytes kept for the backward pass per padded token.
 
-    Korthikanti et al. 2022, "Reducing Activation Recomputation", counts s*b*h*(34 + 5*a*s/h) bytes a layer in
-    16 bits: 8 h-wide and 2 i-wide tensors. Unfused modules keep 5.5 i-wide ones (measured on GPT-2: 120 h
-    bytes a layer in fp32 at i = 4h, 64 h under autocast, whose residual stream stays fp32). With
-    checkpointing, each layer keeps only its fp32 input, and one layer at a time is recomputed.
+    With checkpointing each layer keeps only its input, and one layer at a time is recomputed.
     """
     layers, hidden = layers_and_width(size)
     per_layer = _layer_bytes(size, hidden, choices, length)
     if choices.activation_checkpointing:
-        return layers * 4.0 * hidden + 2 * per_layer
+        residual = 2.0 if choices.half and size.frozen_bytes <= 2.0 else 4.0
+        return layers * residual * hidden + 2 * per_layer
     return (layers + 1) * per_layer  # one more: gradients of the layer in its backward pass
 
 
+def kept_bytes_per_token(size: ModelSize, choices: ExecutionChoices, length: int) -> float:
+    """Bytes a token that a forward pass writes for the backward pass, logits among them."""
+    layers, hidden = layers_and_width(size)
+    logits = size.vocabulary * (16.0 if choices.half else 12.0)
+    return layers * _layer_bytes(size, hidden, choices, length) + logits
+
+
 def _layer_bytes(size: ModelSize, hidden: float, choices: ExecutionChoices, length: int) -> float:
-    intermediate = size.intermediate or 4 * hidden
-    elements = 8 * hidden + 5.5 * intermediate
-    linear = 2 * elements + 4 * hidden if choices.half else 4 * elements
-    # Scores after softmax, a mask, the dropped-out scores: 4 + 1 + 4 bytes (autocast keeps softmax fp32).
-    return linear + (9.0 * size.heads * length if choices.attention == "eager" else 0.0)
+    """Bytes that a layer keeps per token, measured; autocast's residual stream and norms stay fp32.
 
-
-def layers_and_width(size: ModelSize) -> tuple[float, float]:
-    """(layers, hidden width); where the size has none, those of a 12-layer transformer of as many parameters.
-
-    A crude estimate: parameters = 12 * layers * hidden^2 gives hidden = sqrt(parameters / 144). Embedding
-    tables make it too large, which is safe for memory.
+    Korthikanti et al. 2022, "Reducing Activation Recomputation", counts s*b*h*(34 + 5*a*s/h) bytes a layer in
+    16 bits: 8 h-wide and 2 i-wide tensors. GPT-2's unfused GELU keeps 5.5 i-wide ones (120 h bytes a layer in
+    fp32 at i = 4h, 64 h under autocast). Llama's norms keep two fp32 tensors each, its MLP four i-wide ones,
+    and autocast casts what q, k, v, gate and up read for each anew. A frozen layer keeps no input of a
+    matrix, but adapters keep theirs and the mask of their dropout.
     """
-    if size.layers:
-        return size.layers, size.hidden
-    return ASSUMED_LAYERS, size.hidden or math.sqrt(size.parameters / (12 * ASSUMED_LAYERS))
+    element = 2.0 if choices.half else 4.0
+    wide, heads = intermediate_width(size), query_width(size) + 2 * key_width(size)
+    if 2 * size.trainable < size.parameters and size.gated:
+        kept = 8 * hidden + element * (query_width(size) + heads + 3 * wide)
+        kept += (element + 1.0) * size.adapter_inputs
+    elif size.gated:
+        casts = 5 if choices.half else 2
+        kept = 16 * hidden + element * (casts * hidden + query_width(size) + heads + 4 * wide)
+    else:
+        kept = element * (8 * hidden + 5.5 * wide) + (4 * hidden if choices.half else 0.0)
+    # Scores after softmax, a mask, the dropped-out scores: 4 + 1 + 4 bytes (autocast keeps softmax fp32).
+    return kept + (9.0 * size.heads * length if choices.attention == "eager" else 0.0)
 
 
 def logits_bytes(size: ModelSize, choices: ExecutionChoices, tokens: float) -> float:
@@ -183,29 +221,3 @@ def table_bytes(size: ModelSize) -> float:
     """
     trained = 2 * size.trainable > size.parameters
     return 2 * 4.0 * size.vocabulary * size.hidden if trained else 0.0
-
-
-def matmul_parameters(size: ModelSize) -> float:
-    """Parameters that multiply every token: attention 4 h^2 and MLP 2 h i a layer, and the output projection.
-
-    Embedding tables are looked up, not multiplied. Where the number of layers is unknown: all parameters, at
-    most those of a 12-layer stack.
-    """
-    if size.layers:
-        intermediate = size.intermediate or 4 * size.hidden
-        stack = size.layers * (4.0 * size.hidden**2 + 2.0 * size.hidden * intermediate)
-        return stack + size.vocabulary * size.hidden
-    return min(float(size.parameters), 12.0 * ASSUMED_LAYERS * size.hidden**2 or math.inf)
-
-
-def flops_per_token(size: ModelSize, length: float, activation_checkpointing: bool = False) -> float:
-    """FLOPs per token, both passes: 6 per matmul parameter, 12 * layers * hidden * length for attention.
-
-    Chowdhery et al. 2022, "PaLM", appendix B. Frozen weights need no weight gradient (2 of the 6);
-    activation checkpointing runs the forward pass twice (8 in place of 6).
-    """
-    layers, hidden = layers_and_width(size)
-    trained = size.trainable / max(size.parameters, 1)
-    passes = 4 + 2 * trained + (2 if activation_checkpointing else 0)
-    attention = 12.0 * layers * hidden * length if size.layers else 0.0
-    return passes * matmul_parameters(size) + attention * (passes / 6)

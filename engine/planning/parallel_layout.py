@@ -24,12 +24,16 @@ MANY = 1e12
 """More tokens than any micro-batch has."""
 INDEX_LIMIT = 2**31
 """Elements of one tensor: the most that kernels with 32-bit indices can address."""
+LEAST_SAVING = 0.02
+"""Least share of weights, gradients and moments that sharding must save: with less it is only slower."""
+AS_GOOD = 1.1
+"""Layouts that take at most this times the fastest's time count as equal: predictions are no finer."""
 UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """A number of processes with the cheapest strategy and checkpointing under which training fits."""
+    """A number of processes with a strategy and checkpointing under which training fits."""
 
     choices: ExecutionChoices
     tokens: int
@@ -67,7 +71,7 @@ def memory_limit(case: PlanningCase, asked: PlanOptions, processes: int) -> floa
 def strategies_to_try(
     case: PlanningCase, asked: PlanOptions, processes: int
 ) -> list[tuple[StrategyName, bool]]:
-    """Pairs of (strategy, activation checkpointing) to try, the fastest first."""
+    """Pairs of (strategy, activation checkpointing) to compare, the simplest first."""
     plain: StrategyName = "single" if processes == 1 else "ddp"
     strategies: list[StrategyName] = [plain]
     if asked.strategy != "auto" and traits_of(asked.strategy).least_processes <= processes:
@@ -106,19 +110,40 @@ def zero_savings(case: PlanningCase, choices: ExecutionChoices) -> tuple[float, 
     return unsharded, unsharded - sharded
 
 
+def saves_enough(case: PlanningCase, choices: ExecutionChoices) -> bool:
+    """ZeRO's copies of the trained parameters may take more memory than sharding their moments saves."""
+    unsharded, saved = zero_savings(case, choices)
+    only_moments = choices.traits.shards and not choices.traits.shards_weights
+    return not only_moments or saved >= LEAST_SAVING * unsharded
+
+
 def find_layout(case: PlanningCase, asked: PlanOptions, processes: int) -> ParallelLayout | None:
-    """The layout with the first of `strategies_to_try` that fits the longest sample; None if none does."""
+    """The fastest layout that fits the longest sample; None where none does.
+
+    The simplest is taken of those that are as good.
+    """
+    found = []
     for strategy, recompute in strategies_to_try(case, asked, processes):
         choices = make_choices(case, processes, strategy, recompute)
         tokens, bound = token_budget(case, asked, choices)
-        if tokens >= case.longest and host_memory_suffices(case, choices):
-            samples = min(case.recipe.batch_size, asked.micro_batch or case.recipe.batch_size)
-            seconds = step_seconds(case, choices, samples, tokens)
-            peak = memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest).peak
-            return ParallelLayout(
-                choices=choices, tokens=tokens, samples=samples, seconds=seconds, peak=peak, bound=bound
-            )
-    return None
+        useful = asked.strategy != "auto" or saves_enough(case, choices)
+        if useful and tokens >= case.longest and host_memory_suffices(case, choices):
+            found.append(_layout(case, asked, choices, tokens, bound))
+    return fastest_layout(found) if found else None
+
+
+def _layout(
+    case: PlanningCase, asked: PlanOptions, choices: ExecutionChoices, tokens: int, bound: str
+) -> ParallelLayout:
+    samples = min(case.recipe.batch_size, asked.micro_batch or case.recipe.batch_size)
+    return ParallelLayout(
+        choices=choices,
+        tokens=tokens,
+        samples=samples,
+        seconds=step_seconds(case, choices, samples, tokens),
+        peak=memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest).peak,
+        bound=bound,
+    )
 
 
 def make_choices(
@@ -149,14 +174,14 @@ def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoic
     # Logits grow with the tokens, up to one chunk of them where the head computes in chunks.
     most = max(free / max(token_bytes + per_token.logits, 1.0), (free - full.logits) / max(token_bytes, 1.0))
     memory = -1.0 if empty.peak > limit else most
-    bounds = [(math.floor(memory), "memory"), *_other_bounds(case, asked)]
+    bounds = [(math.floor(memory), "memory"), *_other_bounds(case, asked, choices.processes)]
     return min(bounds)
 
 
-def _other_bounds(case: PlanningCase, asked: PlanOptions) -> list[tuple[int, str]]:
+def _other_bounds(case: PlanningCase, asked: PlanOptions, processes: int) -> list[tuple[int, str]]:
     widest = max(case.model_size.vocabulary, case.model_size.intermediate, 4 * case.model_size.hidden, 1)
     bounds = [(max(case.longest, INDEX_LIMIT // widest), "index")]
-    bounds.append((case.longest * case.recipe.batch_size, "batch"))
+    bounds.append((case.longest * math.ceil(case.recipe.batch_size / processes), "batch"))
     if asked.micro_batch:
         bounds.append((case.longest * asked.micro_batch, "asked"))
     elif case.device == "cpu":
@@ -201,9 +226,9 @@ def candidate_process_counts(case: PlanningCase, asked: PlanOptions, world: int 
 
 
 def fastest_layout(layouts: list[ParallelLayout]) -> ParallelLayout:
-    """The first layout, of the fewest processes, that is at most 3 % slower than the fastest."""
+    """The first layout, the simplest or that of the fewest processes, that is as good as the fastest."""
     fastest = min(layout.seconds for layout in layouts)
-    return next(layout for layout in layouts if layout.seconds <= 1.03 * fastest)
+    return next(layout for layout in layouts if layout.seconds <= AS_GOOD * fastest)
 
 
 def least_memory(case: PlanningCase, asked: PlanOptions, processes: int) -> int:

@@ -12,6 +12,7 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.strategies import traits_of
 from isobatch.engine.planning import choices as choose
+from isobatch.engine.planning.calibration import MEASURED
 from isobatch.engine.planning.cost_model import (
     PlanningCase,
     expected_padding,
@@ -32,6 +33,7 @@ from isobatch.engine.planning.parallel_layout import (
     candidate_process_counts,
     fastest_layout,
     find_layout,
+    saves_enough,
     why_not_fit,
     zero_savings,
 )
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
 
 SCALES = (1, 2, 4, 8)
 """Factors of the batch size in `batch_size_frontier`."""
-LEAST_SAVING = 0.02
-"""Least share of weights, gradients and moments that sharding must save: with less it is only slower."""
 
 
 def make_plan(
@@ -66,12 +66,13 @@ def make_plan(
     """
     case, fields = _case(recipe, facts, model_size, hardware, asked, world)
     _check_processes(case, asked, world)
-    layouts = _layouts(case, asked, world)
-    compiled = choose.choose_compile(case, asked, fastest_layout(layouts).seconds)
-    if not fastest_layout(layouts).choices.traits.compiles:
-        compiled = ("off", "ZeRO-3 gathers weights in hooks, which the compiler cannot follow")
+    eager = _layouts(case, asked, world)
+    with_compile, _ = _with_compile(case, True)
+    compiled = choose.choose_compile(
+        with_compile, asked, fastest_layout(eager).seconds, _compiled_seconds(with_compile, asked, world)
+    )
     case, padding = _with_compile(case, compiled[0] != "off")
-    layouts = _layouts(case, asked, world)
+    layouts = _layouts(case, asked, world) if case.compile else eager
     chosen = fastest_layout(layouts)
     fields |= {"compile": compiled, "pad_multiple": padding}
     fields |= _layout_fields(case, asked, chosen, layouts, world)
@@ -82,6 +83,12 @@ def make_plan(
     fields |= _prediction_fields(case, chosen)
     values: dict[str, Any] = {name: value for name, (value, _) in fields.items()}
     return Plan(**values, reasons={name: reason for name, (_, reason) in fields.items()})
+
+
+def _compiled_seconds(case: PlanningCase, asked: PlanOptions, world: int | None) -> float | None:
+    """Seconds of a step of the compiled model; None where the strategy that is fastest then has none."""
+    fastest = fastest_layout(_layouts(case, asked, world))
+    return fastest.seconds if fastest.choices.traits.compiles else None
 
 
 PlanFields = dict[str, tuple[Any, str]]
@@ -154,17 +161,10 @@ def _layouts(case: PlanningCase, asked: PlanOptions, world: int | None) -> list[
     layouts = [layout for count in counts if (layout := find_layout(case, asked, count))]
     if not layouts:
         raise UserError(does_not_fit(case, asked, counts[-1]))
-    useful = [layout for layout in layouts if _saves_enough(case, layout.choices)]
+    useful = [layout for layout in layouts if saves_enough(case, layout.choices)]
     if not useful:
         raise UserError(_saves_too_little(case, layouts[-1].choices))
     return useful
-
-
-def _saves_enough(case: PlanningCase, choices: ExecutionChoices) -> bool:
-    """ZeRO's copies of the trained parameters may take more memory than sharding their moments saves."""
-    unsharded, saved = zero_savings(case, choices)
-    only_moments = choices.traits.shards and not choices.traits.shards_weights
-    return not only_moments or saved >= LEAST_SAVING * unsharded
 
 
 def _saves_too_little(case: PlanningCase, choices: ExecutionChoices) -> str:
@@ -198,13 +198,14 @@ def _layout_fields(
         ),
         "activation_checkpointing": (
             chosen.choices.activation_checkpointing,
-            why_checkpointing(asked, chosen),
+            why_checkpointing(case, asked, chosen),
         ),
         "micro_batch_samples": (chosen.samples, why_samples(case, asked)),
         "micro_batch_tokens": (chosen.tokens, why_tokens(case, asked, chosen)),
         "micro_batch_cost": (
             round(fixed_tokens(case, chosen.choices), 1),
-            f"{micro_batch_seconds(case) * 1e3:.1f} ms to launch a micro-batch and add its gradients",
+            f"{micro_batch_seconds(case, chosen.choices) * 1e3:.1f} ms to launch a micro-batch,"
+            f" {'exchange weights' if chosen.choices.traits.shards_weights else 'add its gradients'}",
         ),
     }
 
@@ -222,11 +223,12 @@ def _runtime_fields(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayo
 
 
 def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields:
-    measured = case.device == "cpu"
+    card = case.hardware.gpu.card if case.device != "cpu" else None
+    measured = case.device == "cpu" or card in MEASURED
     basis = (
-        "constants were measured on a CPU"
+        f"constants were measured on {card or 'a CPU'}"
         if measured
-        else "uncalibrated: no GPU measurement stands behind it"
+        else "uncalibrated: fitted to published figures, no measurement of ours stands behind it"
     )
     return {
         "predicted_peak_memory_bytes": (chosen.peak, f"weights, gradients, moments and activations; {basis}"),

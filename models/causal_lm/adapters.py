@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -290,6 +291,8 @@ class AdapterCounts:
     """Weights in the embeddings and the head."""
     added: int
     """Weights that the model has more with the adapter."""
+    inputs: int
+    """Widths of what the adapted matrices read, added up over the model."""
 
 
 def count_adapter(config: Any, options: Any) -> AdapterCounts:
@@ -302,28 +305,31 @@ def count_adapter(config: Any, options: Any) -> AdapterCounts:
         matrices = sum(m.weight.numel() for m in _block_matrices(model).values())
         tables = sum(p.numel() for p in _tables(model))
         add_adapter(model, options, "", None)
-    targets: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A"):
-            kind = name.rpartition(".")[2]
-            targets[kind] = targets.get(kind, 0) + 1
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    added = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
-    return AdapterCounts(trainable, targets, matrices, tables, added)
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    return AdapterCounts(
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        targets=Counter(name.rpartition(".")[2] for name in adapted),
+        frozen_matrices=matrices,
+        frozen_tables=tables,
+        added=sum(p.numel() for name, p in model.named_parameters() if "lora_" in name),
+        inputs=sum(module.in_features for module in adapted.values()),
+    )
 
 
 def adapted_model_size(full_model: ModelSize, config: Any, options: Any, optimizer: str) -> ModelSize:
     """The size of `full_model` with an adapter; its remark says what a user should know of the choice."""
     found = count_adapter(config, options)
+    frozen = full_model.parameters + found.added - found.trainable
     of_tables = 2.0 if options.frozen_dtype == "bf16" else 4.0
     of_matrices = of_tables if options.load_bits == 16 else BYTES_PER_WEIGHT[options.load_bits]
     saved = (4.0 - of_matrices) * found.frozen_matrices + (4.0 - of_tables) * found.frozen_tables
-    weights = 4.0 * full_model.parameters - saved
+    weights = 4.0 * frozen - saved
     return dataclasses.replace(
         full_model,
         parameters=full_model.parameters + found.added,
         trainable=found.trainable,
-        weight_bytes=weights + 4.0 * found.added,
+        frozen_bytes=weights / max(frozen, 1),
+        adapter_inputs=found.inputs // max(full_model.layers, 1),
         why_unshardable=full_model.why_unshardable if options.load_bits == 16 else WHY_UNSHARDABLE,
         remark="; ".join(_remarks(full_model, found, options, optimizer, weights)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,8 @@ def _llama_size(config: Mapping[str, Any]) -> ModelSize:
     parameters = tables * vocabulary * hidden + layers * layer_parameters + hidden
     # Packed attention has no sliding window.
     window = config.get("sliding_window") and config.get("use_sliding_window", True)
-    return make_model_size(parameters, layers, hidden, heads, intermediate, vocabulary, packs=not window)
+    size = make_model_size(parameters, layers, hidden, heads, intermediate, vocabulary, packs=not window)
+    return dataclasses.replace(size, gated=True, query_width=query_width, key_width=key_width)
 
 
 def _llama_biases(

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.core.plan import PlanOptions
 from isobatch.engine.planning import detect, detect_nvidia
-from isobatch.engine.planning.hardware import GIB, MACHINES, MIB, parse_hardware
+from isobatch.engine.planning.choices import choose_device
+from isobatch.engine.planning.gpu_table import MACHINES, find_gpu_model
+from isobatch.engine.planning.hardware import GIB, MIB, parse_hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,12 +51,79 @@ def test_counts_are_nodes_times_gpus(text: str, nodes: int, gpus: int, name: str
     assert machine.devices == nodes * gpus
 
 
-def test_the_table_holds_what_the_contract_names() -> None:
-    named = {"rtx4080-laptop", "rtx4080", "t4", "v100", "a100-40gb", "a100-80gb", "h100", "h200"}
-    named |= {"rtx3050-laptop", "rtx4060", "rtx4090"}
-    assert set(MACHINES) == named
-    assert {name for name in named if parse_hardware(name).gpu.native_bf16} == named - {"t4", "v100"}
-    assert {name for name in named if parse_hardware(name).gpu.mobile} == {"rtx4080-laptop", "rtx3050-laptop"}
+NAMED = [
+    *("rtx4080-laptop", "rtx4080", "t4", "v100", "a100-40gb", "a100-80gb", "h100", "h200"),
+    *("rtx3050-laptop", "rtx4060", "rtx4090", "l4", "l40s", "a10", "a10g", "h100-pcie", "b200", "mi300x"),
+    *("rtx3060", "rtx3070", "rtx3080", "rtx3090", "rtx4070", "rtx5070", "rtx5080", "rtx5090"),
+    *("rtx6000-ada", "rtx-a6000"),
+]
+
+
+def test_the_table_holds_what_people_have() -> None:
+    assert set(NAMED) <= set(MACHINES)
+    assert {name for name in MACHINES if not parse_hardware(name).gpu.native_bf16} == {
+        *("t4", "v100", "v100-32gb")
+    }
+    assert {name for name in MACHINES if parse_hardware(name).gpu.mobile} == {
+        "rtx4080-laptop",
+        "rtx3050-laptop",
+    }
+
+
+@pytest.mark.parametrize("name", [*MACHINES])
+def test_each_row_is_found_by_its_own_name_and_has_rates_of_its_kind(name: str) -> None:
+    machine = parse_hardware(name)
+    assert machine.gpu.card == name
+    row = MACHINES[name]
+    assert 1.5 < row.half / row.fp32 < 40
+    assert 100e9 < row.memory_bandwidth < 10e12  # bytes/s
+    assert 5e12 < row.fp32 < 200e12  # FLOP/s
+
+
+@pytest.mark.parametrize(
+    ("seen", "row"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A10", "a10"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070ti-super"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("Quadro P400", None),
+    ],
+)
+def test_names_of_nvidia_smi_and_torch(seen: str, row: str | None) -> None:
+    found = find_gpu_model(seen)
+    assert (found.name if found else None) == row
+
+
+def test_a_slice_has_its_share_of_a_card() -> None:
+    for name in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100-mig-1g.10gb"):
+        found = find_gpu_model(name)
+        assert found is not None
+        assert found.half == pytest.approx(989e12 / 7)  # one of seven compute slices
+        assert found.memory_bandwidth == pytest.approx(3350e9 / 8, rel=0.01)  # 10 of 80 GB
+    assert parse_hardware("h100-mig-3g.40gb").gpu.memory_bytes == 40 * GIB
+
+
+@pytest.mark.parametrize("word", ["RTX 4090", "4090", "nvidia-rtx-4090", "GeForce RTX 4090", "1x4090"])
+def test_spaces_dashes_and_makers_are_forgiven(word: str) -> None:
+    assert parse_hardware(word).gpu.name == "rtx4090"
+
+
+def test_half_a_name_is_answered_with_the_choice() -> None:
+    with pytest.raises(UserError, match=r"^--hardware 8xa100: which one\? 8xa100-40gb \| 8xa100-80gb$"):
+        parse_hardware("8xa100")
 
 
 def test_cpu_and_apple_machines() -> None:
@@ -182,6 +252,66 @@ def test_a_machine_without_gpu_asks_torch_nothing(tmp_path: Path) -> None:
     machine = detect.detect(root=root, env={}, execute=lambda command: commands.append(command[0]))
     assert commands == ["nvidia-smi"]
     assert (machine.kind, machine.cpu_bf16, machine.cpu_amx, machine.wsl) == ("cpu", True, False, True)
+
+
+BUILD = {"architectures": ["sm_80", "sm_90"], "build": "13.0"}
+H200 = {**BUILD, "devices": [["NVIDIA H200", 141 * 10**9, 9, 0]]}
+OLD_DRIVER = (
+    "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by"
+    " downloading and installing a new version."
+)
+
+
+@pytest.mark.parametrize("file", ["dev/nvidia0", "dev/dxg", "dev/kfd"])
+def test_without_nvidia_smi_torch_is_asked_where_there_is_a_device_file(tmp_path: Path, file: str) -> None:
+    machine = detect.detect(root=fixture(tmp_path, **{file: ""}), env={}, execute=answers(None, H200))
+    assert (machine.kind, machine.gpu.name, machine.gpu.card) == ("cuda", "NVIDIA H200", "h200")
+
+
+def test_amds_architectures_are_names(tmp_path: Path) -> None:
+    seen = {"devices": [["AMD Instinct MI300X", 192 * GIB, 9, 4]], "chips": ["gfx942"], "build": "6.4"}
+    for built, kind in ((["gfx90a", "gfx942"], "cuda"), (["gfx90a"], "cpu")):
+        execute = answers(None, {**seen, "architectures": built})
+        machine = detect.detect(root=fixture(tmp_path, **{"dev/kfd": ""}), env={}, execute=execute)
+        assert (machine.kind, machine.gpu.card) == (kind, "mi300x")
+
+
+@pytest.mark.parametrize(
+    ("smi", "probe", "why"),
+    [
+        (
+            None,
+            {**BUILD, "failure": OLD_DRIVER},
+            r"driver \(CUDA 12\.4\) is too old .*CUDA 13",
+        ),
+        (SMI, {**BUILD, "failure": OLD_DRIVER}, "is too old"),
+        (None, {"failure": "Torch not compiled with CUDA enabled"}, "this torch is a build for CPUs"),
+        (SMI, {"architectures": ["sm_90"], "build": "13.0"}, "no kernels for it"),
+        (None, {**BUILD, "failure": "CUDA unknown error\nsecond line"}, "cannot use it: CUDA unknown error;"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_no_reason_to_train_on_the_cpu(
+    tmp_path: Path, smi: str | None, probe: dict[str, object], why: str
+) -> None:
+    root = fixture(tmp_path, **{"dev/nvidia0": ""})
+    machine = detect.detect(root=root, env={}, execute=answers(smi, probe))
+    assert machine.kind == "cpu"
+    for asked in ("auto", "cuda"):
+        with pytest.raises(UserError, match=why + ".*--device cpu trains without it") as caught:
+            choose_device(machine, PlanOptions(device=asked))  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+    assert choose_device(machine, PlanOptions(device="cpu"))[0] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("file", "env"), [("dev/nvidia0", {"CUDA_VISIBLE_DEVICES": ""}), ("dev/dxg", {}), ("dev/kfd", {})]
+)
+def test_hidden_gpus_and_those_torch_is_not_made_for_are_none(
+    tmp_path: Path, file: str, env: dict[str, str]
+) -> None:
+    probe = {**BUILD, "failure": "No CUDA GPUs are available"}
+    machine = detect.detect(root=fixture(tmp_path, **{file: ""}), env=env, execute=answers(None, probe))
+    assert (machine.kind, machine.gpus) == ("cpu", ())
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ ROOMS: dict[str, set[str]] = {
         *("core", "data", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
     },
     "benchmarks.speed": {
-        *("core", "data", "models.causal_lm", "models.encoder", "models.recommendation"),
+        *("core", "data", "models", "models.causal_lm", "models.encoder", "models.recommendation"),
         *("models.sequence_vae", "engine"),
         *("engine.checkpointing", "engine.loading", "engine.planning", "engine.runs", "engine.training"),
         *("engine.verification", "launch.local", "benchmarks"),
