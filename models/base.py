@@ -259,6 +259,10 @@ class Task(ABC):
         """Raise UserError with one line if the recipe cannot be had; called before anything heavy."""
         return
 
+    def check_for_plan(self) -> None:
+        """As `check`, where only the size is wanted: what only training reads may be missing."""
+        self.check()
+
     def fetch(self) -> None:
         """Bring here what `build_model` opens; called once, before any process trains."""
         return

@@ -14,7 +14,9 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.data.base import Data, fingerprint, length_quantiles
+from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
 
+GPT2_VOCABULARY = 50257
 ASSUMED_SAMPLES = 10_000
 """Training samples of `assumed_facts`."""
 
@@ -71,8 +73,14 @@ def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:
     )
 
 
-def assumed_facts(length: int, vocabulary: int = 50257) -> Facts:
-    """Facts for planning without the data: every sample is of `length` tokens."""
+def assumed_facts(length: int, tokenizer: str | None = None) -> Facts:
+    """Facts for planning without the data: every sample is of `length` tokens.
+
+    The vocabulary is that of the tokenizer, a file or folder, where it is there; else GPT-2's.
+    """
+    vocabulary = GPT2_VOCABULARY
+    if tokenizer and (path := Path(tokenizer).expanduser()).exists():
+        vocabulary = vocabulary_size(open_tokenizer(path))
     return Facts(
         fingerprint="assumed",
         folder="",

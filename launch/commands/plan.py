@@ -51,7 +51,7 @@ def plan(words: Sequence[str]) -> int:
     _print_notes(request)
     length = request.extra.get("assume_length")
     task, data = request.workload.make(request.recipe)
-    facts = assumed_facts(length) if length else prepare_data(data)
+    facts = assumed_facts(length, request.recipe.tokenizer) if length else prepare_data(data)
     hardware_name = request.extra.get("hardware")
     machine = hardware.parse_hardware(hardware_name) if hardware_name else detect()
     model_size = task.model_size(facts)

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from isobatch.models import hub
 from isobatch.models.base import ModelSize
 
 if TYPE_CHECKING:
@@ -116,6 +117,40 @@ def _llama_biases(
         return query_width + 2 * key_width
     parameters = query_width + 2 * key_width + hidden if config.get("attention_bias") else 0
     return parameters + (2 * intermediate + hidden if config.get("mlp_bias") else 0)
+
+
+def size_by_building(config: Any, remote_code: bool = False) -> ModelSize:
+    """The size of any decoder that transformers opens, counted on a model without storage."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = config.get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **hub.remote_code_kwargs(remote_code))
+    hidden, heads, kind = config.hidden_size, config.num_attention_heads, config.model_type
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    shared = 1 if getattr(config, "multi_query", False) else heads
+    size = make_model_size(
+        sum(p.numel() for p in model.parameters()),
+        config.num_hidden_layers,
+        hidden,
+        heads,
+        _first(config, "intermediate_size", "ffn_hidden_size", "ffn_dim") or 4 * hidden,
+        config.vocab_size,
+        kind in LINEAR_HEAD_TYPES,
+        kind in PACKABLE_TYPES,
+    )
+    return dataclasses.replace(
+        size,
+        gated=any("gate" in name for name, _ in model.named_parameters()),
+        query_width=heads * head_dim,
+        key_width=(getattr(config, "num_key_value_heads", None) or shared) * head_dim,
+    )
+
+
+def _first(config: Any, *names: str) -> int | None:
+    """The first of these fields that a config has."""
+    return next((int(value) for name in names if (value := getattr(config, name, None))), None)
 
 
 def make_model_size(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
-from isobatch.models.causal_lm import adapters, model_sizes, perplexity
+from isobatch.models.causal_lm import adapters, known_models, model_sizes, perplexity
 from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.causal_lm.model_sizes import PRESETS
 
@@ -120,6 +120,11 @@ class CausalLM(Task):
                 f"openai-community/gpt2); presets: {', '.join(PRESETS)}"
             )
 
+    def check_for_plan(self) -> None:
+        adapters.check_options(self.options, pretrained=self._model_name not in PRESETS)
+        if self._model_name not in PRESETS:
+            self._check_config(known_models.load_config(self._model_name, self.recipe.revision))
+
     def _check_config(self, config: Mapping[str, Any]) -> None:
         if config.get("model_type") not in model_sizes.LINEAR_HEAD_TYPES or "auto_map" in config:
             hub.check_architecture(self._model_name, config, self.options.remote_code, self.recipe.revision)
@@ -137,10 +142,13 @@ class CausalLM(Task):
         name, vocabulary = self._model_name, facts.extra["vocabulary"]
         if name in PRESETS:
             return PRESETS[name].config(vocabulary, self.recipe.max_length)
-        config = hub.load_config(name, self.recipe.revision)
+        assumed = facts.extra.get("assumed")
+        config = (known_models if assumed else hub).load_config(name, self.recipe.revision)
         self._check_config(config)
         if self.options.resize_embeddings:
             return {**config, "vocab_size": vocabulary}
+        if assumed:
+            return config
         more = "; --resize-embeddings adds rows, to be trained"
         hub.check_vocabulary(name, config.get("vocab_size"), vocabulary, more)
         return config
@@ -184,6 +192,10 @@ class CausalLM(Task):
         if self._model_name in PRESETS:
             ids: dict[str, Any] = {f"{role}_token_id": facts.extra.get(role) for role in ("eos", "bos")}
             config = GPT2Config(**values, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        elif facts.extra.get("assumed"):
+            config = known_models.transformers_config(
+                self._model_name, self.recipe.revision, self.options.remote_code
+            )
         else:
             path = hub.local_path_or_id(self._model_name, self.recipe.revision)
             config = AutoConfig.from_pretrained(
@@ -243,22 +255,7 @@ class CausalLM(Task):
         return {} if self._model_name in PRESETS else adapters.memory_saving_flags(self.options)
 
     def _size_by_building(self, facts: Facts) -> ModelSize:
-        """The size of another architecture, counted on a model without storage."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        config = self._transformers_config(facts).get_text_config()
-        trust = hub.remote_code_kwargs(self.options.remote_code)
-        with torch.device("meta"):
-            count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config, **trust).parameters())
-        hidden = config.hidden_size
-        intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
-        layers, heads = config.num_hidden_layers, config.num_attention_heads
-        kind = config.model_type
-        plain, packs = kind in model_sizes.LINEAR_HEAD_TYPES, kind in model_sizes.PACKABLE_TYPES
-        return model_sizes.make_model_size(
-            count, layers, hidden, heads, intermediate, config.vocab_size, plain, packs
-        )
+        return model_sizes.size_by_building(self._transformers_config(facts), self.options.remote_code)
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""

@@ -86,3 +86,47 @@ def test_plan_says_why_the_loader_is_as_it_is(tmp_path: Path) -> None:
         assert f"{word} has no effect: it is always so here" in done.stderr
     as_json = json.loads(launch("plan", "--task", RAGGED, "--json", cwd=tmp_path).stdout)
     assert as_json["loader"]["dynamic_padding"]["value"] is True
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+LLAMA |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}
+
+
+def assumed(model: str, *more: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = ["plan", "--task", "causal-lm", "--model", model, "--assume-length", "1024", "--json", *more]
+    return command(own_command(*words), cwd=cwd, HF_HOME=str(cwd), HF_HUB_OFFLINE="1")
+
+
+def test_a_config_alone_is_planned_for_with_its_own_vocabulary(tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    found = [assumed(model, "--hardware", "8xh100", cwd=tmp_path) for model in (str(folder), "Llama-2-7b-hf")]
+    assert [done.returncode for done in found] == [0, 0], found[0].stderr + found[1].stderr
+    one, other = (json.loads(done.stdout)["plan"] for done in found)
+    assert one["strategy"] == "zero3"
+    assert one == other
+
+
+def test_a_name_alone_is_enough_for_adapters(tmp_path: Path) -> None:
+    done = assumed("Qwen2.5-0.5B", "--adapter", "lora", "--hardware", "rtx4090", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "lora of rank 8 on 24 q_proj, 24 v_proj" in json.loads(done.stdout)["reasons"]["strategy"]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--model", "llama2-7b"], "did you mean meta-llama/Llama-2-7b-hf"),
+        (["--asume-length", "1024"], "did you mean --assume-length"),
+        (["--hardware", "8xa100"], "8xa100-40gb | 8xa100-80gb"),
+    ],
+)
+def test_what_is_not_known_is_one_line_with_near_names(words: list[str], hint: str, tmp_path: Path) -> None:
+    base = ["plan", "--task", "causal-lm", "--assume-length", "512"]
+    words = [*base[: 3 if "--asume-length" in words else 5], *words]
+    done = command(own_command(*words), cwd=tmp_path, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("isobatch: ")]
+    assert len(lines) == 1
+    assert hint in lines[0]

@@ -1,0 +1,117 @@
+"""Tests of models/causal_lm/known_models.py: shapes against published counts, and what a name may be."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from isobatch.core import hub_cache
+from isobatch.core.errors import UserError
+from isobatch.models.causal_lm import known_models, model_sizes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PUBLISHED = {
+    # Billions of parameters of the model's page or paper.
+    "openai-community/gpt2": 0.124,
+    "openai-community/gpt2-xl": 1.558,
+    "meta-llama/Llama-2-7b-hf": 6.74,
+    "meta-llama/Llama-2-13b-hf": 13.02,
+    "meta-llama/Llama-2-70b-hf": 68.98,
+    "meta-llama/Meta-Llama-3-8B": 8.03,
+    "meta-llama/Llama-3.1-70B": 70.6,
+    "meta-llama/Llama-3.1-405B": 406,
+    "meta-llama/Llama-3.2-1B": 1.24,
+    "meta-llama/Llama-3.2-3B": 3.21,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1.10,
+    "HuggingFaceTB/SmolLM2-135M": 0.135,
+    "HuggingFaceTB/SmolLM2-360M": 0.362,
+    "HuggingFaceTB/SmolLM2-1.7B": 1.71,
+    "mistralai/Mistral-7B-v0.1": 7.24,
+    "mistralai/Mistral-7B-v0.3": 7.25,
+    "Qwen/Qwen2-0.5B": 0.494,
+    "Qwen/Qwen2.5-3B": 3.09,
+    "Qwen/Qwen2.5-7B": 7.62,
+    "Qwen/Qwen2.5-14B": 14.8,
+    "Qwen/Qwen2.5-32B": 32.8,
+    "Qwen/Qwen2.5-72B": 72.7,
+    "Qwen/Qwen3-0.6B": 0.596,
+    "Qwen/Qwen3-1.7B": 1.72,
+    "Qwen/Qwen3-4B": 4.02,
+    "Qwen/Qwen3-8B": 8.19,
+    "Qwen/Qwen3-14B": 14.8,
+    "Qwen/Qwen3-32B": 32.8,
+}
+BUILT = {
+    "google/gemma-2-2b": 2.61,
+    "google/gemma-2-9b": 9.24,
+    "google/gemma-2-27b": 27.2,
+    "microsoft/phi-1_5": 1.42,
+    "microsoft/phi-2": 2.78,
+    "EleutherAI/pythia-160m": 0.162,
+    "EleutherAI/pythia-1b": 1.01,
+    "EleutherAI/pythia-12b": 11.85,
+    "facebook/opt-125m": 0.125,
+    "facebook/opt-6.7b": 6.66,
+    "bigscience/bloom-560m": 0.559,
+    "bigscience/bloom-7b1": 7.07,
+    "tiiuae/falcon-7b": 6.92,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_counts_by_formula(name: str) -> None:
+    size = model_sizes.size_from_config(known_models.KNOWN_MODELS[name])
+    assert size is not None
+    assert size.parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_counts_of_models_built_without_storage(name: str) -> None:
+    size = model_sizes.size_by_building(known_models.transformers_config(name, None, False))
+    assert size.parameters / 1e9 == pytest.approx(BUILT[name], rel=0.01)
+    assert size.gated == ("gemma" in name)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen2-0.5B", "HuggingFaceTB/SmolLM2-135M"])
+def test_the_formula_and_the_built_model_agree(name: str) -> None:
+    by_formula = model_sizes.size_from_config(known_models.KNOWN_MODELS[name])
+    assert by_formula == model_sizes.size_by_building(known_models.transformers_config(name, None, False))
+
+
+@pytest.mark.parametrize("name", known_models.KNOWN_MODELS)
+def test_every_row_is_found_by_its_short_name_and_knows_its_context(name: str) -> None:
+    short = name.partition("/")[2].upper()
+    assert known_models.find(short) == known_models.find(name) == name
+    config = known_models.load_config(name, None)
+    assert model_sizes.context_length(config) or config["model_type"] in ("bloom", "falcon")
+
+
+def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:
+    config = {**known_models.KNOWN_MODELS["Qwen/Qwen2.5-7B"], "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert known_models.load_config(str(tmp_path), None)["vocab_size"] == 1000
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        known_models.load_config(str(empty), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("llama2-7b", "meta-llama/Llama-2-7b-hf"),
+        ("Qwen/Qwen2.5-7b-Base", "Qwen/Qwen2.5-7B"),
+        ("mistral-7b", "mistralai/Mistral-7B-v0.1"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_near_ones(
+    name: str, near: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_cache, "is_reachable", lambda: False)
+    with pytest.raises(UserError, match=f"did you mean .*{near}") as caught:
+        known_models.load_config(name, None)
+    assert "\n" not in str(caught.value)
