@@ -56,6 +56,10 @@ BENCHMARKS = {
         "quality.texts",
         "whether texts help a recommender, where, and what each way of using them costs",
     ),
+    "published": (
+        "quality.published",
+        "the planner's memory and time beside published figures; needs no GPU",
+    ),
     "soak": ("soak.command", "a hundred faults at random moments; the runs must end as if there were none"),
 }
 """Name -> its module, which has a `measure(quick)`, and what it measures."""

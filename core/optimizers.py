@@ -30,6 +30,8 @@ class OptimizerTraits:
     """Bytes of state per trained parameter."""
     elementwise: bool
     """Whether the update treats each element alone, so that flat shards learn the same as whole matrices."""
+    update_bytes: float = 4.0
+    """Bytes of temporaries per trained parameter while it updates; a fused kernel needs none."""
     remark: str = ""
     """How it saves memory against AdamW, for the list of alternatives; empty where it does not."""
 
@@ -73,7 +75,7 @@ def _eight_bit(name: str, flag: str) -> Callable[[Groups, float, str], Optimizer
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerTraits(make=_adamw, state_bytes=8.0, elementwise=True),
+    "adamw": OptimizerTraits(make=_adamw, state_bytes=8.0, elementwise=True, update_bytes=0.0),
     "adamw8bit": OptimizerTraits(
         make=_eight_bit("AdamW8bit", "adamw8bit"),
         state_bytes=2.0,

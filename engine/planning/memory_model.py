@@ -99,7 +99,7 @@ def memory_footprint(
         logits=slack * logits_bytes(size, choices, tokens),
         tables=table_bytes(size),
         workspace=CONTEXT_BYTES[choices.device],
-        update=4.0 * size.trainable / shards["moments"],
+        update=size.trainable * _update_bytes(recipe, choices) / shards["moments"],
     )
 
 
@@ -147,6 +147,11 @@ def _bucket_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
 def _state_bytes(recipe: Recipe, choices: ExecutionChoices) -> float:
     """Per trained parameter: the optimizer's moments, and the strategy's own copies."""
     return OPTIMIZERS[recipe.optimizer].state_bytes + choices.traits.copy_bytes
+
+
+def _update_bytes(recipe: Recipe, choices: ExecutionChoices) -> float:
+    """Per trained parameter: the optimizer's temporaries, and gradients copied into flat shards."""
+    return OPTIMIZERS[recipe.optimizer].update_bytes + (4.0 if choices.traits.flat_shards else 0.0)
 
 
 def _gathered_bytes(size: ModelSize, choices: ExecutionChoices) -> float:

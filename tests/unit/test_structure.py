@@ -92,7 +92,8 @@ ROOMS: dict[str, set[str]] = {
         *("benchmarks", "benchmarks.speed"),
     },
     "benchmarks.quality": {
-        *("core", "data.interactions", "models.recommendation", "engine", "engine.checkpointing"),
+        *("core", "data.interactions", "models", "models.causal_lm", "models.recommendation", "engine"),
+        "engine.checkpointing",
         *("engine.distributed", "engine.loading", "engine.planning", "engine.training", "benchmarks"),
     },
     "benchmarks.soak": {"core", CLUSTER},
