@@ -25,8 +25,8 @@ class StrategyTraits:
     """Each process holds a part of the optimizer's state and updates a part of the weights."""
     whole_gradients: bool = True
     """Each process keeps the sums of all gradients until they are reduced, once a step."""
-    gathered_bytes: float = 4.0
-    """Bytes of a trained weight while it is gathered, where weights are sharded."""
+    gathers_half: bool = False
+    """In bf16, sharded weights are gathered in 16 bits."""
     offloads: bool = False
     """Weights, gradients and moments are kept in host memory."""
     equal_counts: bool = False
@@ -71,6 +71,7 @@ _REPLICATED = "engine.strategies.replicated:ReplicatedStrategy"
 _STAGE_3 = {
     "shards_weights": True,
     "whole_gradients": False,
+    "gathers_half": True,
     "equal_counts": True,
     "compiles": False,
     "tried": True,
@@ -87,6 +88,7 @@ STRATEGIES = {
         least_processes=2,
         shards_weights=True,
         whole_gradients=False,
+        gathers_half=True,
         shards_moments=True,
         equal_counts=True,
         flat_shards=True,  # a process has only some rows of a matrix

@@ -203,7 +203,8 @@ def gather_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     traits, size, ranks = choices.traits, case.model_size, choices.processes
     if not traits.shards_weights:
         return 0.0
-    weights = traits.gathered_bytes * size.trainable + size.frozen_bytes * size.frozen
+    width = 2.0 if choices.half and traits.gathers_half else 4.0
+    weights = width * size.trainable + min(width, size.frozen_bytes) * size.frozen
     gradients = 4.0 * size.trainable
     layers, _ = layers_and_width(size)
     seconds = 2 * all_gather_seconds(weights, ranks, case, layers)
