@@ -193,6 +193,6 @@ def _unknown(text: str, name: str) -> str:
     if offers := names_beginning(name):
         count = text[: len(text.rstrip()) - len(name)].lower()
         offered = " | ".join(count + offer for offer in offers[:MOST_OFFERS])
-        return f"--hardware {text}: {'which one?' if len(offers) > 1 else 'did you mean'} {offered}"
+        return f"--hardware {text}: did you mean {offered}?"
     hint = nearest_hint(name, MACHINES) or nearest_hint(text.lower(), EXAMPLES)
     return f"--hardware {text}: is no machine that I know{hint}; write {', '.join(EXAMPLES)} ..."

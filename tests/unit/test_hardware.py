@@ -122,7 +122,7 @@ def test_spaces_dashes_and_makers_are_forgiven(word: str) -> None:
 
 
 def test_half_a_name_is_answered_with_the_choice() -> None:
-    with pytest.raises(UserError, match=r"^--hardware 8xa100: which one\? 8xa100-40gb \| 8xa100-80gb$"):
+    with pytest.raises(UserError, match=r"^--hardware 8xa100: did you mean 8xa100-40gb \| 8xa100-80gb\?$"):
         parse_hardware("8xa100")
 
 
