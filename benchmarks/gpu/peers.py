@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from isobatch.benchmarks.gpu import runs
 from isobatch.benchmarks.gpu.scratch import RATE, SIZES, Size
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.planning.memory_model import flops_per_token
 from isobatch.models.causal_lm import model_sizes
+from isobatch.models.flops import flops_per_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isobatch.engine.planning.hardware import find_gpu_model
-from isobatch.engine.planning.memory_model import flops_per_token
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
+from isobatch.models.flops import flops_per_token
 
 if TYPE_CHECKING:
     from isobatch.core.plan import Plan

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from isobatch.engine.loading.loader import BatchLoader, StepWork
-from isobatch.engine.planning.memory_model import flops_per_token
 from isobatch.engine.runs.console import Console
 from isobatch.engine.training.step_metrics import flop_utilisation, gpu_uuid
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.causal_lm import model_sizes
+from isobatch.models.flops import flops_per_token
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
