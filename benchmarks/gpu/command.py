@@ -132,5 +132,5 @@ def summary(rows: Sequence[Row], part: Part) -> Row:
     return {
         "done": f"{counted['done']}/{len(rows)}",
         "failed": counted["failed"],
-        "came to": "; ".join([*found, *remarks]),
+        "came to": "; ".join(filter(None, [*found, *remarks])),
     }
