@@ -81,13 +81,13 @@ ROOMS: dict[str, set[str]] = {
         *("core", "data", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
     },
     "benchmarks.speed": {
-        *("core", "data", "models", "models.causal_lm", "models.encoder", "models.recommendation"),
+        *("core", "data", "models.causal_lm", "models.encoder", "models.recommendation"),
         *("models.sequence_vae", "engine"),
         *("engine.checkpointing", "engine.loading", "engine.planning", "engine.runs", "engine.training"),
         *("engine.verification", "launch.local", "benchmarks"),
     },
     "benchmarks.gpu": {
-        *("core", "models.causal_lm", "engine.distributed", "engine.loading", "engine.noise"),
+        *("core", "models", "models.causal_lm", "engine.distributed", "engine.loading", "engine.noise"),
         *("engine.planning", "engine.runs", "engine.training", "launch", "launch.local"),
         *("benchmarks", "benchmarks.speed"),
     },
