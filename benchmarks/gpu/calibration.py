@@ -6,9 +6,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from isobatch.benchmarks.gpu.runner import COMMAND_LINE, GPU, Part, Trial
+from isobatch.engine.planning.calibration import PUBLISHED
+from isobatch.engine.planning.memory_model import ExecutionChoices, kept_bytes_per_token
+from isobatch.models.flops import flops_per_token
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from isobatch.benchmarks.report import Row
 
@@ -41,6 +44,8 @@ EAGER, COMPILED = f"{GPT2}, 32 rows", f"{GPT2}, 32 rows, --compile on"
 LAUNCH = "launches, compile "
 LAYERS, PIECES = 12, 16
 """Layers of GPT-2 124M, and micro-batches of a step in the trials of launches."""
+ROWS, LENGTH = 32, 1024
+CEILINGS = "rates of a large product and copy"
 SAVING = "--activation-checkpointing on"
 RECIPES: tuple[tuple[str, int, str], ...] = (
     *((GPT2, rows, more) for more in ("", "--compile on", SAVING) for rows in (8, 32)),
@@ -72,6 +77,7 @@ def trials(quick: bool) -> Sequence[Trial]:
         for mode in ("off", "on")
     ]
     return [
+        Trial(CEILINGS, "gpu.calibration:ceilings", (), 60, (GPU,)),
         *launches,
         *(
             Trial(label(*r), "gpu.calibration:measure", (r[0], str(r[1]), r[2]), 90, needs(r[2]))
@@ -135,24 +141,75 @@ def _predicted_ms(run: Any) -> float:
     return round(run.plan.predicted_step_seconds / PIECES * 1e3, 3)
 
 
-def calibration(rows: Sequence[Row]) -> dict[str, float]:
-    """The planner's constants on this machine, from the rows of part 7; those not measured are absent.
+def calibration(rows: Sequence[Row], peak: float, bandwidth: float) -> dict[str, float]:
+    """Fields of the planner's `GpuConstants` on this card, from the rows of part 7; the others are absent.
 
-    `eager` and `compiled`: achieved share of the dense bf16 peak. `launch_seconds` and
-    `launch_seconds_compiled`: of a layer's kernels, forward and backward. `activations`: measured over
-    predicted bytes that a micro-batch adds, from recipes that differ in its rows alone.
+    `peak`: dense bf16 FLOP/s, `bandwidth`: bytes/s, both of the GPU table. What a step of GPT-2 124M takes
+    beyond its matrix products, at the rate that large products reach, and its launches is memory traffic.
+    `activations`, which is no constant: measured over predicted bytes that a micro-batch adds, from recipes
+    that differ in its rows alone.
     """
     done = {row["trial"]: row for row in rows if row["outcome"] == "done"}
     found: dict[str, float] = {}
-    for name, trial in (("eager", EAGER), ("compiled", COMPILED)):
-        if isinstance(used := done.get(trial, {}).get("MFU"), float):
-            found[name] = used
-    for name, mode in (("launch_seconds", "off"), ("launch_seconds_compiled", "on")):
-        if row := done.get(LAUNCH + mode):
-            found[name] = round(row["micro-batch ms"] / 1e3 / LAYERS, 7)
+    if row := done.get(CEILINGS):
+        found["matmul_share"] = round(row["matmul TFLOP/s"] * 1e12 / peak, 3)
+    launched = [done.get(LAUNCH + mode, {}).get("micro-batch ms") for mode in ("off", "on")]
+    if launched[0]:
+        factor = launched[0] / 1e3 / (PUBLISHED.launch_seconds + LAYERS * PUBLISHED.layer_launch_seconds)
+        found["launch_seconds"] = round(PUBLISHED.launch_seconds * factor, 7)
+        found["layer_launch_seconds"] = round(PUBLISHED.layer_launch_seconds * factor, 7)
+        if launched[1]:
+            found["compiled_launch"] = round(launched[1] / launched[0], 3)
+    for name, trial in (("traffic", EAGER), ("compiled_traffic", COMPILED)):
+        if (row := done.get(trial)) and "matmul_share" in found and "launch_seconds" in found:
+            found[name] = _traffic(row["tokens/s"], found, peak, bandwidth, name == "compiled_traffic")
     if factors := _activation_factors(done):
         found["activations"] = round(median(factors), 3)
     return found
+
+
+def _traffic(
+    tokens_per_second: float, known: Mapping[str, float], peak: float, bandwidth: float, compiled: bool
+) -> float:
+    """How often each byte that the backward pass needs is moved, in steps of one micro-batch of 32 rows."""
+    from isobatch.models.causal_lm import model_sizes
+
+    size = model_sizes.size_from_config(model_sizes.PRESETS[GPT2].config(VOCABULARY[GPT2], LENGTH))
+    assert size is not None
+    launches = known["launch_seconds"] + LAYERS * known["layer_launch_seconds"]
+    launches *= known.get("compiled_launch", 1.0) if compiled else 1.0
+    per_step = launches + (12.0 + 28.0) * size.trainable / bandwidth  # gradients are added, weights updated
+    token = 1 / tokens_per_second - per_step / (ROWS * LENGTH)
+    products = flops_per_token(size, LENGTH) / (peak * known["matmul_share"])
+    kept = kept_bytes_per_token(size, ExecutionChoices(device="cuda", precision="bf16"), LENGTH)
+    return round(max(0.0, token - products) * bandwidth / kept, 2)
+
+
+def ceilings() -> Row:
+    """Rates of a large bf16 product of random numbers and of a large copy: the medians of 20."""
+    import torch
+
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x = torch.randn(1 << 30, device="cuda")
+    product, copy = _median_seconds(lambda: a @ b), _median_seconds(x.clone)
+    return {
+        "matmul TFLOP/s": round(2 * 8192**3 / product / 1e12, 1),
+        "copy GB/s": round(2 * x.nbytes / copy / 1e9),
+    }
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    import torch
+
+    seconds = []
+    for _ in range(25):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return median(seconds[5:])
 
 
 def _activation_factors(done: dict[str, Row]) -> list[float]:

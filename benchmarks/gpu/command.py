@@ -90,8 +90,11 @@ def _has_gpu() -> bool:
 
 def _calibration(results: Results) -> dict[str, float]:
     from isobatch.benchmarks.gpu.calibration import calibration
+    from isobatch.engine.planning.detect import detect
 
-    return calibration(results.parts.get("7", []))
+    gpu, rows = detect().gpu, results.parts.get("7", [])
+    peak = gpu.peak_flops["bf16"]
+    return calibration(rows, peak, gpu.memory_bandwidth) if peak else {}
 
 
 def missing_wheels(parts: Mapping[str, Part], quick: bool) -> list[str]:

@@ -245,11 +245,16 @@ def choose_threads(case: PlanningCase, processes: int) -> tuple[int, str]:
 
 
 def choose_reduction(
-    case: PlanningCase, choices: ExecutionChoices
+    case: PlanningCase, choices: ExecutionChoices, graphs: bool = False
 ) -> tuple[Literal["overlapped", "explicit"], str]:
-    """When gradients are reduced over processes: during the last backward pass, or once after it."""
+    """When gradients are reduced over processes: during the last backward pass, or once after it.
+
+    `graphs`: the model runs as CUDA graphs (--compile reduce-overhead).
+    """
     if choices.processes == 1:
         return "explicit", "one process has nothing to exchange"
+    if graphs:
+        return "explicit", "CUDA graphs and DDP's hooks exclude each other"
     if case.device == "cuda" and choices.traits.overlaps_reduction:
         return "overlapped", "gradients cross processes while the last backward pass still runs"
     if case.device == "cuda":

@@ -17,7 +17,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.microbatching import MicroBatchBudget, make_micro_batches, padding_fraction
 from isobatch.engine.planning import calibration
 from isobatch.engine.planning.hardware import Hardware
-from isobatch.engine.planning.memory_model import ExecutionChoices, kept_bytes_per_token
+from isobatch.engine.planning.memory_model import ExecutionChoices, held_weight_bytes, kept_bytes_per_token
 from isobatch.models.base import ModelSize
 from isobatch.models.flops import flops_per_token, layers_and_width
 
@@ -204,13 +204,13 @@ def gather_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     if not traits.shards_weights:
         return 0.0
     width = 2.0 if choices.half and traits.gathers_half else 4.0
-    weights = width * size.trainable + min(width, size.frozen_bytes) * size.frozen
+    weights = width * size.parameters
     gradients = 4.0 * size.trainable
     layers, _ = layers_and_width(size)
     seconds = 2 * all_gather_seconds(weights, ranks, case, layers)
     seconds += all_gather_seconds(gradients, ranks, case, layers)
     if traits.offloads and case.device != "cpu":
-        seconds += (2 * size.weight_bytes + gradients) / ranks / calibration.HOST_LINK
+        seconds += (2 * held_weight_bytes(size, choices) + gradients) / ranks / calibration.HOST_LINK
     return seconds
 
 

@@ -91,7 +91,7 @@ def memory_footprint(
     shards = _shard_counts(choices)
     slack = FRAGMENTATION[choices.device]
     return MemoryFootprint(
-        weights=size.weight_bytes / shards["weights"] + _copied_weight_bytes(size, choices),
+        weights=held_weight_bytes(size, choices) / shards["weights"] + _copied_weight_bytes(size, choices),
         gradients=size.trainable * 4.0 / shards["gradients"] + _bucket_bytes(size, choices),
         moments=size.trainable * _state_bytes(recipe, choices) / shards["moments"],
         activations=slack
@@ -101,6 +101,11 @@ def memory_footprint(
         workspace=CONTEXT_BYTES[choices.device],
         update=size.trainable * _update_bytes(recipe, choices) / shards["moments"],
     )
+
+
+def held_weight_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
+    """Bytes of all weights, before they are cut: shards are of one number format, so frozen ones are fp32."""
+    return 4.0 * size.parameters if choices.traits.shards else size.weight_bytes
 
 
 def _copied_weight_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
@@ -160,9 +165,8 @@ def _gathered_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
     """
     if not choices.traits.shards_weights:
         return 0.0
-    per_weight = size.weight_bytes / max(size.parameters, 1)
     largest = max(size.parameters / max(size.layers, 1), size.vocabulary * size.hidden)
-    return (2 * per_weight + (2.0 if choices.half else 0.0)) * largest
+    return (2 * 4.0 + (2.0 if choices.half else 0.0)) * largest
 
 
 def activation_bytes_per_token(size: ModelSize, choices: ExecutionChoices, length: int) -> float:
@@ -215,8 +219,11 @@ def logits_bytes(size: ModelSize, choices: ExecutionChoices, tokens: float) -> f
     head's weight is gathered only while the head runs.
     """
     unchunked = tokens * size.vocabulary * (16.0 if choices.half else 12.0)
-    chunked = size.head_bytes > 0 and not choices.traits.shards_weights
-    return min(unchunked, size.head_bytes * (4.0 if choices.half else 3.0)) if chunked else unchunked
+    if not size.head_bytes or choices.traits.shards_weights:
+        return unchunked
+    # On tensor cores logits come in fp32 at once, and their gradient in 16 bits.
+    copies = 2.5 if choices.half and choices.device == "cuda" else 4.0 if choices.half else 3.0
+    return min(unchunked, size.head_bytes * copies)
 
 
 def table_bytes(size: ModelSize) -> float:

@@ -37,6 +37,7 @@ from isobatch.engine.planning.parallel_layout import (
     why_not_fit,
     zero_savings,
 )
+from isobatch.models.head_chunks import chunk_bytes
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
@@ -74,9 +75,15 @@ def make_plan(
     case, padding = _with_compile(case, compiled[0] != "off")
     layouts = _layouts(case, asked, world) if case.compile else eager
     chosen = fastest_layout(layouts)
+    graphs = compiled[0] == "reduce-overhead"
+    if graphs and chosen.choices.traits.shards:
+        raise UserError(
+            f"--compile reduce-overhead: under {chosen.choices.strategy} gradients leave the memory of CUDA"
+            " graphs; use --compile on, or --strategy ddp"
+        )
     fields |= {"compile": compiled, "pad_multiple": padding}
     fields |= _layout_fields(case, asked, chosen, layouts, world)
-    fields |= _runtime_fields(case, asked, chosen)
+    fields |= _runtime_fields(case, asked, chosen, graphs)
     fields["invariance"] = choose.choose_invariance(
         recipe, case.precision, compiled[0] != "off", foreign_noise
     )
@@ -112,7 +119,7 @@ def _case(
     case = PlanningCase(
         recipe=recipe,
         facts=facts,
-        model_size=model_size,
+        model_size=_with_head_chunks(model_size, hardware, device[0]),
         hardware=hardware,
         device=device[0],
         precision=precision[0],
@@ -120,6 +127,13 @@ def _case(
         world_nodes=hardware.nodes if world and hardware.source == "detected" else None,
     )
     return _with_compile(case, False)[0], {"device": device, "precision": precision, "attention": attention}
+
+
+def _with_head_chunks(size: ModelSize, hardware: Hardware, device: str) -> ModelSize:
+    """The size with the chunks that its head, if it works in chunks, makes on this device."""
+    if device != "cuda" or not size.head_bytes:
+        return size
+    return dataclasses.replace(size, head_bytes=chunk_bytes(hardware.gpu.memory_bytes))
 
 
 def _with_compile(case: PlanningCase, compiled: bool) -> tuple[PlanningCase, tuple[int, str]]:
@@ -210,14 +224,16 @@ def _layout_fields(
     }
 
 
-def _runtime_fields(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> PlanFields:
+def _runtime_fields(
+    case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout, graphs: bool
+) -> PlanFields:
     padding = expected_padding(case, chosen.choices, chosen.samples, chosen.tokens)
     return {
         "workers": choose.choose_workers(asked),
         "prefetch": choose.choose_prefetch(asked),
         "pin_memory": choose.choose_pin_memory(case.hardware, case.device, asked),
         "threads": choose.choose_threads(case, chosen.choices.processes),
-        "reduction": choose.choose_reduction(case, chosen.choices),
+        "reduction": choose.choose_reduction(case, chosen.choices, graphs),
         "pack": choose.choose_pack(case, asked, padding),
     }
 

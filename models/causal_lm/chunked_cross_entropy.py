@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from isobatch.models.attention_functions import causal_attention_alone
 from isobatch.models.causal_lm.frozen_weights import FrozenLinear, linear
-from isobatch.models.causal_lm.model_sizes import LINEAR_HEAD_TYPES, PACKABLE_TYPES, chunk_bytes
+from isobatch.models.causal_lm.model_sizes import LINEAR_HEAD_TYPES, PACKABLE_TYPES
 from isobatch.models.fused_kernels import fused_on_gpu
+from isobatch.models.head_chunks import chunk_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,11 +142,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 if not any(needs_grad):
                     nll_sum -= logits.log_softmax(-1).gather(1, chunk_targets).sum()
                     continue
-                nll, grad_logits = softmax_errors(logits, chunk_targets)
+                nll, grad_logits = softmax_errors(logits, chunk_targets, dtype)
                 nll_sum += nll
                 if grad_bias is not None:
-                    grad_bias += grad_logits[:, :vocabulary].sum(0)
-                grad_logits = grad_logits.to(dtype)
+                    grad_bias += grad_logits[:, :vocabulary].sum(0, dtype=torch.float32)
                 if grad_states is not None:
                     grad_states[chunk] = grad_logits @ cast_weight
                 if grad_weight is not None:
@@ -205,29 +205,30 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
         total += one @ other
 
 
-def softmax_errors(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, V) fp32 logits, (n, 1) targets -> sum of -log p, and (n, V) softmax - one-hot.
+def softmax_errors(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(n, V) fp32 logits, (n, 1) targets -> sum of -log p, and (n, V) softmax - one-hot in `dtype`.
 
     The logits may be overwritten. On a GPU one fused kernel reads them twice and writes once; elsewhere there
     are four passes in place.
     """
     if logits.is_cuda:
-        return _fused_errors(logits, targets)
-    return _errors_in_place(logits, targets)
+        return _fused_errors(logits, targets, dtype)
+    return _errors_in_place(logits, targets, dtype)
 
 
-def _errors_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _errors_in_place(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     log_probs = logits.log_softmax(-1)
     nll = -log_probs.gather(1, targets).sum()
-    return nll, log_probs.exp_().scatter_add_(1, targets, log_probs.new_full(targets.shape, -1.0))
+    errors = log_probs.exp_().scatter_add_(1, targets, log_probs.new_full(targets.shape, -1.0))
+    return nll, errors.to(dtype)
 
 
-def errors_formula(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def errors_formula(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What `softmax_errors` computes, in operations that a compiler fuses."""
     log_probs = logits.log_softmax(-1)
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets
     nll = -torch.where(is_target, log_probs, 0.0).sum()
-    return nll, log_probs.exp() - is_target.to(log_probs.dtype)
+    return nll, (log_probs.exp() - is_target.to(log_probs.dtype)).to(dtype)
 
 
 _fused_errors = fused_on_gpu(errors_formula, _errors_in_place)

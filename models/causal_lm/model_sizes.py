@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.models import hub
 from isobatch.models.base import ModelSize
+from isobatch.models.head_chunks import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,18 +48,7 @@ LINEAR_HEAD_TYPES = ("gpt2", *LLAMA_LIKE, "opt", "bloom", "gpt_neox")
 """Model types whose logits are one linear layer of the last hidden states, and nothing else."""
 PACKABLE_TYPES = ("gpt2", *LLAMA_LIKE, "opt", "gpt_neox")
 """Model types whose attention is causal over the whole row and can be split into samples by position ids."""
-CHUNK_BYTES = 64 << 20
-"""Size of the fp32 logits that a linear head's loss holds at a time (see chunked_cross_entropy.py)."""
-CHUNK_SHARE, MOST_CHUNK_BYTES = 64, 512 << 20
-"""On a GPU a chunk is the 64th part of its memory, up to half a gigabyte: small products waste its cores."""
 CONTEXT_KEYS = ("n_positions", "max_position_embeddings", "n_ctx", "max_sequence_length")
-
-
-def chunk_bytes(gpu_memory: int | None) -> int:
-    """Size of the fp32 logits that a linear head's loss holds at a time, for a GPU of this many bytes."""
-    if gpu_memory is None:
-        return CHUNK_BYTES
-    return min(MOST_CHUNK_BYTES, max(CHUNK_BYTES, gpu_memory // CHUNK_SHARE))
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:

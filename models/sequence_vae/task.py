@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
 from isobatch.models.base import Batch, Change, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
-from isobatch.models.causal_lm.model_sizes import CHUNK_BYTES
+from isobatch.models.head_chunks import CHUNK_BYTES
 from isobatch.models.sequence_vae.options import SequenceVAEOptions
 from isobatch.models.sequence_vae.report import SequenceVAEReport
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isobatch.models.causal_lm import chunked_cross_entropy, model_sizes
+from isobatch.models import head_chunks
+from isobatch.models.causal_lm import chunked_cross_entropy
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -54,7 +55,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def test_loss_and_gradients_are_those_of_the_full_logits(
     family: str, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_sizes, "CHUNK_BYTES", 4 * VOCABULARY * 5)  # five tokens at a time
+    monkeypatch.setattr(head_chunks, "CHUNK_BYTES", 4 * VOCABULARY * 5)  # five tokens at a time
     model = make_model(family)
     whole = loss_and_gradients(model, *batch)
     chunked_cross_entropy.make_head_bypassable(model)
@@ -116,7 +117,7 @@ def test_memory_is_that_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(self, *given, **named)
 
     monkeypatch.setattr(torch.Tensor, "float", watched)
-    monkeypatch.setattr(model_sizes, "CHUNK_BYTES", 4 << 20)
+    monkeypatch.setattr(head_chunks, "CHUNK_BYTES", 4 << 20)
     states = torch.randn(4000, 8, requires_grad=True)
     weight = torch.randn(20_000, 8, requires_grad=True)
     targets = torch.zeros(4000, dtype=torch.long)
@@ -142,8 +143,8 @@ def test_the_formula_of_the_fused_kernel_is_the_one_of_the_passes() -> None:
     logits = torch.randn(7, 64, generator=draw) * 4
     logits[:, VOCABULARY:] = float("-inf")  # columns that only fill up the vocabulary
     targets = torch.randint(VOCABULARY, (7, 1), generator=draw)
-    fused = chunked_cross_entropy.errors_formula(logits, targets)
-    passes = chunked_cross_entropy.softmax_errors(logits.clone(), targets)
+    fused = chunked_cross_entropy.errors_formula(logits, targets, torch.float32)
+    passes = chunked_cross_entropy.softmax_errors(logits.clone(), targets, torch.float32)
     for one, other in zip(fused, passes, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
     assert not fused[1][:, VOCABULARY:].any()
@@ -177,6 +178,6 @@ def test_on_tensor_cores_the_vocabulary_is_padded_and_sums_are_fp32(
 
 def test_chunks_grow_with_the_memory_of_the_gpu() -> None:
     gigabyte = 10**9
-    assert model_sizes.chunk_bytes(None) == model_sizes.chunk_bytes(2 * gigabyte) == 64 << 20
-    assert model_sizes.chunk_bytes(12 * gigabyte) == 12 * gigabyte // 64
-    assert model_sizes.chunk_bytes(80 * gigabyte) == 512 << 20
+    assert head_chunks.chunk_bytes(None) == head_chunks.chunk_bytes(2 * gigabyte) == 64 << 20
+    assert head_chunks.chunk_bytes(24 * gigabyte) == 24 * gigabyte // 128
+    assert head_chunks.chunk_bytes(80 * gigabyte) == 512 << 20

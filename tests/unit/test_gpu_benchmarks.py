@@ -12,10 +12,17 @@ import pytest
 
 from isobatch.benchmarks import child_process
 from isobatch.benchmarks.gpu import command, runner
-from isobatch.benchmarks.gpu.calibration import RECIPES, calibration
+from isobatch.benchmarks.gpu.calibration import CEILINGS, RECIPES, calibration
 from isobatch.benchmarks.gpu.profiler import STEP, trace_figures
 from isobatch.benchmarks.gpu.runner import GPU, Part, Results, Trial, run_part
 from isobatch.benchmarks.gpu.suite import figures
+from isobatch.core.facts import Facts
+from isobatch.core.recipe import Recipe
+from isobatch.engine.planning.calibration import MEASURED, GpuConstants
+from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
+from isobatch.engine.planning.hardware import parse_hardware
+from isobatch.engine.planning.memory_model import ExecutionChoices
+from isobatch.models.causal_lm import model_sizes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,19 +159,52 @@ def test_a_trace_tells_kernel_share_and_idle() -> None:
 
 
 def test_constants_come_from_the_rows_that_were_measured() -> None:
-    """8 rows took 4 GB and 32 took 13, where 5 and 11 were predicted: 9 / 6 = 1.5."""
+    """Rows as the planner predicts them for given constants give these constants back."""
+    given = GpuConstants(matmul_share=0.7, traffic=6.0, compiled_traffic=2.5, compiled_launch=0.3)
+    size = model_sizes.size_from_config(model_sizes.PRESETS["gpt2-124m"].config(50257, 1024))
+    assert size is not None
+    card = parse_hardware("h100")
+    facts = Facts(fingerprint="", folder="", samples={"train": 32}, lengths=(1024,) * 9)
+
+    def tokens_per_second(compiled: bool) -> float:
+        recipe = Recipe(task="causal-lm", batch_size=32, max_length=1024)
+        case = PlanningCase(
+            recipe=recipe,
+            facts=facts,
+            model_size=size,
+            hardware=card,
+            device="cuda",
+            precision="bf16",
+            attention="sdpa",
+            compile=compiled,
+        )
+        choices = ExecutionChoices(device="cuda", precision="bf16")
+        return 32 * 1024 / step_seconds(case, choices, 32, 32 * 1024)
 
     def row(trial: str, **figures: Any) -> Row:
         return {"trial": trial, "outcome": "done", **figures}
 
+    MEASURED["h100"] = given
+    try:
+        speeds = [tokens_per_second(compiled) for compiled in (False, True)]
+    finally:
+        del MEASURED["h100"]
+    peak, bandwidth = card.gpu.peak_flops["bf16"], card.gpu.memory_bandwidth
+    launch = 1e3 * (given.launch_seconds + 12 * given.layer_launch_seconds)
     rows = [
-        row("gpt2-124m, 8 rows", **{"reserved GB": 4.0, "predicted GB": 5.0, "MFU": 0.31}),
-        row("gpt2-124m, 32 rows", **{"reserved GB": 13.0, "predicted GB": 11.0, "MFU": 0.35}),
-        row("launches, compile off", **{"micro-batch ms": 12.0}),
-        {"trial": "gpt2-124m, 32 rows, --compile on", "outcome": "failed", "why": "x"},
+        row(CEILINGS, **{"matmul TFLOP/s": 0.7 * peak / 1e12}),
+        row("launches, compile off", **{"micro-batch ms": launch}),
+        row("launches, compile on", **{"micro-batch ms": 0.3 * launch}),
+        row("gpt2-124m, 8 rows", **{"reserved GB": 4.0, "predicted GB": 5.0}),
+        row("gpt2-124m, 32 rows", **{"reserved GB": 13.0, "predicted GB": 11.0, "tokens/s": speeds[0]}),
+        row("gpt2-124m, 32 rows, --compile on", **{"tokens/s": speeds[1]}),
     ]
-    assert calibration(rows) == {"eager": 0.35, "launch_seconds": 0.001, "activations": 1.5}
-    assert calibration([]) == {}
+    found = calibration(rows, peak, bandwidth)
+    assert found.pop("activations") == 1.5  # 9 GB more in place of 6
+    for name, value in found.items():
+        assert value == pytest.approx(getattr(given, name), rel=0.02), name
+    assert {"matmul_share", "traffic", "compiled_traffic", "compiled_launch"} <= set(found)
+    assert calibration([], peak, bandwidth) == {}
 
 
 def test_a_file_of_tests_is_counted() -> None:

@@ -20,7 +20,7 @@ from isobatch.engine.planning.hardware import GIB, Hardware, parse_hardware
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan, with_smaller_budget
 from isobatch.models.base import ModelSize
 from isobatch.models.causal_lm.adapters import BYTES_PER_WEIGHT
-from isobatch.models.causal_lm.model_sizes import CHUNK_BYTES
+from isobatch.models.head_chunks import CHUNK_BYTES
 
 GPT2 = ModelSize(
     parameters=124_439_808,
@@ -84,7 +84,7 @@ WITH_QLORA = dataclasses.replace(  # embeddings, head and norms are not rounded:
 CARDS = [
     # machine, GB, model, samples of 1,024 tokens at a time, activation checkpointing
     ("rtx3050-laptop", 4, WITH_LORA, 1, False),
-    ("rtx4060", 8, CHUNKED, 3, False),
+    ("rtx4060", 8, CHUNKED, 4, False),
     ("rtx4060", 8, WITH_LORA, 6, False),
     ("rtx4060", 8, WITH_QLORA, 1, True),
     ("rtx4080-laptop", 12, CHUNKED, 8, False),
@@ -92,7 +92,7 @@ CARDS = [
     ("rtx4080-laptop", 12, WITH_QLORA, 5, True),
     ("rtx4080", 16, CHUNKED, 13, False),
     ("rtx4080", 16, WITH_QLORA, 9, True),
-    ("rtx4090", 24, CHUNKED, 23, False),
+    ("rtx4090", 24, CHUNKED, 22, False),
     ("rtx4090", 24, WITH_QLORA, 1, False),
 ]
 
@@ -194,7 +194,7 @@ def test_a_process_holds_its_share_of_the_batch() -> None:
     """GPT-2 with 32 rows on 8 A100s: four rows each. States 6 + 4 + 8 bytes x 124 million = 2.2 GB."""
     plan = planned("8xa100-80gb", CHUNKED, BLOCKS)
     assert (plan.processes, plan.micro_batch_tokens) == (8, 4 * 1024)
-    assert plan.predicted_peak_memory_bytes < 8e9
+    assert plan.predicted_peak_memory_bytes < 8.5e9
 
 
 DECISIONS = [
@@ -548,3 +548,10 @@ def test_the_frontier_counts_fewer_updates_and_hours_as_the_batch_grows() -> Non
     assert hours == sorted(hours, reverse=True)
     assert points[0]["epoch_hours"] == pytest.approx(313 * points[0]["step_seconds"] / 3600)
     assert [point["processes"] for point in points] == sorted(point["processes"] for point in points)
+
+
+def test_cuda_graphs_need_whole_gradients_and_no_ddp_hooks() -> None:
+    plan = planned("2xh100", compile="reduce-overhead", strategy="ddp")
+    assert (plan.compile, plan.reduction) == ("reduce-overhead", "explicit")
+    with pytest.raises(UserError, match="under zero2 gradients leave the memory of CUDA graphs"):
+        planned("8xh100", compile="reduce-overhead", strategy="zero2")
