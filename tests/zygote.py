@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYTHON", "CUDA", "LD_", "LANG")
 """Variables that libraries read when they are imported: another value needs a fresh process."""
 START_SECONDS = 60.0
-MODULES = ("accelerate.commands.launch",)
-"""Modules that may be run by `python -m` in a fork."""
+MODULES = ("accelerate.commands.launch", "torch.distributed.run")
+SCRIPTS = ("launch/train.py", "benchmarks/__main__.py")
+"""Modules and scripts that are run in a fork."""
 CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 words = [w for w in sys.argv[1:] if w not in ("-P", "-u")]
 environment = dict(os.environ)
 name = words[1] if words[:1] == ["-m"] else words[0] if words else ""
-if not (name in {modules} or name.endswith("launch/train.py")):
+if not (name in {modules} or name.endswith({scripts})):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({socket!r})
@@ -65,8 +66,10 @@ class Zygote:
         self._path = f"{self._folder.name}/socket"
         variables = dict(os.environ if environment is None else environment)
         self._at_start = _read_at_import(variables)
-        client = Path(self._folder.name, "python")
-        client.write_text(CLIENT.format(python=sys.executable, modules=MODULES, socket=self._path))
+        client = Path(self.python)
+        client.write_text(
+            CLIENT.format(python=sys.executable, modules=MODULES, scripts=SCRIPTS, socket=self._path)
+        )
         client.chmod(0o755)
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, self._path],
@@ -79,6 +82,11 @@ class Zygote:
             if self._process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError("the process that tests fork from did not start")
             time.sleep(0.02)
+
+    @property
+    def python(self) -> str:
+        """An interpreter for our scripts that forks them from here."""
+        return f"{self._folder.name}/python"
 
     def serves(self, environment: Mapping[str, str]) -> bool:
         return _read_at_import(environment) == self._at_start

@@ -27,6 +27,11 @@ def launch(
     return command(own_command(*words), cwd, timeout, **environment)
 
 
+def warm_python() -> str:
+    """An interpreter whose processes of ours, and theirs in turn, begin with libraries imported."""
+    return _zygote().python
+
+
 @functools.cache
 def _zygote() -> Zygote:
     """One per pytest worker, started when it is first needed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from typing import TYPE_CHECKING
@@ -11,9 +12,13 @@ import pytest
 
 from isobatch.core.package import own_command
 from isobatch.tests.integration.helpers import RAGGED, command, launch
+from isobatch.tests.zygote import Zygote
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    Offline = Callable[..., subprocess.CompletedProcess[str]]
 
 MACHINES = [
     *("rtx4080-laptop", "rtx4080", "t4", "v100", "a100-40gb", "a100-80gb", "h100", "h200"),
@@ -92,24 +97,35 @@ LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
 LLAMA |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}
 
 
-def assumed(model: str, *more: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    words = ["plan", "--task", "causal-lm", "--model", model, "--assume-length", "1024", "--json", *more]
-    return command(own_command(*words), cwd=cwd, HF_HOME=str(cwd), HF_HUB_OFFLINE="1")
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offline]:
+    """Runs a command where no hub can be reached and none of its files is here."""
+    home = str(tmp_path_factory.mktemp("hub"))
+    environment = {**os.environ, "HF_HOME": home, "HF_HUB_OFFLINE": "1"}
+    warm = Zygote(environment)
+    yield lambda cwd, *words: warm.run(words, cwd, environment, 240)
+    warm.close()
 
 
-def test_a_config_alone_is_planned_for_with_its_own_vocabulary(tmp_path: Path) -> None:
+def assumed(offline: Offline, model: str, *more: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = ["plan", "--task", "causal-lm", "--model", model, "--assume-length", "512", "--json", *more]
+    return offline(cwd, *words)
+
+
+def test_a_config_alone_is_planned_for_with_its_own_vocabulary(offline: Offline, tmp_path: Path) -> None:
     folder = tmp_path / "llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    found = [assumed(model, "--hardware", "8xh100", cwd=tmp_path) for model in (str(folder), "Llama-2-7b-hf")]
+    models = (str(folder), "Llama-2-7b-hf")
+    found = [assumed(offline, model, "--hardware", "8xh100", cwd=tmp_path) for model in models]
     assert [done.returncode for done in found] == [0, 0], found[0].stderr + found[1].stderr
     one, other = (json.loads(done.stdout)["plan"] for done in found)
     assert one["strategy"] == "zero3"
     assert one == other
 
 
-def test_a_name_alone_is_enough_for_adapters(tmp_path: Path) -> None:
-    done = assumed("Qwen2.5-0.5B", "--adapter", "lora", "--hardware", "rtx4090", cwd=tmp_path)
+def test_a_name_alone_is_enough_for_adapters(offline: Offline, tmp_path: Path) -> None:
+    done = assumed(offline, "Qwen2.5-0.5B", "--adapter", "lora", "--hardware", "rtx4090", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "lora of rank 8 on 24 q_proj, 24 v_proj" in json.loads(done.stdout)["reasons"]["strategy"]
 
@@ -122,10 +138,12 @@ def test_a_name_alone_is_enough_for_adapters(tmp_path: Path) -> None:
         (["--hardware", "8xa100"], "8xa100-40gb | 8xa100-80gb"),
     ],
 )
-def test_what_is_not_known_is_one_line_with_near_names(words: list[str], hint: str, tmp_path: Path) -> None:
+def test_what_is_not_known_is_one_line_with_near_names(
+    words: list[str], hint: str, offline: Offline, tmp_path: Path
+) -> None:
     base = ["plan", "--task", "causal-lm", "--assume-length", "512"]
     words = [*base[: 3 if "--asume-length" in words else 5], *words]
-    done = command(own_command(*words), cwd=tmp_path, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    done = offline(tmp_path, *words)
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("isobatch: ")]
     assert len(lines) == 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.benchmarks.quality import strategies
-from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
+from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary, warm_python
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,9 @@ RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    return {row["what"]: row for row in strategies.measure(quick=True)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm_python())
+        return {row["what"]: row for row in strategies.measure(quick=True)}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp2"])
