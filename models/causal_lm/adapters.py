@@ -11,8 +11,6 @@ import dataclasses
 import importlib
 import logging
 import shutil
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,11 +21,11 @@ from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
 
-    from isobatch.models.base import Batch, ModelSize
+    from isobatch.models.base import Batch
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 TOKENIZER_FILES = (
@@ -40,8 +38,6 @@ MERGE_TOLERANCE = 1e-4
 """Most that logits may differ between a merged and an unmerged adapter, relative to the largest logit."""
 PEFT_PREFIX = "base_model.model."
 """What peft's wrapper model puts before the names of a model's parameters."""
-BYTES_PER_WEIGHT = {16: 4.0, 8: 1.0 + 4 / 1024, 4: 0.5 + 4 / 64}
-"""Bits -> bytes of a frozen weight: 4 bits have a float scale per 64 weights, 8 bits about one per row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,28 +62,12 @@ class AdapterOptions:
     """What frozen matrices and tables are rounded to; bf16, half the memory, unless fp32 is asked for."""
 
 
-WHY_UNSHARDABLE = "bitsandbytes' weights cannot be cut"
-"""Why every process must hold all of a model with weights in 8 or 4 bits (ModelSize.why_unshardable)."""
-
-
 def implied_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """What a new recipe's --adapter implies unless it is given: --frozen-dtype bf16; qlora: --load-bits 4."""
     if values.get("adapter", "none") == "none":
         return {}
     implied = {"frozen_dtype": "bf16"} | ({"load_bits": 4} if values["adapter"] == "qlora" else {})
     return {name: value for name, value in implied.items() if name not in values}
-
-
-def memory_saving_flags(options: Any) -> dict[str, dict[str, Any]]:
-    """Flags under which training would take less memory than with `options` -> their option values."""
-    flags: dict[str, dict[str, Any]] = {
-        "--adapter lora": {"adapter": "lora"},
-        "--adapter lora --load-bits 8": {"adapter": "lora", "load_bits": 8},
-        "--adapter qlora": {"adapter": "qlora", "load_bits": 4},
-    }
-    if options.adapter == "none":
-        return flags
-    return {k: v for k, v in flags.items() if v.get("load_bits", 16) < options.load_bits}
 
 
 def check_options(options: Any, pretrained: bool) -> None:
@@ -235,7 +215,7 @@ def _check_targets(model: Any, wanted: str) -> None:
     """
     if wanted in ("auto", "all-linear"):
         return
-    matrices = _block_matrices(model)
+    matrices = block_matrices(model)
     for name in (name.strip() for name in wanted.split(",")):
         if not any(f".{matrix}".endswith(f".{name}") for matrix in matrices):
             known = sorted({matrix.rpartition(".")[2] for matrix in matrices})
@@ -249,17 +229,10 @@ def quiet_bitsandbytes() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def _block_matrices(model: Any) -> dict[str, Any]:
+def block_matrices(model: Any) -> dict[str, Any]:
     """Name -> module of all matrices in the transformer blocks: neither embeddings nor the head."""
     head = model.get_output_embeddings()
     return {n: m for n, m in model.named_modules() if _is_matrix(m) and m is not head}
-
-
-def _tables(model: Any) -> list[nn.Parameter]:
-    """The weights of embeddings and the head, a tied one once."""
-    layers = [m for m in model.modules() if "Embedding" in type(m).__name__] + [model.get_output_embeddings()]
-    weights = {id(m.weight): m.weight for m in layers if getattr(m, "weight", None) is not None}
-    return list(weights.values())
 
 
 def _is_matrix(module: nn.Module) -> bool:
@@ -275,97 +248,7 @@ def _target_modules(model: Any, wanted: str) -> Any:
         return [name.strip() for name in wanted.split(",")]
     if wanted == "auto" and model.config.model_type in KNOWN_TARGETS:
         return None
-    return sorted(_block_matrices(model))
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterCounts:
-    """What an adapter adds to a model and trains, in numbers of weights."""
-
-    trainable: int
-    targets: Mapping[str, int]
-    """Last part of a module's name -> how many modules of this name have an adapter."""
-    frozen_matrices: int
-    """Weights in the matrices that --load-bits rounds."""
-    frozen_tables: int
-    """Weights in the embeddings and the head."""
-    added: int
-    """Weights that the model has more with the adapter."""
-    inputs: int
-    """Widths of what the adapted matrices read, added up over the model."""
-
-
-def count_adapter(config: Any, options: Any) -> AdapterCounts:
-    """Count on the model with this config, built without storage (device meta)."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **hub.remote_code_kwargs(options.remote_code))
-        matrices = sum(m.weight.numel() for m in _block_matrices(model).values())
-        tables = sum(p.numel() for p in _tables(model))
-        add_adapter(model, options, "", None)
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    return AdapterCounts(
-        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        targets=Counter(name.rpartition(".")[2] for name in adapted),
-        frozen_matrices=matrices,
-        frozen_tables=tables,
-        added=sum(p.numel() for name, p in model.named_parameters() if "lora_" in name),
-        inputs=sum(module.in_features for module in adapted.values()),
-    )
-
-
-def adapted_model_size(full_model: ModelSize, config: Any, options: Any, optimizer: str) -> ModelSize:
-    """The size of `full_model` with an adapter; its remark says what a user should know of the choice."""
-    found = count_adapter(config, options)
-    frozen = full_model.parameters + found.added - found.trainable
-    of_tables = 2.0 if options.frozen_dtype == "bf16" else 4.0
-    of_matrices = of_tables if options.load_bits == 16 else BYTES_PER_WEIGHT[options.load_bits]
-    saved = (4.0 - of_matrices) * found.frozen_matrices + (4.0 - of_tables) * found.frozen_tables
-    weights = 4.0 * frozen - saved
-    return dataclasses.replace(
-        full_model,
-        parameters=full_model.parameters + found.added,
-        trainable=found.trainable,
-        frozen_bytes=weights / max(frozen, 1),
-        adapter_inputs=found.inputs // max(full_model.layers, 1),
-        why_unshardable=full_model.why_unshardable if options.load_bits == 16 else WHY_UNSHARDABLE,
-        remark="; ".join(_remarks(full_model, found, options, optimizer, weights)),
-    )
-
-
-def _remarks(
-    full_model: ModelSize, found: AdapterCounts, options: Any, optimizer: str, weights: float
-) -> list[str]:
-    where = ", ".join(f"{count} {name}" for name, count in found.targets.items())
-    share = found.trainable / full_model.parameters
-    remarks = [
-        f"{options.adapter} of rank {options.lora_r} on {where} trains {found.trainable:,} of"
-        f" {full_model.parameters + found.added:,} parameters ({share:.2%})"
-    ]
-    if options.load_bits != 16:
-        remarks.append(
-            f"weights in {options.load_bits} bits take {weights / 1e6:,.0f} MB in place of"
-            f" {4 * full_model.parameters / 1e6:,.0f} on a GPU; that is all they save, and on a CPU nothing"
-        )
-    if "8bit" in optimizer:
-        remarks.append(
-            f"--optimizer {optimizer} saves {6 * found.trainable / 1e6:.1f} MB at most: so little is trained"
-        )
-    return remarks
-
-
-def memory_remark(full_model: ModelSize, optimizer: str) -> str:
-    """GB of weights, gradients and optimizer state of full fine-tuning, and of the cheaper ways; or ""."""
-    if optimizer != "adamw":
-        return ""
-    billions = full_model.parameters / 1e9
-    return (
-        f"weights, gradients and moments take {16 * billions:.2f} GB; with --optimizer adamw8bit"
-        f" {10 * billions:.2f}, --adapter lora {4 * billions:.2f}, on a GPU --adapter qlora"
-        f" {BYTES_PER_WEIGHT[4] * billions:.2f}"
-    )
+    return sorted(block_matrices(model))
 
 
 def save_adapter(model: Any, folder: Path) -> None:

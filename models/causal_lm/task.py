@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
-from isobatch.models.causal_lm import adapters, known_models, model_sizes, perplexity
+from isobatch.models.causal_lm import adapter_sizes, adapters, known_models, model_sizes, perplexity
 from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.causal_lm.model_sizes import PRESETS
 
@@ -224,11 +224,11 @@ class CausalLM(Task):
         if self._model_name in PRESETS:
             return size
         if self.options.adapter == "none":
-            remarks = [adapters.memory_remark(size, self.recipe.optimizer)]
+            remarks = [adapter_sizes.memory_remark(size, self.recipe.optimizer)]
             if self.options.resize_embeddings and not facts.extra.get("assumed"):
                 remarks.append(self._resize_remark(facts))
             return dataclasses.replace(size, remark="; ".join(filter(None, remarks)))
-        return adapters.adapted_model_size(
+        return adapter_sizes.adapted_model_size(
             size, self._transformers_config(facts), self.options, self.recipe.optimizer
         )
 
@@ -252,7 +252,7 @@ class CausalLM(Task):
         )
 
     def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
-        return {} if self._model_name in PRESETS else adapters.memory_saving_flags(self.options)
+        return {} if self._model_name in PRESETS else adapter_sizes.memory_saving_flags(self.options)
 
     def _size_by_building(self, facts: Facts) -> ModelSize:
         return model_sizes.size_by_building(self._transformers_config(facts), self.options.remote_code)

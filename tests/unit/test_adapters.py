@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.core.errors import ExportError, UserError
-from isobatch.models.causal_lm import adapters, chunked_cross_entropy, model_sizes
+from isobatch.models.causal_lm import adapter_sizes, adapters, chunked_cross_entropy, model_sizes
 from isobatch.models.causal_lm.task import CausalLMOptions
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def test_only_adapters_train_and_merging_keeps_the_logits(family: str) -> None:
     model = adapted(family)
     before = copy.deepcopy(model.state_dict())
     trained = [p for p in model.parameters() if p.requires_grad]
-    found = adapters.count_adapter(config_of(family), CausalLMOptions(adapter="lora"))
+    found = adapter_sizes.count_adapter(config_of(family), CausalLMOptions(adapter="lora"))
     assert found.targets == FAMILIES[family][1]
     assert found.trainable == sum(p.numel() for p in trained)
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -85,7 +85,7 @@ def merge(model: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_linear_leaves_only_the_head_and_the_embeddings(family: str) -> None:
     options = CausalLMOptions(adapter="lora", lora_targets="all-linear")
-    found = adapters.count_adapter(config_of(family), options)
+    found = adapter_sizes.count_adapter(config_of(family), options)
     assert sum(found.targets.values()) >= 2 * 4  # at least attention in and out, and two of the MLP, a layer
     assert not {"lm_head", "embed_out", "wte", "embed_tokens"} & set(found.targets)
 
@@ -93,7 +93,7 @@ def test_all_linear_leaves_only_the_head_and_the_embeddings(family: str) -> None
 def test_lora_on_gpt2_has_its_known_number_of_parameters() -> None:
     """811,008, not the 524,288 that is often quoted for rank 8 on c_attn and c_proj of GPT-2."""
     options = CausalLMOptions(adapter="lora", lora_targets="c_attn,c_proj")
-    found = adapters.count_adapter(AutoConfig.for_model("gpt2"), options)
+    found = adapter_sizes.count_adapter(AutoConfig.for_model("gpt2"), options)
     assert (found.trainable, found.targets) == (811_008, {"c_attn": 12, "c_proj": 24})
 
 
@@ -138,7 +138,7 @@ def test_only_matrices_of_the_blocks_are_adapted(target: str) -> None:
 def test_biases_that_train_are_counted_once() -> None:
     options = CausalLMOptions(adapter="lora", lora_bias="all")
     whole = model_sizes.make_model_size(1000, 2, 64, 4, 96, 67)
-    shape = adapters.adapted_model_size(whole, config_of("gpt2"), options, "adamw")
+    shape = adapter_sizes.adapted_model_size(whole, config_of("gpt2"), options, "adamw")
     model = adapted("gpt2", lora_bias="all")
     added = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
     assert shape.parameters == 1000 + added

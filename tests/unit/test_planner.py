@@ -19,7 +19,7 @@ from isobatch.engine.planning.gpu_table import MACHINES
 from isobatch.engine.planning.hardware import GIB, Hardware, parse_hardware
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan, with_smaller_budget
 from isobatch.models.base import ModelSize
-from isobatch.models.causal_lm.adapters import BYTES_PER_WEIGHT
+from isobatch.models.causal_lm.adapter_sizes import BYTES_PER_WEIGHT
 from isobatch.models.head_chunks import CHUNK_BYTES
 
 GPT2 = ModelSize(

@@ -1,0 +1,131 @@
+"""What an adapter adds to a model and saves: numbers of weights, and their bytes, for the planner."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.models import hub
+from isobatch.models.causal_lm.adapters import add_adapter, block_matrices
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from isobatch.models.base import ModelSize
+
+BYTES_PER_WEIGHT = {16: 4.0, 8: 1.0 + 4 / 1024, 4: 0.5 + 4 / 64}
+"""Bits -> bytes of a frozen weight: 4 bits have a float scale per 64 weights, 8 bits about one per row."""
+WHY_UNSHARDABLE = "bitsandbytes' weights cannot be cut"
+"""Why every process must hold all of a model with weights in 8 or 4 bits (ModelSize.why_unshardable)."""
+
+
+def memory_saving_flags(options: Any) -> dict[str, dict[str, Any]]:
+    """Flags under which training would take less memory than with `options` -> their option values."""
+    flags: dict[str, dict[str, Any]] = {
+        "--adapter lora": {"adapter": "lora"},
+        "--adapter lora --load-bits 8": {"adapter": "lora", "load_bits": 8},
+        "--adapter qlora": {"adapter": "qlora", "load_bits": 4},
+    }
+    if options.adapter == "none":
+        return flags
+    return {k: v for k, v in flags.items() if v.get("load_bits", 16) < options.load_bits}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCounts:
+    """What an adapter adds to a model and trains, in numbers of weights."""
+
+    trainable: int
+    targets: Mapping[str, int]
+    """Last part of a module's name -> how many modules of this name have an adapter."""
+    frozen_matrices: int
+    """Weights in the matrices that --load-bits rounds."""
+    frozen_tables: int
+    """Weights in the embeddings and the head."""
+    added: int
+    """Weights that the model has more with the adapter."""
+    inputs: int
+    """Widths of what the adapted matrices read, added up over the model."""
+
+
+def count_adapter(config: Any, options: Any) -> AdapterCounts:
+    """Count on the model with this config, built without storage (device meta)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **hub.remote_code_kwargs(options.remote_code))
+        matrices = sum(m.weight.numel() for m in block_matrices(model).values())
+        tables = sum(p.numel() for p in _tables(model))
+        add_adapter(model, options, "", None)
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    return AdapterCounts(
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        targets=Counter(name.rpartition(".")[2] for name in adapted),
+        frozen_matrices=matrices,
+        frozen_tables=tables,
+        added=sum(p.numel() for name, p in model.named_parameters() if "lora_" in name),
+        inputs=sum(module.in_features for module in adapted.values()),
+    )
+
+
+def adapted_model_size(full_model: ModelSize, config: Any, options: Any, optimizer: str) -> ModelSize:
+    """The size of `full_model` with an adapter; its remark says what a user should know of the choice."""
+    found = count_adapter(config, options)
+    frozen = full_model.parameters + found.added - found.trainable
+    of_tables = 2.0 if options.frozen_dtype == "bf16" else 4.0
+    of_matrices = of_tables if options.load_bits == 16 else BYTES_PER_WEIGHT[options.load_bits]
+    saved = (4.0 - of_matrices) * found.frozen_matrices + (4.0 - of_tables) * found.frozen_tables
+    weights = 4.0 * frozen - saved
+    return dataclasses.replace(
+        full_model,
+        parameters=full_model.parameters + found.added,
+        trainable=found.trainable,
+        frozen_bytes=weights / max(frozen, 1),
+        adapter_inputs=found.inputs // max(full_model.layers, 1),
+        why_unshardable=full_model.why_unshardable if options.load_bits == 16 else WHY_UNSHARDABLE,
+        remark="; ".join(_remarks(full_model, found, options, optimizer, weights)),
+    )
+
+
+def _remarks(
+    full_model: ModelSize, found: AdapterCounts, options: Any, optimizer: str, weights: float
+) -> list[str]:
+    where = ", ".join(f"{count} {name}" for name, count in found.targets.items())
+    share = found.trainable / full_model.parameters
+    remarks = [
+        f"{options.adapter} of rank {options.lora_r} on {where} trains {found.trainable:,} of"
+        f" {full_model.parameters + found.added:,} parameters ({share:.2%})"
+    ]
+    if options.load_bits != 16:
+        remarks.append(
+            f"weights in {options.load_bits} bits take {weights / 1e6:,.0f} MB in place of"
+            f" {4 * full_model.parameters / 1e6:,.0f} on a GPU; that is all they save, and on a CPU nothing"
+        )
+    if "8bit" in optimizer:
+        remarks.append(
+            f"--optimizer {optimizer} saves {6 * found.trainable / 1e6:.1f} MB at most: so little is trained"
+        )
+    return remarks
+
+
+def memory_remark(full_model: ModelSize, optimizer: str) -> str:
+    """GB of weights, gradients and optimizer state of full fine-tuning, and of the cheaper ways; or ""."""
+    if optimizer != "adamw":
+        return ""
+    billions = full_model.parameters / 1e9
+    return (
+        f"weights, gradients and moments take {16 * billions:.2f} GB; with --optimizer adamw8bit"
+        f" {10 * billions:.2f}, --adapter lora {4 * billions:.2f}, on a GPU --adapter qlora"
+        f" {BYTES_PER_WEIGHT[4] * billions:.2f}"
+    )
+
+
+def _tables(model: Any) -> list[nn.Parameter]:
+    """The weights of embeddings and the head, a tied one once."""
+    layers = [m for m in model.modules() if "Embedding" in type(m).__name__] + [model.get_output_embeddings()]
+    weights = {id(m.weight): m.weight for m in layers if getattr(m, "weight", None) is not None}
+    return list(weights.values())
