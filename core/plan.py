@@ -41,7 +41,7 @@ class PlanOptions:
     pin_memory: Literal["auto", "on", "off"] = "auto"
     """Page-locked host memory for copies to a GPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "16-mixed", "bf16-mixed", "32"] = "auto"
-    """Number format of the arithmetic; weights, gradients and moments stay fp32."""
+    """Number format of the arithmetic; trained weights, gradients and moments stay fp32."""
     strategy: StrategyChoice = "auto"
     """How processes share the model."""
     compile: Literal["auto", "on", "off", "reduce-overhead"] = "auto"

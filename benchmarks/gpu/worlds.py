@@ -53,15 +53,17 @@ PART = Part("NCCL, ZeRO, FSDP2; two ranks on a GPU", trials, headline, 420)
 
 
 def nccl() -> Row:
-    """DDP in an NCCL group of one, compiled after it is wrapped; CPU tensors beside, over gloo."""
+    """DDP in an NCCL group of one, its model compiled inside; CPU tensors beside, over gloo."""
     import torch
     import torch.distributed as dist
     from torch import nn
 
+    from isobatch.engine.distributed.communicator import process_group_arguments
+
     os.environ |= world(0, 1)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    dist.init_process_group(**process_group_arguments(cpu=False, hang_timeout=60))
     for place in ("cpu", "cuda"):
         values = torch.ones(3, device=place)
         dist.broadcast(values, src=0)
@@ -69,9 +71,10 @@ def nccl() -> Row:
         assert values.tolist() == [1.0, 1.0, 1.0]
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).to(device)
-    wrapped = torch.compile(nn.parallel.DistributedDataParallel(plain, device_ids=[device]))
     x = torch.randn(32, 256, device=device)
     expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+    wrapped = nn.parallel.DistributedDataParallel(plain, device_ids=[device], broadcast_buffers=False)
+    plain.compile()
     wrapped(x).square().sum().backward()
     found = [p.grad for p in plain.parameters()]
     worst = max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True) if b is not None)

@@ -11,6 +11,7 @@ the GIL while it copies, 0.37 s for 151 MB.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -167,6 +168,9 @@ class _DeviceCopies:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         refused = int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
         self._pinned = 0 if refused else address  # a limit on locked memory costs speed alone
+        if refused:  # CUDA keeps the error for whoever asks next: let it be a kernel that nobody needs
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
 
     def unpin(self) -> None:
         """Let go of the memory that is about to be replaced."""

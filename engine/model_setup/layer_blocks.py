@@ -29,4 +29,6 @@ def matmul_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_matmul(module: nn.Module) -> bool:
-    return f"{type(module).__module__}.{type(module).__qualname__}" in MATMUL_LAYERS
+    kind = type(module)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return name in MATMUL_LAYERS or getattr(kind, "only_multiplies", False)

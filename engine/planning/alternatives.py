@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from isobatch.core.facts import Facts
-    from isobatch.core.plan import Plan
+    from isobatch.core.plan import Plan, StrategyName
     from isobatch.core.recipe import Recipe
     from isobatch.models.base import ModelSize, Task
 
@@ -51,5 +51,10 @@ def memory_alternatives(
         rows.append(row(f"--optimizer {name}", remark, other, model_size, choices))
     for flags, values in make(recipe).memory_saving_flags().items():
         other = dataclasses.replace(recipe, options={**recipe.options, **values})
-        rows.append(row(flags, "", other, make(other).model_size(facts), choices))
+        size = make(other).model_size(facts)
+        whole = bool(size.why_unshardable) and choices.traits.shards
+        strategy: StrategyName = "single" if choices.processes == 1 else "ddp"
+        held = dataclasses.replace(choices, strategy=strategy) if whole else choices
+        remark = f"the whole model in each process (--strategy {strategy})" if whole else ""
+        rows.append(row(flags, remark, other, size, held))
     return rows

@@ -85,7 +85,8 @@ def _cuda_precision(hardware: Hardware) -> tuple[Precision, str]:
     gpu = hardware.gpu
     capability = "compute capability {}.{}".format(*gpu.compute_capability)
     if gpu.native_bf16:
-        return "bf16", f"{gpu.name} has it natively ({capability}); weights, gradients and moments stay fp32"
+        stay = "trained weights, gradients and moments stay fp32"
+        return "bf16", f"{gpu.name} has it natively ({capability}); {stay}"
     if gpu.compute_capability >= (7, 0):
         return "fp16", f"{gpu.name} has tensor cores for fp16 but not for bf16 ({capability})"
     return "fp32", f"{gpu.name} has no tensor cores ({capability})"
@@ -166,7 +167,7 @@ def choose_compile(
     `eager`, `compiled`: seconds of a step without and with it; None where the strategy cannot be compiled.
     """
     if compiled is None:
-        return "off", "ZeRO-3 gathers weights in hooks, which the compiler cannot follow"
+        return "off", "the strategy gathers weights in hooks, which the compiler cannot follow"
     if asked.pack == "on" and asked.compile == "auto":
         return "off", "packed rows have another length each time, and each would be compiled anew"
     if asked.compile != "auto":

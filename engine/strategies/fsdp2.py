@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -26,8 +27,6 @@ from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
 
     from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -52,7 +51,9 @@ class FullyShardStrategy(Strategy):
         assert not sparse, "the planner gives sparse tables no shards"
         self.model = self.unwrapped = model
         self.plan, self.world, self.clip = plan, world, clip
-        mesh = init_device_mesh(world.device.type, (world.size,))
+        # Of the run's own group: init_device_mesh may make an NCCL group where the run has gloo alone.
+        assert dist.group.WORLD is not None
+        mesh = DeviceMesh.from_group(dist.group.WORLD, world.device.type)
         half = set(matmul_parameters(model)) if plan.precision == "bf16" else set()
         for block in layer_blocks(model):
             world.broadcast_onto_device(_unsharded(block))

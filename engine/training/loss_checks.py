@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError
+from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.runs.gpu_monitor import READINGS
 from isobatch.models.base import Loss
 
@@ -109,7 +109,7 @@ def preserve_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
     try:
-        with torch.no_grad(), generators, _uncompiled(model):
+        with torch.no_grad(), generators, uncompiled(model):
             yield
     except RuntimeError as error:
         if "does not require grad" not in str(error):
@@ -118,10 +118,3 @@ def preserve_state(model: nn.Module, device: torch.device) -> Iterator[None]:
         for name, buffer in model.named_buffers():
             if name in buffers:
                 buffer.detach().copy_(buffers[name])
-
-
-def _uncompiled(model: nn.Module) -> AbstractContextManager[None]:
-    """Run a compiled model eagerly: a batch of another shape is not worth a compilation."""
-    if any(module._compiled_call_impl is not None for module in model.modules()):  # noqa: SLF001  no public way
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()

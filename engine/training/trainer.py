@@ -11,6 +11,7 @@ from isobatch.core.measures import format_duration
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.distributed.watchdog import Watchdog
+from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training import memory_probe
 from isobatch.engine.training.evaluate import host_batches
@@ -91,7 +92,8 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         context.world.mark_progress("the export")
         model = session.gather_full_model(folder, context.progress.phase)
         checksums = write_final(context.run, context.task, model, session.facts)
-        sample = context.task.sample(model, session.facts, context.run.final)
+        with uncompiled(model):  # a text grows by a token at a time
+            sample = context.task.sample(model, session.facts, context.run.final)
         if sample:
             context.console.say(f"sample:\n{sample}")
         _add_final_metrics(context, model, exported, held_out)

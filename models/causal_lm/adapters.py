@@ -165,8 +165,9 @@ def _follow_autocast(module: nn.Module, arguments: tuple[Any, ...]) -> None:
     import torch
 
     kind = arguments[0].device.type
-    half = torch.is_autocast_enabled(kind)
-    module.compute_dtype = torch.get_autocast_dtype(kind) if half else arguments[0].dtype  # type: ignore[assignment]
+    wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else arguments[0].dtype
+    if module.compute_dtype != wanted:  # what changes nothing does not keep a block from being compiled
+        module.compute_dtype = wanted  # type: ignore[assignment]
 
 
 def _quantization_config(bits: int) -> Any:

@@ -100,7 +100,8 @@ def _predicted_rows(targets: Tensor, count: int | None) -> Tensor:
 
 def _no_mask(model: Any, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
     """Causal attention without a mask, for the model types of which it is known to be the same."""
-    if getattr(model, "module", model).config.model_type not in PACKABLE_TYPES:
+    config = getattr(getattr(model, "module", model), "config", None)
+    if getattr(config, "model_type", None) not in PACKABLE_TYPES:
         return contextlib.nullcontext()
     return causal_attention_alone(model, tokens.shape[1])
 

@@ -56,6 +56,9 @@ class _Product(torch.autograd.Function):
 class FrozenLinear(nn.Linear):
     """A linear layer whose weight may be held in bf16."""
 
+    only_multiplies = True
+    """Its parameters are used in matrix products alone."""
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
@@ -70,6 +73,8 @@ class FrozenEmbedding(nn.Embedding):
 def _frozen_conv1d(layer: type) -> type:
     class FrozenConv1D(layer):
         """GPT-2's linear layer, whose weight (K, N) may be held in bf16."""
+
+        only_multiplies = True
 
         def forward(self, x: Tensor) -> Tensor:
             return linear(x, self.weight.T, self.bias)

@@ -589,3 +589,23 @@ def test_a_sweep_leaves_only_what_is_complete(run_ranks: Any, tmp_path: Path) ->
     assert [p.name for p in tmp_path.iterdir()] == ["train-3"]
     assert same(load(tmp_path / "train-3"), tensors())
     checkpoint.remove_leftovers(tmp_path / "nowhere")
+
+
+def test_buffers_are_copied_before_the_next_forward_pass_may_change_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    module = torch.nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = portable_state.rank_share(
+        portable_state.collect_state(module, optimizer), 0, 1, portable_state.buffer_names(module)
+    )
+    asked: list[set[str]] = []
+    writer = CheckpointWriter(SimpleNamespace(device=torch.device("cpu"), is_main=True, rank=0, size=1))  # type: ignore[arg-type]
+    monkeypatch.setattr(writer._buffer, "fill", lambda _, unstable: asked.append(set(unstable)) or 0)  # noqa: SLF001
+    monkeypatch.setattr(writer, "_write", lambda *_: None)
+    writer.start(tmp_path / "train-1", state, FACTS)
+    assert {name.partition("@")[0] for name in asked[0]} == {
+        *(f"weight/{name}" for name, _ in module.named_buffers()),
+    }

@@ -147,3 +147,13 @@ def test_an_error_on_one_rank_ends_all(run_ranks) -> None:  # type: ignore[no-un
 
     with pytest.raises(UserError, match="rank 1 gave up"):
         run_ranks(3, part)
+
+
+def test_a_run_caps_the_memory_of_a_device_whose_driver_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    from isobatch.engine.distributed import communicator
+
+    capped: list[str] = []
+    monkeypatch.setattr(communicator, "forbid_spilling", lambda device: capped.append(device.type))
+    with preserve_process_state():
+        Communicator(plan())
+    assert capped == ["cpu"]

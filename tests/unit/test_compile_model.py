@@ -6,13 +6,21 @@ import contextlib
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
+from isobatch.engine.model_setup.compile_model import compile_model
+from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.strategies import replicated
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
+from isobatch.models.attention_functions import unregister_attention
+from isobatch.models.causal_lm import adapters
+from isobatch.models.causal_lm.task import CausalLMOptions
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -121,6 +129,58 @@ def test_gradients_of_several_replays_add_up(monkeypatch: pytest.MonkeyPatch) ->
         right = torch.allclose(model.w.grad, sum(x.sum(0) for x in batches))
         assert right == (mode == "reduce-overhead")  # the other shows that the memory is reused here
     assert len(marked) == 3
+
+
+def test_gradients_leave_the_graphs_memory_in_every_step() -> None:
+    world = SimpleNamespace(size=1, device=torch.device("cpu"), all_reduce_gradients=lambda _: True)
+    model, seen = Net(), []
+    runner = strategy(model, world, compile="reduce-overhead")
+    runner.optimizer.register_step_pre_hook(lambda *_: seen.append(model.w.grad.clone()))  # type: ignore[union-attr]
+    for step in range(2):
+        batches = [torch.randn(4, 3) for _ in range(2)]
+        for number, x in enumerate(batches):
+            with runner.forward_backward(number == 1):
+                runner.backward(runner.model(x).sum())
+        runner.step_optimizer(0.0)
+        assert torch.allclose(seen[step], batches[0].sum(0) + batches[1].sum(0))
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_blocks_under_activation_checkpointing_are_compiled(adapter: bool) -> None:
+    """Their noise counts its draws: without an option dynamo runs such blocks eagerly, in silence."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    products: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        modules = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
+        nodes = [node for m in modules for node in m.graph.nodes]
+        products.append(sum("linear" in str(node.target) for node in nodes))
+        return graph.forward
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=53,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        attention_dropout=0.1,
+    )
+    model: Any = LlamaForCausalLM(config)
+    if adapter:
+        adapters.add_adapter(model, CausalLMOptions(adapter="lora", lora_dropout=0.05), "base", None)
+    noise = KeyedNoise(0)
+    key_dropout(model, noise)
+    checkpoint_activations(model, keyed=True)
+    torch.compiler.reset()
+    compile_model(model.train(), plan(compile="on"))
+    model.compile(backend=backend)
+    noise.bind(0, np.arange(2), torch.device("cpu"))
+    model(input_ids=torch.zeros(2, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    unregister_attention()
+    assert sum(products) >= 2 * 7  # of each block: q, k, v, o, gate, up and down
 
 
 def test_a_strategy_says_why_it_does_not_overlap(two_ranks: Any) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.gpu import command, runner
+from isobatch.benchmarks.gpu import command, profiler, runner
 from isobatch.benchmarks.gpu.calibration import CEILINGS, RECIPES, calibration
 from isobatch.benchmarks.gpu.profiler import STEP, trace_figures
 from isobatch.benchmarks.gpu.runner import GPU, Part, Results, Trial, run_part
@@ -217,3 +217,7 @@ def test_a_file_of_tests_is_counted() -> None:
     bad = "<testcase name='c'><failure message='AssertionError: 1 == 2&#10;more'/></testcase>"
     with pytest.raises(RuntimeError, match="1 of 3 failed: c\nAssertionError: 1 == 2"):
         figures(ElementTree.fromstring(xml.format(bad)))
+
+
+def test_the_head_alone_is_measured_without_a_gpu() -> None:
+    assert profiler.head("True")

@@ -118,6 +118,11 @@ class FakeGpu:
 
         return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=self.locked.pop)
 
+    def sources(self, image: HostBuffer) -> list[torch.Tensor]:
+        """Tensors that a buffer keeps until they are copied."""
+        copies: Any = image._copies  # noqa: SLF001
+        return list(copies._sources)  # noqa: SLF001
+
 
 def test_a_gpus_tensors_are_copied_beside_the_training_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -132,6 +137,7 @@ def test_a_gpus_tensors_are_copied_beside_the_training_stream(
         "training waits for event 0",  # for what the next forward pass may change
         *(*copies, "record 1 on side"),
     ]
+    assert len(gpu.sources(image)) == len(tensors(100))  # freed memory would be used again
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(2):  # the first update waits for the copies, once
@@ -139,6 +145,7 @@ def test_a_gpus_tensors_are_copied_beside_the_training_stream(
     assert gpu.log[8:] == ["training waits for event 1"]
     image.write(tmp_path / "x.safetensors", size)
     assert gpu.log[-1] == "the host waits for event 1"
+    assert not gpu.sources(image)
     check(tmp_path / "x.safetensors", tensors(100))
     assert sum(gpu.locked.values()) >= size
 
@@ -155,11 +162,13 @@ def test_pages_are_locked_anew_when_the_memory_grows(monkeypatch: pytest.MonkeyP
 def test_memory_that_may_not_be_locked_is_used_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    FakeGpu(monkeypatch, refuses=2)
+    gpu = FakeGpu(monkeypatch, refuses=2)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: gpu.log.append("a kernel that takes the error"))
     image = HostBuffer(torch.device("cuda"))
     for count in (1000, 5000):
         image.write(tmp_path / "x.safetensors", image.fill(tensors(count)))
         check(tmp_path / "x.safetensors", tensors(count))
+    assert gpu.log.count("a kernel that takes the error") == 2
 
 
 def test_a_buffer_that_is_gone_fences_no_update_and_locks_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,8 @@ def test_the_kernel_of_gpus_gets_what_it_takes(family: str, monkeypatch: pytest.
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
+        if hasattr(module, "scaling"):
+            module.scaling *= 0.5  # another than the kernel's own
     chunked_cross_entropy.make_head_bypassable(model)
     model.eval()
     with torch.autocast("cpu", dtype=torch.bfloat16):
