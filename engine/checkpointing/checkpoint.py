@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import threading
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 CHECKSUMS = "checksums.json"
 TEXTS = ("index.json", "state.json")
+LEFTOVER = re.compile(r"\..+-\d+\.(tmp|old)")
+"""Names that `_temporary` and `remove` give to a checkpoint's folder."""
 
 
 class CheckpointWriter:
@@ -205,9 +208,10 @@ class SavedCheckpoint:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary folders of saves and deletes that were killed."""
+    """Remove the temporary folders, known by their names, of saves and deletes that were killed."""
     for path in folder.glob(".*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if LEFTOVER.fullmatch(path.name) and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _replace(fresh: Path, folder: Path) -> None:

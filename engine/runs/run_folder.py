@@ -69,10 +69,11 @@ class RunFolder:
 
     @classmethod
     def open(cls, folder: str | Path) -> RunFolder:
-        """An existing run. Raises UserError where the folder is none."""
+        """An existing run. Raises UserError where the folder is none, or links to files elsewhere."""
         path = Path(folder).expanduser()
         if not (path / "recipe.json").is_file():
             raise UserError(f"{path} is not a run: it has no recipe.json (`runs` lists the runs here)")
+        _refuse_links(path)
         return cls(path)
 
     @classmethod
@@ -261,3 +262,13 @@ def free_folder(out: Path, name: str) -> Path:
         number += 1
         folder = out / f"{name}-{number}"
     return folder
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise UserError where a link leads out of a run's folder: what is removed in a run must be its own."""
+    inside = folder.resolve()
+    for parent, folders, files in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            if path.is_symlink() and inside not in path.resolve().parents:  # trackers make some inside
+                where = "a run's files lie in its own folder; copy them there"
+                raise UserError(f"{path} is a link to {path.readlink()}: {where}")

@@ -609,3 +609,14 @@ def test_buffers_are_copied_before_the_next_forward_pass_may_change_them(
     assert {name.partition("@")[0] for name in asked[0]} == {
         *(f"weight/{name}" for name, _ in module.named_buffers()),
     }
+
+
+def test_only_our_own_leftovers_are_removed(tmp_path: Path) -> None:
+    mine = [".train-3.tmp", ".warm-up-12.old"]
+    others = [".ssh", ".config", ".train-3", ".tmp", ".cache-dir.tmp"]
+    for name in (*mine, *others):
+        (tmp_path / name / "inside").mkdir(parents=True)
+    (tmp_path / ".train-4.tmp").symlink_to(tmp_path / ".ssh")
+    checkpoint.remove_leftovers(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, ".train-4.tmp"])
+    assert (tmp_path / ".ssh" / "inside").is_dir()

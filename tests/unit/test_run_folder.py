@@ -181,3 +181,25 @@ def test_an_exit_is_answered_to_its_own_launch_only(tmp_path: Path, monkeypatch:
 def test_a_save_interval_of_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="--save-every 0ep: must be above 0"):
         RunOptions(save_every=Interval(0, "epochs"))
+
+
+@pytest.mark.parametrize("where", ["checkpoints", "final", "checkpoints/train-3", "metrics.jsonl"])
+def test_a_run_that_links_elsewhere_is_refused(where: str, tmp_path: Path) -> None:
+    """Old checkpoints and leftovers are removed in a run: never through a link."""
+    run = RunFolder.create(tmp_path / "run", RECIPE, FACTS, RunOptions())
+    home = tmp_path / "home"
+    (home / ".ssh").mkdir(parents=True)
+    link = run.folder / where
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(home)
+    with pytest.raises(UserError, match=f"{where} is a link to .*home: a run's files lie in its own folder"):
+        RunFolder.open(run.folder)
+    assert (home / ".ssh").is_dir()
+
+
+def test_a_link_within_a_run_is_its_own(tmp_path: Path) -> None:
+    """As wandb makes one to its latest run."""
+    run = RunFolder.create(tmp_path / "run", RECIPE, FACTS, RunOptions())
+    (run.folder / "wandb" / "run-1").mkdir(parents=True)
+    (run.folder / "wandb" / "latest-run").symlink_to("run-1")
+    assert RunFolder.open(run.folder).recipe == RECIPE
