@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""SIGHUP: the terminal was closed."""
+
+
+def signals_to_catch() -> list[signal.Signals]:
+    """The stop signals that this process does not ignore: nohup ignores SIGHUP for what it starts."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class StopFlag:
-    """A flag set by SIGTERM, SIGINT or SIGUSR1 in its `with` block; a second SIGINT interrupts at once."""
+    """A flag set by a stop signal in its `with` block; a second SIGINT interrupts at once."""
 
     def __init__(self, catch_signals: bool = True) -> None:
         self.catch_signals = catch_signals
@@ -37,7 +43,7 @@ class StopFlag:
         # Python lets only the main thread set handlers: a run in another thread catches no signals.
         if self.catch_signals and threading.current_thread() is threading.main_thread():
             self._previous_handlers = {
-                number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS
+                number: signal.signal(number, self._handle_signal) for number in signals_to_catch()
             }
         return self
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.package import ROOT
+from isobatch.engine.distributed.stop_signals import signals_to_catch
 from isobatch.engine.runs.console import LINE_MARK
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def launch_workers(
 ) -> LauncherExit:
     """Run `script` in the plan's processes; writes accelerate.yaml and launcher.log to `folder`.
 
-    With `forward_signals` this process's SIGTERM, SIGINT and SIGUSR1 go to the workers. Without, its handlers
+    With `forward_signals` the stop signals of this process go to the workers. Without, its handlers
     stay as they are, and a KeyboardInterrupt asks the workers to save and stop.
     """
     config = write_config(folder, plan)
@@ -86,7 +87,7 @@ def _run_launcher(
                 forwarded.add(number)
                 child.send_signal(number)
 
-        caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) if forward_signals else ()
+        caught = signals_to_catch() if forward_signals else []
         before = {n: signal.signal(n, forward) for n in caught}
         try:
             relay_output(child, log)
@@ -124,8 +125,9 @@ def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:
     assert child.stderr is not None
     for line in child.stderr:
         if line.startswith(LINE_MARK.encode()):
-            sys.stderr.write(line[len(LINE_MARK.encode()) :].decode(errors="replace"))
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # the terminal may be closed; training goes on
+                sys.stderr.write(line[len(LINE_MARK.encode()) :].decode(errors="replace"))
+                sys.stderr.flush()
         else:
             with contextlib.suppress(OSError):  # a full disk must not end the run because of its log
                 log.write(line)

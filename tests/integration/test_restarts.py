@@ -200,7 +200,12 @@ def test_restarts_end_at_their_limit(training: Any) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW), pytest.param(signal.SIGUSR1, marks=SLOW)],
+    [
+        pytest.param(signal.SIGTERM, marks=SLOW),
+        pytest.param(signal.SIGINT, marks=SLOW),
+        pytest.param(signal.SIGUSR1, marks=SLOW),
+        signal.SIGHUP,
+    ],
 )
 def test_a_signal_saves_and_stops_all(number: int, training: Any) -> None:
     made = training()

@@ -1,0 +1,36 @@
+"""Tests of engine/distributed/stop_signals.py: every way to ask for a stop sets the flag."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_sets_the_flag_and_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopFlag() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.requested
+    assert signal.getsignal(number) is before
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopFlag() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_interrupt_ends_at_once() -> None:
+    with StopFlag():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
