@@ -71,6 +71,14 @@ def folder_checksums(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): crc32(p) for p in paths}
 
 
+def share_as_umask_allows(folder: Path) -> None:
+    """Give the files under a folder the permissions of new ones: safetensors lets their owner alone read."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for path in (p for p in folder.rglob("*") if p.is_file()):
+        path.chmod(0o666 & ~umask)
+
+
 @contextlib.contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
     """Raise UserError, naming `path`, where a write inside fails: a full disk, no permission."""

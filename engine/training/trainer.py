@@ -146,6 +146,7 @@ def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> d
     with atomic_files.explain_write_errors(temporary):
         temporary.mkdir(parents=True)
         task.export(model, temporary, facts)
+        atomic_files.share_as_umask_allows(temporary)
     shutil.rmtree(run.final, ignore_errors=True)
     temporary.replace(run.final)
     return atomic_files.folder_checksums(run.final)

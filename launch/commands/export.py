@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
@@ -96,6 +97,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
         figures = dict(task.export_as(kind, run.final, unchecked, facts, lambda: host_batches(samples)))
         figures |= {"split": held_out, "folder": str(folder)}
         (unchecked / PARITY).write_text(json.dumps(figures, indent=2) + "\n")
+        atomic_files.share_as_umask_allows(unchecked)
         shutil.rmtree(folder, ignore_errors=True)
         unchecked.rename(folder)
     finally:

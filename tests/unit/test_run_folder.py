@@ -203,3 +203,18 @@ def test_a_link_within_a_run_is_its_own(tmp_path: Path) -> None:
     (run.folder / "wandb" / "run-1").mkdir(parents=True)
     (run.folder / "wandb" / "latest-run").symlink_to("run-1")
     assert RunFolder.open(run.folder).recipe == RECIPE
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_weights_can_be_read_by_whom_the_umask_allows(umask: int, mode: int, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    before = os.umask(umask)
+    try:
+        atomic_files.share_as_umask_allows(tmp_path)
+        assert os.umask(umask) == umask  # it is as it was
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
