@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+from isobatch.tests.integration.helpers import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
@@ -39,7 +40,7 @@ def run(
     (folder / "settings.json").write_text(json.dumps(settings))
     script = [str(ROOT / "tests" / "tasks" / "measure.py"), str(folder / "settings.json")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    command = [sys.executable, *(torchrun if world > 1 else []), *script]
+    command = [warm_python(), *(torchrun if world > 1 else []), *script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((folder / "out.json").read_text())
