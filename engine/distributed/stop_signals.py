@@ -14,8 +14,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def signals_to_catch() -> list[signal.Signals]:
-    """The stop signals that this process does not ignore: nohup ignores SIGHUP for what it starts."""
-    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    """The stop signals, but not SIGHUP where it is ignored, as nohup does for what it starts.
+
+    The others are caught in any case: launchers ignore them, and pass that on to their workers.
+    """
+    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not deaf]
 
 
 class StopFlag:

@@ -29,6 +29,16 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_what_a_launcher_ignores_is_caught_in_its_workers() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with StopFlag() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.requested
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_second_interrupt_ends_at_once() -> None:
     with StopFlag():
         os.kill(os.getpid(), signal.SIGINT)
