@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.core.package import own_command
 from isobatch.tests.integration.helpers import (
     RAGGED,
     ROOT,
@@ -17,6 +16,7 @@ from isobatch.tests.integration.helpers import (
     losses,
     rows,
     summary,
+    warm_python,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ LAUNCHERS = {
         "2",
         TRAIN,
     ],
-    "auto": own_command("auto", "--processes", "2"),
+    "auto": [],
     "plain": [sys.executable, TRAIN],
 }
 
@@ -52,7 +52,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_same_losses_under_every_launcher(launcher: str, alone: Path, tmp_path: Path) -> None:
-    done = command([*LAUNCHERS[launcher], *SETTINGS], cwd=tmp_path)
+    interpreter = sys.executable if launcher == "plain" else warm_python()
+    words = [interpreter if word == sys.executable else word for word in LAUNCHERS[launcher]]
+    done = (
+        launch("auto", "--processes", "2", *SETTINGS, cwd=tmp_path)
+        if launcher == "auto"
+        else command([*words, *SETTINGS], cwd=tmp_path)
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "runs" / "run"
     assert summary(run)["world_size"] == (1 if launcher == "plain" else 2)
