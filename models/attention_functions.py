@@ -56,16 +56,15 @@ def answers_late(tensor: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def causal_attention_alone(model: Any, length: int) -> Iterator[None]:
+def causal_attention_alone(config: Any, length: int) -> Iterator[None]:
     """Inside, a decoder's attention is causal and builds no mask: rows are padded on the right or not at all.
 
     Without this, transformers looks for packed rows in the positions, which waits for the GPU, and gives a
-    compiled model a dense (T, T) mask, with which SDPA cannot take its flash kernel. `length`: T, the rows'
-    length. A model whose attention has a window that is shorter is left alone.
+    compiled model a dense (T, T) mask, with which SDPA cannot take its flash kernel. `config`: the model's;
+    `length`: T, the rows' length. A model whose attention has a window that is shorter is left alone.
     """
-    config = getattr(getattr(model, "module", model), "config", None)
-    kernel = getattr(config, "_attn_implementation", None)
-    if config is None or not kernel or not _is_plain_causal(config, kernel, length):
+    kernel = config._attn_implementation  # noqa: SLF001  no public name
+    if not kernel or not _is_plain_causal(config, kernel, length):
         yield
         return
     _register_without_mask(kernel)

@@ -68,4 +68,5 @@ class HostCopy:
         """The values, flattened."""
         if self._copied is not None:
             self._copied.synchronize()
-        return [float(value) for value in self._host.flatten().tolist()]
+        values: list[float] = self._host.flatten().tolist()
+        return values

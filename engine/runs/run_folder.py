@@ -266,9 +266,13 @@ def free_folder(out: Path, name: str) -> Path:
 
 def _refuse_links(folder: Path) -> None:
     """Raise UserError where a link leads out of a run's folder: what is removed in a run must be its own."""
-    inside = folder.resolve()
-    for parent, folders, files in os.walk(folder):
-        for path in (Path(parent, name) for name in (*folders, *files)):
-            if path.is_symlink() and inside not in path.resolve().parents:  # trackers make some inside
-                where = "a run's files lie in its own folder; copy them there"
-                raise UserError(f"{path} is a link to {path.readlink()}: {where}")
+    inside, waiting = folder.resolve(), [folder]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:  # a listing says what is a link: no file is asked
+                path = Path(entry.path)
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(path)
+                elif entry.is_symlink() and inside not in path.resolve().parents:  # trackers make some inside
+                    where = "a run's files lie in its own folder; copy them there"
+                    raise UserError(f"{path} is a link to {path.readlink()}: {where}")

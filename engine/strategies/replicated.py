@@ -60,8 +60,7 @@ class ReplicatedStrategy(Strategy):
         """Whether DDP reduces in the current backward pass."""
         self._graphs = plan.compile == "reduce-overhead"
         """Whether the model runs as CUDA graphs, whose outputs and gradients the next replay overwrites."""
-        may_overlap = plan.reduction == "overlapped" and world.size > 1 and not self._graphs
-        self._decide_overlap = may_overlap and not self.sparse
+        self._decide_overlap = plan.reduction == "overlapped" and world.size > 1 and not self.sparse
         if self._decide_overlap:
             run_uncompiled(model)  # until DDP wraps it
         self._copied: set[int] = set()
@@ -86,9 +85,7 @@ class ReplicatedStrategy(Strategy):
     def why_not_overlapped(self) -> str:
         if self.overlapped or self._decide_overlap or self.world.size == 1:
             return ""
-        if self.sparse:
-            return "the gradients of some tables are sparse"
-        return "DDP does not run CUDA graphs" if self._graphs else "some parameters got no gradient"
+        return "the gradients of some tables are sparse" if self.sparse else "some parameters got no gradient"
 
     @property
     def caches_transforms(self) -> bool:

@@ -75,7 +75,7 @@ class FlopUtilisation:
 
         MFU = tokens/s x FLOPs a token / (dense peak of the GPU at the plan's precision x processes)
 
-    Tokens are the samples', without padding. FLOPs a token are those of `memory_model.flops_per_token`, whose
+    Tokens are the samples', without padding. FLOPs a token are those of `models.flops.flops_per_token`, whose
     attention term takes the length of the token's own sample (the step's real lengths, neither padded nor
     averaged over the data). What activation checkpointing computes again does not count.
     """

@@ -103,7 +103,7 @@ def _no_mask(model: Any, tokens: Tensor) -> contextlib.AbstractContextManager[No
     config = getattr(getattr(model, "module", model), "config", None)
     if getattr(config, "model_type", None) not in PACKABLE_TYPES:
         return contextlib.nullcontext()
-    return causal_attention_alone(model, tokens.shape[1])
+    return causal_attention_alone(config, tokens.shape[1])
 
 
 @contextlib.contextmanager

@@ -106,7 +106,7 @@ def test_a_window_shorter_than_the_rows_keeps_its_mask() -> None:
 
 def test_names_are_gone_after_the_run() -> None:
     model = made("gpt2")
-    with causal_attention_alone(model, 12):
+    with causal_attention_alone(model.config, 12):
         assert model.config._attn_implementation == "keyed" + CAUSAL  # noqa: SLF001
     assert model.config._attn_implementation == "keyed"  # noqa: SLF001
     unregister_attention()
