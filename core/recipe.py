@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEMO = "demo"
-RULES = 1
-"""The rules version of new recipes. Older runs resume and verify by the rules they were made with."""
+RULES = 2
+"""The rules version of new recipes. Older runs resume and verify by the rules they were made with.
+
+docs/decisions/0017-rules-2.md says what each version changed.
+"""
 SHORT_MODEL_NAMES = {
     **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
     "distilgpt2": "distilbert/distilgpt2",
