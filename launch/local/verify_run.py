@@ -11,20 +11,13 @@ from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import Plan, PlanOptions, StrategyChoice
 from isobatch.engine.planning.detect import detect
-from isobatch.engine.registry import workload
 from isobatch.engine.verification.audit import recipe_problems, record_problems
+from isobatch.engine.verification.tolerance import tolerances
 from isobatch.launch.local.redo_steps import redo_steps
 from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
-
-TOLERANCE = {"exact": (1e-4, 1e-2), "rounding": (2e-3, 5e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
-"""Invariance -> largest differences (loss, gradient norm) that rounding, or noise, explains.
-
-"rounding" is for exact plans of tasks that round activations: a flipped level was seen to move a loss by
-1.4e-4 within three steps.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,13 +52,10 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
         report["problems"] = record_problems(run)
     if not report["problems"]:
         other_plan = _other_plan(run, options)
-        invariance: str = max(run.plan.invariance, other_plan.invariance, key=list(TOLERANCE).index)
-        if invariance == "exact" and workload(run.recipe.task).task.rounds:
-            invariance = "rounding"
         report |= {"world_size": other_plan.processes, "micro_batch_samples": other_plan.micro_batch_samples}
         try:
             report["steps"] = redo_steps(run, other_plan, options.steps, owns_process)
-            report["problems"] = _differences(report["steps"], invariance)
+            report["problems"] = _differences(report["steps"], tolerances(run, other_plan))
         except TrainingError as error:
             report["problems"] = [str(error)]
     report["verified"] = not report["problems"]
@@ -89,8 +79,8 @@ def _other_plan(run: RunFolder, options: VerifyOptions) -> Plan:
     return dataclasses.replace(new_plan, reduction="explicit")
 
 
-def _differences(rows: list[dict[str, Any]], invariance: str) -> list[str]:
-    loss, norm = TOLERANCE[invariance]
+def _differences(rows: list[dict[str, Any]], largest: tuple[float, float]) -> list[str]:
+    loss, norm = largest
     if not rows:
         return ["no logged step could be redone: metrics.jsonl has none after the start or a checkpoint"]
     return [
