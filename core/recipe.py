@@ -83,7 +83,7 @@ class Recipe:
     train_fraction: Fraction = 1.0
     """Share of the training samples: a seeded subset, the same on every machine."""
     eval_fraction: Fraction = 1.0
-    """Share of the validation samples used while training."""
+    """Share of the validation samples used while training: a seeded subset, the same on every machine."""
     eval_every: Interval | None = None
     """How often to evaluate while training; by default once an epoch."""
     patience: Count = 0

@@ -1,8 +1,13 @@
-"""A seeded pseudorandom permutation: any entry is computed in constant time and memory, none is stored.
+"""Seeded pseudorandom permutations of range(n): sorted up to 65,536 samples, computed by entry above.
 
-A balanced Feistel network over the next even number of bits, applied again until the result is in range
-(cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). With 8 rounds its
-statistics are those of a random permutation down to n = 4.
+`permute` is a balanced Feistel network over the next even number of bits, applied again until the result is
+in range (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): constant time and
+memory an entry. Where one entry lands, and where two land, is uniform. The whole order is not: of the 120
+orders of 5 some are more frequent (chi-square, p < 1e-100 from 120,000 seeds), and at n = 4^k from 16 on all
+orders are even permutations, because each round is one. That matters where few orders exist, so `shuffle`
+sorts up to SORTED entries by random keys, which makes every order equally likely, and is `permute` above.
+
+Recipes of rules 2 use `shuffle`, those of rules 1 `permute`.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ import functools
 import numpy as np
 
 ROUNDS = 8
+SORTED = 1 << 16
+"""Most entries that `shuffle` sorts. Another number changes what recipes mean."""
 _TABLE_BITS = 16
 _CHUNK = 1 << 15
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -43,6 +50,25 @@ def permute(indices: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarra
         chunk = flat[start : start + _CHUNK].astype(np.uint32)
         out[start : start + _CHUNK] = cycle_walk(chunk, count, rounds)
     return out.reshape(entries.shape)
+
+
+def shuffle(indices: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
+    """As `permute`, another permutation; up to SORTED entries all orders are equally likely."""
+    if count > SORTED:
+        return permute(indices, count, seed, epoch)
+    entries = np.asarray(indices, dtype=np.int64)
+    assert entries.size == 0 or (entries.min() >= 0 and entries.max() < count), (
+        "index outside the permutation"
+    )
+    return sorted_order(count, seed, epoch)[entries]
+
+
+@functools.lru_cache(maxsize=16)
+def sorted_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The order that sorts `count` numbers of the generator splitmix64 (Steele et al. 2014); int64."""
+    state = round_keys(seed, epoch)[0]
+    keys = mix_bits(state + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+    return np.argsort(keys, kind="stable").astype(np.int64)
 
 
 class ComputedRounds:

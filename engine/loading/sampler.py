@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isobatch.engine.loading.permutation import permute
+from isobatch.engine.loading.permutation import permute, shuffle
 
 LENGTH_WINDOW = 64
 """Batches sorted together where the recipe groups by length. Another number changes what recipes mean."""
@@ -42,6 +42,8 @@ class Sampler:
     """Sample numbers -> their lengths, where batches are to hold samples of like length."""
     parts: tuple[tuple[int, float], ...] = ()
     """(samples, share) of each set where the split is several sets in a row; shares of any sum."""
+    rules: int = 1
+    """The recipe's: from 2 on every order of a small set is equally likely."""
 
     def __post_init__(self) -> None:
         assert self.count > 0
@@ -58,6 +60,10 @@ class Sampler:
         """Optimizer steps per epoch; the last may be of a short batch."""
         return math.ceil(self.used / self.batch_size)
 
+    def _permute(self, positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
+        """Entries `positions` of the permutation of range(count) named by (seed, epoch)."""
+        return (permute if self.rules < 2 else shuffle)(positions, count, seed, epoch)
+
     def batch(self, step: int) -> np.ndarray:
         """The samples of global batch `step`, (<= batch_size,) int64, in the recipe's order."""
         epoch, number = divmod(step, self.steps_per_epoch)
@@ -70,8 +76,8 @@ class Sampler:
         positions = np.arange(start, min(stop, self.used))
         if self.parts:
             return self._samples_of_sets(positions, epoch)
-        samples = permute(positions, self.used, self.seed, epoch + 1)
-        return samples if self.fraction == 1 else permute(samples, self.count, self.seed, 0)
+        samples = self._permute(positions, self.used, self.seed, epoch + 1)
+        return samples if self.fraction == 1 else self._permute(samples, self.count, self.seed, 0)
 
     def _samples_of_sets(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         """The samples at these positions of an epoch, over which the samples of each set are spread evenly.
@@ -100,8 +106,8 @@ class Sampler:
         samples = np.empty_like(positions)
         for number in np.unique(passes).tolist():
             inside = passes == number
-            samples[inside] = permute(positions[inside], used, seed, number + 1)
-        return samples if self.fraction == 1 else permute(samples, size, seed, 0)
+            samples[inside] = self._permute(positions[inside], used, seed, number + 1)
+        return samples if self.fraction == 1 else self._permute(samples, size, seed, 0)
 
     @property
     def quotas(self) -> list[int]:
@@ -119,7 +125,7 @@ class Sampler:
         full = batches if len(samples) % self.batch_size == 0 else batches - 1
         if within < full:  # a short last batch stays last
             within = int(
-                permute(np.array([within]), full, self.seed + _WINDOW_SEED, epoch * 65537 + window)[0]
+                self._permute(np.array([within]), full, self.seed + _WINDOW_SEED, epoch * 65537 + window)[0]
             )
         return samples[within * self.batch_size : (within + 1) * self.batch_size]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import dummy_micro_batch, make_micro_batches
+from isobatch.engine.loading.permutation import shuffle
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.base import Rows, StepContext, Sum, Task
 
@@ -30,6 +31,7 @@ _BATCHES_AHEAD = 16
 EVALUATION_STEP = 2**63
 """The step number that keys noise in evaluations; no training step reaches it."""
 EVALUATION_PHASE = "evaluate"
+_EVALUATION_SEED = 0xE7A1
 
 
 def evaluate(
@@ -43,13 +45,14 @@ def evaluate(
     fraction: float = 1.0,
     equal_counts: bool = False,
     seed: int = 0,
+    rules: int = 1,
 ) -> dict[str, float]:
-    """Metrics over the first `fraction` of a split (of each set, if it has several); the same on every rank.
+    """Metrics over a `fraction` of a split (of each set, if it has several); the same on every rank.
 
     With `equal_counts` ranks without samples compute dummies, because a forward pass runs collectives. The
     task's own noise is keyed by `seed` and sample, not by the training step.
     """
-    chosen = first_samples(source, fraction, task.cohort)
+    chosen = held_out_samples(source, fraction, task.cohort, seed, rules)
     sums: dict[str, list[float]] = {}
     rows: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     noise = KeyedNoise(seed)
@@ -69,12 +72,22 @@ def evaluate(
     return task.metrics(_reduce(sums, rows, world), split, facts)
 
 
-def first_samples(source: Source, fraction: float, cohort: int) -> np.ndarray:
-    """Numbers of the first `fraction` of the samples of each set, in whole cohorts."""
+def held_out_samples(source: Source, fraction: float, cohort: int, seed: int, rules: int) -> np.ndarray:
+    """Numbers of a `fraction` of the samples of each set, ascending, in whole cohorts.
+
+    A prefix of a permutation that the seed names, so that a file in any order gives a fair share; the first
+    samples by rules 1.
+    """
     sizes = [size for size, _ in source.parts] or [len(source)]
     counts = [min(size, _round_up(max(1, math.ceil(size * fraction)), cohort)) for size in sizes]
     starts = np.cumsum([0, *sizes[:-1]])
-    return np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)])
+    chosen = [np.arange(count) for count in counts]
+    if rules >= 2:
+        chosen = [
+            np.sort(shuffle(first, size, seed + _EVALUATION_SEED, number))
+            for number, (first, size) in enumerate(zip(chosen, sizes, strict=True))
+        ]
+    return np.concatenate([start + numbers for start, numbers in zip(starts, chosen, strict=True)])
 
 
 def _batches(

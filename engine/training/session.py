@@ -212,7 +212,7 @@ class Session:
         return model
 
     def evaluate(self, split: str, fraction: float = 1.0) -> dict[str, float]:
-        """Metrics over the first `fraction` of a split; the same on every rank."""
+        """Metrics over a `fraction` of a split; the same on every rank."""
         return evaluate(
             self.task,
             self.model,
@@ -224,6 +224,7 @@ class Session:
             fraction,
             equal_counts=self._active is not None and self._active.strategy.equal_counts,
             seed=self.recipe.seed,
+            rules=self.recipe.rules,
         )
 
     def _first_samples(
@@ -252,7 +253,14 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
             f"--data {recipe.data}: this task computes {cohort} samples together, so that it takes one set"
         )
     sampler = Sampler(
-        len(source), recipe.batch_size, recipe.seed, recipe.train_fraction, cohort, lengths, parts
+        len(source),
+        recipe.batch_size,
+        recipe.seed,
+        recipe.train_fraction,
+        cohort,
+        lengths,
+        parts,
+        recipe.rules,
     )
     if parts and 0 in sampler.quotas:
         raise UserError(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from isobatch.data.base import ArraySource, Ragged
-from isobatch.engine.training.evaluate import evaluate
+from isobatch.engine.training.evaluate import evaluate, held_out_samples
 from isobatch.models.base import Batch, Loss, Rows, StepContext, Sum, Task
 from isobatch.tests.unit.helpers import plan
 
@@ -48,10 +48,10 @@ class Counting(Task):
         return {"mean": mean.value / mean.weight, "weight": mean.weight, "each": parts["each"].tolist()}
 
 
-def measured(world: Any, task: Task, fraction: float = 1.0) -> dict[str, Any]:
+def measured(world: Any, task: Task, fraction: float = 1.0, rules: int = 1) -> dict[str, Any]:
     model = task.build_model(None).train()
     chosen = plan(processes=world.size, micro_batch_samples=3, micro_batch_tokens=40, pad_multiple=4)
-    found = evaluate(task, model, source(), "valid", None, chosen, world, fraction)
+    found = evaluate(task, model, source(), "valid", None, chosen, world, fraction, rules=rules)
     assert model.training  # as it was before
     return found
 
@@ -72,16 +72,39 @@ def test_the_noise_of_an_evaluation_is_its_samples(size: int, run_ranks: Any) ->
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
-@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.001])
-def test_every_sample_once_and_in_order_on_any_world(size: int, fraction: float, run_ranks: Any) -> None:
-    rows = [int(source().fetch(np.array([i]))["tokens"].sum()) for i in range(COUNT)]
-    count = {1.0: 37, 0.5: 19, 0.001: 1}[fraction]  # ceil(37 / 2) = 19; at least one
-    outcome = run_ranks(size, lambda world: measured(world, Counting(None, None), fraction))
+@pytest.mark.parametrize(("fraction", "rules"), [(1.0, 1), (0.5, 1), (0.5, 2), (0.001, 2)])
+def test_every_sample_once_and_in_order_on_any_world(
+    size: int, fraction: float, rules: int, run_ranks: Any
+) -> None:
+    chosen = held_out_samples(source(), fraction, 1, 0, rules)
+    rows = [int(source().fetch(np.array([i]))["tokens"].sum()) for i in chosen]
+    assert len(rows) == {1.0: 37, 0.5: 19, 0.001: 1}[fraction]  # ceil(37 / 2) = 19; at least one
+    outcome = run_ranks(size, lambda world: measured(world, Counting(None, None), fraction, rules))
     for found in outcome.values:
-        assert found["each"] == rows[:count]
-        assert found["weight"] == source().lengths(np.arange(count)).sum()
-        assert found["mean"] == pytest.approx(sum(rows[:count]) / found["weight"])
+        assert found["each"] == rows
+        assert found["weight"] == source().lengths(chosen).sum()
+        assert found["mean"] == pytest.approx(sum(rows) / found["weight"])
     assert all(calls == outcome.calls[0] for calls in outcome.calls)
+
+
+def test_a_fraction_is_a_fair_share_of_a_sorted_split() -> None:
+    """The first half of rows sorted by label holds one label; by rules 1 that is what was measured."""
+    labels = ArraySource({"label": np.repeat([0, 1], 500)})
+
+    def share(rules: int, seed: int = 0) -> float:
+        chosen = held_out_samples(labels, 0.5, 1, seed, rules)
+        assert len(set(chosen.tolist())) == 500
+        return float(labels.columns["label"][chosen].mean())
+
+    assert share(rules=1) == 0
+    assert abs(share(rules=2) - 0.5) < 5 * np.sqrt(0.25 / 500 / 2)  # without replacement: half the variance
+    assert share(rules=2) == share(rules=2)
+    assert len({tuple(held_out_samples(labels, 0.5, 1, seed, 2)) for seed in range(3)}) == 3
+
+
+def test_a_larger_fraction_holds_the_smaller() -> None:
+    few, more = (set(held_out_samples(source(), share, 1, 7, 2).tolist()) for share in (0.3, 0.6))
+    assert few < more
 
 
 class Plain(Counting):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import math
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,20 +13,23 @@ from hypothesis import strategies as st
 
 from isobatch.engine.loading import permutation
 from isobatch.engine.loading.permutation import (
+    SORTED,
     ComputedRounds,
     TableRounds,
     cycle_walk,
     permute,
     round_keys,
     round_tables,
+    shuffle,
 )
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 100, 255, 256, 257, 1000, 4096, 4097, 65535, 65537, 100_003]
 
 
+@pytest.mark.parametrize("permutation", [permute, shuffle])
 @pytest.mark.parametrize("count", SIZES)
-def test_every_number_comes_once(count: int) -> None:
-    found = permute(np.arange(count), count, seed=1, epoch=2)
+def test_every_number_comes_once(count: int, permutation: Any) -> None:
+    found = permutation(np.arange(count), count, seed=1, epoch=2)
     assert found.dtype == np.int64
     assert np.array_equal(np.sort(found), np.arange(count))
 
@@ -69,15 +74,44 @@ def test_seed_and_epoch_are_not_interchangeable() -> None:
     assert not np.array_equal(permute(np.arange(50), 50, 1, 2), permute(np.arange(50), 50, 2, 1))
 
 
-def test_all_24_permutations_of_four_are_equally_likely() -> None:
-    draws = 6000
-    orders = list(itertools.permutations(range(4)))
-    counts = dict.fromkeys(orders, 0)
-    for seed in range(draws):
-        counts[tuple(permute(np.arange(4), 4, seed, 1).tolist())] += 1  # type: ignore[index]
-    expected = draws / 24
-    chi_square = sum((n - expected) ** 2 / expected for n in counts.values())
-    assert chi_square < 23 + 5 * np.sqrt(2 * 23)  # 23 degrees of freedom: mean 23, variance 46
+def excess(permutation: Any, count: int, draws: int) -> float:
+    """Chi-square of all orders of `count`, in standard deviations above its mean."""
+    counts = Counter(tuple(permutation(np.arange(count), count, seed, 1).tolist()) for seed in range(draws))
+    freedom = math.factorial(count) - 1
+    expected = draws / (freedom + 1)
+    absent = (freedom + 1 - len(counts)) * expected
+    chi_square = sum((n - expected) ** 2 / expected for n in counts.values()) + absent
+    return float((chi_square - freedom) / np.sqrt(2 * freedom))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_all_orders_of_a_few_are_equally_likely(count: int) -> None:
+    assert abs(excess(shuffle, count, 6000)) < 5
+
+
+def is_odd(order: np.ndarray) -> bool:
+    """Whether an odd number of swaps makes the order: its size less its number of cycles is odd."""
+    left, cycles = set(order.tolist()), 0
+    while left:
+        cycles += 1
+        place = next(iter(left))
+        while place in left:
+            left.remove(place)
+            place = int(order[place])
+    return (len(order) - cycles) % 2 == 1
+
+
+@pytest.mark.parametrize("count", [16, 64, 256])
+def test_half_of_the_orders_are_odd(count: int) -> None:
+    odd = [is_odd(shuffle(np.arange(count), count, seed, 0)) for seed in range(400)]
+    assert abs(np.mean(odd) - 0.5) < 5 * 0.5 / np.sqrt(400)
+    assert not any(is_odd(permute(np.arange(count), count, seed, 0)) for seed in range(50))
+
+
+def test_above_the_sorted_sizes_both_are_one() -> None:
+    places = np.arange(1000)
+    assert not np.array_equal(shuffle(places, SORTED, 3, 1), permute(places, SORTED, 3, 1))
+    assert np.array_equal(shuffle(places, SORTED + 1, 3, 1), permute(places, SORTED + 1, 3, 1))
 
 
 def test_where_a_sample_lands_is_uniform() -> None:
@@ -94,10 +128,11 @@ def test_neighbours_are_not_kept_together() -> None:
     assert together < 2e-4 + 5 * np.sqrt(2e-4 / 10_000)  # 2/n by chance
 
 
+@pytest.mark.parametrize("permutation", [permute, shuffle])
 @pytest.mark.parametrize("place", [-1, 10, 11])
-def test_a_place_outside_is_an_error_and_no_endless_walk(place: int) -> None:
+def test_a_place_outside_is_an_error_and_no_endless_walk(place: int, permutation: Any) -> None:
     with pytest.raises(AssertionError, match="outside the permutation"):
-        permute(np.array([0, place]), 10, 0, 0)
+        permutation(np.array([0, place]), 10, 0, 0)
 
 
 def test_nothing_asked_is_nothing_found() -> None:
@@ -110,3 +145,6 @@ def test_the_numbers_are_frozen() -> None:
     assert permute(np.arange(5), 1000, seed=42, epoch=3).tolist() == [912, 294, 942, 784, 523]
     assert permute(np.arange(3), 2**33, seed=42, epoch=3).tolist() == [4850807304, 7589483212, 1405206514]
     assert permutation.ROUNDS == 8
+    assert shuffle(np.arange(8), 8, seed=0, epoch=1).tolist() == [2, 5, 0, 3, 1, 4, 6, 7]
+    assert shuffle(np.arange(5), 1000, seed=42, epoch=3).tolist() == [488, 70, 491, 481, 663]
+    assert SORTED == 65536

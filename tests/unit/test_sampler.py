@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobatch.engine.loading.permutation import permute
+from isobatch.engine.loading.permutation import permute, shuffle
 from isobatch.engine.loading.sampler import LENGTH_WINDOW, Sampler, divide_by_shares, extend_chain
 
 
@@ -23,10 +23,19 @@ def epoch(sampler: Sampler, number: int) -> list[np.ndarray]:
     return [sampler.batch(step) for step in range(first, first + sampler.steps_per_epoch)]
 
 
-@given(st.integers(1, 500), st.integers(1, 64), st.integers(0, 2**63 - 1), st.integers(0, 3), st.booleans())
-def test_every_sample_comes_once_an_epoch(count: int, size: int, seed: int, number: int, like: bool) -> None:
+@given(
+    st.integers(1, 500),
+    st.integers(1, 64),
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 3),
+    st.booleans(),
+    st.sampled_from([1, 2]),
+)
+def test_every_sample_comes_once_an_epoch(
+    count: int, size: int, seed: int, number: int, like: bool, rules: int
+) -> None:
     lengths = np.random.default_rng(0).integers(1, 50, count) if like else None
-    batches = epoch(Sampler(count, size, seed, lengths=by_number(lengths)), number)
+    batches = epoch(Sampler(count, size, seed, lengths=by_number(lengths), rules=rules), number)
     assert np.array_equal(np.sort(np.concatenate(batches)), np.arange(count))
     assert [len(b) for b in batches[:-1]] == [size] * (len(batches) - 1)
     assert len(batches[-1]) == count - size * (len(batches) - 1)  # the last is kept, with what is left
@@ -44,6 +53,11 @@ def test_epochs_differ_in_order() -> None:
     sampler = Sampler(100, 100, 0)
     assert not np.array_equal(sampler.batch(0), sampler.batch(1))
     assert not np.array_equal(sampler.batch(0), Sampler(100, 100, 1).batch(0))
+
+
+def test_the_rules_decide_the_order() -> None:
+    assert np.array_equal(Sampler(100, 100, 5).batch(0), permute(np.arange(100), 100, 5, 1))
+    assert np.array_equal(Sampler(100, 100, 5, rules=2).batch(0), shuffle(np.arange(100), 100, 5, 1))
 
 
 def test_a_fraction_is_a_prefix_of_the_permutation_of_epoch_0_and_stays() -> None:
