@@ -63,6 +63,8 @@ class ChatSegment(NamedTuple):
 
     text: str
     is_answer: bool
+    messages: tuple[tuple[int, int], ...] = ()
+    """Where the messages' own texts begin and end in a prompt; what lies between is the template's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class ChatTemplate:
 
     def _split_answers(self, messages: Sequence[Message], whole: str, where: str) -> list[ChatSegment]:
         """`whole` in segments; its beginnings are the prompts of the answers among `messages`."""
-        segments, position = [], 0
+        segments, position, asked = [], 0, 0
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt = self._render(messages[:number], where, add_generation_prompt=True)
@@ -104,11 +106,11 @@ class ChatTemplate:
                     raise _cannot_split_error(where)
                 stop = self._answer_end(whole, len(prompt), message["content"], where)
                 segments += [
-                    ChatSegment(whole[position : len(prompt)], False),
+                    _prompt_segment(whole[position : len(prompt)], messages[asked:number]),
                     ChatSegment(whole[len(prompt) : stop], True),
                 ]
-                position = stop + len(self.closing)
-        return [*segments, ChatSegment(whole[position:], False)]
+                position, asked = stop + len(self.closing), number + 1
+        return [*segments, _prompt_segment(whole[position:], messages[asked:])]
 
     def _answer_end(self, whole: str, start: int, content: str, where: str) -> int:
         """Where the answer that begins at `start` ends: before the closing text, else after its content."""
@@ -150,6 +152,17 @@ class ChatTemplate:
     def from_dict(cls, values: Mapping[str, Any]) -> ChatTemplate:
         """The template that `to_dict` wrote."""
         return cls(**values)
+
+
+def _prompt_segment(text: str, messages: Sequence[Message]) -> ChatSegment:
+    """A prompt, with the places of the texts of these messages in it."""
+    places, position = [], 0
+    for content in (m.get(name, "").strip() for m in messages for name in ("content", "input")):
+        start = text.find(content, position) if content else -1
+        if start >= 0:
+            position = start + len(content)
+            places.append((start, position))
+    return ChatSegment(text, False, tuple(places))
 
 
 def _cannot_split_error(where: str) -> UserError:

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +21,7 @@ from isobatch.data.readers import LocatedRows
 from isobatch.data.spooled_array import SpooledArray
 from isobatch.data.text import chat_templates
 from isobatch.data.text.chat_templates import ChatTemplate
-from isobatch.data.text.truncation import TokenRow, TruncatedRow, learn_mask, truncate
+from isobatch.data.text.truncation import TokenRow, TruncatedRow, fit_turns, learn_mask, truncate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,6 +51,7 @@ class ConversationCounts:
     """Conversations that began with an answer before any question; it is dropped."""
     prompts_cut: int = 0
     answers_cut: int = 0
+    turns_left_out: int = 0
     tokens: int = 0
     response_tokens: int = 0
     learnt: int = 0
@@ -82,6 +84,7 @@ class ConversationCounts:
         for count, what in (
             (self.prompts_cut, "the prompt loses its beginning"),
             (self.answers_cut, "answers are cut"),
+            (self.turns_left_out, "later turns are left out"),
         ):
             if count:
                 yield f"{split}: in {count:,} of {self.rows:,} rows {what} to fit --max-length {max_length}"
@@ -162,18 +165,13 @@ class Conversations:
         learn_masks = SpooledArray(np.uint8, tokenization.spool_folder)
         segments = self._render_segments(split, self.template, counts, self.cleaning)
         for conversation, row in _encode_conversations(segments, tokenization, self.template.end_id):
-            # A row ends with its label: the accuracy is measured at the end of the row.
-            cut = truncate(row, tokenization.max_length, self.response_only or bool(self.labels))
+            cut = self._truncate(conversation, row, tokenization)
             learn = learn_mask(cut.row, self.response_only)
             if not learn.any():
                 counts.left_out["no token to learn"] += 1
                 continue
             self._add_counts(counts, conversation, cut, learn, tokenization.tokenizer)
-            if (
-                split == "valid"
-                and len(self.prompts) < SHOWN_PROMPTS
-                and not (cut.prompt_cut or cut.answer_cut)
-            ):
+            if split == "valid" and len(self.prompts) < SHOWN_PROMPTS and not cut.is_cut:
                 self.prompts.append([conversation[0].text, conversation[1].text.strip()])
             tokens.add(cut.row.tokens)
             learn_masks.add(learn)
@@ -211,6 +209,16 @@ class Conversations:
                     counts.leading_answers += had_leading_answer
                     yield template.segments(cleaned, where)
 
+    def _truncate(
+        self, conversation: list[ChatSegment], row: TokenRow, tokenization: TokenizationSettings
+    ) -> TruncatedRow:
+        # A row ends with its label: the accuracy is measured at the end of the row.
+        ends_with_answer = self.response_only or bool(self.labels)
+        if tokenization.rules < 2:
+            return truncate(row, tokenization.max_length, ends_with_answer)
+        find_questions = partial(_question_mask, conversation, tokenization.tokenizer)
+        return fit_turns(row, find_questions, tokenization.max_length, ends_with_answer)
+
     def _add_counts(
         self,
         counts: ConversationCounts,
@@ -223,12 +231,13 @@ class Conversations:
         counts.rows += 1
         counts.prompts_cut += cut.prompt_cut
         counts.answers_cut += cut.answer_cut
+        counts.turns_left_out += cut.turns_left_out
         counts.tokens += len(learn)
         counts.response_tokens += int(cut.row.answer_mask.sum())
         counts.predicted += int(learn.sum())
         kept = cut.row.answer_mask.astype(bool) if self.response_only else np.ones(len(learn), bool)
         counts.learnt += int(kept.sum())
-        if cut.prompt_cut or cut.answer_cut:
+        if cut.is_cut:
             texts = [tokenizer.decode(cut.row.tokens[kept].tolist())]
         elif self.response_only:
             texts = [p.text for p in conversation if p.is_answer]
@@ -282,3 +291,13 @@ def _encode_conversations(
                 ids += found
                 answer_mask += [int(segment.is_answer)] * len(found)
             yield conversation, TokenRow(np.array(ids, dtype), np.array(answer_mask, np.uint8))
+
+
+def _question_mask(conversation: list[ChatSegment], tokenizer: Tokenizer) -> np.ndarray:
+    """(tokens,) bool: True where a token of a prompt is a message's and not the template's."""
+    found: list[bool] = []
+    for segment in conversation:
+        encoding = tokenizer.encode(segment.text, add_special_tokens=False)
+        found += [any(a <= start < b for a, b in segment.messages) for start, _ in encoding.offsets]
+        found += [False] * segment.is_answer  # the token that ends an answer
+    return np.array(found)

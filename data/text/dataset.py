@@ -137,6 +137,7 @@ class Text(TokenizedData):
             return {}
         options, template = self.options, chat_templates.identity(self._tokenizer_source().path)
         found = [conversations.TOKENIZATION_VERSION, options.template, options.response_only, template]
+        found += [self.recipe.rules] if self.recipe.rules > 1 else []
         return {"conversations": found} | (
             {"sets": [spec.name for spec in set_specs]} if len(set_specs) > 1 else {}
         )
@@ -189,7 +190,7 @@ class Text(TokenizedData):
             lambda size: tokenizers.train_byte_level_bpe(found.texts(), size)
         )
         tokenization = TokenizationSettings(
-            tokenizer, special, self.recipe.max_length, self.options.stride, folder
+            tokenizer, special, self.recipe.max_length, self.options.stride, folder, self.recipe.rules
         )
         found.bind_tokenizer(tokenization)
         return found, tokenization

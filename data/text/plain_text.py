@@ -36,6 +36,8 @@ class TokenizationSettings:
     """Tokens between the beginnings of held-out windows; 0: held-out text is in blocks too."""
     spool_folder: Path | None = None
     """The folder of temporary files in which tokens are collected, so that memory use stays small."""
+    rules: int = 1
+    """The recipe's: from 2 on a conversation that is too long loses of its questions first."""
 
     @property
     def dtype(self) -> type:

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
-TOKENIZER = {"model": "tiny", "tokenizer": None, "revision": None, "format": None, "max_length": 64}
+TOKENIZER = {
+    "model": "tiny",
+    "tokenizer": None,
+    "revision": None,
+    "rules": 2,
+    "format": None,
+    "max_length": 64,
+}
 
 
 def make(data: Path, *clean: str, **changes: Any) -> Text:

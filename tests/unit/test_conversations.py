@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,15 @@ def make(folder: Path, rows: list[Any], tokenizer: Path | None = None, **changes
     options = {k: changes.pop(k) for k in list(changes) if k in TextOptions.__dataclass_fields__}
     if tokenizer is None:
         tokenizer = byte_tokenizer(folder / "tokenizer", END)
-    values = {"model": "tiny", "revision": None, "format": None, "max_length": 400, "seed": 0, **changes}
+    values = {
+        "model": "tiny",
+        "revision": None,
+        "rules": 2,
+        "format": None,
+        "max_length": 400,
+        "seed": 0,
+        **changes,
+    }
     return Text(SimpleNamespace(data=str(folder), tokenizer=str(tokenizer), **values), TextOptions(**options))
 
 
@@ -170,7 +179,7 @@ def test_conversations_are_read_from_every_form(tmp_path: Path, form: str) -> No
     recipe = SimpleNamespace(
         data=str(tmp_path),
         tokenizer=str(byte_tokenizer(tmp_path / "t", END)),
-        **{"model": "tiny", "revision": None, "format": None, "max_length": 400},
+        **{"model": "tiny", "revision": None, "rules": 2, "format": None, "max_length": 400},
     )
     text = Text(recipe, TextOptions(template="plain"))
     text.prepare(tmp_path / "out")
@@ -184,7 +193,7 @@ def test_a_hub_data_set_may_hold_conversations(tmp_path: Path, monkeypatch: pyte
     turns = [{"role": "user", "content": "he?"}, {"role": "assistant", "content": "Hi!"}]
     rows = datasets.Dataset.from_list([{"messages": turns}] * 40)
     monkeypatch.setattr(hub, "load_dataset", lambda *_: {"train": rows})
-    recipe = {"model": "tiny", "revision": None, "format": None, "max_length": 400}
+    recipe = {"model": "tiny", "revision": None, "rules": 2, "format": None, "max_length": 400}
     tokenizer = str(byte_tokenizer(tmp_path / "t", END))
     text = Text(SimpleNamespace(data="a-team/chats", tokenizer=tokenizer, **recipe), TextOptions())
     assert "conversations" in text.identity()  # it may hold some: nothing is known before it is fetched
@@ -211,7 +220,14 @@ def test_a_named_text_column_wins(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
-    recipe = {"tokenizer": None, "model": "tiny", "revision": None, "format": None, "max_length": 400}
+    recipe = {
+        "tokenizer": None,
+        "model": "tiny",
+        "revision": None,
+        "rules": 2,
+        "format": None,
+        "max_length": 400,
+    }
     make(tmp_path, [ADD, HELLO])
     text = Text(SimpleNamespace(data=str(tmp_path), **recipe), TextOptions(vocab_size=400))
     extra = text.prepare(tmp_path / "out")
@@ -267,6 +283,67 @@ def test_every_width_keeps_something_to_learn() -> None:
                 cut = truncation.truncate(row("a" * prompt + "Z" * answer), width, response_only=True)
                 assert len(cut.row.tokens) <= width
                 assert truncation.learn_mask(cut.row, True).any()
+
+
+@pytest.mark.parametrize(
+    ("given", "width", "kept", "prompt", "answer", "turns"),
+    [
+        ("[abcd]EFG", 9, "[abcd]EFG", False, False, False),
+        ("[abcd]EFGhi", 9, "[abcd]EFG", False, False, False),  # what follows the last answer is not learnt
+        ("[abcd]EFG", 7, "[cd]EFG", True, False, False),  # the question's end, between the template's tokens
+        ("[abcd]EFG", 6, "[d]EFG", True, False, False),
+        ("[abcd]EFG", 5, "d]EFG", True, False, False),  # no room for a question within the template
+        ("[abcd]EFGHI", 6, "]EFGHI", True, False, False),  # an answer that leaves one token to precede it
+        ("[abcd]EFGHIJKLM", 8, "[cd]EFGH", True, True, False),  # too long alone: its prompt keeps half
+        ("[a]EFGHIJKLM", 8, "[a]EFGHI", False, True, False),
+        ("[a]B[cd]E[f]G", 9, "[a]B[cd]E", False, False, True),
+        ("[a]B[cde]F", 9, "[a]B[de]F", True, False, False),  # a later question is cut,
+        ("[a]B[cde]F", 7, "[a]B", False, False, True),  # or its turn is left out
+        ("[abc]D[e]F", 8, "[abc]D", False, False, True),
+        ("ABCD", 3, "ABC", False, True, False),
+    ],
+)
+def test_questions_are_cut_before_answers(
+    given: str, width: int, kept: str, prompt: bool, answer: bool, turns: bool
+) -> None:
+    """Lower-case letters are a question's, brackets the template's."""
+    cut = truncation.fit_turns(row(given), lambda: np.array([c.islower() for c in given]), width, True)
+    assert (text_of(cut.row), cut.prompt_cut, cut.answer_cut) == (kept, prompt, answer)
+    assert cut.turns_left_out == turns
+
+
+def test_an_answer_that_fits_is_whole_at_every_width() -> None:
+    for width, template, question, answer in itertools.product(
+        range(2, 16), range(4), range(6), range(1, 16)
+    ):
+        given = "[" * template + "a" * question + "Z" * answer
+        cut = truncation.fit_turns(row(given), lambda g=given: np.array([c == "a" for c in g]), width, True)
+        assert len(cut.row.tokens) == min(len(given), width)
+        assert cut.answer_cut == (
+            len(given) > width <= answer and (answer > width or template + question > 0)
+        )
+        if not cut.answer_cut:
+            assert text_of(cut.row).count("Z") == answer
+        assert truncation.learn_mask(cut.row, True).any() or answer == 1 == len(given)
+
+
+def test_the_template_and_the_questions_end_are_kept(tmp_path: Path) -> None:
+    """Alpaca's words around a question that is too long, and a whole answer."""
+    long = {"instruction": "Add these.", "input": "1 2 " * 100, "output": "yes"}
+    extra, columns, tokenizer = prepared(tmp_path, [long], template="alpaca", max_length=260)
+    found = marked(columns, tokenizer)
+    head, tail = WITH_INPUT.split("Add.\n\n### Input:\n1 2")
+    assert found.startswith(head)
+    assert found.endswith(tail.replace("«3", "«yes"))
+    assert columns["tokens"].lengths.tolist() == [260]
+    assert "1 2 1 2" in found
+    assert "train: in 1 of 1 rows the prompt loses its beginning to fit --max-length 260" in extra["notes"]
+
+
+def test_the_rules_belong_to_the_cache_key_of_conversations(tmp_path: Path) -> None:
+    first, second = (make(tmp_path, [HELLO], rules=rules).identity() for rules in (1, 2))
+    assert first != second
+    assert first["conversations"] == second["conversations"][:-1]  # as it was: old caches are found
 
 
 def test_cuts_are_counted_and_never_lose_all_of_an_answer(tmp_path: Path) -> None:

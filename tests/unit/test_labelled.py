@@ -22,7 +22,7 @@ ROWS = [("a good film", "pos"), ("a bad film", "neg"), ("good , good", "pos"), (
 
 
 def make(data: Path | str, max_length: int = 16, **options: Any) -> Labelled:
-    values = {"format": None, "tokenizer": None, "model": "tiny", "revision": None, "seed": 0}
+    values = {"format": None, "tokenizer": None, "model": "tiny", "revision": None, "rules": 2, "seed": 0}
     recipe = SimpleNamespace(data=str(data), max_length=max_length, **values)
     return Labelled(recipe, LabelledOptions(vocab_size=300, **options))
 

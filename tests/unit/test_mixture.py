@@ -49,7 +49,7 @@ Make = Callable[..., Text]
 @pytest.fixture
 def make() -> Make:
     def text(data: str, max_length: int = 64, **options: Any) -> Text:
-        recipe = {"tokenizer": None, "model": "tiny", "revision": None, "format": None}
+        recipe = {"tokenizer": None, "model": "tiny", "revision": None, "rules": 2, "format": None}
         kept = {"vocab_size": 300, **options}
         return Text(SimpleNamespace(data=data, max_length=max_length, **recipe), TextOptions(**kept))
 

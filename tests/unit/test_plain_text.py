@@ -36,7 +36,15 @@ def shared(name: str) -> Path:
 
 def make(data: Path | str, tokenizer: Path | str | None = None, **changes: Any) -> Text:
     options = {k: changes.pop(k) for k in ("text_column", "vocab_size", "data_config") if k in changes}
-    values = {"model": "tiny", "revision": None, "format": None, "max_length": 16, "seed": 0, **changes}
+    values = {
+        "model": "tiny",
+        "revision": None,
+        "rules": 2,
+        "format": None,
+        "max_length": 16,
+        "seed": 0,
+        **changes,
+    }
     recipe = SimpleNamespace(data=str(data), tokenizer=tokenizer and str(tokenizer), **values)
     return Text(recipe, TextOptions(**options))
 
