@@ -20,6 +20,7 @@ from isobatch.data.interactions import demo, formats, movielens
 from isobatch.data.interactions.splits import (
     MISSING,
     InteractionArrays,
+    count_tied_users,
     draw_eval_negatives,
     drop_repeats,
     hold_out_validation,
@@ -107,6 +108,7 @@ class Interactions(TokenizedData):
             "max_length": self.recipe.max_length,
             "vocab_size": self._vocabulary_size(),
             "options": [getattr(self.options, name) for name in InteractionOptions.__slots__],
+            **({"rules": self.recipe.rules} if self.recipe.rules > 1 else {}),
         }
 
     def _folder_format(self, path: Path) -> formats.FolderFormat | None:
@@ -234,7 +236,7 @@ class Interactions(TokenizedData):
     def _split(
         self, parts: dict[str, InteractionArrays], method: str, has_times: bool, notes: list[str]
     ) -> dict[str, InteractionArrays]:
-        given = "train" in parts
+        given, by_id = "train" in parts, has_times and self.recipe.rules >= 2
         if method == "given":
             if not given:
                 raise UserError(f"--split given: {self.recipe.data} has no train file")
@@ -244,10 +246,16 @@ class Interactions(TokenizedData):
         if method == "time":
             if not has_times:
                 raise UserError(f"--split time: {self.recipe.data} has no times (see --time-column)")
-            return split_by_time(parts["all"])
+            return split_by_time(parts["all"], by_id)
         if not has_times:
             notes.append("there are no times: a user's last interaction is the last in the file")
-        return split_leave_one_out(parts["all"], notes)
+        elif tied := count_tied_users(parts["all"]):
+            users = len(np.unique(parts["all"].user))
+            first = "the larger item id" if by_id else "the later in the file"
+            notes.append(
+                f"{tied:,} of {users:,} users have last interactions at one time: {first} is the last"
+            )
+        return split_leave_one_out(parts["all"], notes, parts["all"].item if by_id else None)
 
     def _held_out_columns(
         self,

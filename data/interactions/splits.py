@@ -55,12 +55,15 @@ def drop_repeats(pairs: InteractionArrays, items: int, split: str, notes: list[s
     return pairs.take(np.sort(order[last]))
 
 
-def split_leave_one_out(pairs: InteractionArrays, notes: list[str]) -> dict[str, InteractionArrays]:
+def split_leave_one_out(
+    pairs: InteractionArrays, notes: list[str], ties: np.ndarray | None = None
+) -> dict[str, InteractionArrays]:
     """Leave-one-out: a user's last interaction is test, the last but one validation.
 
     Training keeps at least one: a user with two has no validation item, a user with one no test item.
+    Of interactions at one time the larger of `ties` (n,) is later; without it, the later in the file.
     """
-    order = np.lexsort((pairs.time, pairs.user))
+    order = np.lexsort((pairs.time, pairs.user) if ties is None else (ties, pairs.time, pairs.user))
     user = pairs.user[order]
     counts = np.bincount(user)
     end = np.cumsum(counts)
@@ -76,9 +79,21 @@ def split_leave_one_out(pairs: InteractionArrays, notes: list[str]) -> dict[str,
     }
 
 
-def split_by_time(pairs: InteractionArrays) -> dict[str, InteractionArrays]:
-    """The earliest 80 % of all interactions are train, the next 10 % valid, the last 10 % test."""
-    order = np.argsort(pairs.time, kind="stable")
+def count_tied_users(pairs: InteractionArrays) -> int:
+    """Users for whom the times do not say which interaction is the last, or the last but one."""
+    order = np.lexsort((pairs.time, pairs.user))
+    user, time = pairs.user[order], pairs.time[order]
+    same = (user[1:] == user[:-1]) & (time[1:] == time[:-1])
+    back = np.cumsum(np.bincount(user))[user] - 1 - np.arange(len(user))
+    return len(np.unique(user[1:][same & (back[1:] <= 1)]))
+
+
+def split_by_time(pairs: InteractionArrays, by_id: bool = False) -> dict[str, InteractionArrays]:
+    """The earliest 80 % of all interactions are train, the next 10 % valid, the last 10 % test.
+
+    Those at one time are in the order of the file, or by user and item with `by_id`.
+    """
+    order = np.lexsort((pairs.item, pairs.user, pairs.time) if by_id else (pairs.time,))
     first, second = (round(share * len(order)) for share in TIME_SPLIT_ENDS)
     parts = {"train": order[:first], "valid": order[first:second], "test": order[second:]}
     return {split: pairs.take(rows) for split, rows in parts.items()}

@@ -27,9 +27,9 @@ NCF = Path(__file__).parents[3] / "shared" / "data" / "ml-1m-ncf"
 
 
 def asked(
-    path: Path | str, tokenizer: str | None = None, form: str | None = None, **options: Any
+    path: Path | str, tokenizer: str | None = None, form: str | None = None, rules: int = 2, **options: Any
 ) -> Interactions:
-    recipe = Recipe(task="recommender", data=str(path), tokenizer=tokenizer, format=form)
+    recipe = Recipe(task="recommender", data=str(path), tokenizer=tokenizer, format=form, rules=rules)
     return Interactions(recipe, InteractionOptions(**{"vocab_size": 300, "eval_negatives": 2, **options}))
 
 
@@ -185,6 +185,46 @@ def test_given_splits_and_time(tmp_path: Path) -> None:
     facts, splits = made(tmp_path / "all.csv", split="time")
     assert [i for _, i in ids(facts, splits["test"])] == ["1", "0"]
     assert len(splits["train"]["user"]) == 16
+
+
+TIED = ("ann,x,1", "ann,y,9", "ann,w,9", "ann,z,9", "bob,x,1", "bob,y,1", "bob,z,2", "cid,y,1", "cid,x,2")
+
+
+@pytest.mark.parametrize("rows", [TIED, TIED[::-1]], ids=["written", "reversed"])
+@pytest.mark.parametrize("rules", [1, 2])
+def test_ties_of_time_are_broken_by_item_and_said(rows: tuple[str, ...], rules: int, tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text("\n".join(["user,item,time", *rows]) + "\n")
+    facts, splits = made(file, rules=rules)
+    test, valid = (dict(ids(facts, splits[split])) for split in ("test", "valid"))
+    assert (test["bob"], test["cid"]) == ("z", "x")  # told by their times
+    if rules == 2:
+        assert (test["ann"], valid["ann"], valid["bob"]) == ("z", "y", "y")
+        said = "the larger item id"
+    else:
+        last = "z" if rows is TIED else "y"  # by rules 1 the order of the file decides
+        assert test["ann"] == last
+        said = "the later in the file"
+    said = f"2 of 3 users have last interactions at one time: {said} is the last"
+    assert said in facts.extra["notes"]
+
+
+@pytest.mark.parametrize("rules", [1, 2])
+def test_a_split_by_time_does_not_follow_the_file_in_ties(rules: int, tmp_path: Path) -> None:
+    rows = [f"{n % 3},{n},{n // 10}\n" for n in range(20)]
+    tests = []
+    for order in (rows, rows[::-1]):
+        (tmp_path / "all.csv").write_text("user,item,time\n" + "".join(order))
+        facts, splits = made(tmp_path / "all.csv", split="time", rules=rules)
+        tests.append(ids(facts, splits["test"]))
+    assert (tests[0] == tests[1]) == (rules == 2)
+
+
+def test_without_times_the_last_in_the_file_is_the_last(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item\nann,z\nann,y\nann,x\n")
+    facts, splits = made(tmp_path / "log.csv")
+    assert ids(facts, splits["test"]) == [("ann", "x")]
+    assert not any("at one time" in note for note in facts.extra["notes"])
 
 
 def test_negatives_are_unseen_different_and_seeded() -> None:
