@@ -1,0 +1,165 @@
+"""Gradients of every parameter of every task are the same however a global batch is cut into micro-batches.
+
+Losses alone would not show it: a factor that the cut decides may reach one parameter's gradient only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from isobatch.core.recipe import RULES
+from isobatch.engine.loading.prepare import prepare
+from isobatch.engine.registry import workload
+from isobatch.tests.unit.helpers import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from isobatch.engine.training.active_phase import ActivePhase
+    from isobatch.engine.training.session import Session
+
+BATCH, LATER = 16, 10
+"""Samples of a global batch; steps after which gradients are compared again."""
+CUTS = (16, 8, 3, 1)
+LEAST = 1e-2
+"""Parameters whose gradient is smaller than this part of the whole are compared with this part.
+
+Softmax does not see a shift, so that the gradient of a key's bias is rounding and nothing else.
+"""
+TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
+"""Largest difference of a parameter's gradients, over its norm. Measured: 6e-7 in fp32, 8e-3 in bf16."""
+CANCELS = 100
+"""That much more for a recommender with texts: what all items have in common cancels in the softmax, and
+the gradient of the layer that all texts pass is a small rest of large terms. Measured: 5.2e-5."""
+COMMON: dict[str, Any] = {"batch_size": BATCH, "max_length": 16, "train_fraction": 0.2, "steps": [40]}
+NO_TEXT: dict[str, Any] = {"text": "off", "negatives": 8}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "causal-lm": ("causal-lm", 0, {"dropout": 0.1}),
+    "LoRA": ("causal-lm", 0, {"model": "causal-lm", "adapter": "lora", "lora_dropout": 0.1}),
+    "LoRA on 4 bits": ("causal-lm", 0, {"model": "causal-lm", "adapter": "lora", "load_bits": 4}),
+    "classifier": ("classifier", 0, {"dropout": 0.1}),
+    "pruning": ("pruning", 0, {"teacher": "classifier", "prune_every": 4}),
+    "pruning without distillation": ("pruning", 1, {"prune_every": 4}),
+    "qat": ("qat", 0, {"pruned": "classifier"}),
+    "qat, 8 bits": ("qat", 0, {"pruned": "classifier", "bits": 8, "embedding_bits": 32}),
+    "recommender": ("recommender", 0, {"negatives": 16}),
+    "recommender, LoRA": ("recommender", 1, {"negatives": 16}),
+    "recommender, full": ("recommender", 0, {"text": "full", "negatives": 16, "text_chunk": 64}),
+    "bce": ("recommender", 0, {**NO_TEXT, "loss": "bce", "l2": 0.01, "head": "neumf"}),
+    "gbce": ("recommender", 0, {**NO_TEXT, "loss": "gbce", "head": "mlp"}),
+    "sparse tables": ("recommender", 0, {**NO_TEXT, "sparse_tables": True}),
+    "cohorts": ("recommender", 0, {**NO_TEXT, "cohort": 4}),
+    "sequence-vae": ("sequence-vae", 0, {"word_dropout": 0.2}),
+    "transformer VAE": ("sequence-vae", 0, {"backbone": "transformer", "target_kl": 4.0}),
+    "autoencoder": ("sequence-vae", 0, {"pretrain": 0.2}),
+}
+"""Name -> (task, its phase, flags); a model that is a task's name stands for a finished one of it."""
+
+
+def whole_plan(**changes: Any) -> Any:
+    values = {"micro_batch_samples": BATCH, "micro_batch_tokens": 10**6, "micro_batch_cost": 1e9}
+    return plan(**{**values, **changes})
+
+
+def open_session(task: str, flags: Mapping[str, Any], precision: str = "fp32", rules: int = RULES) -> Session:
+    """A session of one process, which holds a whole global batch at a time."""
+    import torch
+
+    from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.training.session import Session
+
+    chosen = workload(task)
+    recipe = dataclasses.replace(chosen.complete({**COMMON, **flags})[0], rules=rules)
+    world = Communicator(whole_plan())
+    if precision == "bf16":  # accelerate keeps one precision for the life of a process
+        world.accelerator = SimpleNamespace(autocast=partial(torch.autocast, "cpu", torch.bfloat16))  # type: ignore[assignment]
+    return Session(recipe, prepare(chosen.make(recipe)[1]), whole_plan(), world)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> dict[str, str]:
+    """Task -> the folder of a model of it with random weights, for tasks that start from one."""
+    found = {}
+    for task in ("causal-lm", "classifier"):
+        with open_session(task, {}) as session:
+            folder = tmp_path_factory.mktemp(task)
+            session.task.export(session.model, folder, session.facts)
+        found[task] = str(folder)
+    return found
+
+
+def cuts_of(session: Any) -> list[int]:
+    """Sizes of micro-batches to compare; a cohort is never cut."""
+    return [samples for samples in CUTS if samples >= session.task.cohort]
+
+
+def gradients(active: ActivePhase, step: int, samples: int) -> dict[str, Tensor]:
+    """Gradients of a step of a phase in micro-batches of at most so many samples, without an update."""
+    session: Any = active.session
+    session.replan(dataclasses.replace(session.plan, micro_batch_samples=samples))
+    (loaded,) = active.batches(step, step + 1)
+    active.stepper.backward(loaded)
+    assert max(len(m.positions) for m in loaded.work.micro_batches) <= samples
+    found = {n: p.grad.to_dense().double() for n, p in session.model.named_parameters() if p.grad is not None}
+    for p in session.model.parameters():
+        p.grad = None
+    return found
+
+
+def differences(active: ActivePhase, step: int) -> dict[str, float]:
+    """Parameter -> largest distance of its gradients under two cuts, over the norm of its gradient."""
+    whole, *others = (gradients(active, step, samples) for samples in cuts_of(active.session))
+    assert whole
+    least = LEAST * sum(float(g.norm()) ** 2 for g in whole.values()) ** 0.5
+    return {
+        name: max(float((g[name] - wanted).norm()) for g in others) / max(float(wanted.norm()), least)
+        for name, wanted in whole.items()
+    }
+
+
+def largest_differences(
+    name: str, finished: Mapping[str, str], precision: str = "fp32", rules: int = RULES
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Of a case: `differences` in the first step, and after LATER steps of one whole batch each."""
+    task, phase, flags = CASES[name]
+    starts = {k: finished[v] for k, v in flags.items() if k in ("model", "pruned", "teacher")}
+    session = open_session(task, {**flags, **starts}, precision, rules)
+    with session, session.phase(session.schedules[phase]) as active:
+        first = differences(active, 0)
+        session.replan(whole_plan())
+        for loaded in active.batches(0, LATER):
+            active.step(loaded)
+        return first, differences(active, LATER)
+
+
+def assert_equal(found: dict[str, float], tolerance: float) -> None:
+    worst = max(found, key=lambda name: found[name])
+    assert found[worst] <= tolerance, f"{worst}: {found[worst]:.1e}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_gradient_depends_on_the_cut(name: str, finished: dict[str, str]) -> None:
+    tolerance = TOLERANCE["fp32"] * (CANCELS if name.startswith("recommender") else 1)
+    for found in largest_differences(name, finished):
+        assert_equal(found, tolerance)
+
+
+@pytest.mark.parametrize("name", ["causal-lm", "classifier", "qat", "bce", "sequence-vae"])
+def test_in_16_bits_only_rounding_depends_on_the_cut(name: str, finished: dict[str, str]) -> None:
+    for found in largest_differences(name, finished, "bf16"):
+        assert_equal(found, TOLERANCE["bf16"])
+
+
+def test_a_factor_of_the_cut_would_be_seen(finished: dict[str, str]) -> None:
+    """The control: recipes of rules 1 scale the gradient of an activation's step by the micro-batch."""
+    first, _ = largest_differences("qat", finished, rules=1)
+    wrong = {name for name, value in first.items() if value > TOLERANCE["fp32"]}
+    assert wrong
+    assert all(name.endswith((".own.scale", ".reads.scale")) for name in wrong)
