@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object")
@@ -51,8 +52,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows = []
     # Not splitlines(): it also splits at U+2028 and others, which text may hold.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(row := json.loads(line), dict):
+                rows.append(row)
     return rows
 
 
@@ -89,5 +91,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
             raise
         if isinstance(error, RuntimeError) and "No space left" not in str(error):
             raise
-        reason = error.strerror if isinstance(error, OSError) else "No space left on device"
-        raise UserError(f"cannot write {path}: {reason}; choose another place with --out") from None
+        full = isinstance(error, RuntimeError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "No space left on device" if isinstance(error, RuntimeError) else error.strerror
+        remedy = "make some, then go on with `resume`" if full else "choose another place with --out"
+        raise UserError(f"cannot write {path}: {reason}; {remedy}") from None

@@ -1,8 +1,12 @@
-"""The clock for measuring intervals, and durations and byte counts formatted for people."""
+"""The clock for measuring intervals; durations, byte counts and foreign text formatted for people."""
 
 from __future__ import annotations
 
+import re
 import time
+
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that steer a terminal, or turn the direction of text; not the tab and the line break."""
 
 
 def now() -> float:
@@ -24,3 +28,8 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1000
     return f"{count:.2f} GB"
+
+
+def printable(text: object) -> str:
+    r"""Text from anywhere, for a terminal or a log: characters that would steer it are written as \x1b."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))

@@ -12,6 +12,7 @@ from isobatch.core.flags import Flag, build_options, convert, flags_of, nearest_
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, RULES, SHORT_MODEL_NAMES, Recipe
 from isobatch.data.base import Data
+from isobatch.engine import consent
 from isobatch.engine.task_files import is_task_file, load_task_class, task_file_hash
 from isobatch.models.base import Task
 
@@ -79,7 +80,8 @@ class Workload:
         return flags_of(self.task.Options, self.name) | flags_of(self.data.Options, f"{self.name} data")
 
     def make(self, recipe: Recipe) -> tuple[Task, Data]:
-        """The task and data objects of a recipe."""
+        """The task and data objects of a recipe. Raises UserError where its code may not run."""
+        consent.check(recipe)
         task_options = _options(self.task.Options, recipe.options, self.name)
         data_options = _options(self.data.Options, recipe.options, self.name)
         return self.task(recipe, task_options), self.data(recipe, data_options)
@@ -108,7 +110,9 @@ class Workload:
         }
         code = task_file_hash(self.name)
         written |= {"code": code} if code else {}
-        return Recipe(**{**common, "task": self.name, "options": written, "rules": RULES}), notes
+        recipe = Recipe(**{**common, "task": self.name, "options": written, "rules": RULES})
+        consent.allow_model(recipe)
+        return recipe, notes
 
     def plan_options(self, preset: str | None, asked: Mapping[str, Any]) -> PlanOptions:
         """What is asked of the plan: by the user (`asked`), and below it by the recipe's preset."""
@@ -170,9 +174,16 @@ def _options(kind: type, values: dict[str, Any], group: str) -> Any:
     return build_options(kind, {k: v for k, v in values.items() if k in names}, group)
 
 
+def workload_of(recipe: Recipe) -> Workload:
+    """The workload of a recipe that may come from anywhere. Raises UserError where its code may not run."""
+    consent.check(recipe)
+    return workload(recipe.task)
+
+
 def workload(name: str) -> Workload:
-    """The workload called `name`, or the user's own from ./file.py:Class. Raises UserError."""
+    """The workload that the user calls `name`, or the user's own from ./file.py:Class. Raises UserError."""
     if is_task_file(name):
+        consent.allow_task_file(name)
         task = load_task_class(name)
         data = task.data
         if not (isinstance(data, type) and issubclass(data, Data)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import importlib.util
@@ -16,6 +17,7 @@ from isobatch.core.flags import nearest_hint
 from isobatch.models.base import Task
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType, TracebackType
 
     from isobatch.core.recipe import Recipe
@@ -39,17 +41,63 @@ def is_task_file(name: str) -> bool:
     return ".py:" in name or name.endswith(".py")
 
 
-def task_file_hash(name: str) -> str | None:
-    """Hash of a user's task file, which is part of its recipe and data cache key; None for built-in tasks."""
-    if not is_task_file(name):
+def task_file(name: str) -> Path:
+    """The file of a task's name ./file.py:Class."""
+    return Path(name.rpartition(":")[0] if ".py:" in name else name).expanduser()
+
+
+def task_file_hash(name: str, with_neighbours: bool = True) -> str | None:
+    """Hash of a user's task file and of the files beside it that it imports; None for built-in tasks.
+
+    It is part of the recipe and of the data's cache key. Rules 1 knew the task file alone.
+    """
+    if not is_task_file(name) or not task_file(name).is_file():
         return None
-    file = Path(name.rpartition(":")[0]).expanduser()
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else None
+    file = task_file(name).resolve()
+    first, *others = imported_files(file) if with_neighbours else [file]
+    content = first.read_bytes()
+    for other in others:
+        content += f"\0{other.relative_to(file.parent)}\0".encode() + other.read_bytes()
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def imported_files(file: Path) -> list[Path]:
+    """The file, then those in its folder that it imports, directly or through each other, in order of names.
+
+    What is imported by a computed name is not found.
+    """
+    found, waiting = {file}, [file]
+    while waiting:
+        new = {p for p in _imports(waiting.pop(), file.parent) if p.is_file()} - found
+        found |= new
+        waiting += new
+    return [file, *sorted(found - {file})]
+
+
+def _imports(file: Path, home: Path) -> Iterator[Path]:
+    """The places where the modules that a file imports may lie in the folder `home`."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # its import says so
+        return
+    for node in nodes:
+        names: list[tuple[Path, str]] = []
+        if isinstance(node, ast.Import):
+            names = [(home, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = file.parents[min(node.level, len(file.parents)) - 1] if node.level else home
+            names = [(start, ".".join(filter(None, (node.module, alias.name)))) for alias in node.names]
+        for start, name in names:
+            parts = name.split(".")
+            for count in range(1, len(parts) + 1):
+                module = start.joinpath(*parts[:count])
+                if module.is_relative_to(home):
+                    yield from (module.with_name(f"{module.name}.py"), module / "__init__.py")
 
 
 def task_file_problem(recipe: Recipe) -> str | None:
     """The problem if the recipe's task file has changed since the run was created; else None."""
-    found, trained = task_file_hash(recipe.task), recipe.options.get("code")
+    found, trained = task_file_hash(recipe.task, recipe.rules >= 2), recipe.options.get("code")
     if found == trained:
         return None
     return f"{recipe.task} is not the code that was trained: {found or 'there is no file'}, {trained}"
@@ -58,7 +106,7 @@ def task_file_problem(recipe: Recipe) -> str | None:
 def load_task_class(location: str) -> type[Task]:
     """The Task subclass at `./file.py:Class`. Raises UserError or UserCodeError."""
     path, _, name = location.rpartition(":") if ".py:" in location else (location, "", "")
-    file = Path(path).expanduser().resolve()
+    file = task_file(location).resolve()
     if not file.is_file():
         raise UserError(f"--task {location}: there is no file {file}")
     module = _import_file(location, file)

@@ -12,6 +12,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, WRONG_INPUT, UserCodeError
+from isobatch.core.measures import printable
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.runs.classify_errors import classify
 
@@ -42,6 +43,10 @@ COMMANDS = {
         "metrics of a finished run on its held-out data",
     ),
     "export": ("commands.export:export", "a finished model in other forms, each checked"),
+    "inspect": (
+        "commands.inspect:inspect",
+        "what a run is that somebody sent, and what code it would execute; executes none",
+    ),
     "report": (
         "report.command:report",
         "models side by side: accuracy, size and speed, measured here",
@@ -163,7 +168,7 @@ def _load_function(target: str) -> Callable[[Sequence[str]], int]:
 
 
 def _print_error(message: str, code: int = WRONG_INPUT) -> int:
-    print(f"isobatch: {' '.join(message.split())}", file=sys.stderr)
+    print(printable(f"isobatch: {' '.join(message.split())}"), file=sys.stderr)
     return code
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from isobatch.core import hub_cache
-from isobatch.core.errors import UserError
+from isobatch.core.errors import IsobatchError, UserError
 from isobatch.core.hub_cache import explain_hub_error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -95,6 +98,18 @@ def check_architecture(name: str, config: Mapping[str, Any], remote_code: bool, 
 def remote_code_kwargs(remote_code: bool) -> dict[str, bool]:
     """Arguments for from_pretrained and from_config, which ask on the terminal if they get none."""
     return {"trust_remote_code": remote_code}
+
+
+@contextlib.contextmanager
+def reading(folder: str | Path) -> Iterator[None]:
+    """Raise UserError where the saved model in a folder, which is read inside, is damaged or not one."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        if isinstance(error, IsobatchError):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{folder} cannot be opened as a saved model: {reason}") from None
 
 
 def local_path_or_id(name: str, revision: str | None) -> str:

@@ -29,14 +29,15 @@ settings.load_profile("isobatch")
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Prepared data of one session: nothing is taken from the user's cache, nothing left there."""
-    before = os.environ.get("ISOBATCH_CACHE")
-    os.environ["ISOBATCH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """Prepared data and consent of one session: nothing is taken from the user's, nothing left there."""
+    names = ("ISOBATCH_CACHE", "ISOBATCH_STATE")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: str(tmp_path_factory.mktemp("cache")) for name in names})
     yield
-    if before is None:
-        del os.environ["ISOBATCH_CACHE"]
-    else:
-        os.environ["ISOBATCH_CACHE"] = before
+    for name, value in before.items():
+        del os.environ[name]
+        if value is not None:
+            os.environ[name] = value
 
 
 def _environment() -> dict[str, str]:

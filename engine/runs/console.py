@@ -6,7 +6,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.measures import format_bytes, format_duration, now
+from isobatch.core.measures import format_bytes, format_duration, now, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +31,7 @@ class Console:
 
     def say(self, text: str, always: bool = False) -> None:
         """Write a line to log.txt and, unless quiet, to standard error. `always`: even if quiet."""
+        text = printable(text)
         if self.stream:
             self.stream.write(text + "\n")
         if self.quiet and not always:

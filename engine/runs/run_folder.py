@@ -178,7 +178,7 @@ class RunFolder:
     def status(self) -> str:
         """done, stopped, failed, or unfinished (killed, or still running)."""
         summary = self.summary()
-        return str(summary["status"]) if summary else "unfinished"
+        return str(summary.get("status")) if summary else "unfinished"
 
     def write_exit(self, verdict: Verdict) -> None:
         """Record how this attempt ended, for the parent process that started it.
@@ -265,7 +265,10 @@ def free_folder(out: Path, name: str) -> Path:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise UserError where a link leads out of a run's folder: what is removed in a run must be its own."""
+    """Raise UserError where a link leads out of a run's folder: what is written and removed must be its own.
+
+    So it does for pipes, sockets and devices, which no run has: to read one may never end.
+    """
     inside, waiting = folder.resolve(), [folder]
     while waiting:
         with os.scandir(waiting.pop()) as entries:
@@ -276,3 +279,5 @@ def _refuse_links(folder: Path) -> None:
                 elif entry.is_symlink() and inside not in path.resolve().parents:  # trackers make some inside
                     where = "a run's files lie in its own folder; copy them there"
                     raise UserError(f"{path} is a link to {path.readlink()}: {where}")
+                elif not entry.is_symlink() and not entry.is_file(follow_symlinks=False):
+                    raise UserError(f"{path} is neither a file nor a folder: a run has none such")

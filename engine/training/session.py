@@ -32,7 +32,7 @@ from isobatch.engine.model_setup.packing import SamplePacking
 from isobatch.engine.model_setup.prepare_model import prepare_model
 from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
-from isobatch.engine.registry import workload
+from isobatch.engine.registry import workload_of
 from isobatch.engine.training.active_phase import ActivePhase
 from isobatch.engine.training.evaluate import evaluate
 from isobatch.engine.training.teacher_cache import samples_used, with_teacher_outputs
@@ -75,7 +75,7 @@ class Session:
         self._threads = torch.get_num_threads()
         if plan.threads:
             torch.set_num_threads(plan.threads)
-        self.task, data = workload(recipe.task).make(recipe)
+        self.task, data = workload_of(recipe).make(recipe)
         self.splits = {split: data.open(Path(facts.folder), split) for split in facts.samples}
         self.sampler = make_sampler(recipe, self.splits["train"], self.task.cohort)
         self.schedules = phase_schedules(recipe, self.task.phases(), self.sampler.steps_per_epoch)

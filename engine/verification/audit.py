@@ -9,7 +9,7 @@ from isobatch.core import atomic_files
 from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
 from isobatch.engine.loading.sampler import Sampler, extend_chain
-from isobatch.engine.registry import workload
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.metrics_log import SEAL, seal_row
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.session import make_sampler
@@ -34,7 +34,7 @@ def record_problems(run: RunFolder) -> list[str]:
     recipe, rows = run.recipe, atomic_files.read_jsonl(run.metrics)
     if not all(isinstance(row, dict) and "phase" in row for row in rows):
         return ["metrics.jsonl holds lines that no run wrote"]
-    task, data = workload(recipe.task).make(recipe)
+    task, data = workload_of(recipe).make(recipe)
     sampler = make_sampler(recipe, data.open(Path(run.facts.folder), "train"), task.cohort)
     return [
         *_checkpoint_problems(run),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from isobatch.engine.registry import workload
+from isobatch.engine.registry import workload_of
 
 if TYPE_CHECKING:
     from isobatch.core.plan import Plan
@@ -24,6 +24,6 @@ def tolerances(run: RunFolder, replayed: Plan) -> tuple[float, float]:
     The loss's is absolute, relative above one; the gradient norm's is relative.
     """
     invariance: str = max(run.plan.invariance, replayed.invariance, key=list(TOLERANCE).index)
-    if invariance == "exact" and workload(run.recipe.task).task.rounds:
+    if invariance == "exact" and workload_of(run.recipe).task.rounds:
         invariance = "rounding"
     return TOLERANCE[invariance]

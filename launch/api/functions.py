@@ -20,7 +20,8 @@ from isobatch.core.errors import (
 from isobatch.core.flags import flags_of, nearest_hint
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.engine.registry import workload
+from isobatch.engine import consent
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.task_files import task_file_problem
@@ -64,12 +65,13 @@ def plan(recipe: Recipe, *, hardware: str | None = None, **options: Any) -> Plan
     return make_plan(recipe, facts, task.model_size(facts), machine, request.plan)
 
 
-def train(recipe: Recipe, **options: Any) -> Run:
+def train(recipe: Recipe, *, trust: bool = False, **options: Any) -> Run:
     """Train a recipe here to its end, as `isobatch auto` does; returns the run.
 
     A finished run of the same recipe and data is returned as it is, a stopped one goes on. One process
     trains in this one, several are started as children. `options`: fields of `isobatch.PlanOptions` and
-    `isobatch.RunOptions`, such as processes=2, out="runs", again=True, quiet=True.
+    `isobatch.RunOptions`, such as processes=2, out="runs", again=True, quiet=True. `trust`: code that
+    somebody else's recipe brings may be executed.
 
     Raises UserError for wrong input, TrainingError where the training fails for a named reason, and
     StopRequestedError where it was stopped from outside. Interrupted, it can be called again.
@@ -77,42 +79,53 @@ def train(recipe: Recipe, **options: Any) -> Run:
     from isobatch.launch.local.launch_run import find_or_train
     from isobatch.launch.local.process_state import preserve_process_state
 
-    request = _request(recipe, options, (PlanOptions, RunOptions))
+    request = _request(recipe, options, (PlanOptions, RunOptions), trust)
     with preserve_process_state():
         os.environ["ISOBATCH_STARTED"] = str(time.time())
-        run, verdict = find_or_train(request, owns_process=False)
+        run, verdict = find_or_train(request, owns_process=False, trust=trust)
     if verdict.code != DONE:
         raise _error(verdict.code, verdict.reason or f"see {run.folder}/launcher.log")
     return Run(run)
 
 
-def load(folder: str | Path) -> Run:
-    """A run by its folder. Raises UserError where there is none."""
-    return Run(RunFolder.open(folder))
+def load(folder: str | Path, *, trust: bool = False) -> Run:
+    """A run by its folder. With `trust` the code that came with it may be executed.
+
+    To load executes none; `Run.model` does. Raises UserError where there is no run.
+    """
+    run = RunFolder.open(folder)
+    if trust:
+        consent.require(run.recipe, run.folder, trust)
+    return Run(run)
 
 
 def verify(run: Run | str | Path, **options: Any) -> Verification:
     """Redo logged steps of a run in another cut and compare.
 
-    `options`: steps=3, processes=1, strategy="auto", micro_batch=None, data=None, as `isobatch verify` has
-    them. Raises UserError.
+    `options`: steps=3, processes=1, strategy="auto", micro_batch=None, data=None, trust=False, as `isobatch
+    verify` has them. Raises UserError.
     """
     from isobatch.launch.local.process_state import preserve_process_state
+    from isobatch.launch.local.run_setup import open_run
     from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 
     found = run if isinstance(run, Run) else load(run)
     asked = VerifyOptions(**_known(options, (VerifyOptions,)))
     with preserve_process_state():
-        report = verify_run(RunFolder.open(found.folder), asked, owns_process=False)
+        report = verify_run(open_run(found.folder, asked.trust), asked, owns_process=False)
     return Verification(report["verified"], report["problems"], report["steps"])
 
 
-def _request(recipe: Recipe, options: dict[str, Any], kinds: tuple[type, ...]) -> Request:
+def _request(
+    recipe: Recipe, options: dict[str, Any], kinds: tuple[type, ...], trust: bool = False
+) -> Request:
     if not isinstance(recipe, Recipe):
         raise UserError(f"{recipe!r} is no recipe: make one, as in isobatch.Recipe(task='classifier')")
     if changed := task_file_problem(recipe):
         raise UserError(f"{changed}: make the recipe again")
-    chosen = workload(recipe.task)
+    if not consent.is_allowed(recipe):
+        consent.require(recipe, trust=trust)
+    chosen = workload_of(recipe)
     values, planned = _known(options, kinds), flags_of(PlanOptions, "")
     asked = chosen.plan_options(recipe.preset, {k: v for k, v in values.items() if k in planned})
     kept = RunOptions(**{k: v for k, v in values.items() if k not in planned})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
+from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.api.recipe import Recipe
 
@@ -74,12 +75,13 @@ class Run:
     def model(self) -> nn.Module:
         """The trained model in evaluation mode, with weights of the best checkpoint, else of the newest.
 
-        Raises UserError where the run has no checkpoint.
+        Raises UserError where the run has no checkpoint, or would execute code that nobody here agreed to.
         """
         from isobatch.engine.verification.replay import Replay
         from isobatch.launch.local.process_state import preserve_process_state
         from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
 
+        consent.require(self.recipe, self.folder)
         locate_data(self._files, self.recipe, None)
         here = plan_for_this_machine(self.recipe, self.facts, PlanOptions(processes=1, compile="off"))
         with preserve_process_state():

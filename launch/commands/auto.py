@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import flags_of
+from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.engine.registry import CHAINS, workload
+from isobatch.engine import consent
+from isobatch.engine.registry import CHAINS, workload_of
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
@@ -42,7 +44,7 @@ def auto(words: Sequence[str]) -> int:
         from isobatch.launch.commands.seeds import train_seeds
 
         return train_seeds(request, options.seeds, options.json)
-    run, verdict = find_or_train(request)
+    run, verdict = find_or_train(request, trust=options.trust)
     return _print_result(run, verdict.code, options)
 
 
@@ -51,26 +53,28 @@ def resume(words: Sequence[str]) -> int:
     positional, flags = split_words(words)
     if len(positional) != 1:
         raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
-    run = RunFolder.open(positional[0])
     groups = {
         "recipe": {"data": flags_of(Recipe, "recipe")["data"]},
-        "resume": {"json": flags_of(AutoOptions, "resume")["json"]},
+        "resume": {name: flags_of(AutoOptions, "resume")[name] for name in ("json", "trust")},
         "plan": flags_of(PlanOptions, "plan"),
         "run": flags_of(RunOptions, "run"),
     }
     found = sort_flags(flags, groups, "resume")
     values = found.values
-    options, run_options = AutoOptions(**values["resume"]), options_of_run(run, values["run"])
+    options = AutoOptions(**values["resume"])
+    run = RunFolder.open(positional[0])
+    run_options = options_of_run(run, values["run"])
     for note in found.notes:
         print_unless_quiet(note, run_options.quiet)
     if run.status() == "done":
         print_unless_quiet(f"{run.folder} is done", run_options.quiet)
         return _print_result(run, DONE, options)
+    consent.require(run.recipe, run.folder, options.trust)
     with run.lock("launch"):
         run.refuse_if_training()
         recipe = run.recipe
         locate_data(run, recipe, values["recipe"].get("data"))
-        asked = workload(recipe.task).plan_options(recipe.preset, values["plan"])
+        asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
         store_plan(run, plan_with_remarks(recipe, run.facts, asked, run_options.quiet))
         return _print_result(run, launch_run(run, run_options).code, options)
 
@@ -88,4 +92,4 @@ def print_outcome(run: RunFolder) -> None:
     summary = run.summary() or {}
     figures = format_metrics(summary.get("metrics", {}), ".4g")
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
-    print(f"{run.folder}: {status}, {steps} steps" + (f", {split}: {figures}" if split else ""))
+    print(printable(f"{run.folder}: {status}, {steps} steps" + (f", {split}: {figures}" if split else "")))

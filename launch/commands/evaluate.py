@@ -8,21 +8,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
+from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
-from isobatch.engine.registry import workload
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.console import format_metrics
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.models.protocols import EncodesLatents, Recommends
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isobatch.engine.runs.run_folder import RunFolder
+
 T = TypeVar("T")
+Options = TypeVar("Options", bound=TrustOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluateOptions:
+class EvaluateOptions(TrustOptions):
     """Flags of `evaluate`."""
 
     split: str | None = None
@@ -37,7 +41,7 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecommendOptions:
+class RecommendOptions(TrustOptions):
     """Flags of `recommend`."""
 
     user: str | None = None
@@ -48,27 +52,25 @@ class RecommendOptions:
     """One JSON object on standard output."""
 
 
-def open_single_run(positional: list[str], command: str) -> RunFolder:
-    """The run that the one positional word names. Raises UserError."""
+def open_single_run(words: Sequence[str], command: str, kind: type[Options]) -> tuple[RunFolder, Options]:
+    """The run that the one positional word names, and the options. Raises UserError."""
+    positional, flags = split_words(words)
     if len(positional) != 1:
         raise UserError(f"{command}: give the folder of one run (`runs` lists them)")
-    return RunFolder.open(positional[0])
+    options = command_options(flags, kind, command)
+    return open_run(positional[0], options.trust), options
 
 
 def evaluate(words: Sequence[str]) -> int:
     """Usage: evaluate RUN [--split valid] [--iw-samples 500] [--json]: the newest checkpoint on the held-out
     data.
     """
-    positional, flags = split_words(words)
-    run, options = (
-        open_single_run(positional, "evaluate"),
-        command_options(flags, EvaluateOptions, "evaluate"),
-    )
+    run, options = open_single_run(words, "evaluate", EvaluateOptions)
     metrics = _evaluate(run, options)
     if options.json:
         print(json.dumps(metrics))
     for name, found in {} if options.json else metrics.items():
-        print(f"{name}: " + format_metrics(found, ".6g"))
+        print(printable(f"{name}: " + format_metrics(found, ".6g")))
     return 0
 
 
@@ -98,11 +100,7 @@ def _evaluate(run: RunFolder, options: EvaluateOptions) -> dict[str, Any]:
 
 def recommend(words: Sequence[str]) -> int:
     """Usage: recommend RUN --user ID [--top 10] [--json]"""
-    positional, flags = split_words(words)
-    run, options = (
-        open_single_run(positional, "recommend"),
-        command_options(flags, RecommendOptions, "recommend"),
-    )
+    run, options = open_single_run(words, "recommend", RecommendOptions)
     if options.user is None:
         raise UserError("recommend: needs --user ID")
     found = require_capability(run, Recommends, "recommend", "recommends nothing").recommend(
@@ -112,13 +110,13 @@ def recommend(words: Sequence[str]) -> int:
         items = [{"title": title, "score": score} for title, score in found]
         print(json.dumps({"user": options.user, "items": items}, ensure_ascii=False))
     for title, score in [] if options.json else found:
-        print(f"{score:8.3f}  {title}")
+        print(printable(f"{score:8.3f}  {title}"))
     return 0
 
 
 def require_capability(run: RunFolder, capability: type[T], command: str, refusal: str) -> T:
     """A finished run's task. Raises UserError without the protocol `capability`, or without final/."""
-    task, _ = workload(run.recipe.task).make(run.recipe)
+    task, _ = workload_of(run.recipe).make(run.recipe)
     if not isinstance(task, capability):
         raise UserError(f"{command}: {run.folder} trained {run.recipe.task}, which {refusal}")
     if not run.final.is_dir():

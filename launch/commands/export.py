@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.engine.registry import workload
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.commands.evaluate import open_single_run
-from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.models.protocols import Exports
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ PARITY = "parity.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportOptions:
+class ExportOptions(TrustOptions):
     """Flags of `export`."""
 
     to: tuple[str, ...] = ()
@@ -41,8 +41,7 @@ def export(words: Sequence[str]) -> int:
     """Usage: export RUN [--to hf,dense,onnx,onnx-int4] [--json]: into RUN/exports/, checked on all held-out
     samples; exit 3 where an exported model answers otherwise than the trained one.
     """
-    positional, flags = split_words(words)
-    run, options = open_single_run(positional, "export"), command_options(flags, ExportOptions, "export")
+    run, options = open_single_run(words, "export", ExportOptions)
     found = {kind: export_form(run, kind, options.data) for kind in _kinds(run, options)}
     if options.json:
         print(json.dumps(found))
@@ -63,7 +62,7 @@ def _format_ties(figures: dict[str, Any]) -> str:
 
 
 def _kinds(run: RunFolder, options: ExportOptions) -> tuple[str, ...]:
-    task, _ = workload(run.recipe.task).make(run.recipe)
+    task, _ = workload_of(run.recipe).make(run.recipe)
     if not isinstance(task, Exports):
         raise UserError(f"export: {run.recipe.task} has no other form than {run.final}")
     if unknown := [kind for kind in options.to if kind not in task.exports]:
@@ -85,7 +84,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
     locate_data(run, run.recipe, data_path)
-    facts, (task, data) = run.facts, workload(run.recipe.task).make(run.recipe)
+    facts, (task, data) = run.facts, workload_of(run.recipe).make(run.recipe)
     assert isinstance(task, Exports), "the caller has asked"
     held_out = next((s for s in HELD_OUT_SPLITS if s in facts.samples), "train")
     samples = data.open(Path(facts.folder), held_out)

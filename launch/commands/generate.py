@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
+from isobatch.core.measures import printable
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
-from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.protocols import Generates
 
@@ -24,7 +25,7 @@ RESET, QUIT = "/reset", "/quit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingOptions:
+class SamplingOptions(TrustOptions):
     """Flags of `generate` and `chat`."""
 
     tokens: number_ranges.Positive = 60
@@ -65,11 +66,7 @@ def generate(words: Sequence[str]) -> int:
     """Usage: generate RUN --prompt "..." [--system "..."] [--tokens 60] [--temperature 0.8] [--top-k 50]
     [--top-p 0.9] [--seed 0] [--json]
     """
-    positional, flags = split_words(words)
-    run, options = (
-        open_single_run(positional, "generate"),
-        command_options(flags, GenerateOptions, "generate"),
-    )
+    run, options = open_single_run(words, "generate", GenerateOptions)
     if options.prompt is None:
         raise UserError('generate: needs --prompt "..."')
     template = _template(run)
@@ -95,8 +92,7 @@ def chat(words: Sequence[str]) -> int:
     """Usage: chat RUN [--system "..."] [--tokens 256] [--temperature 0.8] [--top-k 50] [--top-p 0.9]
     [--seed 0]: a line is a question; /reset forgets all before, /quit or the end of input ends it.
     """
-    positional, flags = split_words(words)
-    run, options = open_single_run(positional, "chat"), command_options(flags, ChatOptions, "chat")
+    run, options = open_single_run(words, "chat", ChatOptions)
     template = _template(run)
     if template is None:
         raise UserError(
@@ -137,12 +133,13 @@ def _input_lines() -> Iterator[str]:
 
 
 def _print_pieces(pieces: Iterable[str], prefix: str = "") -> str:
-    """Print each piece as it comes; returns the whole text."""
+    """Print each piece as it comes, to a terminal without what would steer it; returns the whole text."""
+    shown: Callable[[str], str] = printable if sys.stdout.isatty() else str
     text = ""
     print(prefix, end="", flush=True)
     for piece in pieces:
         text += piece
-        print(piece, end="", flush=True)
+        print(shown(piece), end="", flush=True)
     print(flush=True)
     return text
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.core.measures import printable
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.models.protocols import EncodesLatents, LatentCodec
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodingOptions:
+class DecodingOptions(TrustOptions):
     """Flags of `reconstruct`."""
 
     tokens: number_ranges.Positive = 60
@@ -77,11 +78,11 @@ def _open(
     if len(positional) != 1 + len(names):
         usage = " ".join([f"{command} RUN", *(f'"{name}"' for name in names)])
         raise UserError(f"{command}: give the folder of one run, and each text in quotes: {usage}")
-    run = RunFolder.open(positional[0])
+    run = open_run(positional[0], options.trust)
     task = require_capability(run, EncodesLatents, command, "has no latent vectors")
     return task.open_codec(run.final), positional[1:], options
 
 
 def _print(texts: list[str], options: DecodingOptions, found: dict[str, Any]) -> int:
-    print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(texts))
+    print(json.dumps(found, ensure_ascii=False) if options.json else printable("\n".join(texts)))
     return 0

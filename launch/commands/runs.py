@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, flags_of, to_json_value
+from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import CHAINS, TASKS, workload
@@ -52,16 +53,16 @@ def runs(words: Sequence[str]) -> int:
     folder = Path(positional[0] if positional else options.out).expanduser()
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    found = list(list_runs(folder))
-    rows = [_row_or_unreadable(run) | job for run, job in zip(found, _slurm_jobs(found), strict=True)]
+    rows = _with_job_states([_row_or_unreadable(run) for run in list_runs(folder)])
     if options.json:
-        print(json.dumps({"runs": rows}, ensure_ascii=False))
+        print(json.dumps({"runs": rows}))
         return 0
     for row in rows:
         loss = row["metrics"].get("loss")
-        loss_text = "" if loss is None else f"  loss {loss:.4f}"
+        loss_text = f"  loss {loss:.4f}" if isinstance(loss, float | int) else ""
         job = f"  job {row['job']} {row['job_state']}".rstrip() if row["job"] else ""
-        print(f"{row['folder']:<44}{row['status']:<12}{row['steps'] or '-':>8} steps{loss_text}{job}")
+        steps = str(row["steps"] or "-")
+        print(printable(f"{row['folder']:<44}{row['status']:<12}{steps:>8} steps{loss_text}{job}"))
     if not rows:
         print(f"no runs in {folder}")
     return 0
@@ -70,28 +71,30 @@ def runs(words: Sequence[str]) -> int:
 def _row_or_unreadable(run: RunFolder) -> dict[str, Any]:
     """A run's row; one with status "unreadable" where its files are damaged, so that others are shown."""
     try:
-        return _row(run)
+        return _row(RunFolder.open(run.folder))
     except UserError as error:
-        print(f"isobatch: {error}", file=sys.stderr)
-        return {"folder": str(run.folder), "task": None, "status": "unreadable", "steps": None, "metrics": {}}
+        print(printable(f"isobatch: {error}"), file=sys.stderr)
+        nothing: dict[str, Any] = {"task": None, "steps": None, "metrics": {}, "job": ""}
+        return {"folder": str(run.folder), "status": "unreadable", **nothing}
 
 
-def _row(run: Any) -> dict[str, Any]:
+def _row(run: RunFolder) -> dict[str, Any]:
     summary = run.summary() or {}
+    metrics = summary.get("metrics")
     return {
         "folder": str(run.folder),
         "task": run.recipe.task,
         "status": run.status(),
         "steps": summary.get("steps"),
-        "metrics": summary.get("metrics", {}),
+        "metrics": metrics if isinstance(metrics, dict) else {},
+        "job": last_job_of(run),
     }
 
 
-def _slurm_jobs(found: list[RunFolder]) -> list[dict[str, str]]:
-    """Each run's last Slurm job and its state; empty where it had none or Slurm no longer knows it."""
-    numbers = [last_job_of(run) for run in found]
-    states = client.job_states([n for n in numbers if n])
-    return [{"job": number, "job_state": states.get(number, "")} for number in numbers]
+def _with_job_states(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the state of each run's last Slurm job; empty where Slurm does not know it."""
+    states = client.job_states([row["job"] for row in rows if row["job"]])
+    return [{**row, "job_state": states.get(row["job"], "")} for row in rows]
 
 
 def describe(words: Sequence[str]) -> int:

@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import DONE, FAILED, UserError
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
 
 if TYPE_CHECKING:
@@ -18,12 +17,14 @@ def verify(words: Sequence[str]) -> int:
 
     Exit 3 on a difference.
     """
+    from isobatch.launch.local.run_setup import open_run
     from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 
     positional, flags = split_words(words)
     if len(positional) != 1:
         raise UserError("verify: give the folder of one run (`runs` lists them)")
-    run, options = RunFolder.open(positional[0]), command_options(flags, VerifyOptions, "verify")
+    options = command_options(flags, VerifyOptions, "verify")
+    run = open_run(positional[0], options.trust)
     report = verify_run(run, options)
     print(json.dumps(report) if options.json else _format_report(report, run.plan.invariance))
     return DONE if report["verified"] else FAILED

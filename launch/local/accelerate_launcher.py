@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.package import ROOT
+from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import signals_to_catch
 from isobatch.engine.runs.console import LINE_MARK
 
@@ -51,6 +52,7 @@ def launch_workers(
         # torchrun binds a free port itself; a port that was probed and released may be taken meanwhile.
         "PET_STANDALONE": "1",
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
+        **consent.environment(),
         **(extra_environment or {}),
     }
     return _run_launcher([*command, *arguments], environment, folder, forward_signals)

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING
 from isobatch.core import number_ranges
 from isobatch.core.errors import DONE
 from isobatch.core.strategies import traits_of
+from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
-from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts, print_unless_quiet
+from isobatch.launch.local.run_setup import (
+    TrustOptions,
+    find_run,
+    plan_run,
+    prepare_facts,
+    print_unless_quiet,
+)
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_options import RunOptions
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AutoOptions:
+class AutoOptions(TrustOptions):
     """Flags of `auto` and `resume` beside the recipe's, the plan's and the run's."""
 
     json: bool = False
@@ -28,7 +35,9 @@ class AutoOptions:
     """Train so often, with --seed and the numbers after it, and give mean and deviation of the metrics."""
 
 
-def find_or_train(request: Request, owns_process: bool = True) -> tuple[RunFolder, Verdict]:
+def find_or_train(
+    request: Request, owns_process: bool = True, trust: bool = False
+) -> tuple[RunFolder, Verdict]:
     """Find the request's run or create it, and train it to its end; the run and its verdict.
 
     With `owns_process` False, as in a notebook, the process is never ended and its signal handlers stay.
@@ -37,6 +46,7 @@ def find_or_train(request: Request, owns_process: bool = True) -> tuple[RunFolde
     for note in request.notes:
         print_unless_quiet(note, request.run.quiet)
     facts = prepare_facts(request)
+    consent.remember(request.recipe)
     run = find_run(request, facts)
     if run is not None and run.status() == "done":
         print_unless_quiet(
@@ -48,6 +58,7 @@ def find_or_train(request: Request, owns_process: bool = True) -> tuple[RunFolde
         with run.lock("launch"):
             return run, launch_run(run, request.run, owns_process)
     print_unless_quiet(f"going on with {run.folder} ({run.status()})", request.run.quiet)
+    consent.require(run.recipe, run.folder, trust)
     with run.lock("launch"):
         run.refuse_if_training()
         return run, launch_run(plan_run(request, facts, run), request.run, owns_process)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from typing import TYPE_CHECKING
 
 from isobatch.core.package import own_command
+from isobatch.engine import consent
 
 if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
@@ -36,7 +38,8 @@ class Plotter:
     def _spawn(self, before: tuple[str, ...]) -> subprocess.Popen[bytes]:
         words = [*before, *own_command("plots", str(self.run.folder))]
         silent = subprocess.DEVNULL
-        return subprocess.Popen(words, stdin=silent, stdout=silent, stderr=silent)
+        environment = {**os.environ, **consent.environment()}
+        return subprocess.Popen(words, env=environment, stdin=silent, stdout=silent, stderr=silent)
 
 
 def track_plots(run: RunFolder, world: Communicator, step: int) -> None:

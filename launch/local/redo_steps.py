@@ -7,14 +7,17 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.plan import Plan
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.accelerate_launcher import launch_workers
+from isobatch.launch.local.run_setup import open_run
+
+if TYPE_CHECKING:
+    from isobatch.engine.runs.run_folder import RunFolder
 
 
 def redo_steps(run: RunFolder, plan: Plan, steps: int, owns_process: bool = True) -> list[dict[str, Any]]:
@@ -59,5 +62,5 @@ def _redo_here(run: RunFolder, plan: Plan, steps: int, folder: Path | None = Non
 def redo_task_file(folder: Path) -> int:
     """In a worker process: redo the steps that task.json in `folder` asks for; writes report.json there."""
     task = atomic_files.read_json(folder / "task.json")
-    _redo_here(RunFolder.open(task["run"]), Plan.from_dict(task["plan"]), task["steps"], folder)
+    _redo_here(open_run(task["run"]), Plan.from_dict(task["plan"]), task["steps"], folder)
     return DONE

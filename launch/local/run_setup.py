@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.engine.loading.prepare import prepare
+from isobatch.core.measures import printable
+from isobatch.engine import consent
+from isobatch.engine.loading.prepare import cache_folder, prepare
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.explanations import unmet_wishes
 from isobatch.engine.planning.planner import make_plan
-from isobatch.engine.registry import workload
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, free_folder, list_runs, run_name
 from isobatch.engine.task_files import task_file_problem
 
@@ -24,6 +27,15 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.launch.local.arguments import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrustOptions:
+    """The flag of all commands that use a run."""
+
+    trust: bool = False
+    """Run the code that came with a run which was not trained here. It is remembered."""
+
 
 INVARIANCE_ORDER = ("exact", "precision", "noise")
 
@@ -52,7 +64,7 @@ def plan_run(request: Request, facts: Facts, run: RunFolder | None, world: int |
 def print_unless_quiet(text: str, quiet: bool) -> None:
     """Print a line for the user on standard error, unless --quiet."""
     if not quiet:
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
 
 
 def store_plan(run: RunFolder, plan: Plan) -> None:
@@ -81,14 +93,22 @@ def find_run(request: Request, facts: Facts) -> RunFolder | None:
         return run
     if resume == "never" or request.run.again:
         return None
-    matching = [r for r in list_runs(Path(request.run.out).expanduser()) if _identity(r) == wanted]
+    matching = [r for r in list_runs(Path(request.run.out).expanduser()) if _has_identity(r, wanted)]
     if request.run.name:
         matching = [r for r in matching if r.folder.name == request.run.name]
-    return matching[-1] if matching else None
+    return RunFolder.open(matching[-1].folder) if matching else None
 
 
 def _identity(run: RunFolder) -> tuple[str, str]:
-    return run.recorded_hash, run.facts.fingerprint
+    return run.recipe.hash(), run.facts.fingerprint
+
+
+def _has_identity(run: RunFolder, wanted: tuple[str, str]) -> bool:
+    """Whether a run is of this recipe and data; one that cannot be read is not."""
+    try:
+        return run.recorded_hash == wanted[0] and _identity(run) == wanted
+    except UserError:
+        return False
 
 
 def create_run(request: Request, facts: Facts) -> RunFolder:
@@ -103,7 +123,7 @@ def plan_for_this_machine(
     recipe: Recipe, facts: Facts, options: PlanOptions, world: int | None = None
 ) -> Plan:
     """The plan for this machine; `world`: number of processes, if given. Raises UserError."""
-    task, _ = workload(recipe.task).make(recipe)
+    task, _ = workload_of(recipe).make(recipe)
     return make_plan(recipe, facts, task.model_size(facts), detect(), options, world=world)
 
 
@@ -122,6 +142,16 @@ def options_of_run(run: RunFolder, changes: Mapping[str, Any]) -> RunOptions:
     return dataclasses.replace(run.options(), **changes)
 
 
+def open_run(folder: str | Path, trust: bool = False) -> RunFolder:
+    """An existing run whose code may be executed: this user agreed to it, or does so now by `trust`.
+
+    Raises UserError.
+    """
+    run = RunFolder.open(folder)
+    consent.require(run.recipe, run.folder, trust)
+    return run
+
+
 def locate_data(run: RunFolder, recipe: Recipe, data: str | None) -> None:
     """Make sure that the run's prepared data exists, prepared anew where the cache has lost it.
 
@@ -130,9 +160,11 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None) -> None:
     if changed := task_file_problem(recipe):
         raise UserError(changed)
     located_recipe = dataclasses.replace(recipe, data=data) if data else recipe
-    _, data_source = workload(recipe.task).make(located_recipe)
-    facts = run.facts
-    if not data and Path(facts.folder).is_dir() and (Path(facts.folder) / "facts.json").exists():
+    _, data_source = workload_of(recipe).make(located_recipe)
+    prepared = Path(run.facts.folder)
+    # What is computed from the data is kept beside it: never in a place that a received run names.
+    ours = prepared.resolve().parent == (cache_folder() / "prepared").resolve()
+    if not data and ours and (prepared / "facts.json").is_file():
         return
     data_source.check()
     new_facts = prepare(data_source)

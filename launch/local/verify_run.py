@@ -14,14 +14,14 @@ from isobatch.engine.planning.detect import detect
 from isobatch.engine.verification.audit import recipe_problems, record_problems
 from isobatch.engine.verification.tolerance import tolerances
 from isobatch.launch.local.redo_steps import redo_steps
-from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
+from isobatch.launch.local.run_setup import TrustOptions, locate_data, plan_for_this_machine
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyOptions:
+class VerifyOptions(TrustOptions):
     """Flags of `verify`."""
 
     steps: Positive = 3

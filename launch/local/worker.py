@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, UserError
+from isobatch.engine import consent
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 
@@ -132,7 +133,9 @@ def main(words: Sequence[str]) -> int:
 
         return redo_task_file(Path(words[1]))
     if list(words[:1]) == ["--run"] and len(words) == 2:
-        run = RunFolder.open(words[1])
+        from isobatch.launch.local.run_setup import open_run
+
+        run = open_run(words[1])
         return train_run(run, run.options())
     return _train_from_flags(words)
 
@@ -163,6 +166,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
                 run.refuse_if_training()
             run = plan_run(request, facts, run, size)
             run.write_options(request.run)
+        consent.remember(request.recipe)
         return str(run.folder.resolve())
 
     cpu = request.plan.device == "cpu" or (request.plan.device == "auto" and detect().kind == "cpu")

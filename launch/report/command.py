@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.measures import printable
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.report.contents import Contents, collect
 from isobatch.launch.report.html import render_page
-from isobatch.launch.report.tables import format_value, runs_table
+from isobatch.launch.report.tables import format_value, metrics_of, runs_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReportOptions:
+class ReportOptions(TrustOptions):
     """Flags of `report`."""
 
     to: str | None = None
@@ -39,10 +42,12 @@ def report(words: Sequence[str]) -> int:
     if not positional:
         raise UserError("report: give the folders of one or more runs, the baseline first")
     runs = [RunFolder.open(place) for place in positional]
+    if options.trust:
+        runs = [open_run(run.folder, trust=True) for run in runs]
     folder = Path(options.to).expanduser() if options.to else runs[-1].folder / "report"
     contents = write_report(runs, folder)
-    text = f"{markdown(contents)}\n\n{folder}/report.html"
-    print(json.dumps(contents.to_dict(), ensure_ascii=False) if options.json else text)
+    text = printable(f"{markdown(contents)}\n\n{folder}/report.html")
+    print(json.dumps(contents.to_dict()) if options.json else text)
     return 0
 
 
@@ -72,14 +77,19 @@ def markdown(contents: Contents) -> str:
     if rest := runs_table(contents.unmeasured()):
         lines += ["", *_markdown_table(rest)]
     for run in contents.runs:
-        shown = {k: v for k, v in (run["metrics"] or {}).items() if isinstance(v, float | int | list)}
-        lines += ["", f"## {run['run']} ({run['task']})", ""]
-        lines += [f"- {name}: {format_value(value)}" for name, value in shown.items()]
+        shown = {k: v for k, v in metrics_of(run).items() if isinstance(v, float | int | list)}
+        lines += ["", f"## {_escaped(run['run'])} ({_escaped(run['task'])})", ""]
+        lines += [f"- {_escaped(name)}: {_escaped(format_value(value))}" for name, value in shown.items()]
         if run["sample"]:
-            lines += ["", "What it writes:", "", *(f"    {line}" for line in run["sample"].splitlines())]
-    return "\n".join(lines)
+            lines += ["", "What it writes:", "", *(f"    {line}" for line in str(run["sample"]).splitlines())]
+    return printable("\n".join(lines))
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is: no table, link, code, emphasis or HTML begins in it."""
+    return re.sub(r"([\\|`<\[*])", r"\\\1", " ".join(text.split()))
 
 
 def _markdown_table(rows: list[list[str]]) -> list[str]:
-    head, *body = ("| " + " | ".join(cells) + " |" for cells in rows)
+    head, *body = ("| " + " | ".join(map(_escaped, cells)) + " |" for cells in rows)
     return [head, "|" + "---|" * len(rows[0]), *body]

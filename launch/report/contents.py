@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.measures import printable
 from isobatch.engine.planning.detect import detect
-from isobatch.engine.registry import workload
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.local.run_setup import locate_data
@@ -85,11 +86,11 @@ def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
     split = next((s for s in HELD_OUT_SPLITS if s in run.facts.samples), None)
     if split is None:
         return []
-    _, data = workload(run.recipe.task).make(run.recipe)
+    _, data = workload_of(run.recipe).make(run.recipe)
     samples = data.open(Path(run.facts.folder), split)
     rows = report.measure(
         run.final, run.folder / "exports", run.facts, lambda: host_batches(samples), call_in_child
     )
     seconds = (run.summary() or {}).get("train_seconds")
-    where = {"run": run.folder.name, "task": run.recipe.task}
+    where = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
     return [{**where, **row, "split": split, "train_seconds": seconds} for row in rows]

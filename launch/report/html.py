@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.measures import printable
 from isobatch.core.package import ROOT
 from isobatch.launch.report.figures import draw_figure, training_curves
 from isobatch.launch.report.tables import runs_table
@@ -33,7 +34,7 @@ def render_page(contents: Contents) -> str:
     for drawing in contents.run_drawings():
         sections.setdefault(drawing.title, []).append(_figure(drawing))
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text())
-    return template.render(
+    page = template.render(
         machine=contents.machine,
         groups=groups,
         runs_table=runs_table(contents.unmeasured()),
@@ -41,6 +42,7 @@ def render_page(contents: Contents) -> str:
         curves=[_curves(run, names) for run, names in zip(contents.runs, contents.curves(), strict=True)],
         written=[run for run in contents.runs if run["sample"]],
     )
+    return printable(page)
 
 
 def _figure(drawing: Drawing) -> dict[str, str]:

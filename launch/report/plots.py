@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.measures import printable
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import split_words
 from isobatch.launch.report.figures import draw_figure, training_curves
@@ -26,7 +27,7 @@ def plots(words: Sequence[str]) -> int:
         raise UserError("plots: give the folders of one or more runs, and no flags")
     for place in positional:
         for file in write_plots(RunFolder.open(place)):
-            print(file)
+            print(printable(file))
     return 0
 
 

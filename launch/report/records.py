@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.engine.registry import workload
+from isobatch.core.errors import UserError
+from isobatch.core.measures import printable
+from isobatch.engine import consent
+from isobatch.engine.registry import workload_of
 from isobatch.models.protocols import Reports, TaskReport
 
 if TYPE_CHECKING:
@@ -20,24 +24,35 @@ SUMMARY_FIELDS = (
 
 
 def report_of(run: RunFolder) -> TaskReport | None:
-    """The report of the run's task; None where it makes none."""
-    task, _ = workload(run.recipe.task).make(run.recipe)
+    """The report of the run's task; None where it makes none, or would execute code not agreed to."""
+    try:
+        consent.require(run.recipe, run.folder)
+    except UserError as error:
+        print(f"{run.folder} without its task's own part: {error}", file=sys.stderr)
+        return None
+    task, _ = workload_of(run.recipe).make(run.recipe)
     return task.report() if isinstance(task, Reports) else None
 
 
 def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
     """Run, task, the fields of its summary, `training` and `evaluations` (columns), `reported` (rows)."""
-    summary, rows = run.summary() or {}, atomic_files.read_jsonl(run.metrics)
+    summary = run.summary() or {}
+    rows = [row for row in atomic_files.read_jsonl(run.metrics) if _is_placed(row)]
     steps, curves = [r for r in rows if "lr" in r], report.curves if report else ()
     starts = _phase_starts(steps)
     return {
-        "run": run.folder.name,
-        "task": run.recipe.task,
+        "run": printable(run.folder.name),
+        "task": printable(run.recipe.task),
         **{name: summary.get(name) for name in SUMMARY_FIELDS},
         "training": _curve(steps, ("loss", *curves), starts),
         "evaluations": _curve([r for r in rows if "split" in r], ("loss", *curves), starts),
         "reported": _reported(steps, report.reported if report else (), starts),
     }
+
+
+def _is_placed(row: dict[str, Any]) -> bool:
+    """Whether a row says its phase and step; a received run's may say anything."""
+    return isinstance(row.get("phase"), str) and isinstance(row.get("step"), int)
 
 
 def _phase_starts(steps: list[dict[str, Any]]) -> dict[str, int]:
@@ -52,8 +67,12 @@ def _curve(
     """Columns of at most about 2 * POINTS rows; steps are counted through all phases."""
     thinned = rows[:: max(1, len(rows) // POINTS)]
     found = {"step": [starts.get(row["phase"], 0) + row["step"] for row in thinned]}
-    found |= {name: [row.get(name) for row in thinned] for name in names}
+    found |= {name: [_number(row.get(name)) for row in thinned] for name in names}
     return {k: v for k, v in found.items() if any(x is not None for x in v)}
+
+
+def _number(value: Any) -> float | int | None:
+    return value if isinstance(value, float | int) else None
 
 
 def _reported(

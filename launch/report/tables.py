@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
     """The table of runs whose models were not measured: a head, then a row for each run."""
-    names = list(dict.fromkeys(n for r in runs for n, v in (r["metrics"] or {}).items() if _is_scalar(v)))
+    names = list(dict.fromkeys(n for r in runs for n, v in metrics_of(r).items() if _is_scalar(v)))
     head = ["run", "split", "parameters", "trained", *names, "memory", "training"]
     return [head, *(_row(run, names) for run in runs)] if runs else []
+
+
+def metrics_of(run: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a run's summary; none where a received run has something else there."""
+    return run["metrics"] if isinstance(run["metrics"], dict) else {}
+
+
+def _figure(value: Any, form: Callable[[Any], str]) -> str:
+    """A number as text; nothing where a received run has something else there."""
+    return form(value) if isinstance(value, float | int) else ""
 
 
 def _is_scalar(value: Any) -> bool:
@@ -19,15 +32,15 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _row(run: dict[str, Any], names: list[str]) -> list[str]:
-    metrics = run["metrics"] or {}
+    metrics = metrics_of(run)
     return [
         run["run"],
-        run["split"] or "",
-        f"{run['parameters']:,}",
-        f"{run['trainable_parameters']:,}",
+        str(run["split"] or ""),
+        _figure(run["parameters"], "{:,}".format),
+        _figure(run["trainable_parameters"], "{:,}".format),
         *(format_value(metrics[name]) if _is_scalar(metrics.get(name)) else "" for name in names),
-        format_bytes(run["peak_memory_bytes"]),
-        f"{run['train_seconds']:,.0f} s",
+        _figure(run["peak_memory_bytes"], format_bytes),
+        _figure(run["train_seconds"], "{:,.0f} s".format),
     ]
 
 

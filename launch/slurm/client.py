@@ -135,7 +135,8 @@ def job_states(jobs: Sequence[str]) -> dict[str, str]:
 def last_job_of(run: RunFolder) -> str:
     """The number of the run's last job, from slurm/job.json; empty where there was none."""
     path = run.folder / "slurm" / "job.json"
-    return str(atomic_files.read_json(path).get("job", "")) if path.exists() else ""
+    job = str(atomic_files.read_json(path).get("job", "")) if path.exists() else ""
+    return job if re.fullmatch(r"\d+(_\d+)?", job) else ""
 
 
 def smallest_node(partition: str | None) -> tuple[int, int] | None:

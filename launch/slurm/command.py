@@ -18,6 +18,7 @@ from isobatch.core.flags import build_options, options_to_dict
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.plan import PlanOptions
 from isobatch.core.strategies import traits_of
+from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
@@ -173,6 +174,7 @@ def _with_seed(request: Request, seed: int) -> Request:
 
 def _find_or_create_run(request: Request) -> RunFolder:
     facts = prepare_facts(request)
+    consent.remember(request.recipe)
     run = find_run(request, facts) or create_run(request, facts)
     if run.status() != "done":
         refuse_if_in_a_job(run)
@@ -222,6 +224,7 @@ def _script(runs: dict[int, RunFolder], request: Request, options: SlurmOptions)
         raw_options=sbatch_script.parse_sbatch_options(options.sbatch) if options.sbatch else (),
         setup=Path(options.setup).expanduser().resolve() if options.setup else None,
         start_folder=Path.cwd(),
+        environment=tuple(consent.environment().items()),
     )
 
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, UserError, WorkerLostError
 from isobatch.core.package import own_command
+from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.planner import make_plan
-from isobatch.engine.registry import workload
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.local import restarts
 from isobatch.launch.local.run_setup import locate_data, store_plan
@@ -59,6 +60,7 @@ def job(words: Sequence[str]) -> int:
     with JobStop() as stop:
         if run.status() == "done":
             return DONE
+        consent.require(run.recipe, run.folder)
         refuse_if_in_a_job(run, allocation.job)
         with run.lock("launch"):
             run.refuse_if_training()
@@ -169,7 +171,7 @@ class StepRunner:
 def plan_for_nodes(run: RunFolder, nodes: int, request: dict[str, Any]) -> Plan:
     """The plan for `nodes` nodes like this one; `request` is request.json, with the processes per node."""
     recipe, facts = run.recipe, run.facts
-    task, _ = workload(recipe.task).make(recipe)
+    task, _ = workload_of(recipe).make(recipe)
     options, world_size = plan_options_from_request(request["plan"]), request["local"] * nodes
     return make_plan(recipe, facts, task.model_size(facts), detect(nodes=nodes), options, world=world_size)
 
@@ -241,7 +243,7 @@ def why_not_requeue(reason: str, state: str, before: list[int] | None, now: list
 
 def furthest_checkpoint(run: RunFolder) -> list[int] | None:
     """[phase, step] of the furthest checkpoint."""
-    task, _ = workload(run.recipe.task).make(run.recipe)
+    task, _ = workload_of(run.recipe).make(run.recipe)
     phases = [phase.name for phase in task.phases()]
     names = [path.name.rpartition("-") for path in run.checkpoints.glob("[!.]*-*")]
     return max(([phases.index(p), int(s)] for p, _, s in names if p in phases and s.isdigit()), default=None)

@@ -77,6 +77,8 @@ class JobScript:
     raw_options: tuple[str, ...] = ()
     """Words of --sbatch, passed on as they are."""
     setup: Path | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables of the job beside those of its submission."""
     start_folder: Path
     """The folder in which `slurm` was called: the path of a task's file may be relative to it."""
 
@@ -131,6 +133,7 @@ def _body(script: JobScript) -> list[str]:
         lines.append(f"source {shlex.quote(str(script.setup))} || exit 2")
     # A signal while Python starts must not end the job.
     lines += ["set -u", "trap '' USR1 TERM"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in script.environment]
     run = shlex.quote(str(next(iter(script.runs.values()))))
     if script.array:
         lines += ['case "$SLURM_ARRAY_TASK_ID" in']

@@ -272,7 +272,11 @@ def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False) 
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig
 
+    if not (folder / ADAPTER_FILE).is_file():  # peft would read a pickled one
+        raise UserError(f"{folder}: holds no {ADAPTER_FILE}")
     known = PeftConfig.from_pretrained(str(folder))
+    if getattr(known, "megatron_config", None):  # peft would import the module that it names
+        raise UserError(f"{folder}: its {CONFIG_FILE} is one of Megatron: it is no adapter of isobatch")
     base = str(known.base_model_name_or_path)
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise UserError(f"{folder}: its base model {base} is not there: name it in its {CONFIG_FILE}")

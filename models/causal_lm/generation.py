@@ -46,13 +46,18 @@ def open_for_generation(folder: Path, bits: int = 16, remote_code: bool = False)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    if (folder / adapters.CONFIG_FILE).is_file():
-        model = adapters.open_adapted_model(folder, bits, remote_code)
-    elif (folder / "config.json").is_file():
-        model = AutoModelForCausalLM.from_pretrained(folder, **hub.remote_code_kwargs(remote_code))
-    else:
-        raise UserError(f"{folder} holds no trained model (config.json): has the run finished?")
-    return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with hub.reading(folder):
+        if (folder / adapters.CONFIG_FILE).is_file():
+            model = adapters.open_adapted_model(folder, bits, remote_code)
+        elif (folder / "config.json").is_file():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, use_safetensors=True, **hub.remote_code_kwargs(remote_code)
+            )
+        else:
+            raise UserError(f"{folder} holds no trained model (config.json): has the run finished?")
+        if not (folder / "tokenizer.json").is_file():
+            raise UserError(f"{folder} holds no tokenizer.json")
+        return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def continue_text(model: nn.Module, tokenizer: Any, prompt: str, sampling: Sampling) -> str:

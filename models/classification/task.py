@@ -113,7 +113,8 @@ class Classifier(Task):
             config = BertConfig(**PRESETS[self._model_name], **sizes, **named)
         else:
             folder = hub.local_path_or_id(self._model_name, self.recipe.revision)
-            config = AutoConfig.from_pretrained(folder, revision=self.recipe.revision or "main", **named)
+            named |= {"revision": self.recipe.revision or "main", **hub.remote_code_kwargs(False)}
+            config = AutoConfig.from_pretrained(folder, **named)
             hub.check_vocabulary(self._model_name, config.vocab_size, facts.extra["vocabulary"])
         if self.recipe.dropout is not None:
             for name, value in config.to_dict().items():
@@ -140,6 +141,7 @@ class Classifier(Task):
             config=config,
             revision=self.recipe.revision or "main",
             dtype=torch.float32,
+            **hub.remote_code_kwargs(False),
             ignore_mismatched_sizes=_has_other_classes(folder, config),
         )
 
@@ -237,7 +239,7 @@ def _has_other_classes(folder: str, config: Any) -> bool:
     """Whether a fine-tuned model's head has another number of classes, so that it gets new weights."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder).num_labels != config.num_labels
+    return AutoConfig.from_pretrained(folder, **hub.remote_code_kwargs(False)).num_labels != config.num_labels
 
 
 def onnx_variants(final: Path, exports: Path) -> list[ModelVariant]:

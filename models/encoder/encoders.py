@@ -190,12 +190,17 @@ def classifier_class(config: Any) -> Any:
 
 
 def open_classifier(path: str) -> Any:
-    """A saved classifier in fp32 and evaluation mode, pruned or not."""
+    """A saved classifier in fp32 and evaluation mode, pruned or not. Raises UserError where it is damaged."""
     import torch
     from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     folder = hub.fetch_weights(path, None)
-    config = AutoConfig.from_pretrained(folder)
-    return classifier_class(config).from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    no_code = hub.remote_code_kwargs(False)
+    with hub.reading(path):
+        config = AutoConfig.from_pretrained(folder, **no_code)
+        found = classifier_class(config).from_pretrained(
+            folder, config=config, dtype=torch.float32, **no_code
+        )
+        return found.eval()

@@ -290,7 +290,8 @@ class Recommender(Task):
             net = load_text_model(AutoConfig.for_model(**config), None, None)
         else:
             place = hub.fetch_weights(name, self.recipe.revision, "--text-model")
-            net = load_text_model(AutoConfig.from_pretrained(place), place, self.recipe.revision)
+            config_there = AutoConfig.from_pretrained(place, **hub.remote_code_kwargs(False))
+            net = load_text_model(config_there, place, self.recipe.revision)
         encoder = TextEncoder(
             net, catalogue, options.pooling, options.text_cache != "off", options.text_chunk
         )

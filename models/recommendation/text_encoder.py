@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
+from isobatch.models import hub
 from isobatch.models.causal_lm.adapters import quiet_bitsandbytes
 
 if TYPE_CHECKING:
@@ -337,6 +338,12 @@ def load_text_model(config: Any, path: str | None, revision: str | None) -> nn.M
             setattr(config, name, 0.0)
     if path is None:
         return AutoModel.from_config(config, dtype=torch.float32)
-    found = AutoModel.from_pretrained(path, config=config, revision=revision or "main", dtype=torch.float32)
+    found = AutoModel.from_pretrained(
+        path,
+        config=config,
+        revision=revision or "main",
+        dtype=torch.float32,
+        **hub.remote_code_kwargs(False),
+    )
     made: nn.Module = found
     return made

@@ -283,7 +283,7 @@ class Panic(BaseException):
 
 
 FAILURES = [
-    (OSError(28, "No space left on device"), "No space left on device; choose another place"),
+    (OSError(28, "No space left on device"), "No space left on device; make some, then go on"),
     (ValueError("odd"), r"ValueError\('odd'\)"),
     (Panic("lost"), r"Panic\('lost'\)"),
 ]
@@ -347,7 +347,7 @@ def test_an_index_that_cannot_be_written_ends_the_save_on_all(
     monkeypatch.setattr(checkpoint, "_write_texts", full)
 
     def part(world: Any) -> None:
-        with pytest.raises(UserError, match=r"cannot write .*: No space left on device; choose another"):
+        with pytest.raises(UserError, match=r"cannot write .*: No space left on device; make some"):
             checkpoint.save(tmp_path / "train-3", share(world), FACTS, world)
 
     run_ranks(3, part)

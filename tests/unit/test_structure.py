@@ -251,6 +251,14 @@ def test_models_code_runs_where_one_function_says_so(file: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("file", PACKAGE, ids=name)
+def test_a_recipes_task_is_loaded_where_its_code_may_run(file: Path) -> None:
+    """`workload` is for a name that the user typed; `workload_of` asks, as a recipe may be anybody's."""
+    calls = [n for n in ast.walk(tree(file)) if isinstance(n, ast.Call) and n.args]
+    taken = [f"{n.lineno}: {ast.unparse(n)}" for n in calls if ast.unparse(n.func) == "workload"]
+    assert [c for c in taken if ".task)" in c and name(file) != "engine/registry.py"] == []
+
+
 RAW = ("torch.rand", "torch.normal", "torch.bernoulli", "torch.multinomial", "torch.poisson", "np.random.")
 RAW += ("numpy.random.", "random.")
 SEEDED = ("np.random.default_rng", "numpy.random.default_rng", "np.random.Generator", "random.Random")

@@ -1,0 +1,200 @@
+"""Consent: code that a recipe brings is executed only where this user has agreed to it.
+
+Who types a task file or --remote-code agrees, and who says --trust. A launch remembers it in the user's
+state folder, by hashes of recipe and code, never in the run: so a run that was trained here is opened again,
+and one that somebody sent is not. Processes that a launch starts get it in an environment variable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isobatch.core import atomic_files, hub_cache
+from isobatch.core.errors import UserError
+from isobatch.engine.task_files import (
+    imported_files,
+    is_task_file,
+    task_file,
+    task_file_hash,
+    task_file_problem,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from isobatch.core.recipe import Recipe
+
+VARIABLE = "ISOBATCH_TRUST"
+"""Environment variable with what a launch has agreed to, for the processes that it starts."""
+MOST_FILES = 1000
+"""More files of Python code are no model's."""
+
+_allowed: set[str] = set()
+"""Code that may run in this process: `_names` of recipes."""
+_granted: set[str] = set()
+"""Digests that were agreed to in this process."""
+
+
+def state_folder() -> Path:
+    """Where this user's consent is kept: $ISOBATCH_STATE, else the user's state folder."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(os.environ.get("ISOBATCH_STATE") or Path(base) / "isobatch")
+
+
+def brings_code(recipe: Recipe) -> bool:
+    """Whether to train or use this recipe executes code beside isobatch's own."""
+    return bool(_names(recipe))
+
+
+def allow_task_file(name: str) -> None:
+    """The user has typed the name of this task file: it may run in this process."""
+    _allowed.add(f"{name} {task_file_hash(name)}")
+
+
+def allow_model(recipe: Recipe) -> None:
+    """The user has typed --remote-code: the model's own code may run in this process."""
+    _allowed.update(_names(recipe) - {f"{recipe.task} {task_file_hash(recipe.task)}"})
+
+
+def is_allowed(recipe: Recipe) -> bool:
+    """Whether the recipe's code, if it has any, may run in this process."""
+    return _names(recipe) <= _allowed
+
+
+def check(recipe: Recipe) -> None:
+    """Raise UserError where the recipe brings code that may not run in this process."""
+    if not is_allowed(recipe):
+        raise _refusal(recipe.task, [recipe.task])
+
+
+def require(recipe: Recipe, run: Path | None = None, trust: bool = False) -> None:
+    """Let a recipe's code, and that in a run's folder, run in this process where this user agreed to it.
+
+    With `trust` the user does so now. Raises UserError where the user has not, or where a task file is not
+    the one that was trained.
+    """
+    if not brings_code(recipe):
+        return
+    if changed := task_file_problem(recipe):
+        raise UserError(changed)
+    if trust:
+        _remember(recipe, run)
+    if unknown := unknown_code(recipe, run):
+        raise _refusal(str(run or recipe.task), unknown)
+    _allowed.update(_names(recipe))
+
+
+def unknown_code(recipe: Recipe, run: Path | None) -> list[str]:
+    """The files of `code_of` that this user has not agreed to."""
+    known = _known()
+    code = code_of(recipe, run)
+    return [file for file, content in code.items() if _digest(recipe, content) not in known]
+
+
+def remember(recipe: Recipe) -> None:
+    """Keep that the user typed this recipe, for later commands and for the processes that this one starts."""
+    if brings_code(recipe) and is_allowed(recipe):
+        _remember(recipe, None)
+
+
+def environment() -> dict[str, str]:
+    """The variable for processes that are started for what was agreed to here."""
+    granted = _granted | _inherited()
+    return {VARIABLE: ",".join(sorted(granted))} if granted else {}
+
+
+def code_of(recipe: Recipe, run: Path | None) -> dict[str, str]:
+    """File -> hash of its content, for the code that this recipe, and the model of a run, would execute."""
+    found: dict[str, str] = {}
+    if is_task_file(recipe.task) and task_file(recipe.task).is_file():
+        found |= {str(p): _hash(p.read_bytes()) for p in imported_files(task_file(recipe.task).resolve())}
+    if recipe.options.get("remote_code"):
+        for name, folder in _models(recipe, run and run / "final"):
+            found |= _code_in(folder, str(recipe.model)) if folder else {name: _hash(name.encode())}
+    return found
+
+
+def _models(recipe: Recipe, final: Path | None) -> Iterator[tuple[str, Path | None]]:
+    """Name and folder of the models whose own code transformers would take; None where it is not here yet."""
+    names = [(recipe.model, recipe.revision)]
+    if final is not None and final.is_dir():
+        yield str(final), final
+        adapter = final / "adapter_config.json"
+        if adapter.is_file():
+            base = atomic_files.read_json(adapter)
+            names.append((base.get("base_model_name_or_path"), base.get("revision")))
+    for name, revision in names:
+        folder = Path(str(name)).expanduser()
+        if not folder.is_dir() and hub_cache.is_id(str(name)):
+            folder = hub_cache.snapshot("models", str(name), revision) or folder
+        yield f"{name}@{revision}", folder if folder.is_dir() else None
+
+
+def _code_in(folder: Path, model: str) -> dict[str, str]:
+    """As `code_of`, for a model's folder; other repositories' code that its config names counts as a file."""
+    files = list(itertools.islice(folder.rglob("*.py"), MOST_FILES + 1))
+    if len(files) > MOST_FILES:
+        raise UserError(f"{folder}: holds more than {MOST_FILES:,} files of Python code: is it a model?")
+    found = {str(p): _hash(p.read_bytes()) for p in files if p.is_file()}
+    if (folder / "config.json").is_file():
+        named = atomic_files.read_json(folder / "config.json").get("auto_map") or {}
+        for place in named.values() if isinstance(named, dict) else [named]:
+            repository = str(place).rpartition("--")[0]
+            if repository and repository != model:
+                found[f"{folder}/config.json ({place})"] = _hash(str(place).encode())
+    return found
+
+
+def _names(recipe: Recipe) -> set[str]:
+    """What in the recipe brings code: its task file with the hash, its model with the revision."""
+    names = {f"{recipe.task} {task_file_hash(recipe.task)}"} if is_task_file(recipe.task) else set()
+    return names | ({f"{recipe.model} {recipe.revision}"} if recipe.options.get("remote_code") else set())
+
+
+def _remember(recipe: Recipe, run: Path | None) -> None:
+    code = code_of(recipe, run)
+    if recipe.options.get("remote_code"):  # its names as well: a model's folder may be gone later
+        code |= {name: _hash(name.encode()) for name, _ in _models(recipe, run and run / "final")}
+    new = {_digest(recipe, content): file for file, content in code.items()}
+    new = {digest: file for digest, file in new.items() if digest not in _known()}
+    _granted.update(new)
+    with suppress(OSError, RuntimeError):  # a home that cannot be written: children have the variable
+        folder = state_folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        rows = [{"digest": d, "recipe": recipe.hash(), "file": file} for d, file in new.items()]
+        with (folder / "trusted.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _known() -> set[str]:
+    """The digests that this user has agreed to, here or in the process that started this one."""
+    kept: list[str] = []
+    with suppress(OSError, RuntimeError):
+        kept = [str(row.get("digest")) for row in atomic_files.read_jsonl(state_folder() / "trusted.jsonl")]
+    return {*kept, *_granted, *_inherited()}
+
+
+def _inherited() -> set[str]:
+    return set(filter(None, os.environ.get(VARIABLE, "").split(",")))
+
+
+def _digest(recipe: Recipe, content: str) -> str:
+    return _hash(f"{recipe.hash()} {content}".encode())[:32]
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _refusal(place: str, files: list[str]) -> UserError:
+    shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+    return UserError(
+        f"{place} would execute code that this user has not trained here: {shown}: read it, then add --trust"
+        " (`inspect RUN` executes none)"
+    )

@@ -1,0 +1,110 @@
+"""`inspect`: what a run is, for a run that somebody sent: its files are read, nothing of it is executed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.measures import printable
+from isobatch.engine import consent
+from isobatch.engine.runs.console import format_metrics
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.commands.runs import ListingOptions
+from isobatch.launch.local.arguments import command_options, split_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 48
+"""Most characters of a curve."""
+READS = ("data", "model", "tokenizer", "teacher", "pruned", "mix")
+"""Fields of a recipe that name files, folders or hub ids."""
+
+
+def inspect(words: Sequence[str]) -> int:
+    """Usage: inspect RUN [--json]: recipe, status, curves and metrics of a run, what code it brings and what
+    it reads. Nothing that came with it is executed.
+    """
+    positional, flags = split_words(words)
+    options = command_options(flags, ListingOptions, "inspect")
+    if len(positional) != 1:
+        raise UserError("inspect: give the folder of one run (`runs` lists them)")
+    found = describe_run(RunFolder.open(positional[0]))
+    print(json.dumps(found) if options.json else printable(_format(found)))
+    return 0
+
+
+def describe_run(run: RunFolder) -> dict[str, Any]:
+    """What the run's files say, as JSON. Raises UserError where they are damaged."""
+    recipe, summary = run.recipe, run.summary() or {}
+    metrics = summary.get("metrics")
+    unknown = consent.unknown_code(recipe, run.folder)
+    code = consent.code_of(recipe, run.folder)
+    named = {**recipe.to_dict(), **recipe.options}
+    return {
+        "folder": str(run.folder),
+        "task": recipe.task,
+        "hash": recipe.hash(),
+        "recorded_hash": run.recorded_hash,
+        "recipe": recipe.to_dict(),
+        "status": run.status(),
+        "reason": str(summary.get("reason") or ""),
+        "steps": summary.get("steps"),
+        "metrics": metrics if isinstance(metrics, dict) else {},
+        "curves": _curves(atomic_files.read_jsonl(run.metrics)),
+        "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
+        "reads": {k: named[k] for k in READS if named.get(k)} | {"prepared data": run.facts.folder},
+    }
+
+
+def _curves(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Name -> its values over the steps: the training loss, and the loss of each held-out split."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        value = row.get("loss")
+        if isinstance(value, float | int) and math.isfinite(value) and ("lr" in row or "split" in row):
+            found.setdefault(str(row.get("split", "training")), []).append(float(value))
+    return found
+
+
+def curve(values: list[float]) -> str:
+    """A curve as text: a bar for each value, or for each of `WIDTH` equally long parts its mean."""
+    count = min(WIDTH, len(values))
+    borders = [len(values) * n // count for n in range(count + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(borders)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _format(found: dict[str, Any]) -> str:
+    forged = "" if found["hash"] == found["recorded_hash"] else f" (its file says {found['recorded_hash']})"
+    lines = [
+        f"{found['folder']}: {found['task']}, {found['status']}, {found['steps'] or 'no'} steps",
+        f"recipe {found['hash']}{forged}",
+        *(f"  {k}: {_short(v)}" for k, v in found["recipe"].items() if v is not None and k != "options"),
+        *(f"  {k}: {_short(v)}" for k, v in found["recipe"]["options"].items() if v is not None),
+    ]
+    if found["reason"]:
+        lines.append(f"reason: {found['reason']}")
+    for name, values in found["curves"].items():
+        lines.append(f"loss, {name}: {values[0]:.4g} {curve(values)} {values[-1]:.4g}")
+    if found["metrics"]:
+        lines.append("metrics, as its file says: " + format_metrics(found["metrics"], ".4g"))
+    lines += [f"reads {name}: {_short(value)}" for name, value in found["reads"].items()]
+    for code in found["code"]:
+        agreed = "agreed to by this user" if code["agreed"] else "only with --trust"
+        lines.append(f"executes {code['file']} (SHA-256 {code['sha256'][:16]}): {agreed}")
+    if not found["code"]:
+        lines.append("executes no code of its own")
+    return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 120 else f"{text[:117]}..."
