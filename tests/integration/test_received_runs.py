@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The receiver's folder, with things that are nobody's business; its consent is empty."""
     monkeypatch.setenv("ISOBATCH_STATE", str(tmp_path / "state"))
     another_process(monkeypatch)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a task file's folder is put there
     home = tmp_path / "home"
     for name in (".ssh/id", ".config/settings", "mine.jsonl", "data/facts.json", "data/train/index.json"):
         (home / name).parent.mkdir(parents=True, exist_ok=True)
