@@ -30,32 +30,55 @@ ADDED_LATER = {"omitted_at_default": True}
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A period: `200` optimizer steps, `0.1ep` of an epoch, or `10m` of wall-clock time."""
+    """A period: `200` optimizer steps, `5%` of the run, `0.1ep` of an epoch, or `10m` of wall-clock time."""
 
     value: float
-    unit: Literal["steps", "epochs", "minutes"]
+    unit: Literal["steps", "percent", "epochs", "minutes"]
+    """`percent`: of the optimizer steps of the phase, which is the run where that has one phase."""
 
     @classmethod
     def parse(cls, text: str) -> Interval:
         """The interval that `text` writes. Raises ValueError."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ep|m)?", text.strip())
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ep|m|%|)", text.strip())
         if match is None:
-            raise ValueError("is not an interval such as 200 (steps), 0.1ep (of an epoch) or 10m (minutes)")
-        unit: Literal["steps", "epochs", "minutes"]
-        unit = "epochs" if match[2] == "ep" else "minutes" if match[2] == "m" else "steps"
+            raise ValueError(
+                "is not an interval such as 200 (steps), 5% (of the run), 0.1ep (of an epoch) or"
+                " 10m (minutes)"
+            )
+        value, unit = float(match[1]), _UNITS[match[2]]
         if unit == "steps" and "." in match[1]:
-            raise ValueError("is not a whole number of steps (for a share of an epoch write 0.1ep)")
-        return cls(float(match[1]), unit)
+            raise ValueError("is not a whole number of steps (shares are 5% of the run or 0.1ep of an epoch)")
+        if unit == "percent" and value > 100:
+            raise ValueError("is more than the whole run: give at most 100%")
+        return cls(value, unit)
 
-    def steps(self, steps_per_epoch: int) -> int:
-        """The interval in optimizer steps. A time has none: asking for it is a bug."""
-        assert self.unit != "minutes", "a wall-clock interval has no length in steps"
-        return int(self.value) if self.unit == "steps" else max(1, round(self.value * steps_per_epoch))
+    def steps(self, steps_per_epoch: int, phase_steps: int) -> int:
+        """The interval in optimizer steps, of which the phase has `phase_steps`; a share gives at least 1.
+
+        A time has none: asking for it is a bug.
+        """
+        match self.unit:
+            case "steps":
+                return int(self.value)
+            case "percent":
+                return max(1, round(self.value / 100 * phase_steps))
+            case "epochs":
+                return max(1, round(self.value * steps_per_epoch))
+        raise AssertionError("a wall-clock interval has no length in steps")
 
     def __str__(self) -> str:
         # Every digit and no exponent: the text goes into recipe.json, is hashed and is read again.
         digits = f"{Decimal(repr(self.value)):f}".removesuffix(".0")
-        return digits + {"steps": "", "epochs": "ep", "minutes": "m"}[self.unit]
+        return digits + {unit: mark for mark, unit in _UNITS.items()}[self.unit]
+
+
+_UNITS: dict[str, Literal["steps", "percent", "epochs", "minutes"]] = {
+    "": "steps",
+    "%": "percent",
+    "ep": "epochs",
+    "m": "minutes",
+}
+"""What stands behind an interval's number -> its unit."""
 
 
 @dataclass(frozen=True, slots=True)

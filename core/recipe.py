@@ -71,7 +71,8 @@ class Recipe:
     weight_decay: Rate = 0.01
     """Decoupled decay of weight matrices; biases and norms have none."""
     warmup: Interval = Interval(0, "steps")
-    """Linear rise of the learning rate: steps, or a share of an epoch."""
+    """Linear rise of the learning rate: steps, or a share of the phase (5%) or of an epoch (0.1ep). Of W
+    steps the first is at 1/W of --lr, not at 0, and the last at --lr."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """The learning rate after warm-up."""
     clip: Rate = 1.0
@@ -85,7 +86,8 @@ class Recipe:
     eval_fraction: Fraction = 1.0
     """Share of the validation samples used while training: a seeded subset, the same on every machine."""
     eval_every: Interval | None = None
-    """How often to evaluate while training; by default once an epoch."""
+    """How often to evaluate while training: steps, or a share of the phase (10%) or of an epoch (0.5ep);
+    by default once an epoch."""
     patience: Count = 0
     """Stop after this many evaluations without improvement and keep the best; 0 never stops early."""
     min_delta: Rate = 0.0
@@ -107,10 +109,13 @@ class Recipe:
             raise UserError("--epochs and --steps exclude each other: give one of them")
         if self.warmup.unit == "minutes" or (self.eval_every and self.eval_every.unit == "minutes"):
             raise UserError(
-                "--warmup and --eval-every are counted in steps or epochs: minutes depend on the machine"
+                "--warmup and --eval-every are counted in steps, epochs or a share of the run: minutes depend"
+                " on the machine"
             )
         if self.eval_every and self.eval_every.value == 0:
-            raise UserError("--eval-every 0: must be above 0; leave it out to evaluate once an epoch")
+            raise UserError(
+                f"--eval-every {self.eval_every}: must be above 0; leave it out to evaluate once an epoch"
+            )
         if self.epochs is not None and not all(e > 0 for e in self.epochs):
             raise UserError(f"--epochs {','.join(map(str, self.epochs))}: must be above 0")
 

@@ -374,6 +374,10 @@ def _demo_rows() -> dict[str, Callable[[], LocatedRows]]:
 
 
 def _function_sources(source: str) -> Iterator[tuple[ast.FunctionDef, str]]:
+    # As ast.get_source_segment, which splits the whole file into lines for every function.
+    lines = [line.encode() for line in source.split("\n")]
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and (text := ast.get_source_segment(source, node)):
-            yield node, text
+        if isinstance(node, ast.FunctionDef):
+            *before, last = lines[node.lineno - 1 : node.end_lineno]
+            text = b"\n".join([*before, last[: node.end_col_offset]])[node.col_offset :]
+            yield node, text.decode()

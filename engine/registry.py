@@ -12,12 +12,12 @@ from isobatch.core.flags import Flag, build_options, convert, flags_of, nearest_
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, RULES, SHORT_MODEL_NAMES, Recipe
 from isobatch.data.base import Data
-from isobatch.engine import consent
+from isobatch.engine import consent, unread_fields
 from isobatch.engine.task_files import is_task_file, load_task_class, task_file_hash
 from isobatch.models.base import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,30 @@ class Workload:
         written |= {"code": code} if code else {}
         recipe = Recipe(**{**common, "task": self.name, "options": written, "rules": RULES})
         consent.allow_model(recipe)
-        return recipe, notes
+        recipe, left_out = self._without_unread(recipe, asked)
+        return recipe, [*notes, *self._fast_notes(asked, left_out), *filter(None, left_out.values())]
+
+    def _without_unread(self, recipe: Recipe, asked: Mapping[str, Any]) -> tuple[Recipe, dict[str, str]]:
+        """The recipe without values that change nothing, and a note on each of its preset's.
+
+        Raises UserError where the user gave one.
+        """
+        unread = unread_fields.unread_values(recipe, *self.make(recipe))
+        preset = self.task.presets.get(recipe.preset or "", {})
+        notes = dict.fromkeys(unread, "")
+        for name, why in unread.items():
+            typed = unread_fields.as_typed(recipe, name)
+            if name in asked:
+                raise UserError(f"{typed}: {why}; leave it out")
+            if name in preset:
+                notes[name] = f"{typed} of --preset {recipe.preset} is left out: {why}"
+        return unread_fields.without(recipe, unread), notes
+
+    def _fast_notes(self, asked: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
+        if asked.get("mode") != "fast":
+            return []
+        named = [f"{k} {v}" for k, v in self.task.fast.items() if k not in asked and k not in left_out]
+        return [f"fast mode changes the recipe: {', '.join(named) or 'nothing for this task'}"]
 
     def plan_options(self, preset: str | None, asked: Mapping[str, Any]) -> PlanOptions:
         """What is asked of the plan: by the user (`asked`), and below it by the recipe's preset."""
@@ -145,8 +168,6 @@ class Workload:
             layers.append(self._preset(str(asked["preset"])))
         if asked.get("mode") == "fast":
             layers.append(task.fast)
-            changes = ", ".join(f"{k} {v}" for k, v in task.fast.items() if k not in asked)
-            notes.append(f"fast mode changes the recipe: {changes or 'nothing for this task'}")
         return layers, notes
 
 

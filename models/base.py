@@ -246,6 +246,10 @@ class Task(ABC):
         """Steps between drawings of the run's figures into plots/, also at the end; 0 draws none unasked."""
         return 0
 
+    def unread(self) -> Mapping[str, str]:
+        """Common recipe fields that change nothing here, and why: they are refused, and in no new recipe."""
+        return {}
+
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG003  for tasks to use
         """Recipe values that follow from those asked for; what was asked for itself comes first."""

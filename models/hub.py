@@ -21,6 +21,13 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 TOKENIZER_FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
 
 
+def unread_revision(*names: str | None) -> dict[str, str]:
+    """See `Task.unread`: --revision, unless one of these models or tokenizers is on the hub."""
+    return (
+        {} if any(name and is_id(name) for name in names) else {"revision": "no model here is from the hub"}
+    )
+
+
 def is_id(name: str) -> bool:
     """Whether `name` is a hub id of the form `owner/name`."""
     return hub_cache.is_id(name) and "/" in name

@@ -40,17 +40,17 @@ def phase_schedules(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: in
     names = [p.name for p in phases]
     if recipe.phase is not None and recipe.phase not in names:
         raise UserError(f"--phase {recipe.phase}: this task's phases are {', '.join(names)}")
-    every = recipe.eval_every.steps(steps_per_epoch) if recipe.eval_every else steps_per_epoch
+    lengths = [_steps(recipe, index, p, len(phases), steps_per_epoch) for index, p in enumerate(phases)]
     return [
         PhaseSchedule(
             p.name,
-            _steps(recipe, index, p, len(phases), steps_per_epoch),
+            steps,
             steps_per_epoch,
             p.lr or recipe.lr,
-            every,
+            recipe.eval_every.steps(steps_per_epoch, steps) if recipe.eval_every else steps_per_epoch,
             p.early_stopping,
         )
-        for index, p in enumerate(phases)
+        for p, steps in zip(phases, lengths, strict=True)
         if recipe.phase in (None, p.name)
     ]
 
@@ -74,9 +74,10 @@ def _nth(values: Sequence[float], index: int, phase: Phase, count: int, flag: st
 def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the recipe's schedule.
 
-    linear and cosine decay to 0, constant stays at `peak`.
+    Of W warm-up steps the first is at peak / W, not at 0, and the last at `peak`; the schedule begins there.
+    linear and cosine decay towards 0, which the step after the last one would have; constant stays at `peak`.
     """
-    warmup = recipe.warmup.steps(steps_per_epoch) if recipe.warmup.value else 0
+    warmup = recipe.warmup.steps(steps_per_epoch, total) if recipe.warmup.value else 0
     if step < warmup:
         return peak * (step + 1) / warmup
     if recipe.schedule == "constant":
@@ -91,9 +92,11 @@ class SaveTimer:
     `clock`, here and below, is a time in seconds from `core.measures.now`.
     """
 
-    def __init__(self, interval: Interval, steps_per_epoch: int, clock: float) -> None:
+    def __init__(self, interval: Interval, schedule: PhaseSchedule, clock: float) -> None:
         self.minutes = interval.value if interval.unit == "minutes" else None
-        self.steps = None if self.minutes is not None else interval.steps(steps_per_epoch)
+        self.steps = (
+            interval.steps(schedule.steps_per_epoch, schedule.steps) if self.minutes is None else None
+        )
         self.last = clock
 
     def due_at(self, step: int) -> bool:

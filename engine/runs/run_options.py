@@ -24,7 +24,7 @@ class RunOptions:
     again: bool = False
     """Start a new run although a finished one has this recipe."""
     save_every: Interval = Interval(10, "minutes")
-    """How often to save a checkpoint: steps, share of an epoch, or minutes (10m)."""
+    """How often to save a checkpoint: steps, a share of the phase (10%) or of an epoch, or minutes (10m)."""
     keep: Positive = 2
     """Checkpoints kept."""
     log_every: Positive = 1

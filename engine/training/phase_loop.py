@@ -43,7 +43,7 @@ class PhaseLoop:
             context.recipe.patience if self.schedule.early_stopping else 0,
             context.recipe.min_delta,
         )
-        self.save_timer = SaveTimer(context.options.save_every, self.schedule.steps_per_epoch, now())
+        self.save_timer = SaveTimer(context.options.save_every, self.schedule, now())
         self.saved_step = -1
         self.step_began = now()
         self.noise_checked = False

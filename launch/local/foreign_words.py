@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import NamedTuple
 
 from isobatch.core.errors import UserError
@@ -91,7 +92,8 @@ class Meaning:
 
     form: Form
     flags: Mapping[str, str] | None = field(default_factory=dict)
-    """Our flags and their values, in which {} stands for the word's own; None: it is refused."""
+    """Our flags and their values, in which {} stands for the word's own and {%} for it as a share in percent;
+    None: it is refused."""
     remark: str | None = ""
     """Why it has no effect, what to use in its place, or what to know; None: nothing is said."""
 
@@ -184,7 +186,7 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
         _refused("the length of a run is --steps, and --train-fraction 0.1 a share of the data", WHOLE),
     ),
     # Schedules and evaluation
-    "warmup_ratio": (_refused("--warmup is in steps (200) or a share of an epoch (0.1ep)"),),
+    "warmup_ratio": (_to(ZERO, warmup="0"), _to(SHARE, warmup="{%}")),
     "evaluation_strategy": _EVALUATION,
     "eval_strategy": _EVALUATION,
     "val_check_interval": (
@@ -310,7 +312,9 @@ def _our_name(name: str, own: Container[str]) -> str:
 
 
 def _filled(template: str, value: str) -> str:
-    """The template with the value in place of {}; a list as Python writes it becomes a,b."""
+    """The template with the value in place of {} or {%}; a list as Python writes it becomes a,b."""
+    if template == "{%}":
+        return f"{(Decimal(value) * 100).normalize():f}%"
     if items := re.fullmatch(r"[\[(](.*)[\])]", value):
         value = ",".join(word.strip(" '\"") for word in items[1].split(",") if word.strip())
     return value if template == "{}" else template.replace("{}", value)

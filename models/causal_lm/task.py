@@ -66,7 +66,7 @@ class CausalLM(Task):
         "model": "small",
         "max_length": 256,
         "weight_decay": 0.1,
-        "warmup": "0.05ep",
+        "warmup": "10%",
         "schedule": "cosine",
     }
     fast: ClassVar[Mapping[str, Any]] = {
@@ -94,6 +94,13 @@ class CausalLM(Task):
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         return adapters.implied_options(values)
+
+    def unread(self) -> Mapping[str, str]:
+        found = hub.unread_revision(self._model_name, self.recipe.tokenizer)
+        dropout = self.recipe.dropout
+        if self.options.adapter == "none" and (dropout == 0 or (not dropout and self._model_name in PRESETS)):
+            found["noise"] = "there is no dropout"
+        return found
 
     def check(self) -> None:
         name = self._model_name

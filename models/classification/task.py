@@ -46,7 +46,7 @@ class Classifier(Task):
         "batch_size": 32,
         "lr": 5e-5,
         "epochs": [3],
-        "warmup": "0.1ep",
+        "warmup": "5%",
         "schedule": "linear",
     }
     fast: ClassVar[Mapping[str, Any]] = {
@@ -64,6 +64,10 @@ class Classifier(Task):
     @property
     def _model_name(self) -> str:
         return str(self.recipe.model)
+
+    def unread(self) -> Mapping[str, str]:
+        found = hub.unread_revision(self._model_name, self.recipe.tokenizer)
+        return found | ({"noise": "there is no dropout"} if self.recipe.dropout == 0 else {})
 
     def check(self) -> None:
         name, length = self._model_name, self.recipe.max_length

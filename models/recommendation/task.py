@@ -143,6 +143,15 @@ class Recommender(Task):
             case other:
                 return [Phase(name=other if other != "off" else "ids", epochs=10.0)]
 
+    def unread(self) -> Mapping[str, str]:
+        found = {"dropout": "a recommender has none"}
+        found |= hub.unread_revision(self._text_model, self.recipe.tokenizer)
+        if self.options.text == "off":
+            found |= dict.fromkeys(("model", "tokenizer", "revision", "max_length"), "texts are off")
+        drawn = not self.options.cohort and self.options.loss != "sampled-softmax"
+        found["noise"] = "the negatives' draws are keyed" if drawn else "nothing here draws any"
+        return found
+
     def check(self) -> None:
         options = self.options
         trains = options.text in (None, "lora", "full")
@@ -159,8 +168,6 @@ class Recommender(Task):
             raise UserError(
                 f"--sparse-tables: rows are updated by Adam; leave out --optimizer {self.recipe.optimizer}"
             )
-        if self.recipe.dropout is not None:
-            raise UserError(f"--dropout {self.recipe.dropout}: a recommender has none; leave it out")
         for flag in ("dim", "lora_blocks", "lora_r", "top_k", "text_chunk"):
             value = getattr(options, flag)
             if value is not None and value < 1:

@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
+from isobatch.models import hub
 from isobatch.models.base import Batch, Change, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.head_chunks import CHUNK_BYTES
 from isobatch.models.sequence_vae.options import SequenceVAEOptions
@@ -109,12 +110,13 @@ class SequenceVAE(Task):
         ]
         return phases if share else phases[1:]
 
+    def unread(self) -> Mapping[str, str]:
+        found = {"model": "a sequence VAE is trained from scratch, see --backbone"}
+        found["noise"] = "this task draws noise, which is keyed"
+        return found | hub.unread_revision(self.recipe.tokenizer)
+
     def check(self) -> None:
         options = self.options
-        if self.recipe.model is not None:
-            raise UserError(
-                f"--model {self.recipe.model}: a sequence VAE is trained from scratch: see --backbone"
-            )
         if self.recipe.max_length < 2:
             raise UserError(f"--max-length {self.recipe.max_length}: a row needs a token and the end token")
         if options.pretrain == 1:

@@ -15,6 +15,7 @@ class Line(failing.Line):
         "quick": {"lr": 0.02, "precision": "16-mixed", "workers": 1, "prefetch": 4},
         "plain": {"lr": 0.02},
         "strict": {"precision": "fp16"},
+        "idle": {"dropout": 0.3},
         "misspelt": {"wokers": 1},
         "wrong": {"workers": "many"},
     }

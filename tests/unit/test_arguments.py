@@ -206,19 +206,22 @@ def test_fast_mode_changes_the_recipe_and_says_how() -> None:
     changed = {f.name for f in dataclasses.fields(Recipe) if getattr(fast, f.name) != getattr(full, f.name)}
     note = next(n for n in ask("--fast").notes if n.startswith("fast mode changes the recipe: "))
     # The demo is as short as fast mode makes texts, so the length is named but stays.
-    assert changed == {"mode", "train_fraction", "eval_fraction", "min_delta"}
-    assert note.endswith("max_length 128, train_fraction 0.25, eval_fraction 0.25, min_delta 0.01")
+    assert changed == {"mode", "train_fraction", "eval_fraction"}
+    assert note.endswith(
+        "max_length 128, train_fraction 0.25, eval_fraction 0.25"
+    )  # no patience: no min_delta
     assert "train_fraction" not in " ".join(ask("--fast", "--train-fraction", "0.5").notes)
     assert (ask("--fast").plan, ask("--fast").run) == (ask().plan, ask().run)
 
 
 @pytest.mark.parametrize("task", ["causal-lm", "classifier", "pruning", "qat", "recommender"])
 def test_fast_mode_evaluates_less_and_stops_at_small_gains(task: str) -> None:
-    fast, full = (parse_request(["--task", task, mode], "auto").recipe for mode in ("--fast", "--full"))
+    patient = ["--task", task, "--patience", "2"]
+    fast, full = (parse_request([*patient, mode], "auto").recipe for mode in ("--fast", "--full"))
     assert (full.eval_fraction, full.min_delta) == (1, 0)
     assert fast.eval_fraction < 1
     assert 0 < fast.min_delta <= 0.01
-    asked = parse_request(["--task", task, "--fast", "--min-delta", "0"], "auto").recipe
+    asked = parse_request([*patient, "--fast", "--min-delta", "0"], "auto").recipe
     assert asked.min_delta == 0
 
 

@@ -39,7 +39,7 @@ CANCELS = 100
 """That much more for a recommender with texts: what all items have in common cancels in the softmax, and
 the gradient of the layer that all texts pass is a small rest of large terms. Measured: 5.2e-5."""
 COMMON: dict[str, Any] = {"batch_size": BATCH, "max_length": 16, "train_fraction": 0.2, "steps": [40]}
-NO_TEXT: dict[str, Any] = {"text": "off", "negatives": 8}
+NO_TEXT: dict[str, Any] = {"text": "off", "negatives": 8, "max_length": 128}  # which texts alone read
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "causal-lm": ("causal-lm", 0, {"dropout": 0.1}),
     "LoRA": ("causal-lm", 0, {"model": "causal-lm", "adapter": "lora", "lora_dropout": 0.1}),

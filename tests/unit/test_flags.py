@@ -81,6 +81,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("several", [2, 3], (2, 3)),
     ("interval", "200", Interval(200, "steps")),
     ("interval", "0.1ep", Interval(0.1, "epochs")),
+    ("interval", "2.5%", Interval(2.5, "percent")),
     ("interval", "10m", Interval(10, "minutes")),
 ]
 
@@ -168,9 +169,11 @@ def test_a_spelling_has_hyphens() -> None:
 
 
 def test_intervals_in_steps() -> None:
-    assert Interval.parse("200").steps(1000) == 200
-    assert Interval.parse("0.1ep").steps(1000) == 100  # 0.1 * 1000
-    assert Interval.parse("0.1ep").steps(3) == 1  # round(0.3) is 0, and never is no interval
+    assert Interval.parse("200").steps(1000, 60) == 200
+    assert Interval.parse("0.1ep").steps(1000, 60) == 100  # 0.1 * 1000
+    assert Interval.parse("0.1ep").steps(3, 60) == 1  # round(0.3) is 0, and never is no interval
+    assert Interval.parse("5%").steps(1000, 60) == 3  # 0.05 * 60
+    assert Interval.parse("2.5%").steps(1000, 8) == 1  # round(0.2) is 0
 
 
 @given(st.integers(0, 2**53))

@@ -141,7 +141,9 @@ def test_the_hash_in_the_file_is_no_field() -> None:
         ({"warmup": Interval(1, "minutes")}, "minutes depend on the machine"),
         ({"eval_every": Interval(1, "minutes")}, "minutes depend on the machine"),
         ({"eval_every": Interval(0, "steps")}, "--eval-every 0: must be above 0"),
-        ({"eval_every": Interval(0, "epochs")}, "--eval-every 0: must be above 0"),
+        ({"eval_every": Interval(0, "epochs")}, "--eval-every 0ep: must be above 0"),
+        ({"eval_every": "0%"}, "--eval-every 0%: must be above 0"),
+        ({"warmup": "101%"}, "--warmup 101%: is more than the whole run"),
         ({"epochs": (2.0, 0.0)}, "--epochs 2.0,0.0: must be above 0"),
     ],
 )

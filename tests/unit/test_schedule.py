@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
-from isobatch.engine.optimization.schedule import SaveTimer, learning_rate, phase_schedules
+from isobatch.engine.optimization.schedule import PhaseSchedule, SaveTimer, learning_rate, phase_schedules
 from isobatch.models.base import Phase
 
 TWO = [Phase(name="freeze", epochs=1.0), Phase(name="tune", epochs=0.5, lr=1e-5)]
+
+
+ONE = PhaseSchedule("train", steps=25, steps_per_epoch=10, lr=1.0, eval_every=10)
 
 
 def recipe(**values: Any) -> Recipe:
@@ -48,6 +51,12 @@ def test_warmup_rises_to_the_peak_and_then_the_schedule_begins() -> None:
 def test_warmup_as_a_share_of_an_epoch() -> None:
     found = rates(20, per_epoch=10, schedule="constant", warmup=Interval(0.4, "epochs"))
     assert found[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])  # 0.4 * 10 = 4 steps
+
+
+@pytest.mark.parametrize("per_epoch", [1, 10, 1000])
+def test_warmup_as_a_share_of_the_phase_does_not_depend_on_the_data(per_epoch: int) -> None:
+    found = rates(20, per_epoch=per_epoch, schedule="constant", warmup=Interval(20, "percent"))
+    assert found[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])  # 20 % of 20 steps; the first is not at 0
 
 
 def test_a_warmup_longer_than_the_run_never_reaches_the_peak() -> None:
@@ -100,6 +109,8 @@ def test_a_phase_has_its_own_rate_and_shares_the_intervals() -> None:
     assert (freeze.eval_every, tune.eval_every) == (10, 10)  # once an epoch
     (one, _) = phase_schedules(recipe(eval_every=Interval(0.25, "epochs")), TWO, 10)
     assert one.eval_every == 2  # round(2.5) is 2
+    shares = phase_schedules(recipe(eval_every=Interval(20, "percent")), TWO, 10)
+    assert [s.eval_every for s in shares] == [2, 1]  # of 10 and of 5 steps
 
 
 @pytest.mark.parametrize(
@@ -117,14 +128,15 @@ def test_what_a_task_has_no_phases_for(values: dict[str, Any], problem: str) -> 
 
 def test_an_alarm_by_steps_is_the_same_on_every_rank() -> None:
     for clock in (0.0, 1e6):
-        alarm = SaveTimer(Interval(3, "steps"), 10, clock)
+        alarm = SaveTimer(Interval(3, "steps"), ONE, clock)
         assert [step for step in range(1, 10) if alarm.due_at(step)] == [3, 6, 9]
         assert not alarm.due_by(clock + 1e9)
-    assert SaveTimer(Interval(0.5, "epochs"), 10, 0.0).due_at(5)
+    assert SaveTimer(Interval(0.5, "epochs"), ONE, 0.0).due_at(5)
+    assert [s for s in range(1, 26) if SaveTimer(Interval(40, "percent"), ONE, 0.0).due_at(s)] == [10, 20]
 
 
 def test_an_alarm_by_the_clock() -> None:
-    alarm = SaveTimer(Interval(10, "minutes"), 10, clock=1000.0)
+    alarm = SaveTimer(Interval(10, "minutes"), ONE, clock=1000.0)
     assert not alarm.due_at(10)
     assert not alarm.due_by(1000 + 599)
     assert alarm.due_by(1000 + 600)  # 10 minutes are 600 s

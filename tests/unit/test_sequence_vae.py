@@ -206,7 +206,6 @@ def test_an_export_opens_again(backbone: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"model": "gpt2"}, "trained from scratch"),
         ({"max_length": 1}, "the end token"),
         ({"target_kl": 3, "free_bits": 2}, "give one of them"),
         ({"monitor": "off", "on_collapse": "stop"}, "the monitor is off"),

@@ -1,0 +1,178 @@
+"""Tests of engine/unread_fields.py: a field of the recipe changes something for a task, or it is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+
+from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.flags import Interval
+from isobatch.core.recipe import Recipe
+from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.loading.prepare import prepare
+from isobatch.engine.optimization.early_stopping import EarlyStopping
+from isobatch.engine.registry import TASKS, workload
+from isobatch.engine.training.session import Session
+from isobatch.tests.paths import ROOT
+from isobatch.tests.unit.helpers import plan
+
+BASE: dict[str, Any] = {"batch_size": 8, "max_length": 16, "steps": 4, "eval_fraction": 0.02, "clip": 0.01}
+SMALL: dict[str, dict[str, Any]] = {
+    "pruning": {"prune_every": 1, "multiple": 128, "recover": 0.5},
+    "recommender": {"text": "frozen", "dim": 8, "negatives": 4},
+    "sequence-vae": {"hidden": 8, "latent": 2, "monitor": "off"},
+}
+TOKENIZER = str(ROOT / "tests/fixtures/version_0_1/hub/models--tests--decoder/snapshots/0/tokenizer.json")
+OTHER: dict[str, Any] = {
+    "format": "jsonl",
+    "tokenizer": TOKENIZER,
+    "revision": "main",
+    "seed": 1,
+    "epochs": (3.0,),
+    "steps": (5,),
+    "batch_size": 4,
+    "max_length": 8,
+    "lr": 0.5,
+    "weight_decay": 0.5,
+    "warmup": Interval(50, "percent"),
+    "schedule": "constant",
+    "clip": 0.001,
+    "dropout": 0.4,
+    "optimizer": "sgd",
+    "train_fraction": 0.5,
+    "eval_fraction": 0.05,
+    "eval_every": Interval(1, "steps"),
+    "patience": 3,
+    "min_delta": 0.1,
+    "group_by_length": True,
+    "noise": "native",
+}
+"""Another value of every field that can change what is learnt, without a download."""
+TASKS_OF_TESTS = ROOT / "tests" / "tasks"
+NAMES = {"task", "mode", "preset", "data", "phase", "model", "options", "scaled_from", "rules"}
+"""Fields that are not tried: they name things, or are tried below."""
+
+
+@cache
+def base(task: str, **more: Any) -> Recipe:
+    return workload(task).complete({**BASE, **SMALL.get(task, {}), **more})[0]
+
+
+def footprint(recipe: Recipe) -> dict[str, Any]:
+    """What a run of this recipe begins with: samples, rates, first weights, losses and metrics."""
+    _, data = workload(recipe.task).make(recipe)
+    facts = prepare(data)
+    arrangement = plan(threads=1, micro_batch_samples=64, micro_batch_tokens=2048, micro_batch_cost=64.0)
+    metrics = [0.50, 0.55, 0.50, 0.56, 0.51, 0.52, 0.50, 0.51]
+    stopping = EarlyStopping("max", recipe.patience, recipe.min_delta)
+    with Session(recipe, facts, arrangement, Communicator(arrangement)) as session:
+        found: dict[str, Any] = {"schedules": session.schedules, "data": facts.fingerprint}
+        best = [stopping.update(m, s) for s, m in enumerate(metrics) if not stopping.should_stop]
+        found["stop"] = best if recipe.patience and any(s.early_stopping for s in session.schedules) else []
+        schedule = session.schedules[0]
+        with session.phase(schedule) as active:
+            found["rates"] = [active.learning_rate(step) for step in range(schedule.steps)]
+            found["metrics"] = session.evaluate("valid", recipe.eval_fraction)
+            for loaded in active.batches(0, 3):
+                result = active.step(loaded)
+                found[f"loss {loaded.work.step}"] = (loaded.work.samples.tolist(), result.sums.read())
+        digest = hashlib.sha256()
+        for value in session.model.state_dict().values():
+            digest.update(value.detach().contiguous().numpy().tobytes())
+        found["weights"] = digest.hexdigest()
+    return found
+
+
+@cache
+def footprint_of(task: str) -> dict[str, Any]:
+    return footprint(base(task))
+
+
+def differs(task: str, changed: Recipe) -> bool:
+    try:
+        return str(footprint(changed)) != str(footprint_of(task))
+    except TrainingError:  # such as native noise for a task that draws its own: a run that cannot be
+        return False
+
+
+def test_every_field_is_tried() -> None:
+    assert OTHER.keys() | NAMES == {f.name for f in dataclasses.fields(Recipe)}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_field_changes_something_or_is_refused(task: str) -> None:
+    wrong = []
+    for field, value in OTHER.items():
+        changes = {"epochs": value, "steps": None} if field == "epochs" else {field: value}
+        asked = {k: v for k, v in {**BASE, **SMALL.get(task, {}), **changes}.items() if v is not None}
+        refused = False
+        try:
+            changed = workload(task).complete(asked)[0]
+        except UserError as error:
+            refused = str(error).endswith("; leave it out")
+            changed = dataclasses.replace(base(task), **changes)
+        if refused == differs(task, changed):
+            wrong.append(field)
+    assert not wrong, f"refused though it changes something, or accepted though it changes nothing: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "problem"),
+    [
+        ("recommender", {"dropout": 0.1}, "--dropout 0.1: a recommender has none; leave it out"),
+        ("recommender", {"text": "off", "max_length": 8}, "--max-length 8: texts are off; leave it out"),
+        ("recommender", {"text": "off", "tokenizer": "x.json"}, "--tokenizer x.json: texts are off"),
+        ("recommender", {"loss": "bce", "noise": "native"}, "--noise native: the negatives' draws are keyed"),
+        ("sequence-vae", {"model": "tiny"}, "--model tiny: a sequence VAE is trained from scratch"),
+        ("causal-lm", {"noise": "native"}, "--noise native: there is no dropout"),
+        ("causal-lm", {"revision": "main"}, "--revision main: no model here is from the hub"),
+        ("causal-lm", {"min_delta": 0.1}, "--min-delta 0.1: it counts with --patience"),
+        ("causal-lm", {"phase": "train"}, "--phase train: this task has no other"),
+        ("classifier", {"format": "csv"}, "--format csv: the demo's data has one form"),
+        ("pruning", {"recover": 0, "patience": 3}, "--patience 3: no phase that trains here stops early"),
+        ("pruning", {"phase": "prune", "patience": 3}, "--patience 3: no phase that trains here stops early"),
+    ],
+)
+def test_what_changes_nothing_is_refused(task: str, asked: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(problem)}"):
+        workload(task).complete(asked)
+
+
+@pytest.mark.parametrize(
+    ("task", "asked"),
+    [
+        ("causal-lm", {"noise": "native", "dropout": 0.1}),
+        ("causal-lm", {"min_delta": 0.1, "patience": 2}),
+        ("classifier", {"model": "tests/encoder", "revision": "main"}),
+        ("classifier", {"format": "csv", "data": "rows.txt"}),
+        ("pruning", {"phase": "recover", "patience": 3}),
+        ("recommender", {"text": "off", "dropout": None, "max_length": 128}),  # as they are without them
+    ],
+)
+def test_what_changes_something_is_taken(task: str, asked: dict[str, Any]) -> None:
+    recipe, _ = workload(task).complete(asked)
+    for name in asked.keys() - recipe.options.keys():
+        assert getattr(recipe, name) == asked[name]
+
+
+def test_what_a_preset_or_fast_mode_sets_for_nothing_is_left_out() -> None:
+    assert workload("recommender").complete({"mode": "fast"})[0].min_delta == 0
+    assert workload("pruning").complete({"recover": 0, "data": "rows.csv"})[0].patience == 0  # 5 by default
+    own = workload(f"{TASKS_OF_TESTS}/preset.py:Line")
+    recipe, notes = own.complete({"preset": "idle"})
+    assert recipe == dataclasses.replace(own.complete({})[0], preset="idle")
+    assert notes == ["--dropout 0.3 of --preset idle is left out: no file of this task reads it"]
+
+
+def test_fields_of_ones_own_task_are_found_in_its_files() -> None:
+    with pytest.raises(UserError, match=r"--dropout 0\.1: no file of this task reads it; leave it out"):
+        workload(f"{TASKS_OF_TESTS}/preset.py:Line").complete({"dropout": 0.1})
+    mine = workload(str(ROOT / "examples/own_task/mine.py:Mine"))
+    assert mine.complete({"dropout": 0.2})[0].dropout == 0.2
+    with pytest.raises(UserError, match=r"--tokenizer t\.json: no file of this task reads it"):
+        mine.complete({"tokenizer": "t.json"})
