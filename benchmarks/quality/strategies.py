@@ -74,13 +74,15 @@ def launch(world: int, folder: Path, mode: str, only: tuple[str, ...] = ()) -> N
 def _parity(folder: Path) -> Iterator[dict[str, Any]]:
     import torch
 
-    plain = _read(folder / "train-1-single.json")
+    one = folder / "train-1-single.json"
+    plain = _read(one)
     gradient = torch.load(folder / "train-1-single.pt")
     for path in sorted(folder.glob("train-*.json")) + sorted(folder.glob("half-*.json")):
         found = torch.load(path.with_suffix(".pt"))
         yield {
             "what": path.stem,
             "largest_loss_difference": furthest(_read(path), plain),
+            "largest_norm_difference": furthest_norm(_read(path, "norms"), _read(one, "norms")),
             "first_gradient_difference": float((found - gradient).norm() / gradient.norm()),
         }
 
@@ -101,9 +103,20 @@ def furthest(some: list[float], others: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(some, others, strict=True))
 
 
-def _read(path: Path) -> list[float]:
-    losses: list[float] = json.loads(path.read_text())
-    return losses
+def furthest_norm(some: list[float], others: list[float]) -> float:
+    """Largest relative difference of gradient norms."""
+    return max(abs(a - b) / b for a, b in zip(some, others, strict=True))
+
+
+def _read(path: Path, figure: str = "losses") -> list[float]:
+    """`losses` or `norms` by step."""
+    values: list[float] = json.loads(path.read_text())[figure]
+    return values
+
+
+def _write(path: Path, steps: list[tuple[float, float]]) -> None:
+    losses, norms = zip(*steps, strict=True)
+    path.write_text(json.dumps({"losses": losses, "norms": norms}))
 
 
 def run_rank(place: str, modes: str, *only: str) -> None:
@@ -161,10 +174,10 @@ def _session(strategy: Any, precision: Precision = "fp32") -> Session:
     return Session(recipe, facts, plan, Communicator(plan, hang_timeout=60))
 
 
-def _steps(active: ActivePhase, start: int, stop: int) -> list[float]:
-    """The loss of every step."""
+def _steps(active: ActivePhase, start: int, stop: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step."""
     results = [active.step(loaded) for loaded in active.batches(start, stop)]
-    return [sum(result.sums.read()[: len(result.names)]) for result in results]
+    return [(sum(r.sums.read()[: len(r.names)]), r.norm.read()[0]) for r in results]
 
 
 def _train(folder: Path, strategy: str, mode: str) -> None:
@@ -180,13 +193,13 @@ def _train(folder: Path, strategy: str, mode: str) -> None:
             active.stepper.backward(next(iter(active.batches(0, 1))))
             gradient = reduced(active.strategy)
         with session.phase(schedule) as active:
-            losses = _steps(active, 0, middle)
+            found = _steps(active, 0, middle)
             if mode == "train":
                 facts = {"scaling": active.strategy.loss_scale()}
                 checkpoint.save(folder / f"saved-{name}", active.strategy.collect_state(), facts, world)
-            losses += _steps(active, middle, steps)
+            found += _steps(active, middle, steps)
     if world.is_main:
-        (folder / f"{mode}-{name}.json").write_text(json.dumps(losses))
+        _write(folder / f"{mode}-{name}.json", found)
         torch.save(gradient, folder / f"{mode}-{name}.pt")
 
 
@@ -198,11 +211,11 @@ def _resume(folder: Path, strategy: str, saved: Path) -> None:
         _session(strategy) as session,
         session.phase(session.schedules[0], SavedCheckpoint(saved)) as active,
     ):
-        losses = _steps(active, middle, middle + kept_on)
+        found = _steps(active, middle, middle + kept_on)
     if session.world.is_main:
         reader = f"{session.world.size}-{strategy}"
         path = folder / f"resume-{saved.name.removeprefix('saved-')}+{reader}.json"
-        path.write_text(json.dumps(losses))
+        _write(path, found)
 
 
 def reduced(strategy: Any) -> Any:

@@ -24,6 +24,7 @@ from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
 from isobatch.engine.model_setup.layer_blocks import layer_blocks, matmul_parameters
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
+from isobatch.engine.strategies.gradient_norm import gradient_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -91,8 +92,7 @@ class FullyShardStrategy(Strategy):
 
     def reduced_norm(self) -> Tensor:
         """0-d: norm of the whole gradient, whose rows lie on all ranks."""
-        gradients = self._gradients()
-        local = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
+        local = gradient_norm(self._gradients(), self.world.device)
         return self.world.all_reduce_sum(local.square()).sqrt()
 
     def _gradients(self) -> list[Tensor]:

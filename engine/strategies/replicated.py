@@ -17,6 +17,7 @@ from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.model_setup.compile_model import compile_model, run_uncompiled
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
+from isobatch.engine.strategies.gradient_norm import gradient_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -158,7 +159,7 @@ class ReplicatedStrategy(Strategy):
         gradients = [p.grad for p in self.trained if p.grad is not None] + self._sparse_values()
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
-        return nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
+        return gradient_norm(gradients, self.world.device)
 
     def _sparse_values(self) -> list[Tensor]:
         """The values of the sparse gradients of the tables in `self.sparse`."""

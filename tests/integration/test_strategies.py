@@ -29,6 +29,7 @@ def found() -> dict[str, dict[str, Any]]:
 def test_a_strategy_changes_neither_losses_nor_gradients(found: Any, strategy: str) -> None:
     row = found[f"train-2-{strategy}"]
     assert row["largest_loss_difference"] < 1e-4
+    assert row["largest_norm_difference"] < 1e-6
     assert row["first_gradient_difference"] < 1e-5
 
 
