@@ -26,6 +26,8 @@ class Facts:
     """Quantiles of the training samples' lengths in tokens, shortest to longest."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What the kind of data adds: vocabulary, labels, words, bytes, files of a tokenizer."""
+    digest: str = ""
+    """The digest of the digests of all prepared arrays; empty where there were none yet."""
 
     @property
     def longest(self) -> int:
@@ -38,9 +40,15 @@ class Facts:
         return sum(self.lengths) / len(self.lengths)
 
     def differing_fields(self, other: Facts) -> list[str]:
-        """Names of the fields that differ; `folder` is not compared."""
-        values, other_values = self.to_dict(), other.to_dict()
-        return [name for name in values if name != "folder" and values[name] != other_values[name]]
+        """Names of the fields that differ, but for `folder`, the notes, and a digest that only one has."""
+        values, other_values = self._compared(), other._compared()
+        if not (self.digest and other.digest):
+            del values["digest"]
+        return [name for name in values if values[name] != other_values[name]]
+
+    def _compared(self) -> dict[str, Any]:
+        extra = {name: value for name, value in self.extra.items() if name != "notes"}
+        return {**self.to_dict(), "folder": "", "extra": extra}
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -48,7 +56,7 @@ class Facts:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Facts:
         """Facts from facts.json. Raises UserError where fields are missing."""
-        names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        names = {f.name for f in dataclasses.fields(cls)} - {"extra", "digest"}
         if missing := sorted(names - values.keys()):
             raise UserError(f"facts.json lacks {', '.join(missing)}: it was changed or cut short")
         return cls(**{**values, "lengths": tuple(values["lengths"])})

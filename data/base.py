@@ -17,11 +17,13 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import NoOptions
+from isobatch.data import digests
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.core.recipe import Recipe
+    from isobatch.data.digests import PreparedFile
 
 WEIGHT = ".weight"
 QUANTILES = 65
@@ -102,6 +104,17 @@ class Source(ABC):
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         """(len(indices),) int64: tokens of these samples, without fetching them."""
 
+    def check(self, indices: np.ndarray) -> None:  # noqa: ARG002 - sources without files have no digests
+        """Compare what these samples are read from with its digests; `fetch` does so itself.
+
+        Raises TrainingError where it was changed after it was prepared.
+        """
+        return
+
+    def unchecked_chunks(self) -> dict[str, np.ndarray]:
+        """File -> (chunks,) bool, which of them were not compared with their digests yet."""
+        return {}
+
     @abstractmethod
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         """The named arrays of these samples, one row each, in this order, `pad_to` wide or wider."""
@@ -110,8 +123,10 @@ class Source(ABC):
 class ArraySource(Source):
     """Samples from columns in memory or memory-mapped; one vectorised gather per column."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, files: Mapping[str, PreparedFile] | None = None) -> None:
+        """`files`: prepared files by name, of which those of the columns are checked as they are fetched."""
         self.columns = dict(columns)
+        self._files = files or {}
         self.count = _common_count(self.columns)
         ragged = [c for c in self.columns.values() if isinstance(c, Ragged)]
         self._measured = ragged[0] if ragged else None
@@ -127,7 +142,34 @@ class ArraySource(Source):
             return np.ones(len(indices), np.int64)
         return self._measured.lengths_of(indices)
 
+    @classmethod
+    def open(cls, folder: Path) -> ArraySource:
+        """The samples of a prepared split, whose bytes are checked before they are first used."""
+        files = digests.prepared_files(folder.parent)
+        of_split = {f.path.name: f for f in files.values() if f.path.parent == folder and f.holds_array}
+        return cls(load(folder), of_split)
+
+    def check(self, indices: np.ndarray) -> None:
+        if not any(file.unchecked.any() for file in self._files.values()):
+            return
+        for name, column in self.columns.items():
+            if isinstance(column, Ragged):
+                self._check_rows(f"{name}-offsets.npy", column.offsets, indices, indices + 2)
+                starts, stops = column.offsets[indices], column.offsets[indices + 1]
+                self._check_rows(f"{name}-values.npy", column.values, starts, stops)
+            else:
+                self._check_rows(f"{name}.npy", column, indices, indices + 1)
+
+    def unchecked_chunks(self) -> dict[str, np.ndarray]:
+        return {str(file.path): file.unchecked for file in self._files.values()}
+
+    def _check_rows(self, name: str, array: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> None:
+        if (file := self._files.get(name)) is not None:
+            header, row = file.size - array.nbytes, array.strides[0]
+            file.check(header + starts * row, header + stops * row)
+
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
+        self.check(indices)
         batch = {
             name: column.rows(indices, pad_to)
             if isinstance(column, Ragged)
@@ -179,7 +221,7 @@ class Data(ABC):
 
     def open(self, folder: Path, split: str) -> Source:
         """The samples of a prepared split."""
-        return ArraySource(load(folder / split))
+        return ArraySource.open(folder / split)
 
 
 def save(folder: Path, columns: Columns) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.data.base import ArraySource, Columns, load, save
+from isobatch.data.base import ArraySource, Columns, save
 from isobatch.data.cleaning import near_duplicates, pipeline
 from isobatch.data.cleaning.steps import CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
@@ -197,7 +197,7 @@ class Text(TokenizedData):
 
     def open(self, folder: Path, split: str) -> ArraySource:
         """The samples of a prepared split; those of a mixture have `parts`, the share of each set."""
-        source = ArraySource(load(folder / split))
+        source = ArraySource.open(folder / split)
         if SET_COLUMN in source.columns:
             sizes = np.bincount(
                 np.asarray(source.columns[SET_COLUMN]), minlength=len(self.options.mix or ())

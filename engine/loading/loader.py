@@ -167,7 +167,9 @@ class BatchLoader:
         def rows() -> Iterator[tuple[np.ndarray, int]]:
             for work, micro in self._planned_micro_batches(start, stop):
                 planned.append((work, micro))
-                yield self._rows(work, micro), micro.width
+                numbers = self._rows(work, micro)
+                self.source.check(numbers)  # here, because what a worker has checked is not known here
+                yield numbers, micro.width
 
         loader: Iterable[Any] = DataLoader(
             _FetchDataset(self.source),  # type: ignore[arg-type]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,8 +16,14 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.data.base import Data, fingerprint, length_quantiles
+from isobatch.data.digests import DIGESTS_FILE, FACTS_FILE, changed_file, write_digests
 from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CHECK_SECONDS = 2.0
+"""How long a cache is checked when it is found; what is not checked then is when samples are fetched."""
 GPT2_VOCABULARY = 50257
 ASSUMED_SAMPLES = 10_000
 """Training samples of `assumed_facts`."""
@@ -27,10 +35,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("ISOBATCH_CACHE") or Path(base) / "isobatch")
 
 
-def prepare(data: Data) -> Facts:
+def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:
     """Prepare the data unless it is in the cache; its facts. Safe when several processes call it at once.
 
-    Raises UserError where the data holds no training samples or the cache cannot be written.
+    Where a file of the cache was changed, `say` is told which, and the data is prepared again. Raises
+    UserError where the data holds no training samples or the cache cannot be written.
     """
     from filelock import FileLock
 
@@ -41,9 +50,24 @@ def prepare(data: Data) -> Facts:
     with atomic_files.explain_write_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
-            if not (folder / "facts.json").exists():
+            if (folder / FACTS_FILE).exists() and (changed := _changed_file(folder)):
+                say(f"{changed} was changed after it was prepared: it is prepared again")
+                (folder / FACTS_FILE).unlink()
+            if not (folder / FACTS_FILE).exists():
                 _make(data, folder)
-            return Facts.from_dict({**atomic_files.read_json(folder / "facts.json"), "folder": str(folder)})
+            return Facts.from_dict({**atomic_files.read_json(folder / FACTS_FILE), "folder": str(folder)})
+
+
+def _changed_file(folder: Path) -> Path | None:
+    """A file of the cache that was changed; digests are added to a cache of an earlier version."""
+    if (folder / DIGESTS_FILE).exists():
+        return changed_file(folder, CHECK_SECONDS)
+    facts = Facts.from_dict(atomic_files.read_json(folder / FACTS_FILE))
+    if fingerprint(folder) != facts.fingerprint:
+        return folder
+    digest = write_digests(folder)
+    atomic_files.write_json(folder / FACTS_FILE, dataclasses.replace(facts, digest=digest).to_dict())
+    return None
 
 
 def _make(data: Data, folder: Path) -> None:
@@ -52,7 +76,7 @@ def _make(data: Data, folder: Path) -> None:
     temporary.mkdir(parents=True)
     try:
         extra = data.prepare(temporary)
-        atomic_files.write_json(temporary / "facts.json", _measure(data, temporary, extra).to_dict())
+        atomic_files.write_json(temporary / FACTS_FILE, _measure(data, temporary, extra).to_dict())
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
     finally:
@@ -70,6 +94,7 @@ def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:
         samples={split: len(s) for split, s in sources.items() if len(s)},
         lengths=length_quantiles(sources["train"].lengths(np.arange(len(sources["train"])))),
         extra=dict(extra),
+        digest=write_digests(folder),
     )
 
 

@@ -236,6 +236,7 @@ class PhaseLoop:
         if self.saved_step == self.progress.step and not self.early_stopping.should_stop:
             return
         context, strategy = self.context, self.phase.strategy
+        context.check_data()
         context.log.flush_skipped()
         state = {
             "progress": self.progress.to_dict(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ from isobatch.engine.training.step_metrics import FlopUtilisation, flop_utilisat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy as np
 
     from isobatch.core.plan import Plan
     from isobatch.engine.distributed.communicator import Communicator
@@ -72,6 +75,29 @@ class RunContext:
         self.log.log_metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
         self.console.say(f"{split} after step {step}: {format_metrics(metrics, '.4f')}")
         return metrics
+
+    def check_data(self) -> None:
+        """Say and record which prepared files were written to; all ranks call this where they save.
+
+        Raises TrainingError where one is not as it was prepared: what was learnt since then is not saved.
+        """
+        for name in self.session.prepared.check_written():
+            what = f"prepared file {self.session.prepared.folder / name} was written to while it trained"
+            self.console.say(f"{what}; it is as it was prepared, but what it held in between is not known")
+            if self.world.is_main:
+                where = {"at_phase": self.progress.phase, "at_step": self.progress.step}
+                self.run.log_decision("data written to", file=name, **where)
+
+    def checked_data(self) -> dict[str, Any]:
+        """What any rank compared with its digest so far. All ranks call this."""
+        unchecked: dict[str, np.ndarray] = {}
+        own = [source.unchecked_chunks() for source in self.session.splits.values()]
+        for chunks in itertools.chain(*self.world.all_gather_objects(own)):
+            for file, mask in chunks.items():
+                unchecked[file] = unchecked.get(file, True) & mask
+        total = sum(map(len, unchecked.values()))
+        checked = total - sum(int(mask.sum()) for mask in unchecked.values())
+        return {"digest": self.session.facts.digest, "chunks": total, "chunks_checked": checked}
 
     def stop_now(self) -> None:
         """Finish the save and write the summary after a request to stop. Raises StopRequestedError."""

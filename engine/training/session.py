@@ -22,6 +22,7 @@ from torch import nn
 
 from isobatch.core.errors import UserError
 from isobatch.core.strategies import traits_of
+from isobatch.data.digests import PreparedFolder
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.loading.device_copies import to_device, to_tensors
@@ -76,6 +77,7 @@ class Session:
         if plan.threads:
             torch.set_num_threads(plan.threads)
         self.task, data = workload_of(recipe).make(recipe)
+        self.prepared = PreparedFolder(Path(facts.folder), facts.digest)
         self.splits = {split: data.open(Path(facts.folder), split) for split in facts.samples}
         self.sampler = make_sampler(recipe, self.splits["train"], self.task.cohort)
         self.schedules = phase_schedules(recipe, self.task.phases(), self.sampler.steps_per_epoch)

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.data.base import Source
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -37,6 +37,8 @@ PREFIX = "teacher."
 """Begins the names of the columns with teacher outputs."""
 FILLED = "filled.npy"
 """File of bools: which samples have outputs."""
+DIGESTS = "digests.npy"
+"""File of uint64: a digest of the outputs for each sample, compared when they are first used."""
 INDEX = "index.json"
 """File with the names of the outputs."""
 
@@ -44,9 +46,11 @@ INDEX = "index.json"
 class TeacherSource(Source):
     """A source with the teacher's outputs as further columns of each sample."""
 
-    def __init__(self, source: Source, answers: dict[str, np.ndarray]) -> None:
-        self.source, self.answers = source, answers
+    def __init__(self, source: Source, folder: Path) -> None:
+        self.source, self.folder, self.answers = source, folder, _open(folder, "r")
         self.weights = source.weights
+        self._digests = np.load(folder / DIGESTS, mmap_mode="r")
+        self._unchecked = np.load(folder / FILLED)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -54,7 +58,25 @@ class TeacherSource(Source):
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         return self.source.lengths(indices)
 
+    def check(self, indices: np.ndarray) -> None:
+        self.source.check(indices)
+        first = indices[self._unchecked[indices]]
+        if not first.size:
+            return
+        found = row_digests({name: a[first] for name, a in self.answers.items()}, len(first))
+        if (changed := first[found != self._digests[first]]).size:
+            np.load(self.folder / FILLED, mmap_mode="r+")[changed] = False
+            raise TrainingError(
+                f"the teacher's answers in {self.folder} were changed, as for sample {changed[0]}: run again,"
+                " and they are computed again"
+            )
+        self._unchecked[first] = False
+
+    def unchecked_chunks(self) -> dict[str, np.ndarray]:
+        return self.source.unchecked_chunks()
+
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
+        self.check(indices)
         columns = {PREFIX + name: np.take(a, indices, axis=0) for name, a in self.answers.items()}
         return {**self.source.fetch(indices, pad_to), **columns}
 
@@ -81,13 +103,35 @@ def with_teacher_outputs(
     Raises UserError where the cache cannot be read or written.
     """
     folder = _folder(facts, teacher)
+    if world.is_main and (folder / INDEX).exists() and not (folder / DIGESTS).exists():
+        _add_digests(folder)
     batches = _batches(source, used)
     missing = [batch for batch in batches if not _is_filled(folder, batch)]
     if missing := world.broadcast_object(missing):
         say(f"the teacher answers {sum(map(len, missing)):,} samples, once, in {folder}")
         with atomic_files.explain_write_errors(folder):
             _fill(folder, source, teacher, facts, missing, world)
-    return TeacherSource(source, _open(folder, "r"))
+    return TeacherSource(source, folder)
+
+
+def row_digests(answers: Mapping[str, np.ndarray], count: int) -> np.ndarray:
+    """(count,) uint64: a digest of each row of the outputs."""
+    rows = [np.ascontiguousarray(answers[name]).reshape(count, -1).view(np.uint8) for name in sorted(answers)]
+    joined = np.concatenate(rows, axis=1)
+    found = b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in joined)
+    return np.frombuffer(found, np.uint64)
+
+
+def _add_digests(folder: Path) -> None:
+    """Digests for a folder of an earlier version, of what it holds now."""
+    answers, filled = _open(folder, "r"), np.load(folder / FILLED)
+    digests, places = np.zeros(len(filled), np.uint64), np.flatnonzero(filled)
+    for start in range(0, len(places), BATCH):
+        batch = places[start : start + BATCH]
+        digests[batch] = row_digests({name: a[batch] for name, a in answers.items()}, len(batch))
+    temporary = folder / f".{os.getpid()}.npy"
+    np.save(temporary, digests)
+    temporary.replace(folder / DIGESTS)
 
 
 def _folder(facts: Facts, teacher: Teacher) -> Path:
@@ -119,13 +163,16 @@ def _fill(
     if world.is_main and not (folder / INDEX).exists():
         _create(folder, len(source), _answer(source, missing[0], teacher, model, world))
     world.barrier()
-    answers, filled = _open(folder, "r+"), np.load(folder / FILLED, mmap_mode="r+")
+    answers = _open(folder, "r+")
+    filled, digests = (np.load(folder / name, mmap_mode="r+") for name in (FILLED, DIGESTS))
     for batch in missing[world.rank :: world.size]:
         world.mark_progress("the teacher's answers")
-        for name, values in _answer(source, batch, teacher, model, world).items():
+        found = _answer(source, batch, teacher, model, world)
+        for name, values in found.items():
             answers[name][batch] = values
+        digests[batch] = row_digests(found, len(batch))
         filled[batch] = True
-    for array in (*answers.values(), filled):
+    for array in (*answers.values(), digests, filled):
         array.flush()
     world.barrier()
 
@@ -149,6 +196,7 @@ def _create(folder: Path, count: int, example: dict[str, np.ndarray]) -> None:
     for name, values in example.items():
         _new(fresh / f"{name}.npy", values.dtype, (count, *values.shape[1:]))
     _new(fresh / FILLED, np.dtype(bool), (count,))
+    _new(fresh / DIGESTS, np.dtype(np.uint64), (count,))
     atomic_files.write_text(fresh / INDEX, json.dumps(sorted(example)))
     try:
         fresh.rename(folder)

@@ -87,6 +87,8 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         context.stop_if_asked()
         held_out[split] = context.measure(split, 1.0, exported)
     context.stop_if_asked()
+    context.check_data()
+    checked = context.checked_data()
     sample = None
     if context.world.is_main:
         context.world.mark_progress("the export")
@@ -97,7 +99,7 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         if sample:
             context.console.say(f"sample:\n{sample}")
         _add_final_metrics(context, model, exported, held_out)
-        _log_final(context, checksums)
+        _log_final(context, checksums, checked)
     context.write_summary("done", "", held_out, **({"sample": sample} if sample else {}))
     context.world.barrier()
 
@@ -119,11 +121,11 @@ def _add_final_metrics(
         context.log.log_metrics({**where, **held_out[split]})
 
 
-def _log_final(context: RunContext, checksums: dict[str, int]) -> None:
-    """The last row of metrics.jsonl: checksums of final/, and the plan's invariance."""
+def _log_final(context: RunContext, checksums: dict[str, int], checked: dict[str, Any]) -> None:
+    """The last row of metrics.jsonl: checksums of final/, the plan's invariance, what data was checked."""
     where = {"phase": context.progress.phase, "step": context.progress.step}
     invariance = context.session.plan.invariance
-    context.log.log_metrics({**where, "final": checksums, "invariance": invariance})
+    context.log.log_metrics({**where, "final": checksums, "invariance": invariance, "data": checked})
 
 
 def _headline(context: RunContext) -> str:

@@ -73,7 +73,7 @@ def resume(words: Sequence[str]) -> int:
     with run.lock("launch"):
         run.refuse_if_training()
         recipe = run.recipe
-        locate_data(run, recipe, values["recipe"].get("data"))
+        locate_data(run, recipe, values["recipe"].get("data"), mend=True)
         asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
         store_plan(run, plan_with_remarks(recipe, run.facts, asked, run_options.quiet))
         return _print_result(run, launch_run(run, run_options).code, options)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
+from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
-from isobatch.engine.loading.prepare import cache_folder, prepare
+from isobatch.engine.loading.prepare import CHECK_SECONDS, cache_folder, prepare
 from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.explanations import unmet_wishes
 from isobatch.engine.planning.planner import make_plan
@@ -43,7 +45,7 @@ INVARIANCE_ORDER = ("exact", "precision", "noise")
 def prepare_facts(request: Request) -> Facts:
     """Prepare the request's data where it is not in the cache, and fetch its model. Raises UserError."""
     task, data = request.workload.make(request.recipe)
-    facts = prepare(data)
+    facts = prepare(data, partial(print_unless_quiet, quiet=request.run.quiet))
     task.fetch()
     if request.recipe.patience and "valid" not in facts.samples:
         raise UserError(
@@ -152,10 +154,11 @@ def open_run(folder: str | Path, trust: bool = False) -> RunFolder:
     return run
 
 
-def locate_data(run: RunFolder, recipe: Recipe, data: str | None) -> None:
+def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = False) -> None:
     """Make sure that the run's prepared data exists, prepared anew where the cache has lost it.
 
-    `data`: where the source lies now. Raises UserError where the task's code or the samples have changed.
+    `data`: where the source lies now. With `mend` it is prepared anew where a file of it was changed, too.
+    Raises UserError where the task's code or the samples have changed.
     """
     if changed := task_file_problem(recipe):
         raise UserError(changed)
@@ -164,10 +167,11 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None) -> None:
     prepared = Path(run.facts.folder)
     # What is computed from the data is kept beside it: never in a place that a received run names.
     ours = prepared.resolve().parent == (cache_folder() / "prepared").resolve()
-    if not data and ours and (prepared / "facts.json").is_file():
+    there = ours and (prepared / FACTS_FILE).is_file()
+    if not data and there and not (mend and changed_file(prepared, CHECK_SECONDS)):
         return
     data_source.check()
-    new_facts = prepare(data_source)
+    new_facts = prepare(data_source, partial(print_unless_quiet, quiet=run.options().quiet))
     refuse_other_data(run, new_facts)
     run.write_facts(new_facts)
 

@@ -104,7 +104,7 @@ class StepRunner:
     def __init__(self, run: RunFolder, allocation: client.Allocation, stop: JobStop) -> None:
         self.allocation, self.stop = allocation, stop
         self.request = atomic_files.read_json(run.folder / "slurm" / "request.json")
-        locate_data(run, run.recipe, None)
+        locate_data(run, run.recipe, None, mend=True)
         self.nodes = self._available_nodes()
         self._make_plan(run)
         left = client.seconds_left(allocation.job)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.optimization.schedule import PhaseSchedule
@@ -104,6 +104,31 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     damaged.write_bytes(b"not an array")
     with pytest.raises(UserError, match="delete it and run again"):
         ask(Counting(), tmp_path, np.arange(COUNT))
+
+
+def test_a_changed_answer_is_found_and_computed_again(tmp_path: Path) -> None:
+    found = ask(Counting(), tmp_path, np.arange(COUNT))
+    (folder,) = (file.parent for file in tmp_path.glob("*/sum.npy"))
+    np.load(folder / "sum.npy", mmap_mode="r+")[17] += 1
+    assert found.fetch(np.array([16, 18]))["teacher.sum"].shape == (2, 1)
+    with pytest.raises(TrainingError, match="sample 17: run again"):
+        found.fetch(np.array([16, 17]))
+    model = Counting()
+    again = ask(model, tmp_path, np.arange(COUNT))
+    assert 0 < model.seen < COUNT
+    assert again.fetch(np.array([17]))["teacher.sum"][:, 0].tolist() == sums(source(), np.array([17]))
+
+
+def test_answers_of_an_earlier_version_get_digests(tmp_path: Path) -> None:
+    ask(Counting(), tmp_path, np.arange(50))
+    (file,) = tmp_path.glob("*/digests.npy")
+    before = np.load(file)
+    file.unlink()
+    model = Counting()
+    found = ask(model, tmp_path, np.arange(50))
+    assert model.seen == 0
+    assert np.array_equal(np.load(file), before)
+    found.fetch(np.array([0, 299]))  # the last has no answer, and is a dummy's at most
 
 
 def test_the_samples_used_are_those_of_the_steps() -> None:

@@ -1,0 +1,61 @@
+"""The prepared cache changed while a run trains on it: found before a checkpoint holds it, or said."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TASKS = f"{ROOT}/tests/tasks/tampering.py"
+
+
+def auto(folder: Path, task: str, *words: str) -> tuple[int, str]:
+    cache = {"ISOBATCH_CACHE": str(folder / "cache")}
+    common = [] if "--name" in words else ["--name", "one"]
+    done = launch("auto", "--task", f"{TASKS}:{task}", *common, *words, cwd=folder, **cache)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_changed_labels_end_the_run_and_a_resumed_one_is_honest(processes: int, tmp_path: Path) -> None:
+    code, said = auto(tmp_path, "Changes", "--save-every", "8", "--processes", str(processes))
+    assert code == 3, said
+    run = tmp_path / "runs" / "one"
+    reason = summary(run)["reason"]
+    assert "y.npy was changed after it was prepared" in reason
+    assert {p.name for p in (run / "checkpoints").glob("[!.]*")} <= {"train-8"}  # from before the change
+    done = launch("resume", str(run), cwd=tmp_path, ISOBATCH_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "honest").mkdir()
+    assert auto(tmp_path / "honest", "Honest", "--processes", str(processes))[0] == 0
+    assert losses(run) == pytest.approx(losses(tmp_path / "honest" / "runs" / "one"), rel=1e-5)
+
+
+def test_labels_that_were_put_back_are_said(tmp_path: Path) -> None:
+    code, said = auto(tmp_path, "PutsBack", "--save-every", "100")
+    assert code == 0, said
+    run = tmp_path / "runs" / "one"
+    assert "train/y.npy was written to while it trained; it is as it was prepared, but" in said
+    (decision,) = [r for r in rows(run, "decisions.jsonl") if r["decision"] == "data written to"]
+    assert decision["file"] == "train/y.npy"
+
+
+def test_a_run_records_what_was_checked(tmp_path: Path) -> None:
+    assert auto(tmp_path, "Honest")[0] == 0
+    run = tmp_path / "runs" / "one"
+    (final,) = [r for r in rows(run) if "final" in r]
+    digest = final["data"]["digest"]
+    assert final["data"] == {"digest": digest, "chunks": 2, "chunks_checked": 2}
+    assert len(digest) == 32
+    (facts,) = (tmp_path / "cache" / "prepared").glob("*/facts.json")
+    assert digest in facts.read_text()
+    labels = facts.parent / "train" / "y.npy"
+    labels.write_bytes(labels.read_bytes()[:-1] + b"\0")
+    code, said = auto(tmp_path, "Honest", "--again", "--name", "two")
+    assert code == 0
+    assert f"{labels} was changed after it was prepared: it is prepared again" in said
