@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import os
 import sys
@@ -11,9 +12,10 @@ import traceback
 import warnings
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import BUG, WRONG_INPUT, UserCodeError
+from isobatch.core.errors import BUG, STOPPED, WRONG_INPUT, UserCodeError
 from isobatch.core.measures import printable
 from isobatch.engine.distributed.device_memory import allocator_settings
+from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
 from isobatch.engine.runs.classify_errors import classify
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ INTERNAL = {
 }
 """Commands that the sbatch script, its steps and `report` start."""
 ALIASES = {"train": "auto"}
+TRAINS = ("auto", "resume")
 BEFORE_TORCH = {"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1", **allocator_settings(os.environ)}
 """Environment variables that must be set before torch is imported; the user's own values stay.
 
@@ -102,15 +105,21 @@ commands:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if words is None else words)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # where the locale is ASCII, as LC_ALL=C may be
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if unread := next((word for word in arguments if not _is_text(word)), None):
+        return _print_error(f"{unread}: this locale cannot read it; set LC_ALL=C.UTF-8")
     os.environ.setdefault("ISOBATCH_STARTED", str(time.time()))
     for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
-    arguments = list(sys.argv[1:] if words is None else words)
     if "--debug" not in arguments:
         warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, about each other
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return guarded(_print_usage)
     name = ALIASES.get(arguments[0], arguments[0])
+    if name in TRAINS:
+        end_early_on_signals()
     if name in INTERNAL:
         return guarded(lambda: _load_function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
     if name not in COMMANDS:
@@ -122,6 +131,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if any(word in ("-h", "--help") for word in arguments[1:]):
         return guarded(lambda: _help(name, arguments[1:]))
     return guarded(lambda: _command(name)(arguments[1:]), debug="--debug" in arguments)
+
+
+def _is_text(word: str) -> bool:
+    """Whether Python could decode a word's bytes."""
+    return not any("\ud800" <= c <= "\udfff" for c in word)
 
 
 def usage() -> str:
@@ -138,6 +152,9 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
     """The exit code of an action; prints a known error in one line, a bug with its traceback."""
     try:
         return action()
+    except TerminatedError:
+        print("isobatch: stopped by a signal; what was saved before stands", file=sys.stderr)
+        return STOPPED
     except KeyboardInterrupt:
         print("isobatch: interrupted", file=sys.stderr)
         return 130

@@ -11,6 +11,10 @@ from pathlib import Path
 runpy.run_path(str(Path(__file__).resolve().parent / "_root.py"))
 
 from isobatch.core.errors import DONE, STOPPED  # noqa: E402
+from isobatch.engine.distributed.stop_signals import end_early_on_signals  # noqa: E402
+
+end_early_on_signals()
+
 from isobatch.launch.cli import BEFORE_TORCH, guarded  # noqa: E402
 from isobatch.launch.local.worker import main  # noqa: E402
 

@@ -22,6 +22,22 @@ def signals_to_catch() -> list[signal.Signals]:
     return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not deaf]
 
 
+class TerminatedError(KeyboardInterrupt):
+    """A stop signal came before training began: no library takes it for an error of its own."""
+
+
+def end_early_on_signals() -> None:
+    """Until training handles stop signals itself, one ends the process by a TerminatedError."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise TerminatedError(signal.Signals(number).name)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in signals_to_catch():
+            if number != signal.SIGINT:  # Python's own handler interrupts
+                signal.signal(number, end)
+
+
 class StopFlag:
     """A flag set by a stop signal in its `with` block; a second SIGINT interrupts at once."""
 

@@ -23,6 +23,8 @@ def classify(error: BaseException) -> IsobatchError | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" to write {error.filename}" if error.filename else ""
         return UserError(f"no space left on device{where}: make some, then go on with `resume`")
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UserError(f"{str(error.filename)[:80]}...: is too long for a file's name: take a shorter one")
     text = str(error).lower()
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _any(_MEMORY, text)):
         return OutOfMemoryError(f"out of memory: {_first_line(error)}")

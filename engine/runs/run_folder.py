@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import json
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,13 @@ class Verdict:
     reason: str
     cause: str = ""
     """`memory` or `lost` where another attempt may succeed; else empty."""
+
+
+class FolderTakenError(UserError):
+    """The folder of a new run is another run's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"{folder} exists and is another run's or not a run: choose --name or --out")
 
 
 class RunFolder:
@@ -78,21 +87,27 @@ class RunFolder:
 
     @classmethod
     def create(cls, folder: Path, recipe: Recipe, facts: Facts, options: RunOptions) -> RunFolder:
-        """Create a run folder atomically. Raises UserError where `folder` exists and is not empty."""
+        """Create a run folder atomically. Raises FolderTakenError where `folder` exists and is not empty."""
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} exists and is another run's or not a run: choose --name or --out")
+            raise FolderTakenError(folder)
         fresh = cls(folder.with_name(f".{folder.name}.{os.getpid()}.new"))
         with atomic_files.explain_write_errors(folder):
             fresh.folder.mkdir(parents=True)
             atomic_files.write_json(fresh.folder / "facts.json", facts.to_dict())
             fresh.write_options(options)
             atomic_files.write_json(fresh.folder / "recipe.json", {**recipe.to_dict(), "hash": recipe.hash()})
-            fresh.folder.replace(folder)
+            try:
+                fresh.folder.replace(folder)
+            except OSError as error:  # taken since
+                shutil.rmtree(fresh.folder, ignore_errors=True)
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise FolderTakenError(folder) from None
+                raise
         return cls(folder)
 
     @contextlib.contextmanager
     def lock(self, role: str) -> Iterator[None]:
-        """Hold the run's lock for a role (launch or train); the system releases it when the process ends.
+        """Hold the run's lock for a role (launch, train, export); it is released when the process ends.
 
         Raises UserError where another process holds it.
         """
@@ -102,6 +117,8 @@ class RunFolder:
             with FileLock(self.folder / f".{role}.lock", timeout=0):
                 yield
         except Timeout:
+            if role == "export":
+                raise UserError(f"{self.folder} is being exported by another process: wait for it") from None
             raise UserError(
                 f"{self.folder} is being trained by another process (one whose command was killed saves and"
                 " ends within a minute: try again then)"

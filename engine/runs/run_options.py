@@ -10,6 +10,9 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval, check_fields
 from isobatch.core.number_ranges import Count, Positive
 
+MOST_NAME_BYTES = 200
+"""File systems take 255, and a folder that is being made has a longer name."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
@@ -50,3 +53,5 @@ class RunOptions:
             raise UserError(f"--save-every {self.save_every}: must be above 0")
         if self.name is not None and (self.name.startswith(".") or {"/", os.sep} & set(self.name)):
             raise UserError(f"--name {self.name}: is a folder's name in --out, without / and no dot in front")
+        if self.name is not None and (size := len(os.fsencode(self.name))) > MOST_NAME_BYTES:
+            raise UserError(f"--name {self.name[:20]}...: has {size} bytes, and may have {MOST_NAME_BYTES}")

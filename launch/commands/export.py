@@ -90,15 +90,16 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
     samples = data.open(Path(facts.folder), held_out)
     folder = run.folder / "exports" / kind
     unchecked = folder.with_name(f".{kind}.new")
-    shutil.rmtree(unchecked, ignore_errors=True)
-    unchecked.mkdir(parents=True)
-    try:
-        figures = dict(task.export_as(kind, run.final, unchecked, facts, lambda: host_batches(samples)))
-        figures |= {"split": held_out, "folder": str(folder)}
-        (unchecked / PARITY).write_text(json.dumps(figures, indent=2) + "\n")
-        atomic_files.share_as_umask_allows(unchecked)
-        shutil.rmtree(folder, ignore_errors=True)
-        unchecked.rename(folder)
-    finally:
+    with run.lock("export"):
         shutil.rmtree(unchecked, ignore_errors=True)
+        unchecked.mkdir(parents=True)
+        try:
+            figures = dict(task.export_as(kind, run.final, unchecked, facts, lambda: host_batches(samples)))
+            figures |= {"split": held_out, "folder": str(folder)}
+            (unchecked / PARITY).write_text(json.dumps(figures, indent=2) + "\n")
+            atomic_files.share_as_umask_allows(unchecked)
+            shutil.rmtree(folder, ignore_errors=True)
+            unchecked.rename(folder)
+        finally:
+            shutil.rmtree(unchecked, ignore_errors=True)
     return figures

@@ -14,10 +14,12 @@ from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
 from isobatch.launch.local.run_setup import (
     TrustOptions,
+    create_run,
     find_run,
-    plan_run,
+    plan_with_remarks,
     prepare_facts,
     print_unless_quiet,
+    store_plan,
 )
 
 if TYPE_CHECKING:
@@ -53,15 +55,15 @@ def find_or_train(
             f"{run.folder} has this recipe and is done (--again for a new run)", request.run.quiet
         )
         return run, Verdict(DONE, "")
-    if run is None:
-        run = plan_run(request, facts, None)
-        with run.lock("launch"):
-            return run, launch_run(run, request.run, owns_process)
-    print_unless_quiet(f"going on with {run.folder} ({run.status()})", request.run.quiet)
+    if run is not None:
+        print_unless_quiet(f"going on with {run.folder} ({run.status()})", request.run.quiet)
+    plan = plan_with_remarks(request.recipe, facts, request.plan, request.run.quiet)
+    run = run or create_run(request, facts)
     consent.require(run.recipe, run.folder, trust)
-    with run.lock("launch"):
+    with run.lock("launch"):  # another process may have made and begun the same run meanwhile
         run.refuse_if_training()
-        return run, launch_run(plan_run(request, facts, run), request.run, owns_process)
+        store_plan(run, plan)
+        return run, launch_run(run, request.run, owns_process)
 
 
 def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> Verdict:

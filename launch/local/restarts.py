@@ -77,7 +77,7 @@ def train_in_children(run: RunFolder, owns_process: bool = True) -> Verdict | No
         _wait_for_orphans(run)
     run.forget_plan()  # the workers may have reduced the budget
     verdict = run.read_exit(nonce)
-    if verdict is None and launcher.stop_requested:
+    if launcher.stop_requested and (verdict is None or verdict.cause == WorkerLostError.cause):
         saved = (
             "what was saved before stands" if any(run.checkpoints.glob("[!.]*-*")) else "nothing was saved"
         )

@@ -18,7 +18,7 @@ from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.explanations import unmet_wishes
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.run_folder import RunFolder, free_folder, list_runs, run_name
+from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
 from isobatch.engine.task_files import task_file_problem
 
 if TYPE_CHECKING:
@@ -114,11 +114,21 @@ def _has_identity(run: RunFolder, wanted: tuple[str, str]) -> bool:
 
 
 def create_run(request: Request, facts: Facts) -> RunFolder:
-    """A new run folder with recipe and facts, named after the recipe unless the user named it."""
+    """A new run folder with recipe and facts, named after the recipe unless the user named it.
+
+    Where another process has just made one for the same request, that one. Raises UserError.
+    """
     out = Path(request.run.out).expanduser()
     name = request.run.name or run_name(request.recipe)
-    folder = out / name if request.run.name else free_folder(out, name)
-    return RunFolder.create(folder, request.recipe, facts, request.run)
+    while True:
+        folder = out / name if request.run.name else free_folder(out, name)
+        if made := find_run(request, facts):
+            return made
+        try:
+            return RunFolder.create(folder, request.recipe, facts, request.run)
+        except FolderTakenError:
+            if request.run.name and find_run(request, facts) is None:
+                raise
 
 
 def plan_for_this_machine(

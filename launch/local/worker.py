@@ -45,13 +45,16 @@ def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) ->
     main = rank_and_world_size(os.environ)[0] == 0
     with run.lock("train") if main else contextlib.nullcontext():
         world = Communicator(run.plan, options.hang_timeout, options.tracker, str(run.folder))
-        verdict = Verdict(BUG, "a bug: see the traceback")
+        verdict: Verdict | None = Verdict(BUG, "a bug: see the traceback")
         try:
             verdict = _train(run, options, world, owns_process)
+        except KeyboardInterrupt:  # a second one: who asked for the first knows the verdict
+            verdict = None
+            raise
         finally:
-            code = verdict.code
-            if main or code not in (DONE, STOPPED):
+            if verdict and (main or verdict.code not in (DONE, STOPPED)):
                 run.write_exit(verdict)
+        code = verdict.code
         if code not in (DONE, STOPPED):
             # The other ranks may wait in a collective for ever: exit, and the launcher ends them.
             world.exit_process(code)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +17,6 @@ from isobatch.models.encoder import encoders, evaluation, onnx_graph
 from isobatch.models.encoder.evaluation import Predictions
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
 
 LOGIT_TOLERANCE = 1e-3
@@ -114,12 +114,10 @@ def check_int4(model: nn.Module, file: Path, pairs: bool, batches: Batches) -> d
     """
     unforced = evaluation.predict(evaluation.torch_runner(model), batches())
     exported = evaluation.predict(evaluation.onnx_runner(file, threads=1), batches())
-    levels_file = file.with_name(f".{file.name}.roundings")
-    try:
+    with tempfile.TemporaryDirectory() as folder:  # not beside the file: a killed export leaves nothing there
+        levels_file = Path(folder) / "levels.onnx"
         onnx_graph.write_onnx(model, levels_file, pairs, expose_levels=True)
         trained, rounding_excess = predict_with_onnx_levels(model, levels_file, batches())
-    finally:
-        levels_file.unlink(missing_ok=True)
     if not rounding_excess <= TIE_TOLERANCE:
         raise ExportError(
             f"--to onnx-int4: an activation is rounded to a level {0.5 + rounding_excess:.3f} away from the"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -10,7 +10,8 @@ import pytest
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.data.base import Ragged, save
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder
+from isobatch.launch.cli import guarded, main
 from isobatch.launch.commands.auto import print_outcome
 from isobatch.launch.commands.evaluate import evaluate
 from isobatch.launch.local.arguments import parse_request
@@ -100,3 +101,69 @@ def test_ragged_rows_are_lists(tmp_path: Path) -> None:
     rows = Ragged.from_rows([np.zeros((2, 3)), np.zeros((1, 3))])
     with pytest.raises(UserError, match=r"column x: the rows of a Ragged are lists .* shape \(3, 3\)"):
         save(tmp_path, {"x": rows})
+
+
+def test_what_another_process_made_in_the_same_instant_is_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two `auto` of one recipe: one folder, whose lock one of them gets."""
+    asked = ask(tmp_path)
+    facts = prepare_facts(asked)
+    create, others = RunFolder.create, []
+
+    def create_second(*arguments: Any) -> RunFolder:
+        monkeypatch.setattr(RunFolder, "create", create)
+        others.append(create(*arguments))  # the other process is a moment earlier
+        return create(*arguments)
+
+    monkeypatch.setattr(RunFolder, "create", create_second)
+    mine = create_run(asked, facts)
+    assert mine.folder == others[0].folder
+    assert [p.name for p in mine.folder.parent.iterdir()] == [mine.folder.name]
+    assert create_run(asked, facts).folder == mine.folder
+    again = create_run(ask(tmp_path, "--again"), facts)
+    assert again.folder.name == f"{mine.folder.name}-2"
+    with pytest.raises(FolderTakenError):
+        create_run(ask(tmp_path, "--again", "--name", mine.folder.name), facts)
+
+
+def test_a_folder_that_is_taken_while_a_run_is_written_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ask(tmp_path)
+    facts, folder = prepare_facts(asked), tmp_path / "runs" / "r"
+    write = RunFolder.write_options
+
+    def meanwhile(run: RunFolder, options: Any) -> None:
+        write(run, options)
+        folder.mkdir()
+        (folder / "theirs").touch()
+
+    monkeypatch.setattr(RunFolder, "write_options", meanwhile)
+    with pytest.raises(FolderTakenError):
+        RunFolder.create(folder, asked.recipe, facts, asked.run)
+    assert [p.name for p in folder.iterdir()] == ["theirs"]
+    assert [p.name for p in folder.parent.iterdir()] == ["r"]
+
+
+def test_names_that_no_file_system_takes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match=r"--name x{20}\.\.\.: has 300 bytes, and may have 200"):
+        ask(tmp_path, "--name", "x" * 300)
+    assert ask(tmp_path, "--name", "ä" * 100).run.name
+    assert guarded(lambda: evaluate([str(tmp_path / ("x" * 300))])) == 2
+    assert main(["runs", "caf\udcc3"]) == 2  # bytes that an ASCII locale could not decode
+    said = capsys.readouterr().err.splitlines()
+    assert "is too long for a file's name: take a shorter one" in said[0]
+    assert said[1:] == ["isobatch: caf\\udcc3: this locale cannot read it; set LC_ALL=C.UTF-8"]
+
+
+def test_two_exports_at_once_are_one(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    with (
+        run.lock("export"),
+        pytest.raises(UserError, match="is being exported by another process"),
+        run.lock("export"),
+    ):
+        pass

@@ -7,7 +7,14 @@ import signal
 
 import pytest
 
-from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
+from isobatch.engine.distributed.stop_signals import (
+    STOP_SIGNALS,
+    StopFlag,
+    TerminatedError,
+    end_early_on_signals,
+    signals_to_catch,
+)
+from isobatch.launch import cli
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -44,3 +51,31 @@ def test_a_second_interrupt_ends_at_once() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_before_training_is_one_line_and_75(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While libraries are imported, which take an error of theirs for a missing library."""
+    before = {n: signal.getsignal(n) for n in signals_to_catch()}
+
+    def importing() -> int:
+        try:
+            os.kill(os.getpid(), number)
+        except Exception:
+            return 1
+        return 0
+
+    end_early_on_signals()
+    try:
+        assert cli.guarded(importing) == 75
+        with StopFlag() as stop:  # training handles them itself
+            os.kill(os.getpid(), number)
+            assert stop.requested
+        with pytest.raises(TerminatedError):
+            os.kill(os.getpid(), number)
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert capsys.readouterr().err == "isobatch: stopped by a signal; what was saved before stands\n"
