@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer  # noqa: TC004  heavy, and no class here has flags
 
 Groups = list[dict[str, Any]]
-"""torch's parameter groups: {"params": [...], "weight_decay": x}."""
+"""torch's parameter groups: {"params": [...], "weight_decay": x}, and `betas`, `eps` where it takes them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +32,8 @@ class OptimizerTraits:
     """Whether the update treats each element alone, so that flat shards learn the same as whole matrices."""
     update_bytes: float = 4.0
     """Bytes of temporaries per trained parameter while it updates; a fused kernel needs none."""
+    takes_betas: bool = False
+    """Whether its parameter groups may set `betas` and `eps`, as Adam's."""
     remark: str = ""
     """How it saves memory against AdamW, for the list of alternatives; empty where it does not."""
 
@@ -75,17 +77,21 @@ def _eight_bit(name: str, flag: str) -> Callable[[Groups, float, str], Optimizer
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerTraits(make=_adamw, state_bytes=8.0, elementwise=True, update_bytes=0.0),
+    "adamw": OptimizerTraits(
+        make=_adamw, state_bytes=8.0, elementwise=True, update_bytes=0.0, takes_betas=True
+    ),
     "adamw8bit": OptimizerTraits(
         make=_eight_bit("AdamW8bit", "adamw8bit"),
         state_bytes=2.0,
         elementwise=False,
+        takes_betas=True,
         remark="moments in 8 bits",
     ),
     "paged-adamw8bit": OptimizerTraits(
         make=_eight_bit("PagedAdamW8bit", "paged-adamw8bit"),
         state_bytes=2.0,
         elementwise=False,
+        takes_betas=True,
         remark="and they move to host memory when a GPU's is full",
     ),
     # Its state is one row and one column per matrix.

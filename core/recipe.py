@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import ADDED_LATER, Interval, OneOf, check_fields, flags_of, options_to_dict
-from isobatch.core.number_ranges import Count, Fraction, Positive, Probability, Rate, Seed
+from isobatch.core.number_ranges import (
+    AboveZero,
+    Count,
+    Fraction,
+    Momentum,
+    Positive,
+    Probability,
+    Rate,
+    Seed,
+    Share,
+)
 from isobatch.core.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -96,6 +106,16 @@ class Recipe:
     """Batches of like lengths: faster, but another order of samples."""
     noise: Literal["keyed", "native"] = "keyed"
     """keyed: the same dropout noise on any machine. native: torch's own, which depends on the cut."""
+    adam_beta1: Momentum = field(default=0.9, metadata=ADDED_LATER)
+    """Decay of Adam's mean of gradients."""
+    adam_beta2: Momentum = field(default=0.999, metadata=ADDED_LATER)
+    """Decay of Adam's mean of squared gradients."""
+    adam_eps: AboveZero = field(default=1e-8, metadata=ADDED_LATER)
+    """Added to the root of that mean."""
+    label_smoothing: Probability = field(default=0.0, metadata=ADDED_LATER)
+    """Share of a target's probability that is spread evenly over all classes, or tokens, while training."""
+    lr_floor: Share = field(default=0.0, metadata=ADDED_LATER)
+    """Where --schedule cosine ends, as a share of --lr."""
     options: dict[str, Any] = field(default_factory=dict, metadata={"derived": True})
     """The task's own fields."""
     scaled_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.flags import to_json_value
+from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.recipe import DEMO, Recipe
 from isobatch.data.base import Data
 from isobatch.engine.task_files import imported_files, is_task_file
@@ -21,7 +22,9 @@ from isobatch.models.base import Task
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-READ_BY_TASKS = frozenset({"format", "model", "tokenizer", "revision", "max_length", "dropout"})
+READ_BY_TASKS = frozenset(
+    {"format", "model", "tokenizer", "revision", "max_length", "dropout", "label_smoothing"}
+)
 """Fields of the recipe that the engine never reads: the task or its data do."""
 
 
@@ -40,6 +43,10 @@ def unread_fields(recipe: Recipe, task: Task, data: Data) -> dict[str, str]:
         found |= dict.fromkeys(sorted(unread), "no file of this task reads it")
     elif recipe.data == DEMO:
         found["format"] = "the demo's data has one form"
+    if not OPTIMIZERS[recipe.optimizer].takes_betas:
+        found |= dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), f"{recipe.optimizer} has none")
+    if recipe.schedule != "cosine":
+        found["lr_floor"] = "it is the end of --schedule cosine"
     phases = task.phases()
     if [p.name for p in phases] == [recipe.phase]:
         found["phase"] = "this task has no other"

@@ -41,13 +41,15 @@ def make_optimizer(
     """
     import torch
 
-    groups = [g for g in parameter_groups(model, recipe.weight_decay, sparse) if g["params"]]
-    sparse = [p for p in sparse if p.requires_grad]
     entry = OPTIMIZERS[recipe.optimizer]
+    adam = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_eps}
+    more = adam if entry.takes_betas else {}
+    groups = [g | more for g in parameter_groups(model, recipe.weight_decay, sparse) if g["params"]]
+    sparse = [p for p in sparse if p.requires_grad]
     if not groups and not sparse:
         raise UserError("nothing to train: every parameter of the model is frozen")
     if sparse:
-        sparse_adam = torch.optim.SparseAdam(sparse, lr=recipe.lr)
+        sparse_adam = torch.optim.SparseAdam([{"params": sparse, **adam}], lr=recipe.lr)
         dense = [entry.build(groups, recipe.lr, device)] if groups else []
         return cast("Optimizer", OptimizerGroup([*dense, sparse_adam]))
     return entry.build(groups, recipe.lr, device)

@@ -75,7 +75,8 @@ def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_
     """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the recipe's schedule.
 
     Of W warm-up steps the first is at peak / W, not at 0, and the last at `peak`; the schedule begins there.
-    linear and cosine decay towards 0, which the step after the last one would have; constant stays at `peak`.
+    linear decays towards 0 and cosine towards the recipe's floor, which the step after the last one would
+    have; constant stays at `peak`.
     """
     warmup = recipe.warmup.steps(steps_per_epoch, total) if recipe.warmup.value else 0
     if step < warmup:
@@ -83,7 +84,10 @@ def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_
     if recipe.schedule == "constant":
         return peak
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    return peak * (0.5 * (1 + math.cos(math.pi * progress)) if recipe.schedule == "cosine" else 1 - progress)
+    if recipe.schedule == "linear":
+        return peak * (1 - progress)
+    floor = recipe.lr_floor
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 class SaveTimer:

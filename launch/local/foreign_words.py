@@ -26,6 +26,8 @@ SYNONYMS = {
     "warmup_steps": "warmup",
     "lr_scheduler_type": "schedule",
     "optim": "optimizer",
+    "adam_epsilon": "adam_eps",
+    "label_smoothing_factor": "label_smoothing",
     "max_grad_norm": "clip",
     "gradient_clip_val": "clip",
     "num_workers": "workers",

@@ -47,11 +47,14 @@ def make_head_bypassable(model: Any) -> None:
         head.__class__ = BypassableHead
 
 
-def next_token_loss(model: Any, tokens: Tensor, targets: Tensor, count: int | None = None) -> Tensor:
+def next_token_loss(
+    model: Any, tokens: Tensor, targets: Tensor, count: int | None = None, smoothing: float = 0.0
+) -> Tensor:
     """Sum of -log p of the targets, in nats and fp32.
 
     tokens: (B, T) int64; targets: (B, T) int64, IGNORE_INDEX where nothing is predicted; `count`: how many
-    are predicted, where the host knows it.
+    are predicted, where the host knows it; `smoothing`: the share of a target's probability that is spread
+    over the vocabulary (Szegedy et al. 2016).
     """
     head = getattr(model, "module", model).get_output_embeddings()
     # Under ZeRO-3 and FSDP the head's weights are gathered only while the model itself runs.
@@ -61,20 +64,30 @@ def next_token_loss(model: Any, tokens: Tensor, targets: Tensor, count: int | No
             logits = model(input_ids=tokens, use_cache=False).logits
         # The last position has an ignored target, because slicing it off would copy all logits.
         return F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            logits.flatten(0, 1).float(),
+            targets.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=smoothing,
         )
     with bypass(head), _no_mask(model, tokens):
         states = model(input_ids=tokens, use_cache=False).logits
-    return chunked_loss(states.flatten(0, 1), targets.flatten(), head.weight, head.bias, count)
+    return chunked_loss(states.flatten(0, 1), targets.flatten(), head.weight, head.bias, count, smoothing)
 
 
 def chunked_loss(
-    states: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, count: int | None = None
+    states: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    count: int | None = None,
+    smoothing: float = 0.0,
 ) -> Tensor:
     """Sum of -log p of the targets under a linear head, in nats and fp32.
 
     states: (M, D); targets: (M,) int64, IGNORE_INDEX where nothing is predicted; `count`: N, how many are
-    predicted, where the host knows it, so that it need not wait for the device to count them.
+    predicted, where the host knows it, so that it need not wait for the device to count them; `smoothing`
+    as in `next_token_loss`.
     """
     weights = [weight, bias]
     # autograd.Function.forward cannot see no_grad: detached weights skip the gradient work.
@@ -82,7 +95,7 @@ def chunked_loss(
         weights = [None if w is None else w.detach() for w in weights]
     rows = _predicted_rows(targets, count)
     total: Tensor = ChunkedCrossEntropy.apply(
-        states.index_select(0, rows), *weights, targets.index_select(0, rows)
+        states.index_select(0, rows), *weights, targets.index_select(0, rows), smoothing
     )
     return total
 
@@ -117,13 +130,15 @@ def bypass(head: BypassableHead) -> Iterator[None]:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """(N, D) states, (V, D) weight, (V,) bias or None, (N,) targets -> 0-d sum of -log p.
+    """(N, D) states, (V, D) weight, (V,) bias or None, (N,) targets, smoothing -> 0-d sum of -log p.
 
     Gradients are computed in the forward.
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float
+    ) -> Tensor:
         device_type = states.device.type
         dtype = (
             torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
@@ -140,11 +155,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 chunk = slice(start, start + tokens_per_chunk)
                 chunk_states, chunk_targets = states[chunk].to(dtype), targets[chunk, None]
                 logits = _logits(chunk_states, cast_weight, bias, vocabulary)
+                if smoothing:
+                    nll_sum += smoothing * (logits.logsumexp(-1) - logits[:, :vocabulary].mean(-1)).sum()
                 if not any(needs_grad):
-                    nll_sum -= logits.log_softmax(-1).gather(1, chunk_targets).sum()
+                    nll_sum -= (1 - smoothing) * logits.log_softmax(-1).gather(1, chunk_targets).sum()
                     continue
                 nll, grad_logits = softmax_errors(logits, chunk_targets, dtype)
-                nll_sum += nll
+                nll_sum += (1 - smoothing) * nll
+                if smoothing:
+                    _smooth(grad_logits[:, :vocabulary], chunk_targets, smoothing)
                 if grad_bias is not None:
                     grad_bias += grad_logits[:, :vocabulary].sum(0, dtype=torch.float32)
                 if grad_states is not None:
@@ -159,7 +178,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [None if g is None else g.mul_(gradient) for g in ctx.saved_tensors]
-        return (*gradients, None)
+        return (*gradients, None, None)
+
+
+def _smooth(errors: Tensor, targets: Tensor, smoothing: float) -> None:
+    """(n, V) softmax - one-hot becomes softmax - smoothed one-hot, in place. targets: (n, 1)."""
+    errors -= smoothing / errors.shape[1]
+    errors.scatter_add_(1, targets, errors.new_full(targets.shape, smoothing))
 
 
 def _memory(device: torch.device) -> int | None:

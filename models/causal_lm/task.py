@@ -267,15 +267,19 @@ class CausalLM(Task):
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
         count = None if step.host is None else int(step.host["token.weight"].numpy().sum())
-        return {"loss": Loss(self._nll_sum(model, batch, count), "token")}
+        smoothed = self._nll_sum(model, batch, count, self.recipe.label_smoothing)
+        return {"loss": Loss(smoothed, "token")}
 
-    def _nll_sum(self, model: nn.Module, batch: Batch, count: int | None = None) -> Tensor:
+    def _nll_sum(
+        self, model: nn.Module, batch: Batch, count: int | None = None, smoothing: float = 0.0
+    ) -> Tensor:
         """Sum of -log p over the predicted tokens, `count` if that is known, in nats: a 0-d tensor."""
         from isobatch.models.causal_lm import chunked_cross_entropy
 
         # No attention mask: padding is on the right, so causal attention never sees it from a real token, and
         # the targets of padding are ignored. Without a mask SDPA takes its faster causal path.
-        return chunked_cross_entropy.next_token_loss(model, batch["tokens"].long(), _targets(batch), count)
+        tokens, targets = batch["tokens"].long(), _targets(batch)
+        return chunked_cross_entropy.next_token_loss(model, tokens, targets, count, smoothing)
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         """`nll`; in a mixture `nll.N` and `right.N` of each dataset, even if this batch has no row of it."""

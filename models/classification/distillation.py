@@ -156,7 +156,9 @@ class DistilledClassifier(Classifier):
             return super().loss(model, batch, step)
         weight, hidden = self.options.kd_weight, "teacher.states" in batch
         logits_BC, states = self.logits_and_states(model, batch, hidden)
-        labels = F.cross_entropy(logits_BC, batch["label"], reduction="sum") * (1 - weight)
+        smoothing = self.recipe.label_smoothing
+        nll = F.cross_entropy(logits_BC, batch["label"], reduction="sum", label_smoothing=smoothing)
+        labels = nll * (1 - weight)
         logits = soft_label_loss(logits_BC, batch["teacher.logits"], self.options.temperature) * weight
         found = {"labels": Loss(labels, "sample"), "distillation": Loss(logits, "sample")}
         if states is not None:

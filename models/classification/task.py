@@ -170,8 +170,9 @@ class Classifier(Task):
         """batch: tokens (B, T), length (B,), label (B,), and for pairs types (B, T)."""
         from torch.nn import functional as F
 
-        logits_BC = self.logits(model, batch)
-        return {"loss": Loss(F.cross_entropy(logits_BC, batch["label"], reduction="sum"), "sample")}
+        logits_BC, smoothing = self.logits(model, batch), self.recipe.label_smoothing
+        total = F.cross_entropy(logits_BC, batch["label"], reduction="sum", label_smoothing=smoothing)
+        return {"loss": Loss(total, "sample")}
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """(B, C) in fp32; tokens beyond a sample's length are masked."""

@@ -144,7 +144,7 @@ class Recommender(Task):
                 return [Phase(name=other if other != "off" else "ids", epochs=10.0)]
 
     def unread(self) -> Mapping[str, str]:
-        found = {"dropout": "a recommender has none"}
+        found = {"dropout": "a recommender has none", "label_smoothing": "a pair has no label"}
         found |= hub.unread_revision(self._text_model, self.recipe.tokenizer)
         if self.options.text == "off":
             found |= dict.fromkeys(("model", "tokenizer", "revision", "max_length"), "texts are off")

@@ -112,6 +112,7 @@ class SequenceVAE(Task):
 
     def unread(self) -> Mapping[str, str]:
         found = {"model": "a sequence VAE is trained from scratch, see --backbone"}
+        found["label_smoothing"] = "the evidence lower bound is of the plain likelihood"
         found["noise"] = "this task draws noise, which is keyed"
         return found | hub.unread_revision(self.recipe.tokenizer)
 

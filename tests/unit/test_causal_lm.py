@@ -30,7 +30,14 @@ STEP = StepContext(0, "evaluate", NativeNoise())
 
 
 def make(model: str = "tiny", **changes: Any) -> CausalLM:
-    values = {"tokenizer": None, "revision": None, "max_length": 12, "seed": 0, "dropout": None}
+    values = {
+        "tokenizer": None,
+        "revision": None,
+        "max_length": 12,
+        "seed": 0,
+        "dropout": None,
+        "label_smoothing": 0.0,
+    }
     values["options"] = {}
     values |= {"optimizer": "adamw", **changes}
     return CausalLM(SimpleNamespace(model=model, **values), CausalLMOptions())

@@ -33,9 +33,11 @@ def make_model(family: str) -> Any:
     return AutoModelForCausalLM.from_config(config).train()
 
 
-def loss_and_gradients(model: Any, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
+def loss_and_gradients(
+    model: Any, tokens: Tensor, targets: Tensor, smoothing: float = 0.0
+) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
-    found = chunked_cross_entropy.next_token_loss(model, tokens, targets)
+    found = chunked_cross_entropy.next_token_loss(model, tokens, targets, smoothing=smoothing)
     (found * 0.37).backward()
     return float(found.detach()), {
         n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
@@ -51,16 +53,19 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "smoothing"), [*((f, 0.0) for f in CONFIGS), ("gpt2", 0.2)])
 def test_loss_and_gradients_are_those_of_the_full_logits(
-    family: str, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+    family: str, smoothing: float, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_chunks, "CHUNK_BYTES", 4 * VOCABULARY * 5)  # five tokens at a time
     model = make_model(family)
-    whole = loss_and_gradients(model, *batch)
+    whole = loss_and_gradients(model, *batch, smoothing)
     chunked_cross_entropy.make_head_bypassable(model)
     assert isinstance(model.get_output_embeddings(), chunked_cross_entropy.BypassableHead)
-    chunked = loss_and_gradients(model, *batch)
+    chunked = loss_and_gradients(model, *batch, smoothing)
+    with torch.no_grad():
+        seen = chunked_cross_entropy.next_token_loss(model, *batch, smoothing=smoothing)
+    assert float(seen) == pytest.approx(chunked[0], rel=1e-6)
     assert chunked[0] == pytest.approx(whole[0], rel=1e-6)
     assert chunked[1].keys() == whole[1].keys()
     for name, gradient in whole[1].items():
@@ -121,7 +126,7 @@ def test_memory_is_that_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     states = torch.randn(4000, 8, requires_grad=True)
     weight = torch.randn(20_000, 8, requires_grad=True)
     targets = torch.zeros(4000, dtype=torch.long)
-    found = chunked_cross_entropy.ChunkedCrossEntropy.apply(states, weight, None, targets)
+    found = chunked_cross_entropy.ChunkedCrossEntropy.apply(states, weight, None, targets, 0.0)
     found.backward()
     assert 0 < largest <= 1 << 20
     assert float(found.detach()) == pytest.approx(

@@ -22,7 +22,15 @@ VOCABULARY = 300
 
 
 def make(model: str = "tiny", **changes: Any) -> Classifier:
-    values = {"revision": None, "tokenizer": None, "max_length": 12, "seed": 0, "dropout": None, **changes}
+    values = {
+        "revision": None,
+        "tokenizer": None,
+        "max_length": 12,
+        "seed": 0,
+        "dropout": None,
+        "label_smoothing": 0.0,
+        **changes,
+    }
     return Classifier(SimpleNamespace(model=model, **values), None)
 
 

@@ -58,6 +58,7 @@ EXAMPLES = {
     "anomaly": "on",
     "lr": "0.5",
     "clip": "2",
+    "label_smoothing": "0.1",
 }
 """Our flag -> a value for it; 3 for others."""
 NOT_HERE = {"pruned_model_path", "lora_rank", "lora_target_modules", "tokenizer_name"}

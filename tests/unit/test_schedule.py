@@ -39,6 +39,12 @@ def test_cosine_by_hand() -> None:
     assert rates(4, schedule="cosine") == pytest.approx(expected)
 
 
+def test_a_cosine_ends_at_its_floor() -> None:
+    full, floored = (rates(4, schedule="cosine", lr_floor=floor) for floor in (0.0, 0.2))
+    assert floored == pytest.approx([0.2 + 0.8 * rate for rate in full])
+    assert learning_rate(recipe(schedule="cosine", lr_floor=0.2), 0.5, 4, 4, 10) == pytest.approx(0.1)
+
+
 def test_constant_stays() -> None:
     assert rates(5, peak=0.3, schedule="constant") == [0.3] * 5
 

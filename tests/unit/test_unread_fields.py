@@ -51,6 +51,11 @@ OTHER: dict[str, Any] = {
     "min_delta": 0.1,
     "group_by_length": True,
     "noise": "native",
+    "adam_beta1": 0.5,
+    "adam_beta2": 0.9,
+    "adam_eps": 1e-2,
+    "label_smoothing": 0.3,
+    "lr_floor": 0.5,
 }
 """Another value of every field that can change what is learnt, without a download."""
 TASKS_OF_TESTS = ROOT / "tests" / "tasks"
