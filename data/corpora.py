@@ -47,6 +47,11 @@ class RowCorpus:
     notes: tuple[str, ...] = ()
 
 
+def overlap_notes(split: str, same: int, count: int) -> list[str]:
+    """A note of held-out rows that are in train as well; nothing where there are none."""
+    return [f"{split}: {same:,} of {count:,} rows are in train too"] if same else []
+
+
 def demo_files() -> list[Path]:
     """Source files of the running Python's standard library, about 2 MB, in a fixed order.
 

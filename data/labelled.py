@@ -16,7 +16,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import hub, readers, tokenizers
 from isobatch.data.base import Column, Columns, Ragged, save
-from isobatch.data.corpora import DEMO, DEMO_PACKAGES, read_hub_rows
+from isobatch.data.corpora import DEMO, DEMO_PACKAGES, overlap_notes, read_hub_rows
 from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
@@ -142,7 +142,16 @@ class Labelled(TokenizedData):
             raise UserError(f"--data {self.recipe.data}: the train split is empty")
         columns = self._find_columns([str(k) for k in first[1]])
         splits = {split: list(read_examples(rows(), columns)) for split, rows in row_readers.items()}
+        if empty := next((split for split, examples in splits.items() if not examples), None):
+            raise UserError(
+                f"--data {self.recipe.data}: the {empty} split holds no rows: give it some (without a file of"
+                " its own validation is every twentieth training row)"
+            )
         notes += drop_unlabelled_test(splits)
+        known = {(e.text, e.pair) for e in splits["train"]}
+        for split in (s for s in splits if s != "train"):
+            same = sum((e.text, e.pair) in known for e in splits[split])
+            notes += overlap_notes(split, same, len(splits[split]))
         labels = class_names(splits, columns, self.recipe.data)
         tokenizer, special = self._open_tokenizer(splits["train"])
         found: dict[str, Columns] = {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import dataclasses
 import difflib
+import io
 import itertools
 import json
 import os
@@ -34,6 +36,12 @@ VALIDATION_ONE_IN = 20
 
 FORMATS = {".txt": "txt", ".text": "txt", ".raw": "txt", ".tokens": "txt", ".csv": "csv", ".tsv": "tsv"}
 FORMATS |= {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
+_WIDE = (
+    *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),
+    *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
+)
+"""Byte order marks and what they say; the shorter ones are beginnings of the longer."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 SPLITS = {"train": "train", "training": "train", "valid": "valid", "validation": "valid", "val": "valid"}
 SPLITS |= {"dev": "valid", "test": "test"}
 LocatedRows = Iterable[tuple[str, Mapping[str, Any]]]
@@ -150,8 +158,8 @@ def _split_offset(file: Path) -> int:
     The first line's end at or after 95 % of the file; else the last line's end before; else the last space;
     else 95 %.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_utf8(file) as stream:
+        size = stream.seek(0, os.SEEK_END)
         stream.seek(size - size // VALIDATION_ONE_IN - 1)
         stream.readline(MAX_LINE_BYTES)
         if stream.tell() < size:
@@ -208,10 +216,28 @@ def text_cell(row: Mapping[str, Any], column: str, where: str) -> str:
     return text or ""
 
 
+def wide_encoding(file: Path) -> str | None:
+    """utf-16 or utf-32, if the file's byte order mark says so."""
+    with file.open("rb") as stream:
+        head = stream.read(4)
+    return next((name for mark, name in _WIDE if head.startswith(mark)), None)
+
+
+def open_utf8(file: Path) -> io.BufferedReader:
+    """A file's bytes in UTF-8; one in UTF-16 or UTF-32 is converted in memory. Raises UserError."""
+    encoding = wide_encoding(file)
+    if encoding is None:
+        return file.open("rb")
+    try:
+        return io.BufferedReader(io.BytesIO(file.read_bytes().decode(encoding).encode()))
+    except UnicodeError as error:
+        raise UserError(f"{file}: is not whole {encoding}, as its first bytes say it is: {error}") from None
+
+
 def _read_stream(file: Path, start: int, stop: int | None) -> Iterator[str]:
     """The text between two bytes, in chunks that end where a line ends, unless a line is very long."""
-    stop = file.stat().st_size if stop is None else stop
-    with file.open("rb") as stream:
+    with open_utf8(file) as stream:
+        stop = stream.seek(0, os.SEEK_END) if stop is None else stop
         stream.seek(start)
         while (offset := stream.tell()) < stop:
             block = stream.read(min(CHUNK_BYTES, stop - offset))
@@ -237,7 +263,7 @@ def decode(block: bytes, file: Path, offset: int = 0) -> str:
 
 def _read_lines(file: Path) -> Iterator[str]:
     offset = 0
-    with file.open("rb") as stream:
+    with open_utf8(file) as stream:
         for line in stream:
             yield decode(line, file, offset)
             offset += len(line)
@@ -277,17 +303,32 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _read_json(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    records = _parse_json(decode(file.read_bytes(), file), str(file))
+    with open_utf8(file) as stream:
+        records = _parse_json(decode(stream.read(), file), str(file))
     if isinstance(records, dict):
         records = next((v for v in records.values() if isinstance(v, list)), [])
+    if not isinstance(records, list):
+        raise UserError(f"{file}: holds {type(records).__name__}, not a list of objects")
     return (_require_object(record, f"{file} record {number}") for number, record in enumerate(records, 1))
 
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: is not JSON: {error.msg} at character {error.pos + 1}") from None
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise UserError(
+            f"{where}: holds {half}, half of a character: remove it or complete the pair"
+        ) from None
+    except RecursionError:
+        raise UserError(f"{where}: its lists or objects nest too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{where}: cannot be read: {str(error).partition(';')[0]}") from None
 
 
 def _require_object(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:

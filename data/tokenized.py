@@ -22,10 +22,17 @@ MIN_VOCABULARY_SIZE = 257
 
 
 def path_of(data: str) -> Path | None:
-    """The file or folder that `data` names; None for the demo and for hub ids."""
+    """The file or folder that `data` names; None for the demo and for hub ids.
+
+    Raises UserError for what is neither: to open a pipe may wait for ever.
+    """
     path = Path(data).expanduser()
-    # Path.exists would raise PermissionError.
-    return path if data != DEMO and os.path.exists(path) else None  # noqa: PTH110
+    # Path.exists and its like would raise PermissionError.
+    if data == DEMO or not os.path.exists(path):  # noqa: PTH110
+        return None
+    if not (os.path.isfile(path) or os.path.isdir(path)):  # noqa: PTH113, PTH112
+        raise UserError(f"--data {data}: is no regular file and no folder: write what it gives into a file")
+    return path
 
 
 class TokenizedData(Data):

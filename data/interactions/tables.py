@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.data.readers import open_utf8, wide_encoding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 
 
 def read_text(file: Path) -> str:
-    """A file's text: UTF-8, or else ISO-8859-1, as MovieLens' files are."""
-    block = require_file(file).read_bytes()
+    """A file's text: UTF-8 or UTF-16, or else ISO-8859-1, as MovieLens' files are."""
+    with open_utf8(require_file(file)) as stream:
+        block = stream.read()
     try:
         return block.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -93,10 +95,15 @@ def read_delimited(
     def attempt(threads: bool) -> pa.Table:
         given = {"column_names": names} if names else {}
         options = arrow.ReadOptions(use_threads=threads, skip_rows=skip, **given)
-        return arrow.read_csv(file, options, parse, convert)
+        return arrow.read_csv(open_utf8(file) if wide_encoding(file) else file, options, parse, convert)
 
     try:
-        return attempt(True)
+        table = attempt(True)
+        if not (table.num_rows and table.column_names):
+            raise UserError(f"{file}: holds no rows")
+        return table
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: its header is not UTF-8: convert it (iconv -f latin1 -t utf-8)") from None
     except pa.ArrowInvalid:
         pass
     try:  # pyarrow names the row of an error only on a single thread

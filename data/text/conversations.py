@@ -17,10 +17,12 @@ from isobatch.data import chat_formats
 from isobatch.data.base import Column, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning.pipeline import CleaningPipeline
+from isobatch.data.corpora import overlap_notes
 from isobatch.data.readers import LocatedRows
 from isobatch.data.spooled_array import SpooledArray
 from isobatch.data.text import chat_templates
 from isobatch.data.text.chat_templates import ChatTemplate
+from isobatch.data.text.plain_text import count_lines
 from isobatch.data.text.truncation import TokenRow, TruncatedRow, fit_turns, learn_mask, truncate
 
 if TYPE_CHECKING:
@@ -59,7 +61,11 @@ class ConversationCounts:
     predicted: int = 0
     """Those of them that are predicted: without the first of a row."""
     words: int = 0
+    lines: int = 0
+    """Ends of lines in the texts that are learnt; an answer's end is one."""
     bytes: int = 0
+    in_train: int = 0
+    """Held-out conversations that are in train too."""
 
     def sizes(self) -> dict[str, int]:
         """The counts that facts keep, by the names they have there."""
@@ -118,6 +124,8 @@ class Conversations:
     remarks: list[str] = field(default_factory=list)
     """What the user should know of the rows."""
     cleaning: CleaningPipeline = field(default_factory=lambda: CleaningPipeline((), "conversations"))
+    known: set[int] = field(default_factory=set)
+    """Hashes of the training rows' tokens."""
     prompts: list[list[str]] = field(default_factory=list)
     """[prompt, answer] of the first validation conversations that are not truncated."""
     template: ChatTemplate | None = None
@@ -130,7 +138,8 @@ class Conversations:
 
     @property
     def splits(self) -> Sequence[str]:
-        return list(self.rows)
+        """Training first: rows of the others are compared with it."""
+        return sorted(self.rows, key=lambda split: split != "train")
 
     def texts(self) -> Iterator[str]:
         """The texts that a tokenizer is trained on."""
@@ -173,11 +182,16 @@ class Conversations:
             self._add_counts(counts, conversation, cut, learn, tokenization.tokenizer)
             if split == "valid" and len(self.prompts) < SHOWN_PROMPTS and not cut.is_cut:
                 self.prompts.append([conversation[0].text, conversation[1].text.strip()])
+            found = hash(row.tokens.tobytes())
+            if split == "train":
+                self.known.add(found)
+            counts.in_train += split != "train" and found in self.known
             tokens.add(cut.row.tokens)
             learn_masks.add(learn)
             lengths.append(len(learn))
             weights.append(int(learn.sum()))
         self.remarks += counts.notes(split, tokenization.max_length)
+        self.remarks += overlap_notes(split, counts.in_train, counts.rows)
         if not weights:
             raise UserError(
                 f"--data {self.name}: the {split} split has no conversation to learn from"
@@ -189,7 +203,8 @@ class Conversations:
             "learn": Ragged(learn_masks.array(), offsets),
             "token.weight": np.array(weights, np.int32),
         }
-        return columns, counts.sizes()
+        lines = {"lines": counts.lines} if tokenization.rules >= 2 else {}
+        return columns, counts.sizes() | lines
 
     def _render_segments(
         self, split: str, template: ChatTemplate, counts: ConversationCounts, cleaning: CleaningPipeline
@@ -244,6 +259,7 @@ class Conversations:
         else:
             texts = ["".join(p.text for p in conversation)]
         counts.words += sum(len(text.split()) for text in texts)
+        counts.lines += sum(map(count_lines, texts))
         counts.bytes += sum(len(text.encode()) for text in texts)
 
     def facts(self) -> dict[str, Any]:

@@ -127,6 +127,7 @@ class Text(TokenizedData):
             "text_column": self.options.text_column or TEXT,
             "vocab_size": self._vocabulary_size(),
             **({"stride": self.options.stride} if self.options.stride else {}),
+            **({"rules": self.recipe.rules} if self.recipe.rules > 1 else {}),
             **self._conversations_identity(set_specs),
             **self._cleaning_identity(),
         }
@@ -137,7 +138,6 @@ class Text(TokenizedData):
             return {}
         options, template = self.options, chat_templates.identity(self._tokenizer_source().path)
         found = [conversations.TOKENIZATION_VERSION, options.template, options.response_only, template]
-        found += [self.recipe.rules] if self.recipe.rules > 1 else []
         return {"conversations": found} | (
             {"sets": [spec.name for spec in set_specs]} if len(set_specs) > 1 else {}
         )

@@ -13,6 +13,7 @@ from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
 from isobatch.data.base import Column, Ragged
 from isobatch.data.cleaning.pipeline import CleaningPipeline
+from isobatch.data.corpora import overlap_notes
 from isobatch.data.spooled_array import spool_to_array
 
 if TYPE_CHECKING:
@@ -47,19 +48,32 @@ class TokenizationSettings:
 
 @dataclass(slots=True)
 class TextCounts:
-    """Words and bytes of a split's text."""
+    """Words, lines and bytes of a split's text."""
 
     words: int = 0
     """Separated by white space; the end of a line is not a word."""
+    lines: int = 0
+    """Ends of lines; that of a document, or of the text, is one."""
     bytes: int = 0
     """In UTF-8."""
+    documents: int = 0
+    in_train: int = 0
+    """Held-out documents that are in train too."""
 
-    def count(self, texts: Iterable[str], end: str) -> Iterator[str]:
+    def count(self, texts: Iterable[str], end: str, is_stream: bool) -> Iterator[str]:
         """Yield the texts, each with `end` appended, and count them on the way."""
+        text = ""
         for text in texts:
             self.words += len(text.split())
+            self.lines += text.count("\n") if is_stream else count_lines(text)
             self.bytes += len(text.encode()) + len(end)
             yield text + end if end else text
+        self.lines += is_stream and not text.endswith("\n")
+
+
+def count_lines(text: str) -> int:
+    """Lines of a text, of which the last need not end with a line break."""
+    return text.count("\n") + (not text.endswith("\n"))
 
 
 class PlainText:
@@ -74,7 +88,10 @@ class PlainText:
 
     def __init__(self, name: str, corpus: Corpus, steps: Sequence[CleaningStep] = ()) -> None:
         self.name, self.corpus = name, corpus
-        self.splits: Sequence[str] = list(corpus.splits)
+        self.splits: Sequence[str] = sorted(corpus.splits, key=lambda split: split != "train")
+        self.remarks: list[str] = []
+        self._known: set[int] = set()
+        """Hashes of the training documents."""
         self.cleaning = CleaningPipeline(steps, "lines" if corpus.is_stream else "texts")
 
     def texts(self) -> Iterator[str]:
@@ -90,7 +107,7 @@ class PlainText:
     @property
     def notes(self) -> list[str]:
         """What the user should know, one line each."""
-        return [*self.corpus.notes, *self.cleaning.notes()]
+        return [*self.corpus.notes, *self.cleaning.notes(), *self.remarks]
 
     def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
         """Nothing to prepare: plain text has no template."""
@@ -105,7 +122,9 @@ class PlainText:
         eos, counts = tokenization.special_ids["eos"], TextCounts()
         suffix = [eos] if eos is not None and not self.corpus.is_stream else []
         texts = counts.count(
-            self._read(split, self.cleaning), "" if self.corpus.is_stream or suffix else "\n"
+            self._compare_with_train(split, self._read(split, self.cleaning), counts),
+            "" if self.corpus.is_stream or suffix else "\n",
+            self.corpus.is_stream,
         )
         chunks = tokenizers.encode_texts(tokenization.tokenizer, texts, suffix, tokenization.dtype)
         tokens = spool_to_array(chunks, tokenization.dtype, tokenization.spool_folder)
@@ -121,7 +140,20 @@ class PlainText:
         )
         predicted = int(columns["token.weight"].sum())
         sizes = {"tokens": len(tokens), "predicted": predicted, "words": counts.words, "bytes": counts.bytes}
-        return columns, sizes
+        self.remarks += overlap_notes(split, counts.in_train, counts.documents)
+        return columns, sizes | ({"lines": counts.lines} if tokenization.rules >= 2 else {})
+
+    def _compare_with_train(self, split: str, texts: Iterable[str], counts: TextCounts) -> Iterable[str]:
+        """Yield the texts; count held-out documents that are in train. A stream has no documents."""
+        if self.corpus.is_stream:
+            yield from texts
+            return
+        for text in texts:
+            counts.documents += 1
+            if split == "train":
+                self._known.add(hash(text))
+            counts.in_train += split != "train" and hash(text) in self._known
+            yield text
 
     def facts(self) -> dict[str, Any]:
         """What Facts should know of the set: nothing more than its sizes."""

@@ -90,6 +90,8 @@ def _print_result(run: RunFolder, code: int, options: AutoOptions) -> int:
 def print_outcome(run: RunFolder) -> None:
     """One line: status, steps and metrics."""
     summary = run.summary() or {}
-    figures = format_metrics(summary.get("metrics", {}), ".4g")
+    metrics = summary.get("metrics", {})
+    shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
+    figures = format_metrics(shown, ".4g")
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
     print(printable(f"{run.folder}: {status}, {steps} steps" + (f", {split}: {figures}" if split else "")))

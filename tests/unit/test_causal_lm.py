@@ -201,6 +201,8 @@ def test_perplexity_by_word_and_bits_per_byte() -> None:
     assert found["perplexity"] == pytest.approx(2)
     assert found["word_perplexity"] == pytest.approx(2**3)  # 30 tokens of one bit over 10 words
     assert found["bits_per_byte"] == pytest.approx(0.5)  # 30 bits over 60 bytes
+    lines = make().metrics(parts, "valid", facts(splits={"valid": {**text, "lines": 5}}))
+    assert lines["word_perplexity"] == pytest.approx(2**2)  # the end of a line is a word: 15 of them
     diverged = make().metrics({"nll": SimpleNamespace(value=1e9, weight=1)}, "valid", facts())
     assert math.isfinite(diverged["perplexity"])
 

@@ -343,7 +343,7 @@ def test_the_template_and_the_questions_end_are_kept(tmp_path: Path) -> None:
 def test_the_rules_belong_to_the_cache_key_of_conversations(tmp_path: Path) -> None:
     first, second = (make(tmp_path, [HELLO], rules=rules).identity() for rules in (1, 2))
     assert first != second
-    assert first["conversations"] == second["conversations"][:-1]  # as it was: old caches are found
+    assert "rules" not in first  # as it was: old caches are found
 
 
 def test_cuts_are_counted_and_never_lose_all_of_an_answer(tmp_path: Path) -> None:
@@ -596,9 +596,16 @@ def test_an_answer_said_twice_is_found_in_each_turn(tmp_path: Path) -> None:
     assert marked(columns, tokenizer) == "he?\n«he? <|endoftext|>»\nBye\n«he?<|endoftext|>»"
 
 
+def test_held_out_conversations_of_training_are_counted(tmp_path: Path) -> None:
+    extra, _, _ = prepared(tmp_path, [ADD, HELLO])
+    assert "valid: 2 of 2 rows are in train too" in extra["notes"]
+    # An answer's end is the end of a line: 3, and hello.
+    assert (extra["splits"]["train"]["words"], extra["splits"]["train"]["lines"]) == (2, 2)
+
+
 def test_plain_text_has_the_identity_it_had(tmp_path: Path) -> None:
     keys = ["data", "format", "tokenizer", "max_length", "text_column", "vocab_size"]
-    plain = make(tmp_path / "a", [{"text": "he"}])
+    plain = make(tmp_path / "a", [{"text": "he"}], rules=1)
     assert list(plain.identity()) == keys
     assert plain.identity()["text_column"] == "text"
     rows = [{"messages": CHAT}]

@@ -172,3 +172,19 @@ def test_minus_one_is_a_class_where_not_all_of_a_split_has_it(tmp_path: Path) ->
 def test_labels_that_only_look_like_numbers_are_names(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "a text\t²\nanother text\t3\n" * 30)
     assert make(tmp_path).encode_splits()[2]["labels"] == ["3", "²"]
+
+
+def test_held_out_texts_of_training_are_counted(tmp_path: Path) -> None:
+    write(tmp_path, "train", ROWS)
+    write(tmp_path, "valid", [ROWS[0], ("a new film", "pos"), ROWS[1]])
+    extra = make(tmp_path).encode_splits()[2]
+    assert "valid: 2 of 3 rows are in train too" in extra["notes"]
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_a_split_of_a_header_alone_is_named(split: str, tmp_path: Path) -> None:
+    write(tmp_path, "train", ROWS * 10)
+    write(tmp_path, "valid", ROWS)
+    write(tmp_path, split, [])
+    with pytest.raises(UserError, match=f"the {split} split holds no rows"):
+        make(tmp_path).encode_splits()

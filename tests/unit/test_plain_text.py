@@ -18,6 +18,7 @@ import pytest
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, hub, readers, tokenizers
+from isobatch.data.text import plain_text
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.plain_text import blocks, windows
 from isobatch.tests.paths import REGISTER
@@ -142,8 +143,23 @@ def test_a_txt_file_is_one_stream_counted_in_words_and_bytes(tmp_path: Path) -> 
     assert len(values) == 7
     assert values[0] == values[5] == 256
     # Blocks of 4 and 3 tokens predict 3 and 2.
-    assert extra["splits"]["train"] == {"tokens": 7, "predicted": 5, "words": 3, "bytes": 9}
-    assert extra["splits"]["valid"] == {"tokens": 2, "predicted": 1, "words": 1, "bytes": 2}
+    sizes = {"tokens": 7, "predicted": 5, "words": 3, "bytes": 9}
+    assert extra["splits"]["train"] == {**sizes, "lines": 2}
+    # The last line has no line break, and ends all the same.
+    assert extra["splits"]["valid"] == {"tokens": 2, "predicted": 1, "words": 1, "bytes": 2, "lines": 1}
+    older = make(data, tokenizer, max_length=4, rules=1)
+    assert tokens_of(older, "train", tmp_path / "older")[1]["splits"]["train"] == sizes
+    assert older.identity() != make(data, tokenizer, max_length=4).identity()
+
+
+def test_lines_of_wikitext_are_counted_as_published() -> None:
+    """217,646 words of the validation text: 213,886 and the end of each of its 3,760 lines."""
+    folder = shared("wikitext2")
+    counts = plain_text.TextCounts()
+    chunks = readers.read_texts(readers.SplitFiles((folder / "valid.txt",), "txt"), "")
+    for _ in counts.count(chunks, "", is_stream=True):
+        pass
+    assert counts.words + counts.lines == 217_646
 
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "json", "parquet"])
@@ -156,7 +172,8 @@ def test_rows_are_documents_with_an_end_token_behind_each(tmp_path: Path, form: 
     assert [v for v in values if v >= 256] == [257, 256, 257]
     assert len(values) == 5
     assert extra["splits"]["train"]["bytes"] == 4
-    assert extra["notes"] == []
+    assert extra["splits"]["train"]["lines"] == 2
+    assert extra["notes"] == ["valid: 1 of 1 rows are in train too"]
 
 
 def write_rows(file: Path, texts: list[str]) -> None:
@@ -183,7 +200,7 @@ def test_rows_end_with_a_newline_where_the_tokenizer_has_no_end_token(tmp_path: 
     tokenizer = tokenizers.open_tokenizer(tmp_path / "t")
     assert tokenizer.decode(values) == "he\nab\n"  # the last row is the validation split
     assert extra["splits"]["train"]["bytes"] == 6
-    assert extra["notes"] == [corpora.HELD_OUT_NOTE]
+    assert extra["notes"] == [corpora.HELD_OUT_NOTE, "valid: 1 of 1 rows are in train too"]
 
 
 def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_patience_needs_a_split_to_watch(tmp_path: Path) -> None:
 def test_the_last_line(
     split: str | None, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metrics = {"loss": 0.5} if split else {}
+    metrics = {"loss": 0.5, "word_perplexity": 9e9} if split else {}
     summary = {"status": "done", "steps": 3, "split": split, "metrics": metrics}
     atomic_files.write_json(tmp_path / "summary.json", summary)
     print_outcome(RunFolder(tmp_path))

@@ -1,0 +1,104 @@
+"""Tests of data that cannot be read: each kind of data answers with one line; UTF-16 is read."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from isobatch.core.errors import UserError
+from isobatch.data.interactions.dataset import InteractionOptions, Interactions
+from isobatch.data.labelled import Labelled, LabelledOptions
+from isobatch.data.sequences import SequenceOptions, Sequences
+from isobatch.data.text.dataset import Text, TextOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from isobatch.data.base import Data
+
+KINDS: dict[str, tuple[type[Data], type]] = {
+    "text": (Text, TextOptions),
+    "labelled": (Labelled, LabelledOptions),
+    "sequences": (Sequences, SequenceOptions),
+    "interactions": (Interactions, InteractionOptions),
+}
+DEEP = '{"text": ' + "[" * 100_000 + "]" * 100_000 + ', "label": "x"}\n'
+BAD = {
+    "half.jsonl": (
+        '{"text": "a \\ud800 b", "label": "x"}\n' * 30,
+        r"line 1: holds \\ud800, half of a character",
+    ),
+    "deep.jsonl": (DEEP, "line 1: its lists or objects nest too deeply"),
+    "digits.jsonl": (
+        '{"text": "a", "label": ' + "9" * 5000 + "}\n",
+        "line 1: cannot be read: Exceeds the limit",
+    ),
+    "five.json": ("5", "holds int, not a list of objects"),
+    "null.json": ("null", "holds NoneType, not a list of objects"),
+    "word.json": ('"word"', "holds str, not a list of objects"),
+    "header.tsv": ("sentence\tlabel\n", "no (rows|columns)"),
+    "header.csv": ("user,item,time\n", "no (rows|columns)"),
+}
+
+
+def make(kind: str, data: Path) -> Data:
+    cls, options = KINDS[kind]
+    recipe = {"model": "tiny", "tokenizer": None, "revision": None, "format": None, "rules": 2, "options": {}}
+    return cls(SimpleNamespace(data=str(data), seed=0, max_length=16, **recipe), options(vocab_size=300))  # type: ignore[arg-type]
+
+
+def prepare(kind: str, data: Path, folder: Path) -> Any:
+    """As the command does: check, then prepare."""
+    found = make(kind, data)
+    found.check()
+    folder.mkdir(exist_ok=True)
+    return found.prepare(folder)
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_read_is_a_line(kind: str, name: str, tmp_path: Path) -> None:
+    text, message = BAD[name]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message if kind != "interactions" else ".") as caught:
+        prepare(kind, tmp_path / name, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pipe_is_refused_and_not_waited_for(kind: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UserError, match="is no regular file and no folder"):
+        prepare(kind, tmp_path / "pipe.jsonl", tmp_path / "out")
+
+
+REVIEWS = "sentence\tlabel\n" + "a good film\tpos\na b\u00e4d film\tneg\n" * 40
+WIDE = {
+    "text": ("x.txt", "h\u00e9llo world\n" * 300),
+    "labelled": ("x.tsv", REVIEWS),
+    "sequences": ("x.tsv", REVIEWS),
+    "interactions": ("x.csv", "user,item,time\n" + "".join(f"{n % 5},{n // 5},{n}\n" for n in range(60))),
+}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_utf_16_is_read_as_utf_8_is(kind: str, encoding: str, tmp_path: Path) -> None:
+    name, text = WIDE[kind]
+    found = []
+    for coding in ("utf-8", encoding):
+        folder = tmp_path / coding
+        folder.mkdir()
+        (folder / name).write_bytes(("\ufeff" + text).encode(coding))
+        prepare(kind, folder / name, folder / "out")
+        found.append({f.relative_to(folder): f.read_bytes() for f in folder.rglob("out/*/*.npy")})
+    assert found[0] == found[1] != {}
+
+
+def test_half_of_a_character_at_the_end_of_utf_16(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(("\ufeff" + "some words\n" * 99).encode("utf-16-le")[:-1])
+    with pytest.raises(UserError, match="is not whole utf-16, as its first bytes say it is"):
+        prepare("text", tmp_path / "x.txt", tmp_path / "out")
