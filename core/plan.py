@@ -21,7 +21,9 @@ MEMORY_LIMIT = r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)"
 StrategyName = Annotated[str, OneOf(STRATEGIES)]
 StrategyChoice = Annotated[str, OneOf(STRATEGIES, before=("auto",))]
 Precision = Literal["fp32", "bf16", "fp16"]
-Invariance = Literal["exact", "noise", "precision"]
+Invariance = Literal["exact", "rounding", "precision", "noise"]
+INVARIANCES: tuple[Invariance, ...] = typing.get_args(Invariance)
+"""How exactly another plan of the recipe learns the same, the most exact first."""
 PRECISION_WORDS: dict[str, Precision] = {"16-mixed": "fp16", "bf16-mixed": "bf16", "32": "fp32"}
 """Lightning's words for a precision. A mixed one is a wish: fp32 where the device has no such arithmetic."""
 
@@ -109,6 +111,9 @@ class Plan:
     predicted_step_seconds: float
     calibrated: bool
     """Whether the predictions rest on measurements of this kind of device."""
+    rounding: tuple[float, float] | None = None
+    """Under invariance rounding: how far another cut moved the first steps (loss, relative gradient norm), as
+    measured when training began; None before, and in older runs."""
     reasons: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

@@ -161,6 +161,9 @@ class Phase:
     """Its part of --epochs or --steps where one number is given for all phases."""
     early_stopping: bool = True
     """Whether --patience may end it and its best checkpoint is looked for."""
+    rounds: bool = False
+    """Whether activations or weights are rounded to levels in it: float noise moves some to the next level.
+    `ModelSize.rounds` says the same of all phases."""
 
 
 CHANGES_SHAPE = "it changes the model's shape"
@@ -195,6 +198,8 @@ class ModelSize:
     """Mean bytes of a frozen weight. Those that train have 4."""
     packs: bool = False
     """Whether attention can be told where a sample ends and the next begins."""
+    rounds: bool = False
+    """Whether a phase rounds activations or weights to levels."""
     remark: str = ""
     """What a plan should say of this model beside."""
     why_unshardable: str = ""
@@ -228,8 +233,6 @@ class Task(ABC):
     """Named values for --preset: of the recipe and, below the user's own plan flags, of the plan."""
     monitor: ClassVar[tuple[str, str]] = ("loss", "min")
     """The metric that early stopping and the best checkpoint follow, and its good direction."""
-    rounds: ClassVar[bool] = False
-    """Whether activations are rounded in training: float noise then moves one to the next level at times."""
     cohort: ClassVar[int] = 1
     """Samples that must be computed together."""
 

@@ -267,11 +267,12 @@ def choose_reduction(
 
 
 def choose_invariance(
-    recipe: Recipe, precision: str, compiled: bool, foreign: bool
+    recipe: Recipe, precision: str, compiled: bool, foreign: bool, rounds: bool
 ) -> tuple[Invariance, str]:
-    """How exactly another plan of this recipe learns the same. `foreign`: the model draws torch's own noise.
+    """How exactly another plan of this recipe learns the same. `foreign`: the model draws torch's own noise;
+    `rounds`: it rounds activations or weights to levels.
 
-    `noise` is stated before `precision`: other random draws differ far more than other rounding.
+    What differs most is stated: other random draws differ far more than other rounding.
     """
     if recipe.noise == "native" or foreign:
         source = (
@@ -284,4 +285,9 @@ def choose_invariance(
         return "precision", f"{precision} rounds differently from fp32, and so does another cut in it"
     if compiled:
         return "precision", "compiled kernels round differently"
+    if rounds:
+        return (
+            "rounding",
+            "fp32, rounded to levels: the order of float sums moves a value to the next at times",
+        )
     return "exact", "fp32 without compiled kernels: only the order of float sums depends on this plan"

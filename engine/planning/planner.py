@@ -85,7 +85,7 @@ def make_plan(
     fields |= _layout_fields(case, asked, chosen, layouts, world)
     fields |= _runtime_fields(case, asked, chosen, graphs)
     fields["invariance"] = choose.choose_invariance(
-        recipe, case.precision, compiled[0] != "off", foreign_noise
+        recipe, case.precision, compiled[0] != "off", foreign_noise, model_size.rounds
     )
     fields |= _prediction_fields(case, chosen)
     values: dict[str, Any] = {name: value for name, (value, _) in fields.items()}

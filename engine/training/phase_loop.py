@@ -152,12 +152,12 @@ class PhaseLoop:
         """After the first step: lower the plan's invariance if the model draws its own noise (a GRU may)."""
         seen = any(self.world.all_gather_objects(self.phase.stepper.findings.foreign_noise))
         plan = self.session.plan
-        if seen and plan.invariance == "exact":
+        if seen and plan.invariance in ("exact", "rounding"):
             reason = "this model draws noise of its own, from torch's generators, which the cut changes"
             self.session.replan(
                 dataclasses.replace(plan, invariance="noise", reasons={**plan.reasons, "invariance": reason})
             )
-            self.context.console.say(f"invariance is noise, not exact: {reason}")
+            self.context.console.say(f"invariance is noise, not {plan.invariance}: {reason}")
 
     def _check_reduction(self) -> None:
         """After the first step: correct the plan where gradients cannot be reduced as it says."""

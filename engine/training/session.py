@@ -197,6 +197,26 @@ class Session:
             self._active = None
             self._model_ended = traits_of(self._plan.strategy).ends_model
 
+    def rehearse(
+        self, schedule: PhaseSchedule, plan: Plan, steps: int, previous: Path | None = None
+    ) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of the first steps of a phase under another plan.
+
+        The model is then as it was when the phase began. `previous`: see `phase`.
+        """
+        self.prepare_phase(schedule)
+        before, weights = self._plan, {k: v.clone() for k, v in self.model.state_dict().items()}
+        self._plan = plan
+        try:
+            with self.phase(schedule, previous=previous) as active:
+                stop = min(steps, schedule.steps)
+                found = [active.step(loaded).loss_and_norm() for loaded in active.batches(0, stop)]
+        finally:
+            self._plan = before
+        if not self._model_ended:  # else the phase builds it anew
+            self.model.load_state_dict(weights)
+        return found
+
     def context_for_probe(self, phase: str, samples: np.ndarray) -> StepContext:
         """Context for a memory probe: no optimizer step follows."""
         if self.noise is not None:

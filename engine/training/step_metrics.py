@@ -14,6 +14,8 @@ from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.flops import flops_per_token
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from isobatch.core.plan import Plan
     from isobatch.engine.loading.loader import StepWork
     from isobatch.engine.optimization.schedule import PhaseSchedule
@@ -43,6 +45,23 @@ def step_row(
         "chain": progress.chain,
     }
     return {**losses, **row} if len(losses) > 1 else row
+
+
+REHEARSED_STEPS = 5
+"""First steps of a phase that are computed under another cut: flipped levels are seen from the fourth on."""
+LossAndNorm = tuple[float, float]
+"""Of a step: the loss, and the norm of the gradient before clipping."""
+
+
+def largest_differences(some: Sequence[LossAndNorm], others: Sequence[LossAndNorm]) -> LossAndNorm:
+    """Largest differences between the same steps: of the loss, relative where it is above one, and relative
+    of the norm.
+    """
+    pairs = [(*one, *two) for one, two in zip(some, others, strict=True)]
+    return (
+        max(abs(loss - other) / max(1.0, abs(other)) for loss, _, other, _ in pairs),
+        max(abs(norm - other) / max(1e-12, abs(other)) for _, norm, _, other in pairs),
+    )
 
 
 def tracked_values(row: dict[str, Any]) -> dict[str, float]:

@@ -51,6 +51,10 @@ class StepResult:
     seconds: float = 0.0
     """From the end of the previous step to the end of this one, on the host's clock."""
 
+    def loss_and_norm(self) -> tuple[float, float]:
+        """The sum of the losses, and the norm of the gradient; waits for the device."""
+        return sum(self.sums.read()[: len(self.names)]), self.norm.read()[0]
+
 
 @dataclass(slots=True)
 class FirstStepFindings:

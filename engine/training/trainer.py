@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,16 @@ from isobatch.engine.training import memory_probe
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.engine.training.phase_loop import PhaseLoop
 from isobatch.engine.training.resume import newest_checkpoint
+from isobatch.engine.training.step_metrics import REHEARSED_STEPS, largest_differences
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch import nn
 
     from isobatch.core.facts import Facts
+    from isobatch.core.plan import Plan
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.run_context import RunContext
@@ -56,6 +60,8 @@ def _train_phase(context: RunContext, schedule: PhaseSchedule, saved: SavedCheck
     session, progress = context.session, context.progress
     previous = context.run.checkpoints / checkpoint.checkpoint_name(progress.phase, progress.step)
     probe = partial(_probe_memory, context)
+    if saved is None and context.session.plan.invariance == "rounding":
+        _measure_rounding(context, schedule, previous)
     with session.phase(schedule, saved, previous, probe) as active:
         loop = PhaseLoop(context, active)
         if saved is not None:
@@ -63,6 +69,32 @@ def _train_phase(context: RunContext, schedule: PhaseSchedule, saved: SavedCheck
         loop.run()
         if schedule is session.schedules[-1]:
             _finish(context, loop)
+
+
+def _measure_rounding(context: RunContext, schedule: PhaseSchedule, previous: Path) -> None:
+    """Record in the plan how far another cut moves the first steps of a phase that rounds to levels."""
+    session = context.session
+    if schedule.name not in {p.name for p in context.task.phases() if p.rounds}:
+        return
+    session.prepare_phase(schedule)
+    _probe_memory(context, schedule.name)
+    context.world.mark_progress("the rehearsal of another cut")
+    plan = session.plan
+    other = dataclasses.replace(plan, micro_batch_samples=_other_cut(plan, session.recipe.batch_size))
+    one, two = (session.rehearse(schedule, p, REHEARSED_STEPS, previous) for p in (plan, other))
+    moved = largest_differences(one, two)
+    reason = (
+        f"fp32, rounded to levels: micro-batches of {other.micro_batch_samples} move the first {len(one)}"
+        f" steps by {moved[0]:.1e} in the loss and {moved[1]:.1e} in the gradient norm"
+    )
+    context.console.say(reason)
+    session.replan(dataclasses.replace(plan, rounding=moved, reasons={**plan.reasons, "invariance": reason}))
+
+
+def _other_cut(plan: Plan, batch_size: int) -> int:
+    """Half of the samples that a micro-batch has at most, or two where it has one."""
+    most = min(plan.micro_batch_samples, -(-batch_size // plan.processes))
+    return most // 2 or 2
 
 
 def _probe_memory(context: RunContext, phase: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
+from isobatch.core.plan import INVARIANCES
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CHECK_SECONDS, cache_folder, prepare
@@ -37,9 +38,6 @@ class TrustOptions:
 
     trust: bool = False
     """Run the code that came with a run which was not trained here. It is remembered."""
-
-
-INVARIANCE_ORDER = ("exact", "precision", "noise")
 
 
 def prepare_facts(request: Request) -> Facts:
@@ -70,12 +68,16 @@ def print_unless_quiet(text: str, quiet: bool) -> None:
 
 
 def store_plan(run: RunFolder, plan: Plan) -> None:
-    """Write plan.json; a run that was once trained with a weaker invariance keeps the weaker one."""
+    """Write plan.json; a run that was once trained with a weaker invariance keeps the weaker one.
+
+    It keeps too what was measured when its training began.
+    """
     if run.has_plan and any(run.checkpoints.glob("*-*")):
-        before = run.plan.invariance
-        if INVARIANCE_ORDER.index(before) > INVARIANCE_ORDER.index(plan.invariance):
-            reasons = {**plan.reasons, "invariance": f"part of this run was trained as {before}"}
-            plan = dataclasses.replace(plan, invariance=before, reasons=reasons)
+        before = run.plan
+        plan = dataclasses.replace(plan, rounding=before.rounding)
+        if INVARIANCES.index(before.invariance) > INVARIANCES.index(plan.invariance):
+            reasons = {**plan.reasons, "invariance": f"part of this run was trained as {before.invariance}"}
+            plan = dataclasses.replace(plan, invariance=before.invariance, reasons=reasons)
     run.write_plan(plan)
 
 

@@ -55,7 +55,7 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
         report |= {"world_size": other_plan.processes, "micro_batch_samples": other_plan.micro_batch_samples}
         try:
             report["steps"] = redo_steps(run, other_plan, options.steps, owns_process)
-            report["problems"] = _differences(report["steps"], tolerances(run, other_plan))
+            report["problems"] = _differences(report["steps"], tolerances(run, other_plan, options.steps))
         except TrainingError as error:
             report["problems"] = [str(error)]
     report["verified"] = not report["problems"]

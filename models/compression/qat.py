@@ -52,7 +52,6 @@ class QAT(DistilledClassifier):
 
     Options: ClassVar[type] = QATOptions
     initial_model_option: ClassVar[str] = "pruned"
-    rounds: ClassVar[bool] = True
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", "onnx-int4")
     defaults: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.defaults, "epochs": [2], "batch_size": 16}
     fast: ClassVar[Mapping[str, Any]] = {
@@ -68,8 +67,8 @@ class QAT(DistilledClassifier):
 
     def phases(self) -> list[Phase]:
         if self.teacher_name:
-            return [Phase(name="qat")]
-        return [Phase(name="train", early_stopping=False), Phase(name="qat", share=0.5)]
+            return [Phase(name="qat", rounds=True)]
+        return [Phase(name="train", early_stopping=False), Phase(name="qat", share=0.5, rounds=True)]
 
     def check(self) -> None:
         super().check()
@@ -79,9 +78,8 @@ class QAT(DistilledClassifier):
 
     def model_size(self, facts: Facts) -> ModelSize:
         """A run of two phases has two shapes, so its model cannot be sharded."""
-        return dataclasses.replace(
-            super().model_size(facts), why_unshardable="" if self.teacher_name else CHANGES_SHAPE
-        )
+        why = "" if self.teacher_name else CHANGES_SHAPE
+        return dataclasses.replace(super().model_size(facts), rounds=True, why_unshardable=why)
 
     def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Quantize the model, with activation ranges calibrated on the first training samples."""

@@ -113,6 +113,11 @@ def test_a_pruned_model_becomes_a_small_verified_file(home: Path) -> None:
     assert found["fake_quant_accuracy"] == pytest.approx(found["accuracy"])
     whole = (home / "runs" / "pruned" / "final" / "model.safetensors").stat().st_size
     assert found["file_bytes"] < whole / 4
+    planned = json.loads((run / "plan.json").read_text())
+    loss, norm = planned["rounding"]
+    assert (planned["invariance"], summary(run)["invariance"]) == ("rounding", "rounding")
+    assert 0 <= loss < 1e-2
+    assert 0 <= norm < 1
     assert launch("verify", str(run), cwd=home).returncode == 0
     exported = launch("export", str(run), "--json", cwd=home)
     assert exported.returncode == 0, exported.stderr

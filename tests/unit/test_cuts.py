@@ -15,6 +15,7 @@ import pytest
 from isobatch.core.recipe import RULES
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import workload
+from isobatch.engine.training import step_metrics
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -163,3 +164,23 @@ def test_a_factor_of_the_cut_would_be_seen(finished: dict[str, str]) -> None:
     wrong = {name for name, value in first.items() if value > TOLERANCE["fp32"]}
     assert wrong
     assert all(name.endswith((".own.scale", ".reads.scale")) for name in wrong)
+
+
+def test_a_rehearsal_leaves_the_model_as_it_was(finished: dict[str, str]) -> None:
+    """Another cut's figures are measured before training, and what is trained then is the same bit by bit."""
+    flags = {"pruned": finished["classifier"], "dropout": 0.1}
+    found = []
+    for rehearses in (False, True):
+        session = open_session("qat", flags)
+        (schedule,) = session.schedules
+        with session:
+            if rehearses:
+                other = dataclasses.replace(whole_plan(), micro_batch_samples=3)
+                rehearsed = session.rehearse(schedule, other, LATER)
+                assert session.plan == whole_plan()
+            with session.phase(schedule) as active:
+                found.append([active.step(loaded).loss_and_norm() for loaded in active.batches(0, LATER)])
+    assert found[0] == found[1]
+    assert len(rehearsed) == LATER
+    assert rehearsed != found[0]
+    assert 0 < step_metrics.largest_differences(rehearsed, found[0])[0] < 1e-2

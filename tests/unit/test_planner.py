@@ -232,7 +232,8 @@ def test_a_tiny_model_with_a_small_batch_takes_one_gpu_or_a_few_of_one_node(mach
 @pytest.mark.parametrize("machine", [row[0] for row in DECISIONS])
 def test_every_field_has_its_reason_in_one_sentence(machine: str, shape: ModelSize) -> None:
     plan = planned(machine, shape)
-    fields = {field.name for field in dataclasses.fields(Plan)} - {"reasons"}
+    measured_later = {"rounding"}
+    fields = {field.name for field in dataclasses.fields(Plan)} - {"reasons"} - measured_later
     assert set(plan.reasons) == fields
     assert all(reason.strip() and "\n" not in reason for reason in plan.reasons.values())
     assert Plan.from_dict(plan.to_dict()) == plan
@@ -242,7 +243,10 @@ def test_every_field_has_its_reason_in_one_sentence(machine: str, shape: ModelSi
     ("changes", "hint"),
     [
         (None, "plan.json lacks activation_checkpointing, attention, calibrated: delete it"),
-        ({"invariance": "perfect"}, "plan.json: invariance perfect is not one of exact, noise, precision"),
+        (
+            {"invariance": "perfect"},
+            "plan.json: invariance perfect is not one of exact, rounding, precision",
+        ),
     ],
 )
 def test_a_broken_plan_is_named(changes: dict[str, str] | None, hint: str) -> None:
@@ -430,6 +434,13 @@ def test_noise_outranks_precision_and_compiling_ends_exactness() -> None:
     assert planned(LAPTOP, recipe={"noise": "native"}).invariance == "noise"
     assert planned(LAPTOP, foreign_noise=True).invariance == "noise"
     assert planned(LAPTOP, precision="fp32", compile="on").invariance == "precision"
+
+
+def test_a_model_that_rounds_to_levels_says_so_where_nothing_else_differs_more() -> None:
+    rounds = dataclasses.replace(BERT6, rounds=True)
+    assert planned(LAPTOP, rounds, precision="fp32", compile="off").invariance == "rounding"
+    assert planned("h100", rounds, precision="bf16").invariance == "precision"
+    assert planned(LAPTOP, rounds, recipe={"noise": "native"}).invariance == "noise"
 
 
 def test_a_matrix_unit_makes_bf16_the_choice_on_a_cpu() -> None:

@@ -1,0 +1,63 @@
+"""Tests of engine/verification/tolerance.py, and of what a run measures for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isobatch.core.plan import INVARIANCES, Plan
+from isobatch.engine.verification.tolerance import FAR, TOLERANCE, rounding_tolerance, tolerances
+from isobatch.tests.unit.helpers import plan
+
+CEILING = TOLERANCE["rounding"]
+
+
+def run_of(**fields: Any) -> Any:
+    return SimpleNamespace(plan=plan(**fields))
+
+
+def test_the_weaker_of_both_plans_counts() -> None:
+    assert tuple(TOLERANCE) == INVARIANCES
+    assert tolerances(run_of(), plan()) == TOLERANCE["exact"]
+    assert tolerances(run_of(), plan(invariance="precision")) == TOLERANCE["precision"]
+    assert tolerances(run_of(invariance="noise"), plan(invariance="rounding")) == TOLERANCE["noise"]
+
+
+def test_a_rounding_run_is_allowed_four_times_what_it_measured() -> None:
+    run = run_of(invariance="rounding", rounding=(1e-4, 3e-3))
+    assert tolerances(run, plan(invariance="rounding")) == pytest.approx((4e-4, 1.2e-2))
+
+
+@pytest.mark.parametrize("claimed", [(1.0, 1.0), (math.inf, math.inf)])
+def test_no_claim_goes_above_the_ceiling(claimed: tuple[float, float]) -> None:
+    assert rounding_tolerance(claimed) == CEILING
+
+
+def test_further_from_a_common_state_flipped_levels_have_spread() -> None:
+    run, other = run_of(invariance="rounding", rounding=(1e-6, 1e-6)), plan(invariance="rounding")
+    assert [tolerances(run, other, n) for n in (3, 5, 6)] == [TOLERANCE["exact"], CEILING, FAR]
+    assert tolerances(run_of(), plan(), 100) == TOLERANCE["exact"]
+
+
+def test_no_measurement_goes_below_exact_plans() -> None:
+    assert rounding_tolerance((0.0, 0.0)) == TOLERANCE["exact"]
+
+
+def test_a_claim_that_is_no_number_allows_nothing_more() -> None:
+    loss, norm = rounding_tolerance((math.nan, math.nan))
+    assert loss <= CEILING[0]
+    assert norm <= CEILING[1]
+
+
+def test_an_older_run_that_measured_nothing_has_the_ceiling() -> None:
+    """It was planned as exact; today's plan of the same recipe says that it rounds."""
+    assert tolerances(run_of(invariance="exact"), plan(invariance="rounding")) == CEILING
+
+
+def test_the_plan_keeps_the_measurement_in_json() -> None:
+    written = dataclasses.replace(plan(invariance="rounding"), rounding=(1e-4, 2e-3))
+    assert tuple(Plan.from_dict(written.to_dict()).rounding or ()) == (1e-4, 2e-3)
