@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ from isobatch.core.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+NOT_FINITE = "not_finite"
+"""Field of a JSON object that says which of its fields were NaN or infinite: these are null."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -29,7 +33,34 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object atomically."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json_text(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """JSON; numbers that it does not have become what `finite` makes of them. `options`: of json.dumps."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(finite(value), allow_nan=False, **options)
+
+
+def finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON does not have.
+
+    In a mapping `not_finite` then says which they were: {"loss": null, "not_finite": {"loss": "inf"}}.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, dict):
+        wrong = {name: str(item) for name, item in value.items() if _is_not_finite(item)}
+        return {name: finite(item) for name, item in value.items()} | ({NOT_FINITE: wrong} if wrong else {})
+    return value
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def read_json(path: Path) -> dict[str, Any]:

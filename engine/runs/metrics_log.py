@@ -60,6 +60,7 @@ class MetricsLog:
     def log_metrics(self, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl, with its seal."""
         if self.writes:
+            row = atomic_files.finite(row)  # as it will be read again
             self.seal = seal_row(self.seal, row)
             self._append(self.run.metrics, {**row, SEAL: self.seal})
 
@@ -70,7 +71,7 @@ class MetricsLog:
 
     def _append(self, path: Path, row: Mapping[str, Any]) -> None:
         with atomic_files.explain_write_errors(path), path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+            stream.write(atomic_files.json_text(row, ensure_ascii=False) + "\n")
 
 
 def seal_row(previous: str, row: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import functools
 import itertools
-import json
 import os
 import re
 import shutil
@@ -237,7 +236,9 @@ class RunFolder:
         ):
             if path.exists():
                 rows = select(before, atomic_files.read_jsonl(path))
-                atomic_files.write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
+                atomic_files.write_text(
+                    path, "".join(atomic_files.json_text(r, ensure_ascii=False) + "\n" for r in rows)
+                )
 
     def log_decision(self, decision: str, **facts: Any) -> None:
         """Append a decision of a launch to decisions.jsonl; resuming does not remove it."""
@@ -245,7 +246,7 @@ class RunFolder:
             atomic_files.explain_write_errors(self.decisions),
             self.decisions.open("a", encoding="utf-8") as stream,
         ):
-            stream.write(json.dumps({"decision": decision, **facts}, ensure_ascii=False) + "\n")
+            stream.write(atomic_files.json_text({"decision": decision, **facts}, ensure_ascii=False) + "\n")
 
 
 def _is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int) -> bool:

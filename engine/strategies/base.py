@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from isobatch.core.strategies import traits_of
@@ -61,6 +61,10 @@ class Strategy(ABC):
         the whole gradient, 0 for none. `sparse`: embedding tables whose gradients and updates are of the rows
         that were read; the planner gives them to strategies that shard nothing.
         """
+
+    def local_weights(self) -> Iterable[Tensor]:
+        """What this rank holds of the weights."""
+        return self.unwrapped.parameters()
 
     @property
     def equal_counts(self) -> bool:

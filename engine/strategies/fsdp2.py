@@ -27,7 +27,7 @@ from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.gradient_norm import gradient_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -94,6 +94,9 @@ class FullyShardStrategy(Strategy):
         """0-d: norm of the whole gradient, whose rows lie on all ranks."""
         local = gradient_norm(self._gradients(), self.world.device)
         return self.world.all_reduce_sum(local.square()).sqrt()
+
+    def local_weights(self) -> Iterable[Tensor]:
+        return (_rows(p) if isinstance(p, DTensor) else p for p in self.unwrapped.parameters())
 
     def _gradients(self) -> list[Tensor]:
         """This rank's rows of the gradients that there are."""

@@ -24,7 +24,7 @@ from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -195,6 +195,9 @@ class ZeroStrategy(Strategy):
                     shard.weight.copy_(part)
                     if self.stage == 3:
                         p.ds_tensor.data.view(-1)[: len(part)].copy_(part)
+
+    def local_weights(self) -> Iterable[Tensor]:
+        return (getattr(p, "ds_tensor", p) for p in self.unwrapped.parameters())
 
     @property
     def _flat_partitions(self) -> list[Tensor]:

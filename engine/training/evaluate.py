@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from isobatch.core.errors import TrainingError
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import dummy_micro_batch, make_micro_batches
@@ -70,6 +71,16 @@ def evaluate(
                 _add(parts, samples, sums, rows)
     model.train(training)
     return task.metrics(_reduce(sums, rows, world), split, facts)
+
+
+def refuse_nonfinite_metrics(metrics: Mapping[str, Any], split: str) -> None:
+    """Raise TrainingError where a metric is NaN or infinite: training has diverged."""
+    for name, value in metrics.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise TrainingError(
+                f"{name} of the {split} split is {value}: training has diverged; lower --lr or lengthen"
+                " --warmup"
+            )
 
 
 def held_out_samples(source: Source, fraction: float, cohort: int, seed: int, rules: int) -> np.ndarray:

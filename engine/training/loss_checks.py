@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from isobatch.core.atomic_files import NOT_FINITE
 from isobatch.core.errors import TrainingError
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.runs.gpu_monitor import READINGS
@@ -18,7 +19,7 @@ from isobatch.models.base import Loss
 EXPECTED = "return {name: Loss(sum, unit)}"
 RESERVED = {"phase", "step", "epoch", "lr", "grad_norm", "samples", "tokens", "padding", "memory_bytes"}
 RESERVED |= {"step_seconds", "data_seconds", "samples_per_second", "tokens_per_second"}
-RESERVED |= {*READINGS, "mfu", "chain", "split", "final", "invariance", "seal"}
+RESERVED |= {*READINGS, "mfu", "chain", "split", "final", "invariance", "seal", NOT_FINITE}
 """Fields of a row of metrics.jsonl, which a loss must not be named after."""
 TOLERANCE = 1e-2
 HALF_PRECISION_TOLERANCE = 1e-1

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.core.errors import TrainingError
 from isobatch.core.measures import format_duration
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -15,7 +16,7 @@ from isobatch.engine.distributed.watchdog import Watchdog
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training import memory_probe
-from isobatch.engine.training.evaluate import host_batches
+from isobatch.engine.training.evaluate import host_batches, refuse_nonfinite_metrics
 from isobatch.engine.training.phase_loop import PhaseLoop
 from isobatch.engine.training.resume import newest_checkpoint
 from isobatch.engine.training.step_metrics import REHEARSED_STEPS, largest_differences
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from isobatch.core.plan import Plan
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.strategies.base import Strategy
     from isobatch.engine.training.run_context import RunContext
     from isobatch.models.base import Task
 
@@ -114,10 +116,12 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         exported, folder = best, loop.checkpoint_folder(best)
         loop.phase.strategy.load_weights(SavedCheckpoint(folder))
         context.console.say(f"final/ is the best checkpoint, {folder.name}")
+    _refuse_nonfinite_weights(context, loop.phase.strategy)
     held_out: dict[str, dict[str, float]] = {}
     for split in (s for s in reversed(HELD_OUT_SPLITS) if s in session.splits):
         context.stop_if_asked()
         held_out[split] = context.measure(split, 1.0, exported)
+        refuse_nonfinite_metrics(held_out[split], split)
     context.stop_if_asked()
     context.check_data()
     checked = context.checked_data()
@@ -136,6 +140,16 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
     context.world.barrier()
 
 
+def _refuse_nonfinite_weights(context: RunContext, strategy: Strategy) -> None:
+    """Raise TrainingError on every rank if a weight is NaN or infinite: no loss has seen the last update."""
+    finite = all(bool(part.isfinite().all()) for part in strategy.local_weights())
+    if not all(context.world.all_gather_objects(finite)):
+        raise TrainingError(
+            f"weights are not finite after step {context.progress.step} of {context.progress.phase}: training"
+            " has diverged; lower --lr or lengthen --warmup"
+        )
+
+
 def _add_final_metrics(
     context: RunContext, model: nn.Module, step: int, held_out: dict[str, dict[str, Any]]
 ) -> None:
@@ -148,6 +162,7 @@ def _add_final_metrics(
         model, context.run.final, context.session.facts, lambda: host_batches(source)
     )
     if more:
+        refuse_nonfinite_metrics(more, split)
         held_out[split] |= more
         where = {"phase": context.progress.phase, "step": step, "split": split}
         context.log.log_metrics({**where, **held_out[split]})

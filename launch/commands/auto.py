@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
+from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import printable
@@ -81,7 +81,7 @@ def resume(words: Sequence[str]) -> int:
 
 def _print_result(run: RunFolder, code: int, options: AutoOptions) -> int:
     if options.json:
-        print(json.dumps(run.summary() or {"status": run.status()}, ensure_ascii=False))
+        print(atomic_files.json_text(run.summary() or {"status": run.status()}, ensure_ascii=False))
     elif code == DONE:
         print_outcome(run)
     return code

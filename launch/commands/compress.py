@@ -5,10 +5,10 @@ Each stage is a run of its own in --out. Typed again, the command goes on where 
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING
 
+from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import BareValue, build_options, nearest_hint
 from isobatch.engine.registry import CHAINS
@@ -56,7 +56,7 @@ def compress(words: Sequence[str]) -> int:
     folder = runs[-1].folder / "report"
     contents = write_report(runs, folder)
     text = f"{markdown(contents)}\n\n{folder}/report.html"
-    print(json.dumps(contents.to_dict(), ensure_ascii=False) if options.json else text)
+    print(atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else text)
     return DONE
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from isobatch.core import number_ranges
+from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
@@ -68,7 +67,7 @@ def evaluate(words: Sequence[str]) -> int:
     run, options = open_single_run(words, "evaluate", EvaluateOptions)
     metrics = _evaluate(run, options)
     if options.json:
-        print(json.dumps(metrics))
+        print(atomic_files.json_text(metrics))
     for name, found in {} if options.json else metrics.items():
         print(printable(f"{name}: " + format_metrics(found, ".6g")))
     return 0
@@ -108,7 +107,7 @@ def recommend(words: Sequence[str]) -> int:
     )
     if options.json:
         items = [{"title": title, "score": score} for title, score in found]
-        print(json.dumps({"user": options.user, "items": items}, ensure_ascii=False))
+        print(atomic_files.json_text({"user": options.user, "items": items}, ensure_ascii=False))
     for title, score in [] if options.json else found:
         print(printable(f"{score:8.3f}  {title}"))
     return 0

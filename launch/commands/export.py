@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,7 @@ def export(words: Sequence[str]) -> int:
     run, options = open_single_run(words, "export", ExportOptions)
     found = {kind: export_form(run, kind, options.data) for kind in _kinds(run, options)}
     if options.json:
-        print(json.dumps(found))
+        print(atomic_files.json_text(found))
     for figures in () if options.json else found.values():
         difference = f"largest logit difference {figures['max_logit_difference']:.1e}"
         print(f"{figures['folder']}: {difference} over {figures['samples']} samples{_format_ties(figures)}")
@@ -96,7 +95,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
         try:
             figures = dict(task.export_as(kind, run.final, unchecked, facts, lambda: host_batches(samples)))
             figures |= {"split": held_out, "folder": str(folder)}
-            (unchecked / PARITY).write_text(json.dumps(figures, indent=2) + "\n")
+            (unchecked / PARITY).write_text(atomic_files.json_text(figures, indent=2) + "\n")
             atomic_files.share_as_umask_allows(unchecked)
             shutil.rmtree(folder, ignore_errors=True)
             unchecked.rename(folder)

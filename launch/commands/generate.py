@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import number_ranges
+from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
@@ -82,7 +81,7 @@ def generate(words: Sequence[str]) -> int:
     shown = options.prompt if template is None else ""
     if options.json:
         text = shown + "".join(pieces)
-        print(json.dumps({"prompt": options.prompt, "text": text}, ensure_ascii=False))
+        print(atomic_files.json_text({"prompt": options.prompt, "text": text}, ensure_ascii=False))
     else:
         _print_pieces(pieces, shown)
     return 0

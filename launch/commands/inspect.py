@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ def inspect(words: Sequence[str]) -> int:
     if len(positional) != 1:
         raise UserError("inspect: give the folder of one run (`runs` lists them)")
     found = describe_run(RunFolder.open(positional[0]))
-    print(json.dumps(found) if options.json else printable(_format(found)))
+    print(atomic_files.json_text(found) if options.json else printable(_format(found)))
     return 0
 
 
@@ -106,5 +105,5 @@ def _format(found: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else atomic_files.json_text(value, ensure_ascii=False)
     return text if len(text) <= 120 else f"{text[:117]}..."

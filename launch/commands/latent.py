@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import number_ranges
+from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.launch.commands.evaluate import require_capability
@@ -84,5 +83,5 @@ def _open(
 
 
 def _print(texts: list[str], options: DecodingOptions, found: dict[str, Any]) -> int:
-    print(json.dumps(found, ensure_ascii=False) if options.json else printable("\n".join(texts)))
+    print(atomic_files.json_text(found, ensure_ascii=False) if options.json else printable("\n".join(texts)))
     return 0

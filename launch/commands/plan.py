@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import atomic_files
 from isobatch.core.measures import format_bytes, format_duration
 from isobatch.core.number_ranges import Positive
 from isobatch.engine.loading.prepare import assumed_facts
@@ -74,7 +74,7 @@ def plan(words: Sequence[str]) -> int:
         },
     }
     print(
-        json.dumps(result, ensure_ascii=False)
+        atomic_files.json_text(result, ensure_ascii=False)
         if request.extra.get("json")
         else _format_plan(request, facts, chosen, frontier, alternatives)
     )
@@ -150,7 +150,7 @@ def prepare(words: Sequence[str]) -> int:
     facts = prepare_data(data)
     task.fetch()
     if request.extra.get("json"):
-        print(json.dumps(facts.to_dict(), ensure_ascii=False))
+        print(atomic_files.json_text(facts.to_dict(), ensure_ascii=False))
         return 0
     counts = ", ".join(f"{n:,} {split}" for split, n in facts.samples.items())
     print(

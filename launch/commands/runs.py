@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, flags_of, to_json_value
 from isobatch.core.measures import printable
@@ -38,7 +38,7 @@ def tasks(words: Sequence[str]) -> int:
     """Usage: tasks [--json]"""
     options = command_options(split_words(words)[1], ListingOptions, "tasks")
     if options.json:
-        print(json.dumps({name: entry.summary for name, entry in TASKS.items()}))
+        print(atomic_files.json_text({name: entry.summary for name, entry in TASKS.items()}))
     else:
         print("\n".join(f"{name:<14}{entry.summary}" for name, entry in TASKS.items()))
         print("\n".join(f"{name:<14}{', '.join(stages)}, report" for name, stages in CHAINS.items()))
@@ -55,7 +55,7 @@ def runs(words: Sequence[str]) -> int:
         raise UserError(f"there is no folder {folder}")
     rows = _with_job_states([_row_or_unreadable(run) for run in list_runs(folder)])
     if options.json:
-        print(json.dumps({"runs": rows}))
+        print(atomic_files.json_text({"runs": rows}))
         return 0
     for row in rows:
         loss = row["metrics"].get("loss")
@@ -113,7 +113,7 @@ def describe(words: Sequence[str]) -> int:
     defaults = dict(chosen.task.defaults)
     rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in groups.items()}
     if options.json:
-        print(json.dumps({"task": chosen.name, "flags": rows}, ensure_ascii=False))
+        print(atomic_files.json_text({"task": chosen.name, "flags": rows}, ensure_ascii=False))
         return 0
     for title, found in rows.items():
         print(f"\n{title}")

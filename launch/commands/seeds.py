@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ def train_seeds(request: Request, count: int, as_json: bool) -> int:
     metrics = aggregate([(run.summary() or {}).get("metrics", {}) for run in runs])
     result = {"runs": [str(run.folder) for run in runs], "metrics": metrics}
     atomic_files.write_json(runs[0].folder / FILE_NAME, result)
-    print(json.dumps(result) if as_json else _format_result(result))
+    print(atomic_files.json_text(result) if as_json else _format_result(result))
     return DONE
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, UserError
 from isobatch.launch.local.arguments import command_options, split_words
 
@@ -26,7 +26,7 @@ def verify(words: Sequence[str]) -> int:
     options = command_options(flags, VerifyOptions, "verify")
     run = open_run(positional[0], options.trust)
     report = verify_run(run, options)
-    print(json.dumps(report) if options.json else _format_report(report, run.plan.invariance))
+    print(atomic_files.json_text(report) if options.json else _format_report(report, run.plan.invariance))
     return DONE if report["verified"] else FAILED
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,7 @@ def report(words: Sequence[str]) -> int:
     folder = Path(options.to).expanduser() if options.to else runs[-1].folder / "report"
     contents = write_report(runs, folder)
     text = printable(f"{markdown(contents)}\n\n{folder}/report.html")
-    print(json.dumps(contents.to_dict()) if options.json else text)
+    print(atomic_files.json_text(contents.to_dict()) if options.json else text)
     return 0
 
 

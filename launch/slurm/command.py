@@ -6,7 +6,6 @@ The script runs `job` (job.py) on the first node, which runs `node` (node.py) on
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,7 +299,7 @@ def _print_result(
 ) -> None:
     folders = [str(run.folder) for run in runs.values()]
     if options.json:
-        print(json.dumps({"job": job, "script": text, "path": str(path), "runs": folders}))
+        print(atomic_files.json_text({"job": job, "script": text, "path": str(path), "runs": folders}))
     elif job:
         print(job)
         print(f"job {job} trains {', '.join(folders)}; `runs` shows how it stands", file=sys.stderr)

@@ -1,0 +1,103 @@
+"""Tests of core/atomic_files.py: JSON never holds NaN or Infinity, whoever writes it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import isobatch
+from isobatch.core import atomic_files
+from isobatch.core.errors import TrainingError
+from isobatch.engine.runs.metrics_log import SEAL, MetricsLog, seal_row
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.tests.paths import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LINE = f"{ROOT}/tests/tasks/failing.py:Line"
+SERIALIZERS = {
+    "core/atomic_files.py",
+    "core/recipe.py",  # a hash of a recipe, whose numbers are finite
+    "engine/runs/metrics_log.py",  # the seal of a row that is finite
+}
+INTERNAL = {
+    "engine/checkpointing/host_buffer.py",
+    "engine/consent.py",
+    "engine/distributed/watchdog.py",
+    "engine/loading/prepare.py",
+    "engine/planning/detect_nvidia.py",
+    "engine/training/teacher_cache.py",
+    "launch/report/child_process.py",
+}
+"""Files whose JSON holds names and counts, or never leaves the project's own processes."""
+
+
+def refuse(constant: str) -> Any:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def strict(text: str) -> Any:
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_number_that_json_lacks_is_null_and_named(tmp_path: Path) -> None:
+    value = {"loss": math.inf, "lists": [1.0, [math.nan]], "part": {"kl": -math.inf, "n": 3}, "word": "NaN"}
+    atomic_files.write_json(tmp_path / "x.json", value)
+    assert strict((tmp_path / "x.json").read_text()) == {
+        "loss": None,
+        "lists": [1.0, [None]],
+        "part": {"kl": None, "n": 3, "not_finite": {"kl": "-inf"}},
+        "word": "NaN",
+        "not_finite": {"loss": "inf"},
+    }
+    assert atomic_files.json_text({"a": 1.5, "b": [2]}, indent=1) == json.dumps(
+        {"a": 1.5, "b": [2]}, indent=1
+    )
+
+
+def test_a_row_is_sealed_as_it_will_be_read(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    MetricsLog(run, writes=True).log_metrics({"step": 1, "mine": math.nan})
+    (text,) = run.metrics.read_text().splitlines()
+    row = strict(text)
+    assert row["mine"] is None
+    assert row[SEAL] == seal_row("", row)
+
+
+@pytest.mark.parametrize("folder", ["core", "engine", "launch"])
+def test_json_is_written_in_one_place(folder: str) -> None:
+    """`json.dumps` writes NaN, which no other reader takes; hashes and words to ourselves hold none."""
+    found = set()
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in ("dumps", "dump") and _is_json(node.value):
+                found.add(str(file.relative_to(ROOT)))
+    assert found <= SERIALIZERS | INTERNAL
+
+
+def _is_json(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "json"
+
+
+@pytest.mark.parametrize(
+    ("lr", "problem"),
+    [
+        (1e25, "loss of the valid split is inf: training has diverged; lower --lr or lengthen --warmup"),
+        (1e39, "weights are not finite after step 1 of train: training has diverged; lower --lr"),
+    ],
+)
+def test_a_run_whose_last_update_diverged_fails(lr: float, problem: str, tmp_path: Path) -> None:
+    """No loss has seen it: the run ended as done, with Infinity in its files."""
+    recipe = isobatch.Recipe(LINE, steps=1, lr=lr)
+    with pytest.raises(TrainingError, match=problem):
+        isobatch.train(recipe, out=str(tmp_path), name="run", quiet=True, device="cpu", processes=1)
+    run = RunFolder(tmp_path / "run")
+    assert run.status() == "failed"
+    for file in run.folder.glob("*.json*"):
+        for line in [file.read_text()] if file.suffix == ".json" else file.read_text().splitlines():
+            strict(line)
