@@ -11,6 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN_SCRIPT = ROOT / "launch" / "train.py"
 """The script that accelerate and torchrun start in every process."""
 
+LOOPBACK_SCRIPT = ROOT / "launch" / "loopback.py"
+"""The script that starts launchers of one machine's processes."""
+
 
 def own_command(*words: str) -> list[str]:
     """The command line that runs this copy of isobatch with `words`, from any folder.

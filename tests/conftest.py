@@ -49,14 +49,15 @@ def _children() -> set[psutil.Process]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # none at all: most often so, and found without looking at every process
         return set()
-    # Python's own helper for shared memory, and the process that commands are forked from, stay.
+    # Python's own helper for shared memory, that of templates, and what commands are forked from stay.
     return {c for c in psutil.Process().children(recursive=True) if not _is_helper(c)}
 
 
 def _is_helper(process: psutil.Process) -> bool:
     try:
         words = " ".join(process.cmdline())
-        return "resource_tracker" in words or ("zygote.py" in words and process.ppid() == os.getpid())
+        stays = "resource_tracker" in words or "template_process.py" in words
+        return stays or ("zygote.py" in words and process.ppid() == os.getpid())
     except psutil.Error:
         return False
 

@@ -28,7 +28,7 @@ READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYT
 """Variables that libraries read when they are imported: another value needs a fresh process."""
 START_SECONDS = 60.0
 MODULES = ("accelerate.commands.launch", "torch.distributed.run")
-SCRIPTS = ("launch/train.py", "benchmarks/__main__.py", "tests/tasks/measure.py")
+SCRIPTS = ("launch/train.py", "launch/loopback.py", "benchmarks/__main__.py", "tests/tasks/measure.py")
 """Modules and scripts that are run in a fork."""
 CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys

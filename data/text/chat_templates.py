@@ -53,6 +53,13 @@ _PLAIN = """\
 
 
 _BUILT_IN = {"alpaca": _ALPACA, "chatml": _CHATML, "plain": _PLAIN}
+_OWN_TEXTS = frozenset(
+    text.replace("{{ BEGIN }}", begin).replace("{{ END }}", end)
+    for text in _BUILT_IN.values()
+    for begin in ("{{ bos_token }}", "")
+    for end in (TURN_END_TOKENS[0], "{{ eos_token }}", "")
+)
+"""Every form of the built-in templates: a received run may call any text by their names."""
 
 
 class ChatSegment(NamedTuple):
@@ -137,7 +144,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], where: str, add_generation_prompt: bool = False) -> str:
         values = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
         try:
-            return jinja_sandbox.render(self.jinja, {**self.tokens, **values})
+            return jinja_sandbox.render(self.jinja, {**self.tokens, **values}, self.jinja in _OWN_TEXTS)
         except jinja_sandbox.ChatTemplateError as error:
             raise UserError(
                 f"{where}: the tokenizer's chat template refuses this conversation ({error}): mend it, or"

@@ -29,6 +29,7 @@ OWN_ERROR_SECONDS = 1.0
 OTHER_RANKS_LATER_SECONDS = 0.5
 """Ranks above 0 wait this much longer, so that rank 0 writes the verdict."""
 CONNECT_SECONDS = 60.0
+LOOPBACK = "127.0.0.1"
 FAREWELL = "bye"
 """The last line of a rank whose work is done: what then happens to its process is no loss."""
 
@@ -50,7 +51,7 @@ class Lookout:
 
     def __enter__(self) -> Lookout:
         if self.world.size > 1:
-            self._server = _listen() if self.world.is_main else None
+            self._server = _listen(_on_one_machine()) if self.world.is_main else None
             offer = self._server and (self._server.getsockname()[1], secrets.token_hex(16))
             port, token = self.world.broadcast_object(offer)
             # A loader process that is forked from this one would keep its connections open after its death.
@@ -101,7 +102,7 @@ class Lookout:
 
     def _follow(self, port: int, token: str) -> None:
         """The thread of every other rank: hear rank 0."""
-        host = os.environ.get("MASTER_ADDR", "localhost")
+        host = LOOPBACK if _on_one_machine() else os.environ.get("MASTER_ADDR", "localhost")
         try:
             connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         except OSError as error:
@@ -173,8 +174,16 @@ class _Peer:
             yield text
 
 
-def _listen() -> socket.socket:
-    """A server on a free port of every network of this machine."""
+def _on_one_machine() -> bool:
+    """Whether the launcher says that all processes of the world are on this machine."""
+    local, world = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    return local is not None and local == world
+
+
+def _listen(on_one_machine: bool) -> socket.socket:
+    """A server on a free port: of this machine's networks only where others are to reach it."""
+    if on_one_machine:
+        return socket.create_server((LOOPBACK, 0), backlog=1024)
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)

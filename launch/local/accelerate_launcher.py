@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.package import ROOT
+from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import signals_to_catch
 from isobatch.engine.runs.console import LINE_MARK
@@ -42,7 +42,7 @@ def launch_workers(
     stay as they are, and a KeyboardInterrupt asks the workers to save and stop.
     """
     config = write_config(folder, plan)
-    launcher = [sys.executable, "-P", "-m", "accelerate.commands.launch"]
+    launcher = [sys.executable, "-P", str(LOOPBACK_SCRIPT), "accelerate.commands.launch"]
     command = [*launcher, "--config_file", str(config), str(script)]
     environment = {
         **os.environ,
@@ -51,6 +51,9 @@ def launch_workers(
         "PET_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS),
         # torchrun binds a free port itself; a port that was probed and released may be taken meanwhile.
         "PET_STANDALONE": "1",
+        # All processes are on this machine: nothing of theirs is offered to another.
+        "PET_LOCAL_ADDR": "127.0.0.1",
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface()),
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
         **consent.environment(),
         **(extra_environment or {}),
@@ -102,6 +105,14 @@ def _run_launcher(
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def loopback_interface() -> str:
+    """The name of the network interface that only this machine reaches."""
+    import psutil
+
+    found = psutil.net_if_addrs().items()
+    return next((name for name, own in found if any(a.address == "127.0.0.1" for a in own)), "lo")
 
 
 def _kill_all(number: int) -> None:

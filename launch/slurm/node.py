@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
-from isobatch.core.package import TRAIN_SCRIPT
+from isobatch.core.package import LOOPBACK_SCRIPT, TRAIN_SCRIPT
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import relay_output
@@ -45,7 +45,8 @@ def node(words: Sequence[str]) -> int:
             with rendezvous(this_node, run.folder, nonce, data) as (host, port):
                 local = local_address(host, port)
                 command = _torchrun_command(run.plan, this_node, host, port, local, nonce, run.folder)
-                return _run_torchrun(command, _environment(run.plan, local), stop)
+                alone = len(this_node.nodes) == 1
+                return _run_torchrun(command, _environment(run.plan, local, alone), stop)
         except UserError as error:
             with contextlib.suppress(UserError, OSError):  # a node that does not see the folder cannot say so
                 run.write_exit(Verdict(WRONG_INPUT, str(error)))
@@ -56,9 +57,10 @@ def _torchrun_command(
     plan: Plan, this_node: StepNode, host: str, port: int, local: str, nonce: str, folder: Path
 ) -> list[str]:
     """The torchrun command. accelerate would probe the port and find it in use, by our own rendezvous."""
+    alone = len(this_node.nodes) == 1
     return [
         sys.executable,
-        "-m",
+        *(["-P", str(LOOPBACK_SCRIPT)] if alone else ["-m"]),
         "torch.distributed.run",
         f"--nnodes={len(this_node.nodes)}",
         f"--nproc-per-node={plan.processes // len(this_node.nodes)}",
@@ -66,7 +68,7 @@ def _torchrun_command(
         f"--rdzv-endpoint={host}:{port}",
         f"--rdzv-id={nonce}",
         f"--rdzv-conf=is_host=0,join_timeout={JOIN_SECONDS}",
-        *([] if is_loopback(local) else [f"--local-addr={local}"]),
+        *([] if is_loopback(local) and not alone else [f"--local-addr={local}"]),
         "--",  # else torchrun takes --run for an abbreviation of two of its own flags
         str(TRAIN_SCRIPT),
         "--run",
@@ -74,9 +76,9 @@ def _torchrun_command(
     ]
 
 
-def _environment(plan: Plan, local: str) -> dict[str, str]:
+def _environment(plan: Plan, local: str, alone: bool) -> dict[str, str]:
     # Gloo would listen at the address of the host name, which may be a loopback.
-    interface = {} if is_loopback(local) else {"GLOO_SOCKET_IFNAME": _interface(local)}
+    interface = {} if is_loopback(local) and not alone else {"GLOO_SOCKET_IFNAME": _interface(local)}
     return {
         **interface,
         **os.environ,

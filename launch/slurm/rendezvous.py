@@ -64,8 +64,11 @@ def rendezvous(node: StepNode, run_folder: Path, nonce: str, data: Path) -> Iter
         return
     from torch.distributed import TCPStore
 
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    addresses = [socket.gethostname(), client.address_of(node.name)]
+    addresses, where = [socket.gethostname(), client.address_of(node.name)], {}
+    if len(node.nodes) == 1:  # no other machine is to reach it; else it listens on every address
+        addresses, listener = ["127.0.0.1"], socket.create_server(("127.0.0.1", 0), backlog=1024)
+        where = {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}
+    store = TCPStore("localhost", **{"port": 0, **where}, is_master=True, wait_for_workers=False)
     _write_json(folder / "call.json", {"addresses": [a for a in addresses if a], "port": store.port})
     _write_answer(node, folder, data)
     wait_for_answers(node, folder, data)

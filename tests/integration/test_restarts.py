@@ -252,9 +252,14 @@ def test_a_signal_to_another_launcher_leaves_a_saved_run_and_no_orphan(
 
 
 def test_a_second_interrupt_stops_at_once(training: Any) -> None:
+    """And before it no process of one machine's world listened to another machine."""
     made = training()
     made.wait_for(3)
     below = [*made.workers(), *made.child("accelerate")]
+    connections = [c for p in {*below} for c in p.net_connections("inet")]
+    listening = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 3  # of torchrun's agent, of gloo, of the lookout
+    assert {address.ip for address in listening} == {"127.0.0.1"}
     made.process.send_signal(signal.SIGINT)
     time.sleep(0.01)
     began = time.monotonic()

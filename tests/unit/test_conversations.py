@@ -577,6 +577,43 @@ def test_a_template_reaches_nothing_outside_and_knows_no_today() -> None:
     assert jinja_sandbox.render("{{ x | tojson }}", {"x": {"é": "<"}}) == '{"é": "<"}'
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "it takes over 1 s"),
+        ("{{ 'x' * 10**10 }}", "it needs more than 1 GiB of memory"),
+        ("{{ 'x' | center(10**11) }}", "it needs more than 1 GiB of memory"),
+        (
+            "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "it needs more than 1 GiB of memory",
+        ),
+        ("{{ 'x' * 20000000 }}", "it writes 20,000,000 characters, and may write 16,777,216"),
+        ("{{" + "(" * 20000 + "1" + ")" * 20000 + "}}", "maximum recursion depth exceeded"),
+    ],
+)
+def test_a_template_has_limits(template: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that came with a run or a tokenizer neither hangs nor eats the memory; the next one is rendered."""
+    jinja_sandbox.render("{{ x }}", {"x": 1})
+    monkeypatch.setattr(jinja_sandbox, "SECONDS", 1.0 if "1 s" in reason else 60.0)
+    jinja_sandbox.close()
+    with pytest.raises(jinja_sandbox.ChatTemplateError, match=f"^{reason}"):
+        jinja_sandbox.render(template, {})
+    assert jinja_sandbox.render("{{ x }}", {"x": 1}) == "1"
+    jinja_sandbox.close()
+
+
+def test_our_own_templates_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(jinja_sandbox, "_renderer", refuse)
+    for name in ("alpaca", "chatml", "plain"):
+        template = chat_templates.tokenizer_training_template(name)
+        assert "he?" in template.render([{"role": "user", "content": "he?"}])
+    with pytest.raises(AssertionError):
+        ChatTemplate("plain", "{{ messages }}", "", 0).render([])
+
+
 def test_an_answer_that_quotes_the_end_is_kept_whole(tmp_path: Path) -> None:
     quoting = [CHAT[1], {"role": "assistant", "content": f"say {END} twice"}, *CHAT[3:]]
     _, columns, tokenizer = prepared(tmp_path, [{"messages": quoting}], template="plain")
