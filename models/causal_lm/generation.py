@@ -96,7 +96,7 @@ def stream_text(model: nn.Module, tokenizer: Any, prompt: Prompt, sampling: Samp
 def _encode_prompt(tokenizer: Any, prompt: Prompt, stop_id: int | None) -> list[int]:
     """Token ids; each part is tokenized by itself, as conversations are for training."""
     ids: list[int] = []
-    for text, is_answer in [(prompt, False)] if isinstance(prompt, str) else prompt:
+    for text, is_answer in [(prompt, False)] if isinstance(prompt, str) else (part[:2] for part in prompt):
         ids += tokenizer.encode(text, add_special_tokens=False).ids
         ids += [stop_id] if is_answer and stop_id is not None else []
     return ids
