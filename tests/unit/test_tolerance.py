@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from isobatch.core.plan import INVARIANCES, Plan
 from isobatch.engine.verification.tolerance import FAR, TOLERANCE, rounding_tolerance, tolerances
+from isobatch.tests.paths import ROOT
 from isobatch.tests.unit.helpers import plan
 
 CEILING = TOLERANCE["rounding"]
@@ -61,3 +63,10 @@ def test_an_older_run_that_measured_nothing_has_the_ceiling() -> None:
 def test_the_plan_keeps_the_measurement_in_json() -> None:
     written = dataclasses.replace(plan(invariance="rounding"), rounding=(1e-4, 2e-3))
     assert tuple(Plan.from_dict(written.to_dict()).rounding or ()) == (1e-4, 2e-3)
+
+
+def test_the_readme_has_the_same_words_and_numbers() -> None:
+    """The last column of its table of invariances: `1e-4, 1e-2`."""
+    row = r"^\| `(\w+)` \|.*\| ([\de.-]+), ([\de.-]+)(?: at most)? \|$"
+    table = re.findall(row, (ROOT / "README.md").read_text(), re.M)
+    assert {name: (float(loss), float(norm)) for name, loss, norm in table} == TOLERANCE
