@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from isobatch.core.package import own_command
+from isobatch.engine.runs.ledger import read_ledger
+from isobatch.engine.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +69,7 @@ class Tally:
 
 def check_run(run: Path, expected: list[float]) -> dict[str, Any]:
     """Compare a finished run with an undisturbed one; count wrong samples and processes left over."""
-    ledger = [json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()]
+    ledger = [one.step for one in read_ledger(RunFolder(run))]
     verify = own_command("verify", str(run))
     done = subprocess.run(verify, cwd=run, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -8,6 +8,7 @@ name and renamed when every rank has written and synced, so a folder with its fi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError, UserError
+from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.portable_state import PortableState, TensorEntry
 
@@ -39,10 +41,10 @@ LEFTOVER = re.compile(r"\..+-\d+\.(tmp|old)")
 class CheckpointWriter:
     """Writes one checkpoint at a time, in the background. All ranks must call the same methods."""
 
-    def __init__(self, world: Communicator, on_complete: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, world: Communicator, on_complete: Callable[[Path], None] = lambda _: None) -> None:
         self.world = world
         self.on_complete = on_complete
-        """Called on the main rank once a checkpoint is complete."""
+        """Called on the main rank with the folder of a checkpoint once it is complete."""
         self._buffer = HostBuffer(world.device)
         self._folder: Path | None = None
         self._thread = threading.Thread()
@@ -106,7 +108,7 @@ class CheckpointWriter:
             raise UserError(problems[0])
         if self.world.is_main:
             _replace(_temporary(folder), folder)
-            self.on_complete()
+            self.on_complete(folder)
 
 
 def save(folder: Path, state: PortableState, facts: Mapping[str, Any], world: Communicator) -> None:
@@ -127,6 +129,18 @@ def _write_texts(
 
 def _temporary(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.tmp")
+
+
+def recorded_digest(folder: Path) -> str:
+    """The digest of a checkpoint: of its texts, and of the digests recorded when its tensors were written.
+
+    Empty for a checkpoint of an older version, which recorded none.
+    """
+    texts = {name: bytes_digest(folder / name) for name in TEXTS}
+    parts = {path.stem: atomic_files.read_json(path).get("sha256") for path in folder.glob("rank-*.json")}
+    if not parts or None in parts.values():
+        return ""
+    return hashlib.sha256(json.dumps([texts, parts], sort_keys=True).encode()).hexdigest()[:32]
 
 
 class SavedCheckpoint:
@@ -187,7 +201,10 @@ class SavedCheckpoint:
         """Compare the checksums of this rank's share of the files. Raises TrainingError."""
         with self._naming_damage():
             for path in self._paths[rank::world]:
-                if atomic_files.crc32(path) != json.loads(path.with_suffix(".json").read_text())["crc32"]:
+                recorded = json.loads(path.with_suffix(".json").read_text())
+                known = {"bytes": path.stat().st_size, "crc32": atomic_files.crc32(path)}
+                # A CRC finds accidents, a digest what was done on purpose. Older versions recorded none.
+                if recorded != known and recorded != {**known, "sha256": bytes_digest(path)}:
                     raise ValueError(f"{path.name} is not what was written")
 
     def read(self, name: str) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import json
 import mmap
 import os
@@ -92,7 +93,7 @@ class HostBuffer:
                 self._copies.pin(self._memory)
 
     def write(self, path: Path, size: int) -> None:
-        """Write the first `size` bytes to `path` and sync; their size and CRC-32 go to a .json beside it.
+        """Write the first `size` bytes to `path` and sync; their size and checksums go to a .json beside it.
 
         Waits for the copies first, so that it may run in a thread.
         """
@@ -105,9 +106,11 @@ class HostBuffer:
                 if isinstance(error, OSError) and error.errno != errno.EINVAL:
                     raise
                 _write(path, memory, size, 0)
-            atomic_files.write_json(
-                path.with_suffix(".json"), {"bytes": size, "crc32": isal_zlib.crc32(memory[:size])}
-            )
+            sums = {
+                "crc32": isal_zlib.crc32(memory[:size]),
+                "sha256": hashlib.sha256(memory[:size]).hexdigest(),
+            }
+            atomic_files.write_json(path.with_suffix(".json"), {"bytes": size, **sums})
 
 
 class _DeviceCopies:

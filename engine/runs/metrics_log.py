@@ -1,12 +1,20 @@
-"""The metrics log: appends rows to metrics.jsonl, samples.jsonl and decisions.jsonl on the main rank."""
+"""The metrics log: appends rows to metrics.jsonl, samples.bin and decisions.jsonl on the main rank.
+
+metrics.jsonl is sealed in segments. A seal is a row `{"phase", "step", "seal"}` that stands at every
+checkpoint and at the end: 32 hex digits of SHA-256 over the seal before it and the bytes of all rows since.
+The first seal follows from recipe and data. A checkpoint holds the sizes of the logs at its seal, so that a
+resumed run cuts them there without reading them.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.engine.runs.ledger import Ledger, convert_old_ledger
+from isobatch.engine.runs.log_reader import last_row_before, rows_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,29 +23,76 @@ if TYPE_CHECKING:
     import numpy as np
 
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.runs.witness import Witness
 
 SEAL = "seal"
-"""Field of a row of metrics.jsonl that holds its seal."""
+"""Field of metrics.jsonl that holds a seal."""
+WITNESS_EVERY = 100
+"""Rows between two lines for the witness."""
 
 
 class MetricsLog:
-    """Appends rows. Each row of metrics.jsonl has a seal: a hash over it and all rows before it.
+    """Appends rows, and seals them.
 
     `writes`: whether this rank writes. `every`: steps between rows. `ledger`: log each step's samples.
     """
 
-    def __init__(self, run: RunFolder, writes: bool, every: int = 1, ledger: bool = False) -> None:
-        self.run, self.writes, self.every, self.ledger = run, writes, every, ledger
-        self.seal = ""
+    def __init__(
+        self,
+        run: RunFolder,
+        writes: bool,
+        every: int = 1,
+        ledger: bool = False,
+        witness: Witness | None = None,
+    ) -> None:
+        self.run, self.writes, self.every, self.witness = run, writes, every, witness
+        self.ledger = Ledger(run.samples) if ledger and writes else None
         self.skipped: Mapping[str, Any] | None = None
         """The row of the newest step, where it was not due to be logged."""
+        self._promise: dict[str, Any] = {"log_every": every, "ledger": ledger}
+        """What this process logs; in its first row of a step."""
+        self._rows = 0
+        self._size = 0
+        """Bytes of metrics.jsonl."""
+        self._hash = hashlib.sha256()
 
-    def truncate_after(self, phases: list[str], phase: str, step: int) -> None:
-        """Remove the rows after `step` of `phase`: a resumed run trains and logs these steps again."""
+    def begin(self, phases: list[str]) -> None:
+        """Start the logs of a new run. What an attempt without a checkpoint left is removed."""
         if self.writes:
-            self.run.truncate_logs(phases, phase, step)
-            rows = atomic_files.read_jsonl(self.run.metrics)
-            self.seal = rows[-1].get(SEAL, "") if rows else ""
+            for path in (self.run.metrics, self.run.samples):
+                path.unlink(missing_ok=True)
+            self.run.truncate_decisions(phases, phases[0], 0)
+            self._continue(self._first_seal(), 0)
+
+    def resume(self, saved: Mapping[str, Any] | None, phases: list[str], phase: str, step: int) -> None:
+        """Cut the logs where a checkpoint was saved: a resumed run trains and logs the later steps again.
+
+        `saved`: what `seal` returned then. Where it is None, as in checkpoints of older versions, the rows
+        after `step` of `phase` are looked for.
+        """
+        if not self.writes:
+            return
+        self.run.truncate_decisions(phases, phase, step)
+        convert_old_ledger(self.run, phases, phase, step)
+        if saved is not None and self._is_sealed_at(saved):
+            _cut(self.run.metrics, saved["metrics"])
+            _cut(self.run.samples, saved["ledger"])
+            seal = saved[SEAL]
+        else:
+            self.run.truncate_rows(phases, phase, step)
+            seal = next((row[SEAL] for row in reversed(list(rows_in(self.run.metrics))) if SEAL in row), "")
+        self._continue(seal or self._first_seal(), _size(self.run.metrics))
+
+    def _is_sealed_at(self, saved: Mapping[str, Any]) -> bool:
+        row = last_row_before(self.run.metrics, saved["metrics"])
+        return row is not None and row.get(SEAL) == saved[SEAL] and _size(self.run.samples) >= saved["ledger"]
+
+    def _first_seal(self) -> str:
+        return first_seal(self.run.recipe.hash(), self.run.facts.fingerprint)
+
+    def _continue(self, seal: str, size: int) -> None:
+        self._hash, self._size = hashlib.sha256(seal.encode()), size
+        self._tell_witness()
 
     def log_step(self, row: Mapping[str, Any], samples: np.ndarray) -> None:
         """Log a step if it is due, and its samples to the ledger if there is one."""
@@ -45,36 +100,82 @@ class MetricsLog:
             return
         due = row["step"] % self.every == 0 or row["step"] == 1
         self.skipped = None if due else row
-        if self.ledger:  # before the metrics: a kill then never leaves a logged step without its samples
-            entry = {"phase": row["phase"], "step": row["step"], "samples": samples.tolist()}
-            self._append(self.run.samples, entry)
+        if self.ledger is not None:  # first: a kill then never leaves a logged step without its samples
+            self.ledger.append(row["phase"], row["step"], samples)
         if due:
-            self.log_metrics(row)
+            self._log_step(row)
 
     def flush_skipped(self) -> None:
         """Log the newest step even if it was not due, as at every checkpoint and at the end."""
         if self.skipped is not None:
             row, self.skipped = self.skipped, None
-            self.log_metrics(row)
+            self._log_step(row)
+
+    def _log_step(self, row: Mapping[str, Any]) -> None:
+        self.log_metrics({**row, **self._promise})
+        self._promise = {}
 
     def log_metrics(self, row: Mapping[str, Any]) -> None:
-        """Append a row to metrics.jsonl, with its seal."""
+        """Append a row to metrics.jsonl."""
         if self.writes:
-            row = atomic_files.finite(row)  # as it will be read again
-            self.seal = seal_row(self.seal, row)
-            self._append(self.run.metrics, {**row, SEAL: self.seal})
+            self._hash.update(self._append(self.run.metrics, row))
+            self._rows += 1
+            if self._rows % WITNESS_EVERY == 0:
+                self._tell_witness(phase=row.get("phase"), step=row.get("step"))
+
+    def seal(self, phase: str, step: int) -> dict[str, Any]:
+        """Seal the rows so far. Returns the seal and the sizes of the logs in bytes, for a checkpoint."""
+        if not self.writes:
+            return {}
+        seal = self._hash.hexdigest()[:32]
+        self._append(self.run.metrics, {"phase": phase, "step": step, SEAL: seal})
+        for path in (self.run.metrics, self.run.samples):  # else a checkpoint might outlive its rows
+            _sync(path)
+        self._hash = hashlib.sha256(seal.encode())
+        self._tell_witness(phase=phase, step=step)
+        return {SEAL: seal, "metrics": self._size, "ledger": _size(self.run.samples)}
 
     def log_decision(self, row: Mapping[str, Any]) -> None:
         """Append a row to decisions.jsonl."""
         if self.writes:
             self._append(self.run.decisions, row)
 
-    def _append(self, path: Path, row: Mapping[str, Any]) -> None:
-        with atomic_files.explain_write_errors(path), path.open("a", encoding="utf-8") as stream:
-            stream.write(atomic_files.json_text(row, ensure_ascii=False) + "\n")
+    def close(self) -> None:
+        """Wait for the witness."""
+        if self.witness is not None:
+            self.witness.close()
+
+    def _tell_witness(self, **where: Any) -> None:
+        if self.witness is not None:
+            running = self._hash.hexdigest()[:32]
+            self.witness.send(
+                {"run": self.run.recipe.hash(), **where, "bytes": self._size, "running": running}
+            )
+
+    def _append(self, path: Path, row: Mapping[str, Any]) -> bytes:
+        line = (atomic_files.json_text(row, ensure_ascii=False) + "\n").encode()
+        with atomic_files.explain_write_errors(path), path.open("ab") as stream:
+            stream.write(line)
+        if path == self.run.metrics:
+            self._size += len(line)
+        return line
 
 
-def seal_row(previous: str, row: Mapping[str, Any]) -> str:
-    """Sixteen hex digits over this row and, through the `previous` row's seal, all rows before it."""
-    content = json.dumps({k: v for k, v in row.items() if k != SEAL}, sort_keys=True)
-    return hashlib.sha256((previous + content).encode()).hexdigest()[:16]
+def first_seal(recipe_hash: str, fingerprint: str) -> str:
+    """What the first seal of a run's log follows."""
+    return f"{recipe_hash} {fingerprint}"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _cut(path: Path, size: int) -> None:
+    if _size(path) > size:
+        os.truncate(path, size)
+
+
+def _sync(path: Path) -> None:
+    if path.exists():
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())

@@ -20,10 +20,11 @@ from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options, flags_of, options_to_dict
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
+from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 NONCE = "ISOBATCH_NONCE"
 """Environment variable that ties exit.json to the launch that waits for it."""
@@ -69,6 +70,11 @@ class RunFolder:
 
     @property
     def samples(self) -> Path:
+        return self.folder / "samples.bin"
+
+    @property
+    def old_samples(self) -> Path:
+        """The ledger of older versions."""
         return self.folder / "samples.jsonl"
 
     @property
@@ -222,23 +228,15 @@ class RunFolder:
             return None
         return Verdict(int(verdict["code"]), str(verdict["reason"]), str(verdict.get("cause", "")))
 
-    def truncate_logs(self, phase_order: list[str], phase: str, step: int) -> None:
-        """Remove the rows after `step` of `phase` from the logs: a resumed run writes them again."""
+    def truncate_rows(self, phase_order: list[str], phase: str, step: int) -> None:
+        """Remove the rows after `step` of `phase` from metrics.jsonl: a resumed run writes them again."""
+        rows = rows_in(self.metrics)
+        _keep_rows(self.metrics, itertools.takewhile(lambda r: is_before(r, phase_order, phase, step), rows))
 
-        def before(row: Mapping[str, Any]) -> bool:
-            return _is_before(row, phase_order, phase, step)
-
-        # decisions.jsonl also has rows of launches, which stay; the rows of the other files are in order.
-        for path, select in (
-            (self.metrics, itertools.takewhile),
-            (self.samples, itertools.takewhile),
-            (self.decisions, filter),
-        ):
-            if path.exists():
-                rows = select(before, atomic_files.read_jsonl(path))
-                atomic_files.write_text(
-                    path, "".join(atomic_files.json_text(r, ensure_ascii=False) + "\n" for r in rows)
-                )
+    def truncate_decisions(self, phase_order: list[str], phase: str, step: int) -> None:
+        """Remove what was decided after `step` of `phase`. Decisions of launches stay: they have no step."""
+        kept = (r for r in rows_in(self.decisions) if is_before(r, phase_order, phase, step))
+        _keep_rows(self.decisions, kept)
 
     def log_decision(self, decision: str, **facts: Any) -> None:
         """Append a decision of a launch to decisions.jsonl; resuming does not remove it."""
@@ -249,7 +247,14 @@ class RunFolder:
             stream.write(atomic_files.json_text({"decision": decision, **facts}, ensure_ascii=False) + "\n")
 
 
-def _is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int) -> bool:
+def _keep_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    if path.exists():
+        atomic_files.write_text(
+            path, "".join(atomic_files.json_text(r, ensure_ascii=False) + "\n" for r in rows)
+        )
+
+
+def is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int) -> bool:
     """Whether a row was logged up to `step` of `phase`; rows count steps from 1."""
     if "final" in row:  # the last row of a finished run, which a resumed run writes again
         return False

@@ -35,7 +35,7 @@ class RunOptions:
     tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = "none"
     """Also report metrics there."""
     ledger: bool = False
-    """Write the sample numbers of every step to samples.jsonl."""
+    """Write the sample numbers of every step to samples.bin."""
     anomaly: bool = False
     """Find the operation that made a NaN; slow."""
     hang_timeout: Count = 1800

@@ -59,7 +59,6 @@ def summarize(
 ) -> dict[str, Any]:
     """The fields of summary.json that follow from the progress and the metrics of held-out splits."""
     seconds = max(1e-9, progress.train_seconds)
-    split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
     parameters = list(model.parameters())
     return {
         "task": recipe.task,
@@ -79,10 +78,14 @@ def summarize(
         "data_wait_fraction": round(progress.waited_seconds / seconds, 4),
         "padding_fraction": round(progress.padding / max(1, progress.steps), 4),
         "predicted_peak_memory_bytes": plan.predicted_peak_memory_bytes,
-        "split": split,
-        "metrics": held_out.get(split, {}) if split else {},
-        "metrics_by_split": held_out,
+        **metrics_fields(held_out),
     }
+
+
+def metrics_fields(held_out: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """The fields of summary.json about the metrics of held-out splits."""
+    split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
+    return {"split": split, "metrics": held_out[split] if split else {}, "metrics_by_split": held_out}
 
 
 def startup_seconds(first_step: float | None) -> float:

@@ -62,7 +62,10 @@ class PhaseLoop:
         self.early_stopping = EarlyStopping(**saved.state["judge"])
         self.saved_step = self.progress.step
         context.resumed_from = saved.folder.name
-        context.log.truncate_after(self.session.phases, self.progress.phase, self.progress.step)
+        where = self.progress.phase, self.progress.step
+        context.log.resume(saved.state.get("logs"), self.session.phases, *where)
+        if self.world.is_main:
+            context.log_checkpoint(saved.folder)
         context.console.say(f"resumed from {context.resumed_from}: {self.progress.samples:,} samples seen")
 
     def run(self) -> None:
@@ -97,7 +100,11 @@ class PhaseLoop:
         return best if self.early_stopping.patience and best not in (0, self.progress.step) else None
 
     def _something_is_due(self, step: int) -> bool:
-        return self._evaluation_is_due(step) or self.save_timer.due_at(step)
+        return self._evaluation_is_due(step) or self._save_is_due(step)
+
+    def _save_is_due(self, step: int) -> bool:
+        name = checkpoint.checkpoint_name(self.schedule.name, step)
+        return self.save_timer.due_at(step) or name in self.context.closing_checkpoint
 
     def _evaluation_is_due(self, step: int) -> bool:
         """The last step is evaluated only for early stopping: the end of the run evaluates anyway."""
@@ -117,7 +124,7 @@ class PhaseLoop:
         """Between two steps, after all metrics are read: do what is due. Returns whether to stop early."""
         step, began = self.progress.step, now()
         stop_early = self._evaluation_is_due(step) and self._evaluate()
-        if requests or stop_early or self.save_timer.due_at(step):
+        if requests or stop_early or self._save_is_due(step):
             self._save()
         if "stop" in requests:
             self.context.stop_now()
@@ -239,6 +246,7 @@ class PhaseLoop:
         context.check_data()
         context.log.flush_skipped()
         state = {
+            "logs": context.log.seal(self.progress.phase, self.progress.step),
             "progress": self.progress.to_dict(),
             "judge": self.early_stopping.to_dict(),
             "scaling": strategy.loss_scale(),

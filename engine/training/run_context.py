@@ -14,11 +14,13 @@ from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.metrics_log import MetricsLog
 from isobatch.engine.runs.summary import Progress, startup_seconds, summarize
+from isobatch.engine.runs.witness import Witness
 from isobatch.engine.training.session import Session
 from isobatch.engine.training.step_metrics import FlopUtilisation, flop_utilisation, gpu_uuid
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import numpy as np
 
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.console import Console
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.runs.run_options import RunOptions
+
+
+CLOSING_STEPS = 3
+"""Steps before the end at which a checkpoint is saved and kept, so that `verify` can redo the end."""
 
 
 class RunContext:
@@ -46,9 +52,10 @@ class RunContext:
         self.draw_plots = draw_plots
         self.session = Session(run.recipe, run.facts, run.plan, world, console.say, self._record_plan)
         self.recipe, self.task = self.session.recipe, self.session.task
-        self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger)
+        witness = Witness.from_environment(console.say) if world.is_main else None
+        self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger, witness)
         self.stop = StopFlag(catch_signals)
-        self.writer = checkpoint.CheckpointWriter(world, self._delete_old_checkpoints)
+        self.writer = checkpoint.CheckpointWriter(world, self._checkpoint_is_complete)
         self.progress = Progress(self.session.phases[0])
         self.first_step_at: float | None = None
         """Time (seconds since 1970) at the end of this process's first step."""
@@ -57,6 +64,9 @@ class RunContext:
         self.resumed_from: str | None = None
         self.spared: set[str] = set()
         """{name of the best checkpoint} at the time when the newest save began."""
+        last = self.session.schedules[-1]
+        self.closing_checkpoint = {checkpoint.checkpoint_name(last.name, last.steps - CLOSING_STEPS)}
+        """{name of the checkpoint from which `verify` redoes the last steps of the run}."""
         self.best_checkpoint: Callable[[], set[str]] = set
         """Returns {name of the best checkpoint so far}; set by the phase loop."""
         self.gpu_monitor = GpuMonitor(gpu_uuid(world.device) if world.is_main else "", console.say)
@@ -103,7 +113,7 @@ class RunContext:
         """Finish the save and write the summary after a request to stop. Raises StopRequestedError."""
         self.writer.wait()
         self.console.end_phase()
-        self.write_summary("stopped", self.stop.reason, {})
+        self.write_summary("stopped", self.stop.reason)
         step, folder = self.progress.step, self.run.folder
         raise StopRequestedError(
             f"stopped at step {step}, saved; go on with: isobatch resume {folder}", self.stop.cause
@@ -114,12 +124,18 @@ class RunContext:
         if any(self.world.all_gather_objects(self.stop.requested)):
             self.stop_now()
 
-    def write_summary(
+    def write_summary(self, status: str, reason: str) -> None:
+        """Write summary.json of an unfinished run on the main rank. All ranks call this."""
+        summary = self.summarize(status, reason, {})
+        if self.world.is_main:
+            self.run.write_summary(summary)
+
+    def summarize(
         self, status: str, reason: str, held_out: dict[str, dict[str, float]], **more: Any
-    ) -> None:
-        """Write summary.json on the main rank. All ranks call this."""
+    ) -> dict[str, Any]:
+        """The content of summary.json. All ranks call this."""
         session = self.session
-        summary = {
+        return {
             "status": status,
             "reason": reason,
             **summarize(self.recipe, session.plan, self.progress, session.model, held_out),
@@ -128,14 +144,22 @@ class RunContext:
             "resumed_from": self.resumed_from,
             **more,
         }
-        if self.world.is_main:
-            self.run.write_summary(summary)
 
     def _record_plan(self, plan: Plan) -> None:
         if self.world.is_main:
             self.run.write_plan(plan)
 
+    def _checkpoint_is_complete(self, folder: Path) -> None:
+        self.log_checkpoint(folder)
+        self._delete_old_checkpoints()
+
+    def log_checkpoint(self, folder: Path) -> None:
+        """Log the digest of a checkpoint, so that it is sealed with the rows."""
+        if digest := checkpoint.recorded_digest(folder):
+            where = {"phase": self.progress.phase, "step": self.progress.step}
+            self.log.log_metrics({**where, "checkpoint": folder.name, "digest": digest})
+
     def _delete_old_checkpoints(self) -> None:
         # The newest best checkpoint may not be written yet: until then keep the previous best as well.
-        spare = self.spared | self.best_checkpoint()
+        spare = self.spared | self.best_checkpoint() | self.closing_checkpoint
         checkpoint.delete_old(self.run.checkpoints, self.session.phases, self.options.keep, spare)

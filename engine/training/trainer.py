@@ -12,9 +12,10 @@ from isobatch.core.errors import TrainingError
 from isobatch.core.measures import format_duration
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.distributed.watchdog import Watchdog
 from isobatch.engine.model_setup.compile_model import uncompiled
-from isobatch.engine.runs.summary import HELD_OUT_SPLITS
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields
 from isobatch.engine.training import memory_probe
 from isobatch.engine.training.evaluate import host_batches, refuse_nonfinite_metrics
 from isobatch.engine.training.phase_loop import PhaseLoop
@@ -51,11 +52,12 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
             checkpoint.remove_leftovers(run.checkpoints)
         saved = newest_checkpoint(run, session, context.console.say)
         if saved is None:
-            context.log.truncate_after(session.phases, session.phases[0], 0)
+            context.log.begin(session.phases)
         first = session.phases.index(saved.state["progress"]["phase"]) if saved else 0
         for schedule in session.schedules[first:]:
             _train_phase(context, schedule, saved)
             saved = None
+    context.log.close()
 
 
 def _train_phase(context: RunContext, schedule: PhaseSchedule, saved: SavedCheckpoint | None) -> None:
@@ -125,18 +127,21 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
     context.stop_if_asked()
     context.check_data()
     checked = context.checked_data()
-    sample = None
+    summary = context.summarize("done", "", held_out)
     if context.world.is_main:
         context.world.mark_progress("the export")
         model = session.gather_full_model(folder, context.progress.phase)
-        checksums = write_final(context.run, context.task, model, session.facts)
+        digests = write_final(context.run, context.task, model, session.facts)
         with uncompiled(model):  # a text grows by a token at a time
             sample = context.task.sample(model, session.facts, context.run.final)
         if sample:
             context.console.say(f"sample:\n{sample}")
+            summary["sample"] = sample
         _add_final_metrics(context, model, exported, held_out)
-        _log_final(context, checksums, checked)
-    context.write_summary("done", "", held_out, **({"sample": sample} if sample else {}))
+        summary |= metrics_fields(held_out)
+        found = {"final": digests, "exported": folder.name, "summary": summary, "data": checked}
+        _log_final(context, found)
+        context.run.write_summary(summary)
     context.world.barrier()
 
 
@@ -168,11 +173,12 @@ def _add_final_metrics(
         context.log.log_metrics({**where, **held_out[split]})
 
 
-def _log_final(context: RunContext, checksums: dict[str, int], checked: dict[str, Any]) -> None:
-    """The last row of metrics.jsonl: checksums of final/, the plan's invariance, what data was checked."""
-    where = {"phase": context.progress.phase, "step": context.progress.step}
+def _log_final(context: RunContext, found: dict[str, Any]) -> None:
+    """The last row of metrics.jsonl, and a seal over it: digests of final/, plan's invariance, summary."""
+    phase, step = context.progress.phase, context.progress.step
     invariance = context.session.plan.invariance
-    context.log.log_metrics({**where, "final": checksums, "invariance": invariance, "data": checked})
+    context.log.log_metrics({"phase": phase, "step": step, **found, "invariance": invariance})
+    context.log.seal(phase, step)
 
 
 def _headline(context: RunContext) -> str:
@@ -188,8 +194,8 @@ def _headline(context: RunContext) -> str:
     )
 
 
-def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> dict[str, int]:
-    """Export the model to final/ atomically; returns its files' checksums."""
+def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> dict[str, str]:
+    """Export the model to final/ atomically; returns its files' digests."""
     temporary = run.folder / ".final.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     with atomic_files.explain_write_errors(temporary):
@@ -198,4 +204,4 @@ def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> d
         atomic_files.share_as_umask_allows(temporary)
     shutil.rmtree(run.final, ignore_errors=True)
     temporary.replace(run.final)
-    return atomic_files.folder_checksums(run.final)
+    return folder_digests(run.final)

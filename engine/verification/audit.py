@@ -1,21 +1,57 @@
-"""Audit a run: check its records against its recipe and each other, without training."""
+"""Audits a run's records against its recipe and each other, without training."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.core.errors import TrainingError
 from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
-from isobatch.engine.loading.sampler import Sampler, extend_chain
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
+from isobatch.engine.checkpointing.digests import folder_digests
+from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.metrics_log import SEAL, seal_row
+from isobatch.engine.runs.ledger import read_ledger
+from isobatch.engine.runs.log_reader import rows_in
+from isobatch.engine.runs.witness import read_witness
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.session import make_sampler
+from isobatch.engine.verification.log_audit import VALID, LogRecord, audit_log
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from isobatch.engine.loading.sampler import Sampler
     from isobatch.engine.runs.run_folder import RunFolder
+
+DERIVED_DECISIONS = ("best checkpoint", "early stop")
+"""Decisions that follow from the logged evaluations."""
+
+
+@dataclass(slots=True)
+class Audit:
+    """What the records say, and what is wrong with them."""
+
+    problems: list[str] = field(default_factory=list)
+    """A sentence each; empty if all agree."""
+    log: LogRecord | None = None
+    """None where recipe or data were wrong already."""
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of decisions.jsonl about changes of the model while it trained."""
+    launch_decisions: int = 0
+    """Decisions of launches: they follow from the machine, and nothing proves them."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps whose samples were checked."""
+        return sum(phase.step for phase in self.log.phases) if self.log else 0
+
+    def row(self, phase: str) -> dict[str, Any]:
+        found = self.log.phase(phase) if self.log else None
+        return found.last if found else {}
 
 
 def recipe_problems(run: RunFolder) -> list[str]:
@@ -27,23 +63,27 @@ def recipe_problems(run: RunFolder) -> list[str]:
     return [changed] if changed else []
 
 
-def record_problems(run: RunFolder) -> list[str]:
-    """What is wrong with the data and the records, a sentence each; empty if all agree."""
+def audit_records(run: RunFolder, witness: Path | None = None) -> Audit:
+    """Check the data and every record of a run. `witness`: a file of its running seals."""
     if found := _data_problems(run):
-        return found
-    recipe, rows = run.recipe, atomic_files.read_jsonl(run.metrics)
-    if not all(isinstance(row, dict) and "phase" in row for row in rows):
-        return ["metrics.jsonl holds lines that no run wrote"]
+        return Audit(found)
+    recipe = run.recipe
     task, data = workload_of(recipe).make(recipe)
     sampler = make_sampler(recipe, data.open(Path(run.facts.folder), "train"), task.cohort)
-    return [
-        *_checkpoint_problems(run),
-        *_seal_problems(rows),
-        *_missing_rows(run, rows),
-        *_outcome_problems(run, rows),
-        *_chain_problems(rows, sampler),
-        *_ledger_problems(run, rows, sampler),
-    ]
+    schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
+    lines = read_witness(witness, recipe.hash()) if witness else []
+    if witness and not lines:
+        return Audit([f"{witness} holds no line about recipe {recipe.hash()}"])
+    log = audit_log(run, sampler, schedules, task.monitor, lines, VALID in run.facts.samples)
+    audit = Audit(log.problems, log)
+    if not audit.problems:
+        audit.problems = [
+            *_decision_problems(run, audit),
+            *_checkpoint_problems(run, log),
+            *_ending_problems(run, log),
+            *_ledger_problems(run, log, sampler),
+        ]
+    return audit
 
 
 def _data_problems(run: RunFolder) -> list[str]:
@@ -58,112 +98,148 @@ def _data_problems(run: RunFolder) -> list[str]:
     return [f"facts.json was changed: {', '.join(differing)} differs from {recorded}"] if differing else []
 
 
-def _checkpoint_problems(run: RunFolder) -> list[str]:
-    """Every checkpoint must be of this recipe and data."""
-    expected, problems = (run.recorded_hash, run.facts.fingerprint), []
-    for path in sorted(run.checkpoints.glob("*/state.json")):
-        state = atomic_files.read_json(path)
-        if (state["recipe_hash"], state["fingerprint"]) != expected:
-            problems.append(f"checkpoint {path.parent.name} belongs to another recipe or other data")
-    return problems
-
-
-def _seal_problems(rows: list[dict[str, Any]]) -> list[str]:
-    seal = ""
-    for row in rows:
-        seal = seal_row(seal, row)
-        if row.get(SEAL) != seal:
-            return [
-                f"metrics.jsonl was changed at or before phase {row.get('phase')}, step {row.get('step')}"
-            ]
+def _decision_problems(run: RunFolder, audit: Audit) -> list[str]:
+    """Derive the decisions that follow from the evaluations, and compare; note the others."""
+    assert audit.log is not None
+    rows = list(rows_in(run.decisions))
+    derived = [row for phase in audit.log.phases for row in phase.decisions]
+    written = [
+        {k: v for k, v in row.items() if k != "reason"}
+        for row in rows
+        if row.get("decision") in DERIVED_DECISIONS
+    ]
+    audit.changes = [r for r in rows if "phase" in r and r.get("decision") not in DERIVED_DECISIONS]
+    audit.launch_decisions = sum("phase" not in r for r in rows)
+    for row in audit.changes:
+        phase = audit.log.phase(row["phase"])
+        if phase is None or not 0 < row.get("step", 0) <= phase.step:
+            return [f"decisions.jsonl: {row['decision']} at {row['phase']} {row.get('step')}: not a step"]
+    for wanted, found in zip(derived, written, strict=False):
+        if wanted != found:
+            return [f"decisions.jsonl: {found} stands where the evaluations give {wanted}"]
+    if len(derived) != len(written):
+        return [f"decisions.jsonl: {len(written)} decisions, and the evaluations give {len(derived)}"]
     return []
 
 
-def _missing_rows(run: RunFolder, rows: list[dict[str, Any]]) -> list[str]:
-    """The last step and the step of each checkpoint must be logged."""
-    logged = {(r["phase"], r["step"]) for r in rows if "chain" in r}
-    last = sum(max(s for p, s in logged if p == phase) for phase in {p for p, _ in logged})
-    for path in run.checkpoints.glob("[!.]*/state.json"):
-        progress = atomic_files.read_json(path)["progress"]
-        if progress["step"] and (progress["phase"], progress["step"]) not in logged:
-            return [f"metrics.jsonl lacks step {progress['step']}, where {path.parent.name} was saved"]
-    summary = run.summary()
-    if summary is None or summary["status"] != "done" or last >= summary["steps"]:
-        return []
-    return [f"metrics.jsonl ends at step {last}, and summary.json says {summary['steps']} steps"]
+def _checkpoint_problems(run: RunFolder, log: LogRecord) -> list[str]:
+    """Every checkpoint is of this recipe, data and log, and holds what was written."""
+    for path in sorted(run.checkpoints.glob("[!.]*/state.json")):
+        try:
+            saved = SavedCheckpoint(path.parent)
+            saved.verify_checksums()
+        except TrainingError as error:
+            return [str(error)]
+        if problem := _checkpoint_problem(run, log, saved):
+            return [f"checkpoint {path.parent.name} {problem}"]
+    return []
 
 
-def _outcome_problems(run: RunFolder, rows: list[dict[str, Any]]) -> list[str]:
-    """Compare summary.json, plan.json and final/ with the last rows, which have seals."""
-    summary, last = run.summary(), _final_row(rows)
+def _checkpoint_problem(run: RunFolder, log: LogRecord, saved: SavedCheckpoint) -> str:
+    state, name = saved.state, saved.folder.name
+    if (state["recipe_hash"], state["fingerprint"]) != (run.recorded_hash, run.facts.fingerprint):
+        return "belongs to another recipe or other data"
+    progress = state["progress"]
+    phase, step = log.phase(progress["phase"]), progress["step"]
+    if phase is None or step > phase.step:
+        return f"was saved at step {step}, where metrics.jsonl has none"
+    if "logs" not in state:  # of an older version, whose log has a row at each checkpoint
+        return "" if _has_row(run, progress) else f"was saved at step {step}, which metrics.jsonl lacks"
+    if name != f"{progress['phase']}-{step}":
+        return f"holds step {step} of {progress['phase']}"
+    if log.chains.get((progress["phase"], step)) != (progress["chain"], progress["samples"]):
+        return "has seen other samples than metrics.jsonl says"
+    digest = log.checkpoints.get(name)
+    if digest != recorded_digest(saved.folder) and (digest is not None or log.final is not None):
+        return "is not what the run wrote"
+    judged = [at for at in phase.judged_at if at <= step]
+    if judged and state["judge"] != phase.judged_at[judged[-1]]:
+        return "judged other evaluations than metrics.jsonl has"
+    return ""
+
+
+def _has_row(run: RunFolder, progress: Mapping[str, Any]) -> bool:
+    where = progress["phase"], progress["step"]
+    return not where[1] or any(
+        ("chain" in r and (r["phase"], r["step"]) == where) for r in rows_in(run.metrics)
+    )
+
+
+def _ending_problems(run: RunFolder, log: LogRecord) -> list[str]:
+    """Compare summary.json, plan.json and final/ with the log of a finished run."""
+    summary, last = run.summary(), log.final
     if last is not None and run.status() != "done":
         return [f"metrics.jsonl says that the run is done, and summary.json that it is {run.status()}"]
     if summary is None or summary["status"] != "done":
         return []
+    steps = sum(phase.step for phase in log.phases)
+    if last is None or steps != summary["steps"] or not log.phases[-1].complete:
+        return [f"metrics.jsonl ends at step {steps}, and summary.json says {summary['steps']} steps"]
+    if not log.sealed:
+        return ["metrics.jsonl ends without a seal"]
+    return _summary_problems(run, log, summary, last) or _final_problems(run, last)
+
+
+def _summary_problems(
+    run: RunFolder, log: LogRecord, summary: Mapping[str, Any], last: Mapping[str, Any]
+) -> list[str]:
+    logged = last.get("summary", summary)  # older versions did not log it
+    if differing := sorted(k for k in {*logged, *summary} if logged.get(k) != summary.get(k)):
+        return [f"summary.json: {', '.join(differing)} differs from what was logged"]
     for split, metrics in summary["metrics_by_split"].items():
-        measured = [r for r in rows if r.get("split") == split]
-        if not measured or any(measured[-1].get(k) != v for k, v in metrics.items()):
+        if any(log.splits.get(split, {}).get(k) != v for k, v in metrics.items()):
             return [f"summary.json: the metrics of {split} are not the logged ones"]
     if summary["split"] and summary["metrics"] != summary["metrics_by_split"][summary["split"]]:
         return ["summary.json: the metrics are not the logged ones"]
-    found = atomic_files.folder_checksums(run.final)
-    if last is None or any(found.get(name) != crc for name, crc in last["final"].items()):
-        return ["final/ is not what the run wrote"]
-    trained, planned = last.get("invariance"), run.plan.invariance
-    if trained not in (None, planned):
-        return [f"plan.json says {planned}, and the run was trained as {trained}"]
+    plan, row = run.plan, log.phases[-1].last
+    trained = last.get("invariance", plan.invariance)
+    if trained != plan.invariance:
+        return [f"plan.json says {plan.invariance}, and the run was trained as {trained}"]
+    wanted = {"samples_seen": row.get("samples"), "tokens_seen": row.get("tokens"), "task": run.recipe.task}
+    wanted |= {"global_batch": run.recipe.batch_size, "world_size": plan.processes}
+    wanted |= {name: getattr(plan, name) for name in ("strategy", "precision", "invariance")}
+    if wrong := [name for name, value in wanted.items() if summary.get(name, value) != value]:
+        return [f"summary.json: {', '.join(wrong)} does not follow from recipe, plan and log"]
     return []
 
 
-def _final_row(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The last row of a finished run, with the checksums of final/; None where there is none."""
-    return next((r for r in reversed(rows) if "final" in r), None)
+def _final_problems(run: RunFolder, last: Mapping[str, Any]) -> list[str]:
+    recorded = last["final"]
+    old = any(isinstance(value, int) for value in recorded.values())
+    found = atomic_files.folder_checksums(run.final) if old else folder_digests(run.final)
+    changed = sorted(name for name in recorded if found.get(name) != recorded[name])
+    added = sorted(found.keys() - recorded.keys())
+    if changed:
+        return [f"final/ is not what the run wrote: {', '.join(changed)} is missing or changed"]
+    return [f"final/ holds what the run did not write: {', '.join(added)}"] if added else []
 
 
-def _chain_problems(rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
-    """Recompute the hash over all samples and compare it with every logged one."""
-    chain, step, phase = "", 0, None
-    for row in rows:
-        if "chain" not in row:
-            continue
-        if row["phase"] != phase:
-            chain, step, phase = "", 0, row["phase"]
-        while step < row["step"]:
-            chain, step = extend_chain(chain, sampler.batch(step)), step + 1
-        if row["chain"] != chain:
+def _ledger_problems(run: RunFolder, log: LogRecord, sampler: Sampler) -> list[str]:
+    """Steps of the ledger hold the recipe's samples; those that were promised are there."""
+    seen: dict[str, list[list[int]]] = {}
+    for row in read_ledger(run):
+        stretches = seen.setdefault(row.phase, [])
+        if stretches and row.step <= stretches[-1][1]:
+            return [f"the ledger: phase {row.phase}: step {row.step} stands after {stretches[-1][1]}"]
+        if stretches and row.step == stretches[-1][1] + 1:
+            stretches[-1][1] = row.step
+        else:
+            stretches.append([row.step, row.step])
+        expected = sampler.batch(row.step - 1)
+        if row.samples.tolist() != expected.tolist():
+            differing = sorted(set(row.samples.tolist()) ^ set(expected.tolist()))
             return [
-                f"phase {phase}, step {step}: the samples seen are not the recipe's ({row['chain']}, {chain})"
+                f"the ledger: phase {row.phase}, step {row.step}: not the recipe's samples {differing[:4]}"
             ]
-    return []
-
-
-def _ledger_problems(run: RunFolder, rows: list[dict[str, Any]], sampler: Sampler) -> list[str]:
-    ledger = atomic_files.read_jsonl(run.samples)
-    return _wrong_ledger_rows(ledger, sampler) or (
-        _missing_ledger_rows(ledger, rows) if run.options().ledger else []
-    )
-
-
-def _missing_ledger_rows(ledger: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
-    """Every logged step must be in the ledger, where it is written first."""
-    in_ledger = {r["phase"]: r["step"] for r in ledger}
-    logged = {r["phase"]: r["step"] for r in rows if "chain" in r}
     return [
-        f"samples.jsonl: phase {phase} ends at step {in_ledger.get(phase, 0)}, and in metrics.jsonl at {step}"
-        for phase, step in logged.items()
-        if in_ledger.get(phase, 0) < step
+        f"the ledger lacks steps of phase {phase} between {first} and {last}"
+        for phase, first, last in log.ledger or _promised_by_old_runs(run, log)
+        if not any(low <= first and high >= last for low, high in seen.get(phase, []))
     ]
 
 
-def _wrong_ledger_rows(ledger: list[dict[str, Any]], sampler: Sampler) -> list[str]:
-    """Steps must follow each other, with the samples of the recipe."""
-    step, phase = 0, None
-    for row in ledger:
-        step, phase = (step + 1 if row["phase"] == phase else 1), row["phase"]
-        if row["step"] != step:
-            return [f"samples.jsonl: phase {phase}: step {row['step']} stands where {step} should"]
-        expected = sampler.batch(step - 1).tolist()
-        if row["samples"] != expected:
-            differing = sorted(set(row["samples"]) ^ set(expected))
-            return [f"samples.jsonl: phase {phase}, step {step}: not the recipe's samples {differing[:4]}"]
-    return []
+def _promised_by_old_runs(run: RunFolder, log: LogRecord) -> list[tuple[str, int, int]]:
+    """Runs of older versions say only in run.json whether they keep a ledger."""
+    if not run.options().ledger or log.chains:
+        return []
+    return [(phase.schedule.name, 1, phase.step) for phase in log.phases if phase.step]

@@ -1,18 +1,22 @@
-"""Replay logged steps of a run under another plan, to compare losses and gradient norms."""
+"""Replays parts of a run under another plan: steps, the weights they give, held-out metrics, the export."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import atomic_files
+from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.runs.log_reader import rows_in
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.session import Session
+from isobatch.engine.verification.compare_export import compare_export
+from isobatch.engine.verification.compare_weights import compare_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from isobatch.core.plan import Plan
@@ -20,6 +24,56 @@ if TYPE_CHECKING:
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.active_phase import ActivePhase
+
+INITIAL = "the initial weights"
+BOUNDED = ("adamw", "adamw8bit", "paged-adamw8bit")
+"""Optimizers that move an element by about its learning rate a step at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive steps to redo."""
+
+    checkpoint: str
+    """Name of the checkpoint to start from; INITIAL for the weights before training."""
+    count: int
+    """Steps, fewer where the phase ends before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to redo under one plan. As JSON it goes to worker processes."""
+
+    windows: list[Window] = field(default_factory=list)
+    held_out: bool = False
+    """Whether to measure the held-out splits with the exported weights, and to export them again."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Job:
+        return cls([Window(**window) for window in values["windows"]], values["held_out"])
+
+
+@dataclass(slots=True)
+class Redone:
+    """What a job found. Each field is JSON."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """A dict for each redone step that is in the log: see `ReplayedStep`."""
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """What the task changed in its model in redone steps, as decisions.jsonl has it."""
+    covered: list[list[Any]] = field(default_factory=list)
+    """[phase, first step, last step] of each window, from 1."""
+    weights: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Checkpoint that a window reached -> how the redone weights differ: see `compare_weights`."""
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Held-out split -> its metrics."""
+    export: dict[str, Any] = field(default_factory=dict)
+    """How the new export differs from final/: see `compare_export`."""
+    foreign_noise: bool = False
+    """Whether the model draws from torch's own generators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +84,8 @@ class ReplayedStep:
     step: int
     start: str
     """Where the replay began: `the initial weights`, or a checkpoint's name."""
+    after: int
+    """Steps since then, with this one."""
     logged_loss: float
     loss: float
     logged_norm: float
@@ -45,6 +101,10 @@ class ReplayedStep:
         """Relative difference."""
         return abs(self.norm - self.logged_norm) / max(1e-12, abs(self.logged_norm))
 
+    def to_dict(self) -> dict[str, Any]:
+        differences = {"loss_difference": self.loss_difference, "norm_difference": self.norm_difference}
+        return {**dataclasses.asdict(self), **differences}
+
 
 def open_checked(folder: Path) -> SavedCheckpoint:
     """A checkpoint with all its checksums verified. Raises TrainingError where it is damaged."""
@@ -56,28 +116,38 @@ def open_checked(folder: Path) -> SavedCheckpoint:
 class Replay:
     """A session of a run's recipe under the caller's plan."""
 
-    def __init__(self, run: RunFolder, plan: Plan, recipe: Recipe | None = None) -> None:
-        """`recipe`: in place of the run's own."""
+    def __init__(
+        self,
+        run: RunFolder,
+        plan: Plan,
+        recipe: Recipe | None = None,
+        world: Communicator | None = None,
+    ) -> None:
+        """`recipe`: in place of the run's own. `world`: that of another replay in this process."""
         self.run = run
-        self.world = Communicator(plan)
+        self.world = world or Communicator(plan)
         self.session = Session(recipe or run.recipe, run.facts, plan, self.world)
 
     def load_trained(self) -> bool:
         """Load the best checkpoint's weights, or the newest's without early stopping; False without any."""
-        found = self._checkpoints()
-        if not found:
+        folder = self.trained()
+        if folder is None:
             return False
-        saved = open_checked(found[-1])
-        best = saved.state["judge"]["best_step"]
-        if saved.state["judge"]["patience"] and best:
-            phase = saved.state["progress"]["phase"]
-            saved = open_checked(self.run.checkpoints / checkpoint.checkpoint_name(phase, best))
+        saved = open_checked(folder)
         self.session.prepare_phase(self._schedule(saved), saved)
         portable_state.load_weights(saved, self.session.model)
         return True
 
-    def _checkpoints(self) -> list[Path]:
-        return checkpoint.list_checkpoints(self.run.checkpoints, self.session.phases)
+    def trained(self) -> Path | None:
+        """The checkpoint that is exported: the best, or the newest without early stopping."""
+        found = checkpoint.list_checkpoints(self.run.checkpoints, self.session.phases)
+        if not found:
+            return None
+        state = SavedCheckpoint(found[-1]).state
+        best = state["judge"]["best_step"]
+        if not state["judge"]["patience"] or not best:
+            return found[-1]
+        return self.run.checkpoints / checkpoint.checkpoint_name(state["progress"]["phase"], best)
 
     def _schedule(self, saved: SavedCheckpoint) -> PhaseSchedule:
         return self.session.schedule_of(saved.state["progress"]["phase"])
@@ -87,37 +157,83 @@ class Replay:
         with self.session:
             return self.session.evaluate(split)
 
-    def steps(self, count: int) -> list[ReplayedStep]:
-        """Replay `count` steps from the initial weights and from the last checkpoint before logged steps.
+    def redo(self, job: Job) -> Redone:
+        """Do a job. All ranks call this.
 
-        In this order, because loading a checkpoint overwrites the initial weights.
+        The initial weights come first, because loading a checkpoint overwrites them.
         """
-        rows = {
-            (r["phase"], r["step"]): r
-            for r in atomic_files.read_jsonl(self.run.metrics)
-            if "loss" in r and "lr" in r
-        }
-        with self.session as session:
+        redone = Redone()
+        with self.session:
+            for window in sorted(job.windows, key=lambda w: w.checkpoint != INITIAL):
+                self._redo_window(window, redone)
+            if job.held_out:
+                self._measure_held_out(redone)
+        return redone
+
+    def _redo_window(self, window: Window, redone: Redone) -> None:
+        session = self.session
+        if window.checkpoint == INITIAL:
             with session.phase(session.schedules[0]) as active:
-                replayed = _replay_steps(active, 0, count, rows, "the initial weights")
-            for folder in reversed(self._checkpoints()):
-                saved = open_checked(folder)
-                phase, step = saved.state["progress"]["phase"], int(saved.state["progress"]["step"])
-                if any((phase, later) in rows for later in range(step + 1, step + count + 1)):
-                    session.build_model()
-                    with session.phase(self._schedule(saved), saved) as active:
-                        return replayed + _replay_steps(active, step, count, rows, folder.name)
-        return replayed
+                self._redo_steps(active, 0, window, redone)
+            return
+        saved = open_checked(self.run.checkpoints / window.checkpoint)
+        schedule, step = self._schedule(saved), int(saved.state["progress"]["step"])
+        session.build_model()
+        with session.phase(schedule, saved) as active:
+            if step < schedule.steps:
+                self._redo_steps(active, step, window, redone, saved)
+                return
+        later = session.schedules[session.schedules.index(schedule) + 1 :]
+        for following in later[:1]:  # the phase has ended: the next one starts from its weights
+            with session.phase(following, None, saved.folder) as active:
+                self._redo_steps(active, 0, window, redone)
 
-
-def _replay_steps(
-    active: ActivePhase, start: int, count: int, rows: Mapping[tuple[str, int], Any], origin: str
-) -> list[ReplayedStep]:
-    """Run steps start..start+count-1 of a phase; those that are in the logged `rows` are returned."""
-    phase, replayed = active.schedule.name, []
-    for loaded in active.batches(start, min(start + count, active.schedule.steps)):
-        step, result = loaded.work.step + 1, active.step(loaded)
-        if (row := rows.get((phase, step))) is not None:
+    def _redo_steps(
+        self,
+        active: ActivePhase,
+        start: int,
+        window: Window,
+        redone: Redone,
+        origin: SavedCheckpoint | None = None,
+    ) -> None:
+        """Run steps start..start+count-1 of a phase, and compare with the log and the next checkpoint."""
+        schedule, rates = active.schedule, 0.0
+        stop = min(start + window.count, schedule.steps)
+        rows = self._logged(schedule.name, start, stop)
+        for loaded in active.batches(start, stop):
+            step, result = loaded.work.step + 1, active.step(loaded)
             loss, norm = sum(result.sums.read()[: len(result.names)]), result.norm.read()[0]
-            replayed.append(ReplayedStep(phase, step, origin, row["loss"], loss, row["grad_norm"], norm))
-    return replayed
+            if (row := rows.get(step)) is not None:
+                logged = row["loss"], loss, row["grad_norm"], norm
+                replayed = ReplayedStep(schedule.name, step, window.checkpoint, step - start, *logged)
+                redone.steps.append(replayed.to_dict())
+            if result.change is not None:
+                where = {"phase": schedule.name, "step": step, "decision": result.change.decision}
+                redone.changes.append({**where, **result.change.facts})
+            rates += result.rate
+            reached = checkpoint.checkpoint_name(schedule.name, step)
+            if (self.run.checkpoints / reached / "state.json").exists():
+                saved = SavedCheckpoint(self.run.checkpoints / reached)
+                bound = 2 * rates if self.run.recipe.optimizer in BOUNDED else None
+                redone.weights[reached] = compare_weights(active.strategy, saved, bound, origin, self.world)
+        redone.covered.append([schedule.name, start + 1, stop])
+        redone.foreign_noise |= bool(active.stepper.findings.foreign_noise)
+
+    def _logged(self, phase: str, start: int, stop: int) -> dict[int, dict[str, Any]]:
+        """Step -> its row, of the logged steps start+1..stop of a phase."""
+        rows = (row for row in rows_in(self.run.metrics) if "chain" in row and row["phase"] == phase)
+        return {row["step"]: row for row in rows if start < row["step"] <= stop}
+
+    def _measure_held_out(self, redone: Redone) -> None:
+        """Measure the exported weights on the held-out splits, and export them again."""
+        session, folder = self.session, self.trained()
+        if folder is None:
+            raise TrainingError("there is no checkpoint of the exported weights")
+        session.build_model()
+        with session.phase(self._schedule(saved := open_checked(folder)), saved):
+            for split in (s for s in HELD_OUT_SPLITS if s in session.splits):
+                redone.metrics[split] = session.evaluate(split)
+            if self.world.is_main:
+                model = session.gather_full_model(folder, saved.state["progress"]["phase"])
+                redone.export = compare_export(self.run, session.task, model, session.facts)
+            self.world.barrier()

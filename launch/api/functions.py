@@ -43,6 +43,10 @@ class Verification:
     """What is not as the recipe says, a sentence each."""
     steps: list[dict[str, Any]]
     """Each redone step: logged and redone loss and gradient norm, and their differences."""
+    unproven: list[str]
+    """What could not be checked though the level asks for it, a sentence each."""
+    coverage: str
+    """What was checked, in words."""
 
     def __bool__(self) -> bool:
         return self.verified
@@ -113,7 +117,8 @@ def verify(run: Run | str | Path, **options: Any) -> Verification:
     asked = VerifyOptions(**_known(options, (VerifyOptions,)))
     with preserve_process_state():
         report = verify_run(open_run(found.folder, asked.trust), asked, owns_process=False)
-    return Verification(report["verified"], report["problems"], report["steps"])
+    fields = ("verified", "problems", "steps", "unproven", "coverage")
+    return Verification(*(report[name] for name in fields))
 
 
 def _request(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
 from isobatch.engine import consent
+from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.api.recipe import Recipe
 
@@ -70,7 +70,7 @@ class Run:
     @property
     def history(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: a row per logged step and per evaluation."""
-        return atomic_files.read_jsonl(self._files.metrics)
+        return [row for row in rows_in(self._files.metrics) if "chain" in row or "split" in row]
 
     def model(self) -> nn.Module:
         """The trained model in evaluation mode, with weights of the best checkpoint, else of the newest.

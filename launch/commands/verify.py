@@ -1,4 +1,4 @@
-"""`verify`: checks a run's records and redoes logged steps."""
+"""`verify`: checks a run's records and redoes logged steps, or all of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from isobatch.launch.local.arguments import command_options, split_words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isobatch.engine.runs.run_folder import RunFolder
+
 
 def verify(words: Sequence[str]) -> int:
-    """Usage: verify RUN [--steps 3] [--processes N] [--strategy S] [--micro-batch M] [--data PATH] [--json]
+    """Usage: verify RUN [--level records|steps|full] [--steps 3] [--processes N] [--strategy S]
+    [--micro-batch M] [--data PATH] [--witness FILE] [--json]
 
-    Exit 3 on a difference.
+    Exit 3 on a difference, and where the level's proof is not complete.
     """
     from isobatch.launch.local.run_setup import open_run
     from isobatch.launch.local.verify_run import VerifyOptions, verify_run
@@ -26,11 +29,11 @@ def verify(words: Sequence[str]) -> int:
     options = command_options(flags, VerifyOptions, "verify")
     run = open_run(positional[0], options.trust)
     report = verify_run(run, options)
-    print(atomic_files.json_text(report) if options.json else _format_report(report, run.plan.invariance))
+    print(atomic_files.json_text(report) if options.json else _format_report(report, run))
     return DONE if report["verified"] else FAILED
 
 
-def _format_report(report: dict[str, Any], invariance: str) -> str:
+def _format_report(report: dict[str, Any], run: RunFolder) -> str:
     lines = []
     if report["steps"]:
         lines.append(
@@ -42,6 +45,10 @@ def _format_report(report: dict[str, Any], invariance: str) -> str:
             f" {r['logged_loss']:.6f},"
             f" difference {r['loss_difference']:.1e}; gradient norm {r['norm_difference']:.1e}"
         )
-    lines += [f"  {problem}" for problem in report["problems"]]
-    verdict = f"verified ({invariance})" if report["verified"] else "NOT what its recipe says"
+    lines += [f"  {problem}" for problem in (*report["problems"], *report["unproven"])]
+    lines.append(f"checked: {report['coverage']}")
+    if report["verified"]:
+        verdict = f"verified ({run.plan.invariance})" if run.has_plan else "verified"
+    else:
+        verdict = "NOT what its recipe says" if report["problems"] else "not proven"
     return "\n".join([*lines, f"{report['run']}: {verdict}"])

@@ -1,4 +1,4 @@
-"""Computes logged steps of a run again: in this process, or in worker processes under accelerate."""
+"""Redoes parts of a run for verify: in this process, or in worker processes under accelerate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
@@ -18,49 +18,57 @@ from isobatch.launch.local.run_setup import open_run
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.verification.replay import Job, Redone
+
+Jobs = list[tuple[Plan, "Job"]]
 
 
-def redo_steps(run: RunFolder, plan: Plan, steps: int, owns_process: bool = True) -> list[dict[str, Any]]:
-    """Redo `steps` steps from each starting point under another plan; a JSON object for each step.
+def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
+    """Do each job under its plan; all plans are of one world size.
 
     Raises RuntimeError where worker processes end without a result.
     """
-    if plan.processes == 1:
-        return _redo_here(run, plan, steps)
+    if jobs[0][0].processes == 1:
+        return _redo_here(run, jobs)
+    from isobatch.engine.verification.replay import Redone
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        task = {"run": str(run.folder.resolve()), "plan": plan.to_dict(), "steps": steps}
-        atomic_files.write_json(folder / "task.json", task)
+        asked = [{"plan": plan.to_dict(), "job": job.to_dict()} for plan, job in jobs]
+        atomic_files.write_json(folder / "task.json", {"run": str(run.folder.resolve()), "jobs": asked})
         code = launch_workers(
-            plan, TRAIN_SCRIPT, ["--redo", str(folder)], folder, forward_signals=owns_process
+            jobs[0][0], TRAIN_SCRIPT, ["--redo", str(folder)], folder, forward_signals=owns_process
         ).code
         if code != DONE or not (folder / "report.json").exists():
             sys.stderr.write((folder / "launcher.log").read_text(errors="replace")[-4000:])
-            raise RuntimeError(f"the {plan.processes} processes that redid the steps ended with {code}")
-        steps_redone: list[dict[str, Any]] = atomic_files.read_json(folder / "report.json")["steps"]
-        return steps_redone
+            raise RuntimeError(f"the {jobs[0][0].processes} processes that redid the steps ended with {code}")
+        return [Redone(**found) for found in atomic_files.read_json(folder / "report.json")["redone"]]
 
 
-def _redo_here(run: RunFolder, plan: Plan, steps: int, folder: Path | None = None) -> list[dict[str, Any]]:
-    """Redo the steps in this process group; with `folder` rank 0 writes them to report.json there."""
+def _redo_here(run: RunFolder, jobs: Jobs, folder: Path | None = None) -> list[Redone]:
+    """Do the jobs in this process group; with `folder` rank 0 writes what they found to report.json there."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from isobatch.engine.verification.replay import Replay
 
-    replay = Replay(run, plan)
-    rows = [
-        {**dataclasses.asdict(r), "loss_difference": r.loss_difference, "norm_difference": r.norm_difference}
-        for r in replay.steps(steps)
-    ]
-    if folder is not None and replay.world.is_main:
-        atomic_files.write_json(folder / "report.json", {"steps": rows})
-    replay.world.close()
-    replay.world.exit_process(DONE)
-    return rows
+    world, found = None, []
+    for plan, job in jobs:
+        replay = Replay(run, plan, world=world)
+        world = replay.world
+        found.append(replay.redo(job))
+    assert world is not None
+    if folder is not None and world.is_main:
+        atomic_files.write_json(folder / "report.json", {"redone": [dataclasses.asdict(r) for r in found]})
+    world.close()
+    world.exit_process(DONE)
+    return found
 
 
 def redo_task_file(folder: Path) -> int:
-    """In a worker process: redo the steps that task.json in `folder` asks for; writes report.json there."""
+    """In a worker process: do what task.json in `folder` asks for; writes report.json there."""
+    from isobatch.engine.verification.replay import Job
+
     task = atomic_files.read_json(folder / "task.json")
-    _redo_here(open_run(task["run"]), Plan.from_dict(task["plan"]), task["steps"], folder)
+    jobs = [(Plan.from_dict(asked["plan"]), Job.from_dict(asked["job"])) for asked in task["jobs"]]
+    _redo_here(open_run(task["run"]), jobs, folder)
     return DONE

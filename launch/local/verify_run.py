@@ -1,31 +1,40 @@
-"""Verifies a run against its recipe: its records, and logged steps redone with other micro-batches."""
+"""Verifies a run against its recipe: its records, steps redone under another plan, or all of it."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from isobatch.core.errors import TrainingError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import Plan, PlanOptions, StrategyChoice
 from isobatch.engine.planning.detect import detect
-from isobatch.engine.verification.audit import recipe_problems, record_problems
+from isobatch.engine.verification.audit import audit_records, recipe_problems
+from isobatch.engine.verification.proof import Proof, wrong_metrics
 from isobatch.engine.verification.tolerance import tolerances
-from isobatch.launch.local.redo_steps import redo_steps
+from isobatch.launch.local.redo_steps import redo
 from isobatch.launch.local.run_setup import TrustOptions, locate_data, plan_for_this_machine
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.verification.replay import Job, Redone
+
+Level = Literal["records", "steps", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions(TrustOptions):
     """Flags of `verify`."""
 
+    level: Level = "steps"
+    """records: data, samples of every step, logs and files agree; steps: also redo steps, those of the end
+    among them, and the held-out metrics; full: train all of it again and compare."""
     steps: Positive = 3
-    """Steps to redo from each starting point."""
+    """Least number of steps to redo from each starting point."""
     processes: Positive = 1
     """World size to redo them in."""
     strategy: StrategyChoice = "auto"
@@ -34,32 +43,118 @@ class VerifyOptions(TrustOptions):
     """Samples per micro-batch; by default half of what the run used."""
     data: str | None = None
     """Where the data lies now, if it has moved."""
+    witness: str | None = None
+    """The file in which a witness wrote the run's seals."""
     json: bool = False
     """One JSON object on standard output."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.witness is not None and not Path(self.witness).expanduser().is_file():
+            raise UserError(f"--witness {self.witness}: there is no such file")
 
 
 def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True) -> dict[str, Any]:
-    """A dict of `run`, `verified`, `problems` (a sentence each) and `steps` (each redone step as JSON).
+    """`Proof.to_dict()` with `run`, and `world_size` and `micro_batch_samples` where steps were redone.
 
-    Where steps were redone also `world_size` and `micro_batch_samples`. Raises UserError.
+    Raises UserError.
     """
-    report: dict[str, Any] = {"run": str(run.folder), "problems": recipe_problems(run), "steps": []}
-    if not report["problems"]:
+    proof = Proof(options.level, problems=recipe_problems(run))
+    report: dict[str, Any] = {"run": str(run.folder)}
+    if not proof.problems:
         locate_data(run, run.recipe, options.data)
-        report["problems"] = record_problems(run)
-    if not report["problems"]:
-        other_plan = _other_plan(run, options)
-        report |= {"world_size": other_plan.processes, "micro_batch_samples": other_plan.micro_batch_samples}
+        witness = Path(options.witness).expanduser() if options.witness else None
+        proof.audit = audit_records(run, witness)
+        proof.problems += proof.audit.problems
+        proof.covered += ["the witness saw the same"] if witness and not proof.problems else []
+    if not proof.problems and options.level != "records":
+        plan = _other_plan(run, options)
+        report |= {"world_size": plan.processes, "micro_batch_samples": plan.micro_batch_samples}
         try:
-            report["steps"] = redo_steps(run, other_plan, options.steps, owns_process)
-            report["problems"] = _differences(report["steps"], tolerances(run, other_plan, options.steps))
+            if options.level == "steps":
+                _verify_steps(run, options, plan, proof, owns_process)
+            else:
+                _verify_all(run, options, plan, proof, owns_process)
         except TrainingError as error:
-            report["problems"] = [str(error)]
-    report["verified"] = not report["problems"]
-    return report
+            proof.problems.append(str(error))
+    return {**report, **proof.to_dict()}
+
+
+def _verify_steps(
+    run: RunFolder, options: VerifyOptions, plan: Plan, proof: Proof, owns_process: bool
+) -> None:
+    """Redo steps under another plan; those of the end, and what follows from them, under the run's own."""
+    from isobatch.engine.verification.choose_windows import closing_window, other_windows
+    from isobatch.engine.verification.replay import Job
+
+    log = proof.audit.log
+    assert log is not None
+    closing, finished = closing_window(log), run.status() == "done"
+    if finished and (missing := _missing_checkpoint(run, proof)):
+        proof.unproven.append(missing)
+    ending = Job([closing] if closing and not proof.unproven else [], finished and not proof.unproven)
+    own = _own_plan(run, options)
+    jobs = [(plan, Job(other_windows(run, log, options.steps)))]
+    jobs.append((own or plan, ending))
+    found = redo(run, jobs, owns_process)
+    for (used, _), redone in zip(jobs, found, strict=True):
+        proof.add(redone, partial(tolerances, run, used))
+    if not proof.steps:
+        proof.unproven.append("no logged step could be redone: none follows the start or a checkpoint")
+    _judge_ending(run, proof, found, jobs[-1])
+
+
+def _missing_checkpoint(run: RunFolder, proof: Proof) -> str:
+    """A checkpoint without which the end of a finished run cannot be redone; empty where all are there."""
+    from isobatch.engine.verification.choose_windows import closing_window
+
+    log = proof.audit.log
+    assert log is not None
+    assert log.final is not None
+    last = log.phases[-1]
+    end = f"{last.schedule.name}-{last.step}"
+    closing = closing_window(log)
+    needed = [log.final.get("exported", end), end, *([closing.checkpoint] if closing else [])]
+    gone = [name for name in needed if not (run.checkpoints / name / "state.json").is_file()]
+    return f"the checkpoint {gone[0]} is missing: final/ was compared with nothing" if gone else ""
+
+
+def _judge_ending(run: RunFolder, proof: Proof, found: list[Redone], ending: tuple[Plan, Job]) -> None:
+    """Whether the weights of the end follow from the steps before, final/ and the metrics from them."""
+    log, (plan, job), redone = proof.audit.log, ending, found[-1]
+    assert log is not None
+    end = f"{log.phases[-1].schedule.name}-{log.phases[-1].step}"
+    for weights in [r.weights[end] for r in found if end in r.weights][-1:]:
+        how = f"within {weights['largest']:.0e}" if weights["different"] else "bit for bit"
+        proof.covered.append(f"final weights reproduced {how}")
+    draws_noise = any(r.foreign_noise for r in found)
+    if proof.steps and run.recipe.noise == "keyed" and draws_noise != (run.plan.invariance == "noise"):
+        proof.problems.append(f"plan.json says {run.plan.invariance}: the model's noise says otherwise")
+    if not job.held_out:
+        proof.covered += [] if run.status() == "done" else [f"the run is {run.status()}, not finished"]
+        return
+    wrong = redone.export["differing"]
+    proof.problems += [f"final/{name} is not the export of the last weights" for name in wrong]
+    proof.problems += wrong_metrics(run, log.splits, redone, tolerances(run, plan)[0])
+    if redone.metrics:
+        proof.covered.append("held-out metrics recomputed")
+
+
+def _verify_all(run: RunFolder, options: VerifyOptions, plan: Plan, proof: Proof, owns_process: bool) -> None:
+    """Train all of it again; where that does not give final/ bit for bit, its end has to be redone, too."""
+    from isobatch.launch.local.replay_in_full import replay_in_full
+
+    if not replay_in_full(run, _own_plan(run, options) or plan, proof, owns_process):
+        _verify_steps(run, options, plan, proof, owns_process)
+
+
+def _own_plan(run: RunFolder, options: VerifyOptions) -> Plan | None:
+    """The run's own plan, if it can be had here as it was: then the same steps give the same bits."""
+    plan = run.plan
+    same_world = plan.processes == options.processes and options.strategy in ("auto", plan.strategy)
+    if not same_world or plan.compile != "off" or plan.device != detect().kind:
+        return None
+    return plan
 
 
 def _other_plan(run: RunFolder, options: VerifyOptions) -> Plan:
@@ -77,14 +172,3 @@ def _other_plan(run: RunFolder, options: VerifyOptions) -> Plan:
     )
     new_plan = plan_for_this_machine(run.recipe, run.facts, plan_options)
     return dataclasses.replace(new_plan, reduction="explicit")
-
-
-def _differences(rows: list[dict[str, Any]], largest: tuple[float, float]) -> list[str]:
-    loss, norm = largest
-    if not rows:
-        return ["no logged step could be redone: metrics.jsonl has none after the start or a checkpoint"]
-    return [
-        f"phase {r['phase']}, step {r['step']}: loss {r['loss']:.6f} redone, {r['logged_loss']:.6f} logged"
-        for r in rows
-        if not (r["loss_difference"] <= loss and r["norm_difference"] <= norm)
-    ]

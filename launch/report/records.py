@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
+from isobatch.engine.runs.log_reader import thinned_rows
 from isobatch.models.protocols import Reports, TaskReport
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def report_of(run: RunFolder) -> TaskReport | None:
 
 def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
     """Run, task, the fields of its summary, `training` and `evaluations` (columns), `reported` (rows)."""
-    summary = run.summary() or {}
-    rows = [row for row in atomic_files.read_jsonl(run.metrics) if _is_placed(row)]
-    steps, curves = [r for r in rows if "lr" in r], report.curves if report else ()
-    starts = _phase_starts(steps)
+    summary, curves = run.summary() or {}, report.curves if report else ()
+    wanted = ("seal", "split", *(report.reported if report else ()))  # phases end with a seal
+    rows = [row for row in thinned_rows(run.metrics, 4 * POINTS, wanted) if _is_placed(row)]
+    steps, starts = [r for r in rows if "lr" in r], _phase_starts(rows)
     return {
         "run": printable(run.folder.name),
         "task": printable(run.recipe.task),
@@ -55,9 +55,11 @@ def _is_placed(row: dict[str, Any]) -> bool:
     return isinstance(row.get("phase"), str) and isinstance(row.get("step"), int)
 
 
-def _phase_starts(steps: list[dict[str, Any]]) -> dict[str, int]:
+def _phase_starts(rows: list[dict[str, Any]]) -> dict[str, int]:
     """Phase -> steps of the phases before it."""
-    last = {row["phase"]: row["step"] for row in steps}
+    last: dict[str, int] = {}
+    for row in rows:
+        last[row["phase"]] = max(last.get(row["phase"], 0), row["step"])
     return {phase: sum(list(last.values())[:place]) for place, phase in enumerate(last)}
 
 

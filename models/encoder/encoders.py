@@ -164,6 +164,7 @@ def write_layer_sizes(model: Any, folder: Path) -> None:
         return
     architecture = modeling_pruned.CLASSES[model_type].__name__
     class_path = f"{Path(modeling_pruned.__file__).stem}.{architecture}"
+    config.pop("allow_global_per_layer_attribute_access", None)  # what ran before it may have set it
     config |= {
         "per_layer_config": changed_layers,
         "architectures": [architecture],

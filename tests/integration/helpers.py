@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core.package import own_command
+from isobatch.engine.runs.ledger import read_ledger
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.tests.zygote import Zygote
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +58,14 @@ def command(
 
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def ledger(run: Path) -> list[dict[str, Any]]:
+    """Phase, step and samples of every step in the ledger."""
+    return [
+        {"phase": one.phase, "step": one.step, "samples": one.samples.tolist()}
+        for one in read_ledger(RunFolder(run))
+    ]
 
 
 def losses(run: Path) -> list[float]:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, BertTokenizerFast, GPT2Config, GPT2LMHea
 from isobatch.core.package import own_command
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.report import command
-from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
+from isobatch.tests.integration.helpers import furthest, launch, ledger, losses, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,7 +115,7 @@ def test_processes_learn_the_same_end_to_end_and_every_sample_once_an_epoch(home
     assert done.returncode == 0, done.stderr
     one, two = home / "runs" / "asked", home / "runs" / "two"
     assert furthest(losses(one)[:20], losses(two)[:20]) < 1e-5
-    epoch = [n for row in rows(two, "samples.jsonl")[:6] for n in row["samples"]]
+    epoch = [n for row in ledger(two)[:6] for n in row["samples"]]
     assert sorted(epoch) == list(range(46))
     assert summary(two)["padding_fraction"] == 0 < summary(one)["padding_fraction"]
     verified = launch("verify", str(two), cwd=home)

@@ -13,8 +13,8 @@ from isobatch.tests.integration.helpers import (
     command,
     furthest,
     launch,
+    ledger,
     losses,
-    rows,
     summary,
     warm_python,
 )
@@ -63,7 +63,7 @@ def test_same_losses_under_every_launcher(launcher: str, alone: Path, tmp_path: 
     run = tmp_path / "runs" / "run"
     assert summary(run)["world_size"] == (1 if launcher == "plain" else 2)
     assert furthest(losses(run), losses(alone)) < 1e-5
-    assert rows(run, "samples.jsonl") == rows(alone, "samples.jsonl")
+    assert ledger(run) == ledger(alone)
     # One run, not one per process.
     assert [p.name for p in run.parent.iterdir()] == ["run"]
 

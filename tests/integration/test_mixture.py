@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
+from isobatch.tests.integration.helpers import furthest, launch, ledger, losses, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +66,7 @@ def test_the_shares_are_those_asked_for_and_no_sample_comes_twice_before_all_cam
     facts = json.loads((home / "runs" / "one" / "facts.json").read_text())
     sizes = [one["samples"]["train"] for one in facts["extra"]["sets"]]
     borders = [sum(sizes[: k + 1]) for k in range(3)]
-    seen = [n for row in rows(home / "runs" / "one", "samples.jsonl") for n in row["samples"]]
+    seen = [n for row in ledger(home / "runs" / "one") for n in row["samples"]]
     sets = [next(k for k, border in enumerate(borders) if n < border) for n in seen]
     for k, share in enumerate(map(float, SHARES.split(","))):
         assert sets.count(k) / len(seen) == pytest.approx(share, abs=0.03)
@@ -78,7 +78,7 @@ def test_processes_mix_the_same(home: Path) -> None:
     done = launch(*TASK, *FLAGS, *MORE, "--processes", "2", "--name", "two", "--again", cwd=home)
     assert done.returncode == 0, done.stderr
     one, two = home / "runs" / "one", home / "runs" / "two"
-    assert rows(one, "samples.jsonl") == rows(two, "samples.jsonl")
+    assert ledger(one) == ledger(two)
     assert furthest(losses(one)[:20], losses(two)[:20]) < 1e-5
     verified = launch("verify", str(two), cwd=home)
     assert verified.returncode == 0, verified.stdout + verified.stderr

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing.checkpoint import list_checkpoints
-from isobatch.tests.integration.helpers import ROOT, rows, summary
+from isobatch.tests.integration.helpers import ROOT, ledger, rows, summary
 from isobatch.tests.zygote import Zygote
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def test_old_runs_resume_to_the_same_numbers(
     done = isobatch("resume", f"runs/{name}", *cut, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert summary(run)["resumed_from"] == checkpoint
-    assert (run / "samples.jsonl").read_text() == (old / "samples.jsonl").read_text()
-    assert saved_checkpoints(run) == saved_checkpoints(old)
+    assert ledger(run) == ledger(old)
+    assert set(saved_checkpoints(old)) <= set(saved_checkpoints(run))  # and the one before the end
 
     same_machine = is_machine_of_old_runs(run)
     compare_metrics(old, run, same_machine)
@@ -126,7 +126,8 @@ def saved_checkpoints(run: Path) -> list[str]:
 def compare_metrics(old: Path, run: Path, same_machine: bool) -> None:
     """Every row of metrics.jsonl, without what no two runs agree in."""
     tolerance = ROUNDING_OF_LEVELS if run.name == "qat" else ROUNDING
-    for before, after in zip(rows(old), rows(run), strict=True):
+    found = [row for row in rows(run) if row.keys() - {"phase", "step", "seal", "checkpoint", "digest"}]
+    for before, after in zip(rows(old), found, strict=True):
         wanted = {k: v for k, v in before.items() if k not in ("seal", "final") and not k.endswith(MEASURED)}
         found = {k: after.get(k) for k in wanted}  # the first step after a start may log lora_grad_norm too
         assert found == (wanted if same_machine else approximately(wanted, tolerance))

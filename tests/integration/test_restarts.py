@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from isobatch.core.package import own_command
-from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
+from isobatch.tests.integration.helpers import ROOT, furthest, launch, ledger, losses, rows, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def whole(run: Path, expected: list[float]) -> None:
     """Done, with the expected losses, and every sample in its place."""
     assert summary(run)["status"] == "done"
     assert furthest(losses(run), expected) < 1e-5
-    assert [r["step"] for r in rows(run, "samples.jsonl")] == list(range(1, len(expected) + 1))
+    assert [r["step"] for r in ledger(run)] == list(range(1, len(expected) + 1))
     assert launch("verify", str(run), cwd=run).returncode == 0
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.core.package import own_command
-from isobatch.tests.integration.helpers import RAGGED, furthest, launch, losses, rows, summary
+from isobatch.tests.integration.helpers import RAGGED, furthest, launch, ledger, losses, rows, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,9 +73,9 @@ def test_kills_change_nothing(kills: int, undisturbed: Path, tmp_path: Path) -> 
     done = launch("resume", str(run), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert summary(run)["resumed_from"].startswith("train-")
-    assert (run / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
-    ledger = rows(run, "samples.jsonl")
-    for _, epoch in itertools.groupby(ledger, key=lambda r: (r["step"] - 1) // 4):
+    assert (run / "samples.bin").read_bytes() == (undisturbed / "samples.bin").read_bytes()
+    kept = ledger(run)
+    for _, epoch in itertools.groupby(kept, key=lambda r: (r["step"] - 1) // 4):
         assert Counter(s for r in epoch for s in r["samples"]) == dict.fromkeys(range(93), 1)
     assert (run / "final/model.safetensors").read_bytes() == (
         undisturbed / "final/model.safetensors"
@@ -103,7 +103,7 @@ def test_stopped_on_two_processes_and_resumed_on_one(undisturbed: Path, tmp_path
     assert done.returncode == 0, done.stderr
     assert summary(run)["resumed_from"] == f"train-{stopped_at}"
     assert summary(run)["world_size"] == 1
-    assert (run / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
+    assert (run / "samples.bin").read_bytes() == (undisturbed / "samples.bin").read_bytes()
     assert furthest(losses(run), losses(undisturbed)) < 1e-4
 
 

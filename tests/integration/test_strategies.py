@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.benchmarks.quality import strategies
-from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary, warm_python
+from isobatch.tests.integration.helpers import (
+    ROOT,
+    furthest,
+    launch,
+    ledger,
+    losses,
+    rows,
+    summary,
+    warm_python,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +66,7 @@ def test_from_a_laptop_to_zero_and_back(tmp_path: Path) -> None:
     assert launch("resume", str(run), "--processes", "1", "--quiet", cwd=tmp_path).returncode == 0
     assert (summary(run)["world_size"], summary(run)["resumed_from"]) == (1, "train-20")
     assert furthest(losses(run), losses(tmp_path / "runs" / "whole")) < 1e-4
-    assert [r["step"] for r in rows(run, "samples.jsonl")] == list(range(1, 31))
+    assert [r["step"] for r in ledger(run)] == list(range(1, 31))
     assert launch("verify", str(run), cwd=tmp_path).returncode == 0
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
+from isobatch.tests.integration.helpers import furthest, launch, ledger, losses, rows, summary
 from isobatch.tests.slurm.nodes import TASKS, Cluster, Job, ranks
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ SAMPLES, BATCH = 64, 8
 
 def refuse_loss_or_repeat(run: Path, steps: int) -> None:
     """By the ledger: every step once and in order, every sample once an epoch."""
-    ledger = [r for r in rows(run, "samples.jsonl") if "samples" in r]
-    assert [r["step"] for r in ledger] == list(range(1, steps + 1))
+    kept = ledger(run)
+    assert [r["step"] for r in kept] == list(range(1, steps + 1))
     assert len(losses(run)) == steps
     for first in range(0, steps - SAMPLES // BATCH + 1, SAMPLES // BATCH):
-        epoch = [s for r in ledger[first : first + SAMPLES // BATCH] for s in r["samples"]]
+        epoch = [s for r in kept[first : first + SAMPLES // BATCH] for s in r["samples"]]
         assert sorted(epoch) == list(range(SAMPLES))
 
 

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import math
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.engine.checkpointing import checkpoint, portable_state
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
+from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.loading.sampler import extend_chain
+from isobatch.engine.optimization.early_stopping import EarlyStopping
+from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.metrics_log import SEAL, MetricsLog, seal_row
+from isobatch.engine.runs.ledger import Ledger, LedgerStep, read_ledger
+from isobatch.engine.runs.log_reader import rows_in
+from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.runs.witness import WITNESS
 from isobatch.engine.training.session import make_sampler
-from isobatch.engine.verification.audit import recipe_problems, record_problems
+from isobatch.engine.verification.audit import audit_records, recipe_problems
+from isobatch.tests.forgery import reseal
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -32,131 +48,179 @@ STEPS = 9  # two epochs of 4 steps (93 samples in batches of 24), and one
 def run(tmp_path: Path) -> RunFolder:
     """A run folder with the records of a training that never was."""
     chosen = workload(f"{TASK}:RaggedLM")
-    recipe, _ = chosen.complete({"steps": STEPS})
+    recipe, _ = chosen.complete({"steps": STEPS, "warmup": "0"})
     task, data = chosen.make(recipe)
     facts = prepare(data)
     made = RunFolder.create(tmp_path / "a run", recipe, facts, RunOptions())
     sampler = make_sampler(recipe, data.open(Path(facts.folder), "train"), task.cohort)
+    (schedule,) = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
     journal = MetricsLog(made, writes=True, every=2, ledger=True)
-    link = ""
+    journal.begin(["train"])
+    link, seen = "", 0
     for step in range(STEPS):
         samples = sampler.batch(step)
-        link = extend_chain(link, samples)
-        row = {"phase": "train", "step": step + 1, "loss": 4.0 - 0.1 * step, "lr": 1e-3, "chain": link}
-        journal.log_step(row, samples)
+        link, seen = extend_chain(link, samples), seen + len(samples)
+        rate = learning_rate(recipe, schedule.lr, step, STEPS, schedule.steps_per_epoch)
+        row = {"phase": "train", "step": step + 1, "loss": 4.0 - 0.1 * step, "lr": rate, "chain": link}
+        journal.log_step({**row, "samples": seen, "tokens": 7 * seen}, samples)
         if step % 4 == 3:
             journal.log_metrics({"phase": "train", "step": step + 1, "split": "valid", "loss": 3.9})
     journal.flush_skipped()
-    checkpoint = made.checkpoints / "train-9"
-    checkpoint.mkdir(parents=True)
-    state = {"recipe_hash": recipe.hash(), "fingerprint": facts.fingerprint}
-    state["progress"] = {"phase": "train", "step": 9}
-    atomic_files.write_json(checkpoint / "state.json", state)
+    logs = journal.seal("train", STEPS)
+    judge = EarlyStopping("min", best=3.9, best_step=4, waited=1).to_dict()
+    progress = {"phase": "train", "step": STEPS, "chain": link, "samples": seen}
+    state = {"recipe_hash": recipe.hash(), "fingerprint": facts.fingerprint, "progress": progress}
+    save(made, {**state, "logs": logs, "judge": judge})
+    digest = recorded_digest(made.checkpoints / "train-9")
+    journal.log_metrics({"phase": "train", "step": STEPS, "checkpoint": "train-9", "digest": digest})
+    journal.seal("train", STEPS)
     return made
 
 
-def found_in(run: RunFolder, problems: Callable[[RunFolder], list[str]] = record_problems) -> list[str]:
+def save(run: RunFolder, state: dict[str, Any]) -> None:
+    """A checkpoint of one weight."""
+    world: Any = SimpleNamespace(
+        rank=0, size=1, is_main=True, device=torch.device("cpu"), barrier=lambda: None
+    )
+    world.all_gather_objects = lambda value: [value]
+    share = portable_state.rank_share({"weight/a": torch.ones(3)}, 0, 1)
+    checkpoint.save(run.checkpoints / "train-9", share, state, world)
+
+
+def found_in(run: RunFolder, witness: Path | None = None) -> list[str]:
     """Problems of the files as they are now."""
-    return problems(RunFolder(run.folder))
+    return audit_records(RunFolder(run.folder), witness).problems
 
 
-def change(path: Path, edit: Callable[[list[dict[str, Any]]], Any]) -> None:
-    rows = atomic_files.read_jsonl(path)
+def change(run: RunFolder, edit: Callable[[list[dict[str, Any]]], Any], sealed: bool = False) -> None:
+    """Edit the rows of the log; `sealed`: and seal them again, as a forger would who knows the code."""
+    rows = list(rows_in(run.metrics))
     edit(rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def reseal(rows: list[dict[str, Any]]) -> None:
-    """As a forger would who knows the code."""
-    before = ""
-    for row in rows:
-        before = row[SEAL] = seal_row(before, row)
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if sealed:
+        reseal(run)
 
 
 def test_true_records_have_no_problems(run: RunFolder) -> None:
-    assert [r["step"] for r in atomic_files.read_jsonl(run.metrics) if "split" not in r] == [1, 2, 4, 6, 8, 9]
+    assert [r["step"] for r in rows_in(run.metrics) if "chain" in r] == [1, 2, 4, 6, 8, 9]
     assert found_in(run) == []
 
 
 def test_a_loss_made_better_is_found(run: RunFolder) -> None:
-    change(run.metrics, lambda rows: rows[2].update(loss=1.0))
-    assert found_in(run) == ["metrics.jsonl was changed at or before phase train, step 4"]
+    change(run, lambda rows: rows[2].update(loss=1.0))
+    assert found_in(run) == ["metrics.jsonl was changed at or before phase train, step 9"]
 
 
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_row_left_out_is_found(run: RunFolder, place: int) -> None:
-    change(run.metrics, lambda rows: rows.pop(place))
-    assert "metrics.jsonl was changed at or before" in found_in(run)[0]
+    change(run, lambda rows: rows.pop(place))
+    assert found_in(run)
 
 
-def test_rows_in_another_order_are_found(run: RunFolder) -> None:
-    change(run.metrics, lambda rows: rows.insert(1, rows.pop(2)))
-    assert "metrics.jsonl was changed at or before" in found_in(run)[0]
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (lambda rows: rows.pop(2), "metrics.jsonl lacks phase train, step 4"),
+        (lambda rows: rows.pop(3), "metrics.jsonl lacks the evaluation after phase train, step 4"),
+        (lambda rows: rows.insert(1, rows.pop(2)), "metrics.jsonl lacks phase train, step 2"),
+        (lambda rows: rows.insert(2, rows[1]), "metrics.jsonl: phase train: step 2 stands after step 2"),
+        (lambda rows: rows[1].update(lr=1.0), "phase train, step 2: lr is 1.0, and by the recipe "),
+        (lambda rows: rows[1].update(samples=1), "phase train, step 2: samples is 1, and by the recipe 48"),
+        (lambda rows: rows[1].update(loss=math.nan), "phase train, step 2: the loss or the gradient norm"),
+        (lambda rows: rows[1].update(chain="0" * 16), "phase train, step 2: the samples seen are not"),
+        (lambda rows: rows[0].update(phase="other"), "metrics.jsonl: phase other is not the recipe's"),
+    ],
+)
+def test_what_does_not_follow_from_the_recipe_is_found_even_under_true_seals(
+    run: RunFolder, edit: Callable[[list[Any]], Any], problem: str
+) -> None:
+    change(run, edit, sealed=True)
+    (found,) = found_in(run)
+    assert found.startswith(problem)
 
 
-def test_other_samples_are_found_even_under_a_true_seal(run: RunFolder) -> None:
-    def edit(rows: list[dict[str, Any]]) -> None:
-        rows[3]["chain"] = "0" * 16
-        reseal(rows)
+def test_a_line_that_is_no_row_is_found(run: RunFolder) -> None:
+    with run.metrics.open("a") as stream:
+        stream.write("no row\n")
+    assert found_in(run) == ["metrics.jsonl holds lines that no run wrote"]
 
-    change(run.metrics, edit)
-    (problem,) = found_in(run)
-    assert problem.startswith("phase train, step ")
-    assert "the samples seen are not the recipe's" in problem
+
+def test_a_witness_finds_a_log_that_was_sealed_again(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    witness = tmp_path / "witness"
+    monkeypatch.setenv(WITNESS, str(witness))
+    change(run, lambda rows: None, sealed=True)
+    assert found_in(run, witness) == []
+    monkeypatch.delenv(WITNESS)
+    change(run, lambda rows: rows[2].update(loss=1.0), sealed=True)
+    assert found_in(run) == []
+    (problem,) = found_in(run, witness)
+    assert problem == "metrics.jsonl is not what the witness saw at or before phase train, step 9"
+    witness.write_text("")
+    assert found_in(run, witness)[0].endswith(f"holds no line about recipe {run.recipe.hash()}")
 
 
 def test_the_ledger_is_compared_with_the_sampler(run: RunFolder) -> None:
-    row = atomic_files.read_jsonl(run.samples)[4]
-    other = (row["samples"][0] + 1) % 93
+    steps = list(read_ledger(run))
+    steps[4].samples[0] = (steps[4].samples[0] + 1) % 93
+    write_ledger(run, steps)
+    assert found_in(run)[0].startswith("the ledger: phase train, step 5: not the recipe's samples [")
+    steps[4].samples[0] = (steps[4].samples[0] - 1) % 93
+    steps[4].samples[:] = steps[4].samples[::-1].copy()
+    write_ledger(run, steps)
+    assert found_in(run)[0].startswith("the ledger: phase train, step 5: ")  # the order counts too
+
+
+@pytest.mark.parametrize("kept", [STEPS - 1, 3, 0])
+def test_a_ledger_without_its_end_is_found(run: RunFolder, kept: int) -> None:
+    write_ledger(run, list(read_ledger(run))[:kept])
+    assert found_in(run) == ["the ledger lacks steps of phase train between 1 and 9"]
+    change(run, lambda rows: rows[0].update(ledger=False), sealed=True)
+    assert found_in(run) == []  # a run that keeps no ledger may have the beginning of one
+
+
+def test_a_ledger_begun_by_a_resumed_run_is_whole(run: RunFolder) -> None:
+    write_ledger(run, list(read_ledger(run))[4:])
 
     def edit(rows: list[dict[str, Any]]) -> None:
-        rows[4]["samples"][0] = other
+        rows[0]["ledger"] = False
+        rows[4] |= {"log_every": 2, "ledger": True}
 
-    change(run.samples, edit)
-    assert found_in(run)[0].startswith("samples.jsonl: phase train, step 5: not the recipe's samples [")
-    change(run.samples, lambda rows: rows[4].update(samples=row["samples"][::-1]))
-    assert found_in(run)[0].startswith("samples.jsonl: phase train, step 5: ")  # the order counts too
+    change(run, edit, sealed=True)
+    assert found_in(run) == []
 
 
-@pytest.mark.parametrize(("kept", "end"), [(STEPS - 1, 8), (3, 3), (0, 0)])
-def test_a_ledger_without_its_end_is_found(run: RunFolder, kept: int, end: int) -> None:
-    def cut(rows: list[dict[str, Any]]) -> None:
-        del rows[kept:]
-
-    change(run.samples, cut)
-    assert found_in(run) == []  # a run that keeps no ledger may have the beginning of one
-    atomic_files.write_json(run.folder / "run.json", {"ledger": True})
-    wanted = f"samples.jsonl: phase train ends at step {end}, and in metrics.jsonl at 9"
-    assert found_in(run) == [wanted]
+def write_ledger(run: RunFolder, steps: list[LedgerStep]) -> None:
     run.samples.unlink()
-    assert found_in(run) == [wanted.replace(f"step {end},", "step 0,")]
+    for one in steps:
+        Ledger(run.samples).append(one.phase, one.step, one.samples)
 
 
 def test_a_step_is_in_the_ledger_before_it_is_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
-    monkeypatch.setattr(MetricsLog, "_append", lambda self, path, row: written.append(path.name))
+    monkeypatch.setattr(MetricsLog, "_append", lambda self, path, row: written.append(path.name) or b"")
+    monkeypatch.setattr(Ledger, "append", lambda self, *_: written.append(self.path.name))
     journal = MetricsLog(RunFolder(tmp_path), writes=True, ledger=True)
     journal.log_step({"phase": "train", "step": 1}, np.arange(3))
-    assert written == ["samples.jsonl", "metrics.jsonl"]
+    assert written == ["samples.bin", "metrics.jsonl"]
 
 
 def done(run: RunFolder, invariance: str = "exact") -> None:
     """The end of a run: final/ and its row, the plan and a summary."""
     run.final.mkdir()
-    (run.final / "model.safetensors").write_bytes(b"weights")
-    end = {
-        "phase": "train",
-        "step": STEPS,
-        "final": atomic_files.folder_checksums(run.final),
-        "invariance": invariance,
-    }
-    change(run.metrics, lambda rows: rows.append({**end, SEAL: seal_row(rows[-1][SEAL], end)}))
-    valid = {"loss": 3.9}
-    summary = {"status": "done", "steps": STEPS, "split": "valid", "metrics": valid}
-    atomic_files.write_json(run.folder / "summary.json", {**summary, "metrics_by_split": {"valid": valid}})
-    run.write_plan(plan())
+    save_file({"w": torch.ones(2)}, run.final / "model.safetensors")
+    valid, made = {"loss": 3.9}, plan(invariance=invariance)
+    samples = next(r["samples"] for r in reversed(list(rows_in(run.metrics))) if "samples" in r)
+    summary = {"status": "done", "steps": STEPS, "split": "valid", "metrics": valid, "samples_seen": samples}
+    summary |= {"metrics_by_split": {"valid": valid}, "invariance": invariance}
+    end = {"phase": "train", "step": STEPS, "final": folder_digests(run.final), "invariance": invariance}
+    seal = {"phase": "train", "step": STEPS, SEAL: ""}
+    change(run, lambda rows: rows.extend([{**end, "summary": summary}, seal]), sealed=True)
+    atomic_files.write_json(run.folder / "summary.json", summary)
+    run.write_plan(made)
 
 
 def test_a_finished_run_has_no_problems(run: RunFolder) -> None:
@@ -173,16 +237,53 @@ def test_a_run_that_ended_is_done(run: RunFolder, status: str | None) -> None:
         atomic_files.write_json(run.folder / "summary.json", {**(run.summary() or {}), "status": status})
     state = status or "unfinished"
     assert found_in(run) == [f"metrics.jsonl says that the run is done, and summary.json that it is {state}"]
-    MetricsLog(run, writes=True).truncate_after(
-        ["train"], "train", STEPS
-    )  # resumed, it has not ended any more
+    logs = SavedCheckpoint(run.checkpoints / "train-9").state["logs"]
+    MetricsLog(run, writes=True).resume(logs, ["train"], "train", STEPS)  # it has not ended any more
     assert found_in(run) == []
 
 
 def test_a_plan_made_looser_or_stricter_is_found(run: RunFolder) -> None:
     done(run, "noise")
+    run.write_plan(plan())
     assert found_in(run) == ["plan.json says exact, and the run was trained as noise"]
     run.write_plan(plan(invariance="noise"))
+    assert found_in(run) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("metrics", {"loss": 1.0}, "summary.json: metrics differs from what was logged"),
+        ("samples_seen", 1, "summary.json: samples_seen differs from what was logged"),
+        ("better", True, "summary.json: better differs from what was logged"),
+    ],
+)
+def test_a_summary_that_was_not_logged_is_found(run: RunFolder, name: str, value: Any, problem: str) -> None:
+    done(run)
+    summary = {**(run.summary() or {}), name: value}
+    atomic_files.write_json(run.folder / "summary.json", summary)
+    assert found_in(run) == [problem]
+    change(run, lambda rows: rows[-2].update(summary=summary), sealed=True)
+    assert bool(found_in(run)) == (name != "better")  # nothing else says what that is
+
+
+@pytest.mark.parametrize("forge", ["add", "change", "remove"])
+def test_files_of_final_that_the_run_did_not_write_are_found(run: RunFolder, forge: str) -> None:
+    done(run)
+    weights = run.final / "model.safetensors"
+    if forge == "add":
+        (run.final / "evil.py").write_text("print('hello')")
+    elif forge == "change":
+        save_file({"w": torch.zeros(2)}, weights)
+    else:
+        weights.unlink()
+    (problem,) = found_in(run)
+    assert problem.startswith("final/ holds what" if forge == "add" else "final/ is not what the run wrote")
+
+
+def test_tensors_count_and_not_their_files_layout(run: RunFolder) -> None:
+    done(run)
+    save_file({"w": torch.ones(2)}, run.final / "model.safetensors", metadata={"b": "1", "a": "2"})
     assert found_in(run) == []
 
 
@@ -190,9 +291,25 @@ def test_a_changed_recipe_is_found_first(run: RunFolder) -> None:
     path = run.folder / "recipe.json"
     recipe = atomic_files.read_json(path)
     atomic_files.write_json(path, {**recipe, "lr": 0.5})
-    (problem,) = found_in(run, recipe_problems)
+    (problem,) = recipe_problems(RunFolder(run.folder))
     assert problem.startswith("recipe.json was changed: its fields hash to ")
     assert recipe["hash"] in problem
+
+
+def test_a_recipe_with_a_true_hash_is_not_that_of_the_log(run: RunFolder) -> None:
+    path = run.folder / "recipe.json"
+    other = dataclasses.replace(run.recipe, patience=3)
+    atomic_files.write_json(path, {**other.to_dict(), "hash": other.hash()})
+    assert found_in(run) == ["metrics.jsonl was changed at or before phase train, step 9"]
+    fresh = RunFolder(run.folder)
+    reseal(fresh)
+    assert found_in(fresh)[0] == "decisions.jsonl: 0 decisions, and the evaluations give 1"
+
+
+def test_forged_decisions_are_found(run: RunFolder) -> None:
+    forged = {"phase": "train", "step": 4, "decision": "early stop", "best_step": 4}
+    run.decisions.write_text(json.dumps(forged) + "\n")
+    assert found_in(run) == ["decisions.jsonl: 1 decisions, and the evaluations give 0"]
 
 
 def test_changed_data_is_found(run: RunFolder, tmp_path: Path) -> None:
@@ -226,24 +343,63 @@ def test_facts_cut_short_are_named(run: RunFolder) -> None:
 
 def test_a_checkpoint_of_another_recipe_is_found(run: RunFolder) -> None:
     path = run.checkpoints / "train-9" / "state.json"
-    atomic_files.write_json(path, {**atomic_files.read_json(path), "recipe_hash": "0" * 12})
+    other = {**atomic_files.read_json(path), "recipe_hash": "0" * 12}
+    save(run, other)
     assert found_in(run) == ["checkpoint train-9 belongs to another recipe or other data"]
 
 
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (lambda state: state["progress"].update(chain="0" * 16), "has seen other samples than metrics.jsonl"),
+        (lambda state: state["judge"].update(best=1.0), "judged other evaluations than metrics.jsonl has"),
+        (lambda state: state.update(world_size=9), "is not what the run wrote"),
+        (lambda state: state["progress"].update(step=4), "holds step 4 of train"),
+    ],
+)
+def test_a_checkpoint_with_another_past_is_found(
+    run: RunFolder, edit: Callable[[dict[str, Any]], Any], problem: str
+) -> None:
+    state = atomic_files.read_json(run.checkpoints / "train-9" / "state.json")
+    edit(state)
+    save(run, state)
+    if problem != "is not what the run wrote":
+        digest = recorded_digest(run.checkpoints / "train-9")
+        change(run, lambda rows: [r.update(digest=digest) for r in rows if "digest" in r], sealed=True)
+    (found,) = found_in(run)
+    assert found.startswith(f"checkpoint train-9 {problem}")
+
+
+def test_a_flipped_byte_is_found_though_its_checksum_was_mended(run: RunFolder) -> None:
+    weights = run.checkpoints / "train-9" / "rank-00000.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    sums = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    recorded = atomic_files.read_json(weights.with_suffix(".json"))
+    atomic_files.write_json(weights.with_suffix(".json"), {**recorded, **sums})
+    assert "rank-00000.safetensors is not what was written" in found_in(run)[0]
+    sums["sha256"] = hashlib.sha256(content).hexdigest()
+    atomic_files.write_json(weights.with_suffix(".json"), sums)
+    assert found_in(run) == ["checkpoint train-9 is not what the run wrote"]
+
+
 def test_a_resumed_journal_goes_on_with_the_seal(run: RunFolder) -> None:
-    rows = atomic_files.read_jsonl(run.metrics)
+    before = run.metrics.read_bytes()
+    logs = SavedCheckpoint(run.checkpoints / "train-9").state["logs"]
     journal = MetricsLog(run, writes=True)
-    journal.truncate_after(["train"], "train", 6)
-    for row in rows[len(atomic_files.read_jsonl(run.metrics)) :]:
-        journal.log_metrics({k: v for k, v in row.items() if k != SEAL})
-    assert atomic_files.read_jsonl(run.metrics) == rows
-    change(run.samples, list.clear)
+    journal.resume(logs, ["train"], "train", STEPS)
+    assert run.metrics.read_bytes() == before[: logs["metrics"]]
+    digest = recorded_digest(run.checkpoints / "train-9")
+    journal.log_metrics({"phase": "train", "step": STEPS, "checkpoint": "train-9", "digest": digest})
+    journal.seal("train", STEPS)
+    assert run.metrics.read_bytes() == before
     assert found_in(run) == []
 
 
 def test_only_one_rank_writes(tmp_path: Path) -> None:
     journal = MetricsLog(RunFolder(tmp_path), writes=False, ledger=True)
-    journal.truncate_after(["train"], "train", 0)
+    journal.resume(None, ["train"], "train", 0)
     journal.log_step({"phase": "train", "step": 1}, np.arange(3))
     journal.log_metrics({"loss": 1.0})
     journal.log_decision({"decision": "stop"})

@@ -235,7 +235,7 @@ def test_the_main_rank_alone_is_told_that_a_checkpoint_is_complete(run_ranks: An
     told: list[tuple[int, list[str]]] = []
 
     def part(world: Any) -> None:
-        writer = CheckpointWriter(world, lambda: told.append((world.rank, listed(tmp_path))))
+        writer = CheckpointWriter(world, lambda _: told.append((world.rank, listed(tmp_path))))
         writer.start(tmp_path / "train-3", share(world), FACTS)
         await_vote(writer)
         writer.complete_if_written(*votes(world, writer))
@@ -304,7 +304,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(
     told: list[int] = []
 
     def part(world: Any) -> list[Any]:
-        writer = CheckpointWriter(world, lambda: told.append(world.rank))
+        writer = CheckpointWriter(world, lambda _: told.append(world.rank))
         writer.start(tmp_path / "train-3", share(world), {"progress": {"step": 9}})
         with pytest.raises(UserError, match=rf"cannot write .*: {reason}"):
             writer.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import zlib
@@ -36,7 +37,8 @@ def check(path: Path, expected: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in expected.items())
     content = path.read_bytes()
     recorded = json.loads(path.with_suffix(".json").read_text())
-    assert recorded == {"bytes": len(content), "crc32": zlib.crc32(content)}
+    sums = {"crc32": zlib.crc32(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert recorded == {"bytes": len(content), **sums}
 
 
 def test_memory_is_used_again_for_larger_and_smaller_files(tmp_path: Path) -> None:

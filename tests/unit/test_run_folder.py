@@ -120,21 +120,20 @@ def log(path: Path, *steps: tuple[str, int], **more: Any) -> None:
 def test_going_back_drops_what_will_be_written_again(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     log(run.metrics, ("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 2), ("b", 3), ("c", 1))
-    log(run.samples, ("b", 3))
     atomic_files.write_text(
         run.decisions, json.dumps({"decision": "without a place"}) + '\n{"phase": "b", "st'
     )
-    run.truncate_logs(["a", "b", "c"], "b", 2)
+    run.truncate_rows(["a", "b", "c"], "b", 2)
+    run.truncate_decisions(["a", "b", "c"], "b", 2)
     kept = [(r["phase"], r["step"]) for r in atomic_files.read_jsonl(run.metrics)]
     assert kept == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 2)]
-    assert run.samples.read_text() == ""
     assert run.decisions.read_text() == '{"decision": "without a place"}\n'  # the cut line is gone too
 
 
 def test_going_back_to_the_start_drops_all(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     log(run.metrics, ("a", 1), ("b", 1))
-    run.truncate_logs(["a", "b"], "a", 0)
+    run.truncate_rows(["a", "b"], "a", 0)
     assert atomic_files.read_jsonl(run.metrics) == []
 
 

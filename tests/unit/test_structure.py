@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "engine.verification": {
         *("core", "data", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),
-        *("engine.optimization", "engine.runs", "engine.training"),
+        *("engine.optimization", "engine.runs", "engine.strategies", "engine.training", "models"),
     },
     "launch.local": {
         *("core", "data", "engine", "engine.distributed", "engine.loading", "engine.optimization"),

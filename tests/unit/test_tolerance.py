@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from isobatch.core.plan import INVARIANCES, Plan
-from isobatch.engine.verification.tolerance import FAR, TOLERANCE, rounding_tolerance, tolerances
+from isobatch.engine.verification.tolerance import (
+    FAR,
+    FEW,
+    SAME_DEVICE,
+    TOLERANCE,
+    rounding_tolerance,
+    tolerances,
+)
 from isobatch.tests.paths import ROOT
 from isobatch.tests.unit.helpers import plan
 
@@ -24,7 +31,9 @@ def run_of(**fields: Any) -> Any:
 
 def test_the_weaker_of_both_plans_counts() -> None:
     assert tuple(TOLERANCE) == INVARIANCES
-    assert tolerances(run_of(), plan()) == TOLERANCE["exact"]
+    assert tolerances(run_of(), plan()) == SAME_DEVICE
+    assert tolerances(run_of(), plan(device="cuda")) == TOLERANCE["exact"]
+    assert tolerances(run_of(), plan(), FEW + 1) == TOLERANCE["exact"]
     assert tolerances(run_of(), plan(invariance="precision")) == TOLERANCE["precision"]
     assert tolerances(run_of(invariance="noise"), plan(invariance="rounding")) == TOLERANCE["noise"]
 

@@ -1,0 +1,80 @@
+"""The ledger: the sample numbers of every step, in samples.bin.
+
+A record is a header (bytes per number, length of the phase's name, step from 1, count of samples; little
+endian), the phase's name in UTF-8, and the numbers. Older runs have samples.jsonl, a row per step.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from isobatch.core import atomic_files
+from isobatch.engine.runs.log_reader import rows_in
+from isobatch.engine.runs.run_folder import is_before
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from isobatch.engine.runs.run_folder import RunFolder
+
+_HEADER = struct.Struct("<BHII")
+_NUMBERS = {4: "<u4", 8: "<u8"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LedgerStep:
+    """The samples of a global batch."""
+
+    phase: str
+    step: int
+    """Optimizer step of the phase, from 1."""
+    samples: np.ndarray
+    """Sample numbers in the recipe's order, (batch,) int64."""
+
+
+class Ledger:
+    """Appends the samples of steps to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, phase: str, step: int, samples: np.ndarray) -> None:
+        """Append a step. Raises UserError where the disk is full."""
+        width = 4 if samples.max(initial=0) < 1 << 32 else 8
+        name = phase.encode()
+        record = _HEADER.pack(width, len(name), step, len(samples)) + name
+        with atomic_files.explain_write_errors(self.path), self.path.open("ab") as stream:
+            stream.write(record + samples.astype(_NUMBERS[width]).tobytes())
+
+
+def read_ledger(run: RunFolder) -> Iterator[LedgerStep]:
+    """The steps in a run's ledger, in order; nothing where it has none. A record cut short is left out."""
+    for row in rows_in(run.old_samples):
+        yield LedgerStep(row["phase"], row["step"], np.array(row["samples"], np.int64))
+    if not run.samples.exists():
+        return
+    with run.samples.open("rb") as stream:
+        while len(header := stream.read(_HEADER.size)) == _HEADER.size:
+            width, length, step, count = _HEADER.unpack(header)
+            body = stream.read(length + width * count)
+            if width not in _NUMBERS or len(body) < length + width * count:
+                return
+            samples = np.frombuffer(body, _NUMBERS[width], offset=length).astype(np.int64)
+            yield LedgerStep(body[:length].decode(errors="replace"), step, samples)
+
+
+def convert_old_ledger(run: RunFolder, phases: list[str], phase: str, step: int) -> None:
+    """Write what samples.jsonl of an older version holds up to `step` of `phase` to samples.bin instead."""
+    if not run.old_samples.exists():
+        return
+    ledger = Ledger(run.samples)
+    run.samples.unlink(missing_ok=True)
+    for row in rows_in(run.old_samples):
+        if is_before(row, phases, phase, step):
+            ledger.append(row["phase"], row["step"], np.array(row["samples"], np.int64))
+    run.old_samples.unlink()

@@ -1,0 +1,101 @@
+"""Reads logs of JSON rows a row at a time: a long log needs no more memory than a short one."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+WHOLE_BYTES = 4 << 20
+"""Up to this size `thinned_rows` reads all rows."""
+MOST_RARE_ROWS = 20_000
+"""Most rows that `thinned_rows` finds by their fields."""
+
+
+def lines_in(path: Path) -> Iterator[bytes]:
+    """The complete lines of a log, with their ends; nothing where there is no log.
+
+    A line cut short by a kill has no end and is left out.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as stream:  # as text it would also be split at ends of lines that text may hold
+        for line in stream:
+            if line.endswith(b"\n"):
+                yield line
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The row in a line; None where it holds no JSON object."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def rows_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a log, in order. Lines that are no row are left out."""
+    for line in lines_in(path):
+        if (row := parse_row(line)) is not None:
+            yield row
+
+
+def last_row_before(path: Path, offset: int) -> dict[str, Any] | None:
+    """The row that ends at byte `offset`; None where none does."""
+    if offset <= 0 or not path.exists() or path.stat().st_size < offset:
+        return None
+    with path.open("rb") as stream:
+        return _row_before(stream, offset)
+
+
+def _row_before(stream: Any, offset: int) -> dict[str, Any] | None:
+    size = 1 << 16
+    start = max(0, offset - size)
+    stream.seek(start)
+    block = stream.read(offset - start)
+    if not block.endswith(b"\n"):
+        return None
+    return parse_row(block[block.rfind(b"\n", 0, -1) + 1 :])
+
+
+def thinned_rows(path: Path, count: int, fields: Sequence[str]) -> list[dict[str, Any]]:
+    """About `count` rows evenly over a long log, and all rows that have one of `fields`; of a short log, all.
+
+    A long log is not read through: rows are picked by their place in the file, and the fields are looked for
+    as bytes.
+    """
+    if not path.exists():
+        return []
+    size = path.stat().st_size
+    if size <= WHOLE_BYTES:
+        return list(rows_in(path))
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        starts = {_line_start(content, size * k // count) for k in range(count)}
+        starts |= {_line_start(content, _last_complete(content) - 1)}
+        for field in fields:
+            starts |= set(_rows_with(content, field))
+        lines = (content[start : content.find(b"\n", start) + 1] for start in sorted(starts))
+        return [row for line in lines if (row := parse_row(line)) is not None]
+
+
+def _last_complete(content: mmap.mmap) -> int:
+    """Where the last complete line ends."""
+    return content.rfind(b"\n") + 1
+
+
+def _line_start(content: mmap.mmap, place: int) -> int:
+    """Where the line that holds byte `place` begins."""
+    return content.rfind(b"\n", 0, max(0, place)) + 1
+
+
+def _rows_with(content: mmap.mmap, field: str) -> Iterator[int]:
+    """Starts of the lines that name a field, at most MOST_RARE_ROWS: a field of every row is not rare."""
+    name, place, found = f'"{field}":'.encode(), 0, 0
+    while found < MOST_RARE_ROWS and (place := content.find(name, place)) >= 0:
+        yield _line_start(content, place)
+        place, found = max(place, content.find(b"\n", place)), found + 1

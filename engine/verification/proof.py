@@ -1,0 +1,140 @@
+"""What verify proves: what was checked, what is wrong and what is left open, in words and as JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from isobatch.engine.verification.audit import Audit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.verification.replay import Redone
+
+FLIPPED_ROWS = 2
+"""Rows of a split that rounding may count differently in a share such as accuracy, where it chooses between
+two values that are nearly equal."""
+
+
+@dataclass(slots=True)
+class Proof:
+    """What verify found. `verified` is true where nothing is wrong and nothing of the level is left open."""
+
+    level: str
+    audit: Audit = field(default_factory=Audit)
+    problems: list[str] = field(default_factory=list)
+    """What is not as the recipe says, a sentence each."""
+    unproven: list[str] = field(default_factory=list)
+    """What could not be checked though the level asks for it, a sentence each."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Each redone step that is in the log."""
+    redone: set[tuple[str, int]] = field(default_factory=set)
+    """(phase, step) of the redone steps, logged or not."""
+    covered: list[str] = field(default_factory=list)
+    """What was checked, a phrase each."""
+
+    @property
+    def verified(self) -> bool:
+        return not self.problems and not self.unproven
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of a loss."""
+        return max((step["loss_difference"] for step in self.steps), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "level": self.level,
+            "verified": self.verified,
+            "problems": self.problems,
+            "unproven": self.unproven,
+            "coverage": self.coverage(),
+            "steps_redone": len(self.redone),
+            "steps_total": self.audit.steps,
+            "largest_loss_difference": self.largest,
+            "steps": self.steps,
+        }
+
+    def coverage(self) -> str:
+        """What was checked, in a sentence's part."""
+        total = self.audit.steps
+        said = [f"{len(self.redone)} of {total} steps redone"] if self.redone else []
+        said += [f"samples of all {total} checked"] if total else []
+        said += self.covered
+        if not self.redone:
+            said.append("no step redone")
+        else:
+            said[-1] += f": equal within {self.largest:.0e}" if self.largest else ": equal bit for bit"
+        return ", ".join(said)
+
+    def add(self, redone: Redone, tolerance: Callable[[int], tuple[float, float]]) -> None:
+        """Judge redone steps. `tolerance`: steps since a common state -> what (loss, norm) may differ by."""
+        self.steps += redone.steps
+        for phase, first, last in redone.covered:
+            self.redone |= {(phase, step) for step in range(first, last + 1)}
+        for r in redone.steps:
+            where, allowed = f"phase {r['phase']}, step {r['step']}", tolerance(r["after"])
+            if not r["loss_difference"] <= allowed[0]:
+                self.problems.append(f"{where}: loss {r['loss']:.6f} redone, {r['logged_loss']:.6f} logged")
+            elif not r["norm_difference"] <= allowed[1]:
+                norms = f"{r['norm']:.4g} redone, {r['logged_norm']:.4g} logged"
+                self.problems.append(f"{where}: gradient norm {norms}")
+        self.problems += [
+            f"the weights of {name} are not those that the steps before it give: {found['beyond']:,} of"
+            f" {found['elements']:,} elements differ by more than rounding explains, by up to"
+            f" {found['largest']:.2g}"
+            for name, found in redone.weights.items()
+            if found["beyond"]
+        ]
+        self.problems += wrong_changes(self.audit.changes, redone)
+
+
+def wrong_changes(logged: Iterable[Mapping[str, Any]], redone: Redone) -> list[str]:
+    """Compare what the task changed in redone steps with decisions.jsonl; figures may differ by rounding."""
+    for phase, first, last in redone.covered:
+        wanted = [r for r in logged if r["phase"] == phase and first <= r["step"] <= last]
+        found = [r for r in redone.changes if r["phase"] == phase and first <= r["step"] <= last]
+        unequal = [a for a, b in zip(wanted, found, strict=False) if not _alike(dict(a), dict(b))]
+        if unequal or len(wanted) != len(found):
+            where = unequal[0] if unequal else (wanted + found)[min(len(wanted), len(found))]
+            return [
+                f"decisions.jsonl: {where['decision']} at phase {phase}, step {where['step']}:"
+                " redone, the steps decide otherwise"
+            ]
+    return []
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Equal but for rounding of floats."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, float) and isinstance(b, int | float):
+        return math.isclose(a, b, rel_tol=1e-2, abs_tol=1e-6)
+    return bool(a == b)
+
+
+def wrong_metrics(
+    run: RunFolder, logged: Mapping[str, Mapping[str, Any]], redone: Redone, allowed: float
+) -> list[str]:
+    """Compare held-out metrics with the logged ones. A share of rows may differ by FLIPPED_ROWS rows."""
+    problems = []
+    for split, metrics in redone.metrics.items():
+        for name, value in metrics.items():
+            wanted = logged.get(split, {}).get(name)
+            if not _same_metric(name, wanted, value, allowed, run.facts.samples[split]):
+                problems.append(f"{name} of {split} is {value} recomputed, and {wanted} logged")
+    return problems
+
+
+def _same_metric(name: str, wanted: Any, value: Any, allowed: float, rows: int) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(wanted, int | float):
+        return bool(wanted == value)
+    if math.isclose(wanted, value, rel_tol=allowed, abs_tol=allowed):
+        return True
+    share = "loss" not in name and 0 <= value <= 1
+    return share and abs(wanted - value) <= FLIPPED_ROWS / rows

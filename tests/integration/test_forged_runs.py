@@ -1,0 +1,351 @@
+"""Forged runs: each attack is found at the level of verify that docs/verify.md names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import isobatch
+from isobatch.core import atomic_files
+from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
+from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
+from isobatch.engine.checkpointing.host_buffer import HostBuffer
+from isobatch.engine.checkpointing.portable_state import TensorEntry
+from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
+from isobatch.engine.registry import workload
+from isobatch.engine.runs.log_reader import rows_in
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.training.session import make_sampler
+from isobatch.tests.forgery import reseal
+from isobatch.tests.paths import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from isobatch.launch.api.functions import Verification
+
+TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
+STEPS = 30
+EPOCH = 4
+Rows = list[dict[str, Any]]
+
+
+@dataclass
+class Fixtures:
+    """Runs that attacks edit copies of."""
+
+    plain: Path
+    stopped_early: Path
+    other_seed: Path
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Fixtures:
+    out = tmp_path_factory.mktemp("honest")
+
+    def train(name: str, **values: Any) -> Path:
+        recipe = isobatch.Recipe(task=TASK, **{"steps": STEPS, "eval_every": EPOCH, **values})
+        return isobatch.train(recipe, out=out, name=name, save_every=5, quiet=True).folder
+
+    early = train("early", patience=2, min_delta=9.0)  # the first evaluation stays the best
+    return Fixtures(train("plain"), early, train("seed", seed=1))
+
+
+def copy(run: Path, folder: Path) -> RunFolder:
+    return RunFolder(shutil.copytree(run, folder / "forged"))
+
+
+def edit_log(run: RunFolder, edit: Callable[[Rows], Any]) -> None:
+    """Edit the rows of the log and seal them again."""
+    rows = list(rows_in(run.metrics))
+    edit(rows)
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reseal(run)
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    atomic_files.write_json(path, {**atomic_files.read_json(path), **values})
+
+
+def edit_summary(run: RunFolder, **values: Any) -> None:
+    """Edit the summary, in the log as well."""
+    edit_json(run.folder / "summary.json", **values)
+    edit_log(run, lambda rows: [row["summary"].update(values) for row in rows if "summary" in row])
+
+
+def accept_final(run: RunFolder) -> None:
+    """Log the digests of final/ as it is."""
+    digests = folder_digests(run.final)
+    edit_log(run, lambda rows: [row.update(final=digests) for row in rows if "final" in row])
+
+
+def rewrite_checkpoint(
+    run: RunFolder,
+    name: str,
+    change: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, t: t,
+    edit: Callable[[dict[str, Any]], Any] = lambda _: None,
+) -> None:
+    """Write a checkpoint anew with other tensors and another state, and log its digest."""
+    folder = run.checkpoints / name
+    saved = SavedCheckpoint(folder)
+    tensors = {key: change(key, saved.read(key)).contiguous() for key in saved.entries}
+    state = json.loads(json.dumps(saved.state))
+    edit(state)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    buffer = HostBuffer()
+    size = buffer.fill({f"{key}@0": value.reshape(-1) for key, value in tensors.items()})
+    buffer.write(folder / "rank-00000.safetensors", size)
+    entries = {
+        k: TensorEntry(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in tensors.items()
+    }
+    checkpoint._write_texts(folder, entries, state, 1)  # noqa: SLF001
+    digest = recorded_digest(folder)
+    edit_log(run, lambda rows: [r.update(digest=digest) for r in rows if r.get("checkpoint") == name])
+
+
+def shuffled(tensor: torch.Tensor) -> torch.Tensor:
+    """Other weights of the same shape and size."""
+    flat = tensor.reshape(-1)
+    return flat[torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(5))].reshape(
+        tensor.shape
+    )
+
+
+def random_final(run: RunFolder) -> None:
+    path = run.final / "model.safetensors"
+    save_file({name: shuffled(value) for name, value in load_file(path).items()}, path)
+    accept_final(run)
+
+
+def random_final_and_checkpoint(run: RunFolder) -> None:
+    random_final(run)
+    weights = load_file(run.final / "model.safetensors")
+    weights |= (
+        {"lm_head.weight": weights["transformer.wte.weight"]} if "lm_head.weight" not in weights else {}
+    )
+
+    def change(key: str, value: torch.Tensor) -> torch.Tensor:
+        return weights.get(key.removeprefix("weight/"), value) if key.startswith("weight/") else value
+
+    rewrite_checkpoint(run, f"train-{STEPS}", change)
+
+
+def better_loss(run: RunFolder) -> None:
+    metrics = {**(run.summary() or {})["metrics"], "loss": 1.0}
+
+    def edit(rows: Rows) -> None:
+        last = next(row for row in reversed(rows) if "split" in row)
+        last.update(metrics)
+
+    edit_log(run, edit)
+    edit_summary(run, metrics=metrics, metrics_by_split={"valid": metrics})
+
+
+def halved_losses(run: RunFolder) -> None:
+    def edit(rows: Rows) -> None:
+        for row in (r for r in rows if "chain" in r and 4 <= r["step"] <= 26):
+            row["loss"] /= 2
+
+    edit_log(run, edit)
+
+
+def deleted_rows(run: RunFolder) -> None:
+    edit_log(run, lambda rows: rows.__setitem__(slice(None), [r for r in rows if not 13 <= r["step"] <= 15]))
+
+
+def deleted_checkpoints(run: RunFolder) -> None:
+    shutil.rmtree(run.checkpoints)
+
+
+def flipped_byte(run: RunFolder) -> None:
+    path = run.checkpoints / f"train-{STEPS}" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0x10
+    path.write_bytes(content)
+    sums = {"bytes": len(content), "crc32": atomic_files.crc32(path), "sha256": bytes_digest(path)}
+    atomic_files.write_json(path.with_suffix(".json"), sums)
+
+
+def flipped_weight_and_log(run: RunFolder) -> None:
+    def change(key: str, value: torch.Tensor) -> torch.Tensor:
+        return (
+            value + 0.5 * (torch.arange(value.numel()).reshape(value.shape) == 0) if "wte" in key else value
+        )
+
+    rewrite_checkpoint(run, f"train-{STEPS}", change)
+
+
+def forged_decision(run: RunFolder) -> None:
+    row = {"phase": "train", "step": 8, "decision": "best checkpoint", "metric": "loss", "value": 1.0}
+    run.decisions.write_text(json.dumps(row) + "\n")
+
+
+def forged_change(run: RunFolder) -> None:
+    row = {"phase": "train", "step": 2, "decision": "prune", "heads": 3}
+    run.decisions.write_text(json.dumps(row) + "\n")
+
+
+def added_code(run: RunFolder) -> None:
+    (run.final / "evil.py").write_text("print('hello')")
+
+
+def added_code_and_log(run: RunFolder) -> None:
+    added_code(run)
+    accept_final(run)
+
+
+def forged_summary(run: RunFolder) -> None:
+    edit_json(run.folder / "summary.json", parameters=7)
+
+
+def other_patience(run: RunFolder) -> None:
+    claim(run, dataclasses.replace(run.recipe, patience=3))
+
+
+def claim(run: RunFolder, recipe: Any) -> None:
+    """Say that the run was trained by another recipe, everywhere."""
+    recipe_file = {**recipe.to_dict(), "hash": recipe.hash()}
+    atomic_files.write_json(run.folder / "recipe.json", recipe_file)
+    fresh = RunFolder(run.folder)
+    for folder in sorted(run.checkpoints.glob("train-*")):
+        rewrite_checkpoint(fresh, folder.name, edit=lambda state: state.update(recipe_hash=recipe.hash()))
+    task, data = workload(recipe.task).make(recipe)
+    sampler = make_sampler(recipe, data.open(Path(fresh.facts.folder), "train"), task.cohort)
+    (schedule,) = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
+
+    def edit(rows: Rows) -> None:
+        for row in (r for r in rows if "chain" in r):
+            where = row["step"] - 1, schedule.steps, schedule.steps_per_epoch
+            row["lr"] = learning_rate(recipe, schedule.lr, *where)
+
+    edit_log(fresh, edit)
+
+
+def other_learning_rate(run: RunFolder) -> None:
+    claim(run, dataclasses.replace(run.recipe, lr=2e-3))
+
+
+def other_dropout(run: RunFolder) -> None:
+    claim(run, dataclasses.replace(run.recipe, dropout=0.12))
+
+
+def swapped_checkpoints(run: RunFolder) -> None:
+    one, two = run.checkpoints / f"train-{STEPS}", run.checkpoints / f"train-{STEPS - 3}"
+    for path, target in ((one, run.checkpoints / "x-0"), (two, one), (run.checkpoints / "x-0", two)):
+        path.rename(target)
+
+
+def looser_plan(run: RunFolder) -> None:
+    run.write_plan(dataclasses.replace(run.plan, invariance="noise"))
+    edit_log(run, lambda rows: [row.update(invariance="noise") for row in rows if "final" in row])
+    edit_summary(run, invariance="noise")
+
+
+def shorter_training(run: RunFolder) -> None:
+    def edit(rows: Rows) -> None:
+        rows[:] = [r for r in rows if not ("chain" in r and r["step"] > 20)]
+
+    edit_log(run, edit)
+    edit_summary(run, steps=20)
+
+
+def samples_of_another_seed(run: RunFolder) -> None:
+    claim(run, dataclasses.replace(run.recipe, seed=0))
+
+
+def forged_best(run: RunFolder) -> None:
+    """Say that the last evaluation was the best, so that the weights of the end are the export."""
+
+    def edit(rows: Rows) -> None:
+        next(row for row in rows if row.get("split") == "valid").update(loss=20.0)
+
+    edit_log(run, edit)
+
+
+def shuffled_final_of_best(run: RunFolder) -> None:
+    random_final(run)
+
+
+ATTACKS: list[tuple[Any, str, str]] = [
+    (random_final, "plain", "steps"),
+    (random_final_and_checkpoint, "plain", "steps"),
+    (better_loss, "plain", "steps"),
+    (halved_losses, "plain", "steps"),
+    (deleted_rows, "plain", "records"),
+    (deleted_checkpoints, "plain", "steps"),
+    (flipped_byte, "plain", "records"),
+    (flipped_weight_and_log, "plain", "steps"),
+    (forged_decision, "plain", "records"),
+    (forged_change, "plain", "steps"),
+    (added_code, "plain", "records"),
+    (added_code_and_log, "plain", "steps"),
+    (forged_summary, "plain", "records"),
+    (other_patience, "plain", "records"),
+    (other_learning_rate, "plain", "steps"),
+    (other_dropout, "plain", "steps"),
+    (swapped_checkpoints, "plain", "records"),
+    (looser_plan, "plain", "steps"),
+    (shorter_training, "plain", "records"),
+    (samples_of_another_seed, "other_seed", "records"),
+    (forged_best, "stopped_early", "records"),
+    (shuffled_final_of_best, "stopped_early", "steps"),
+]
+LEVELS = ["records", "steps", "full"]
+
+
+@pytest.mark.parametrize("name", ["plain", "stopped_early", "other_seed"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_honest_runs_are_verified(honest: Fixtures, name: str, level: str) -> None:
+    found = isobatch.verify(getattr(honest, name), level=level)
+    assert found, found.problems + found.unproven
+    if level == "steps":
+        assert "samples of all" in found.coverage
+        assert "held-out metrics recomputed" in found.coverage
+    if level == "full" or (level, name) == ("steps", "plain"):
+        assert "final weights reproduced bit for bit" in found.coverage
+
+
+@pytest.mark.parametrize(("attack", "name", "level"), ATTACKS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_forged_run_is_not_verified(
+    honest: Fixtures, attack: Callable[[RunFolder], None], name: str, level: str, tmp_path: Path
+) -> None:
+    forged = copy(getattr(honest, name), tmp_path)
+    attack(forged)
+    found: Verification | None = None
+    for checked in LEVELS[: LEVELS.index(level) + 1]:
+        found = isobatch.verify(forged.folder, level=checked, trust=True)
+        assert bool(found) == (checked != level), (checked, found.problems, found.unproven)
+    assert found is not None
+    assert (found.problems == []) == (attack is deleted_checkpoints)  # not proven is not the same as wrong
+
+
+def test_a_forgery_of_unkept_steps_is_found_by_a_full_replay(honest: Fixtures, tmp_path: Path) -> None:
+    """The limit of the default level: no checkpoint is kept near these steps."""
+    forged = copy(honest.plain, tmp_path)
+
+    def edit(rows: Rows) -> None:
+        next(row for row in rows if "chain" in row and row["step"] == 18)["loss"] -= 0.3
+
+    edit_log(forged, edit)
+    assert isobatch.verify(forged.folder)
+    found = isobatch.verify(forged.folder, level="full")
+    assert len(found.problems) == 1
+    assert found.problems[0].startswith("phase train, step 18: loss ")
+
+
+def test_runs_of_one_recipe_have_the_same_digests(honest: Fixtures, tmp_path: Path) -> None:
+    recipe = isobatch.load(honest.plain).recipe
+    again = isobatch.train(recipe, out=tmp_path, name="again", save_every=5, quiet=True)
+    assert folder_digests(again.folder / "final") == folder_digests(honest.plain / "final")
+    mode = (again.folder / "final" / "model.safetensors").stat().st_mode & 0o777
+    assert mode == (again.folder / "summary.json").stat().st_mode & 0o777
