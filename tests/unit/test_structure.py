@@ -96,7 +96,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.checkpointing",
         *("engine.distributed", "engine.loading", "engine.planning", "engine.training", "benchmarks"),
     },
-    "benchmarks.soak": {"core", CLUSTER},
+    "benchmarks.soak": {"core", "engine.runs", CLUSTER},
 }
 """Room -> the rooms it imports, from the ground up: each imports only what stands above it in this list."""
 MOST_FILES = 12
