@@ -31,6 +31,7 @@ BENCHMARKS = {
     "scaling": ("speed.scaling", "one process of one thread against two on two cores, the same recipe"),
     "startup": ("components.startup", "--help, and from the command to the first optimizer step"),
     "sampler": ("components.sampler", "rows a second from the sampler's order and the vectorised fetch"),
+    "digests": ("components.digests", "what checking prepared data against its digests costs"),
     "noise": ("components.noise", "what keyed dropout costs against torch's own"),
     "checkpoint": (
         "components.checkpoint",

@@ -341,9 +341,12 @@ class Task(ABC):
         return False
 
     def final_metrics(
-        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
+        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
     ) -> Mapping[str, Any]:
-        """Metrics of the exported model that need more than one pass over the held-out samples."""
+        """Metrics of the exported model that need more than one pass over the held-out samples.
+
+        `batches()` gives them, test's or else valid's; `batches("valid")` those of another split.
+        """
         return {}
 
     def model_size(self, facts: Facts) -> ModelSize:

@@ -162,9 +162,9 @@ def _add_final_metrics(
     split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
     if split is None:
         return
-    source = context.session.splits[split]
+    splits = context.session.splits
     more = context.task.final_metrics(
-        model, context.run.final, context.session.facts, lambda: host_batches(source)
+        model, context.run.final, context.session.facts, lambda name=split: host_batches(splits[name])
     )
     if more:
         refuse_nonfinite_metrics(more, split)

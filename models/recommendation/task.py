@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -394,12 +395,13 @@ class Recommender(Task):
         model: Any,
         final: Path,
         facts: Facts,
-        batches: Callable[[], Iterable[Batch]],
+        batches: Callable[..., Iterable[Batch]],
     ) -> Mapping[str, Any]:
         """Metrics of EASE on the same interactions, if the catalogue is small enough."""
         from isobatch.models.recommendation import ranking
 
-        return ranking.ease_metrics(model, batches(), self.options.top_k)
+        validation = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
+        return ranking.ease_metrics(model, batches, validation, self.options.top_k)
 
     def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:
         from isobatch.models.recommendation.recommendations import Recommendations, UnknownUserError

@@ -200,10 +200,54 @@ def test_ease_is_the_closed_form() -> None:
     model = net(text=False)
     x = np.zeros((USERS, ITEMS))
     x[model.seen.numpy() // ITEMS, model.seen.numpy() % ITEMS] = 1
-    p = np.linalg.inv(x.T @ x + ranking.EASE_LAMBDA * np.eye(ITEMS))
+    p = np.linalg.inv(x.T @ x + 30.0 * np.eye(ITEMS))
     wanted = -p / np.diag(p)
     np.fill_diagonal(wanted, 0)
-    np.testing.assert_allclose(ranking.ease_weights(model).numpy(), wanted, rtol=1e-4, atol=1e-8)
+    found = ranking.ease_weights(torch.from_numpy(x.T @ x), 30.0)
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-8)
+
+
+def held_out(users: list[int], items: list[int]) -> dict[str, torch.Tensor]:
+    rivals = torch.tensor([[i for i in range(ITEMS) if i != item][:5] for item in items])
+    hidden = torch.full((len(users), 1), -1)
+    return {"user": torch.tensor(users), "item": torch.tensor(items), "rivals": rivals, "hidden": hidden}
+
+
+def test_ease_is_tuned_on_validation_and_stands_beside_the_full_ranking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = net(text=False)
+    tried = []
+    weights = ranking.ease_weights
+    monkeypatch.setattr(ranking, "ease_weights", lambda gram, l2: tried.append(l2) or weights(gram, l2))
+    test, valid = held_out([0, 3], [2, 7]), held_out([1, 2, 4], [5, 9, 3])
+    untuned = ranking.ease_metrics(model, lambda: [test], None, 3)
+    assert untuned["ease_lambda"] == untuned["full_ease_lambda"] == 1000.0
+    tried.clear()
+    found = ranking.ease_metrics(model, lambda: [test], lambda: [valid], 3)
+    assert tried[: len(ranking.EASE_LAMBDAS)] == list(ranking.EASE_LAMBDAS)
+    for name in ("ease_", "full_ease_"):
+        by_validation = {
+            l2: ranking.ease_metrics(model, lambda: [valid], None, 3)[f"{name}ndcg@3"]
+            for l2 in ranking.EASE_LAMBDAS
+            if not monkeypatch.setattr(ranking, "EASE_LAMBDAS", (l2,))  # type: ignore[func-returns-value]
+        }
+        monkeypatch.undo()
+        assert by_validation[found[f"{name}lambda"]] == max(by_validation.values())
+        assert {f"{name}hr@3", f"{name}ndcg@3"} < found.keys()
+
+
+def test_popularity_stands_beside_the_full_ranking() -> None:
+    model = net(text=False)
+    batch = held_out([0, 3], [2, 7])
+    found = ranking.metric_parts(model, batch, 3)
+    hits = 0
+    for user, item in ((0, 2), (3, 7)):
+        had = {int(k) % ITEMS for k in model.seen if int(k) // ITEMS == user}
+        others = [i for i in range(ITEMS) if i not in had and i != item]
+        above = sum(int(model.counts[i] > model.counts[item]) for i in others)
+        hits += above + sum(int(model.counts[i] == model.counts[item]) for i in others) / 2 < 3
+    assert float(found["full_popularity_hr@3"].value) == hits
 
 
 def recommender(**options: Any) -> Recommender:
