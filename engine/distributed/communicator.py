@@ -106,6 +106,9 @@ class Communicator:
     `folder` is where trackers write.
     """
 
+    waiting = ""
+    """The collective that this process is in; empty where it is in none."""
+
     def __init__(
         self, plan: Plan, hang_timeout: int = 1800, tracker: str = "none", folder: str = "."
     ) -> None:
@@ -120,8 +123,6 @@ class Communicator:
         self.position = "the start"
         """What this process is doing, for the watchdog's message."""
         self.moved_at = time.monotonic()
-        self.waiting = ""
-        """The collective that this process is in; empty where it is in none."""
 
     def mark_progress(self, position: str) -> None:
         """Tell the watchdog that this process makes progress, and what it is doing."""
@@ -129,10 +130,16 @@ class Communicator:
 
     @contextlib.contextmanager
     def waiting_for(self, collective: str) -> Iterator[None]:
-        """Context of a collective: tells the watchdog that this process waits for others in it."""
+        """Context of a collective: tells the watchdog that this process waits for others in it.
+
+        What reads a collective's result on the host belongs inside: on a GPU the call itself does not wait.
+        """
+        outer = self.waiting
         self.waiting, self.moved_at = collective, time.monotonic()
-        yield
-        self.waiting, self.moved_at = "", time.monotonic()
+        try:
+            yield
+        finally:
+            self.waiting, self.moved_at = outer, time.monotonic()
 
     def store(self) -> Any:
         """The key-value store of the process group; None where there is one process."""
@@ -155,9 +162,13 @@ class Communicator:
 
         # Buffers are the same on every rank: broadcasting them would cost a collective per forward pass.
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(
-            model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=devices is not None
-        )
+        with self.waiting_for("DDP's comparison of the models"):
+            return DistributedDataParallel(
+                model,
+                device_ids=devices,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=devices is not None,
+            )
 
     def broadcast_model(self, model: nn.Module) -> None:
         """Copy rank 0's weights and buffers to every rank, so that all ranks start from the same model."""
@@ -201,9 +212,9 @@ class Communicator:
         import torch
 
         used_here = [p.grad is not None for p in parameters]
-        *num_users, num_busy = self.all_reduce_sum(
-            torch.tensor([*used_here, any(used_here)], dtype=torch.int32, device=self.device)
-        ).tolist()
+        votes = torch.tensor([*used_here, any(used_here)], dtype=torch.int32, device=self.device)
+        with self.waiting_for("the votes on which parameters are used"):
+            *num_users, num_busy = self.all_reduce_sum(votes).tolist()
         used = [p for p, n in zip(parameters, num_users, strict=True) if n]
         for p in used:
             if p.grad is None:
@@ -225,7 +236,8 @@ class Communicator:
         if p.grad is not None:
             gradient = p.grad.coalesce()
             rows, values = gradient.indices()[0], gradient.values()
-        counts = self.all_gather(torch.tensor([len(rows)], device=p.device)).tolist()
+        with self.waiting_for("the counts of rows that were read"):
+            counts = self.all_gather(torch.tensor([len(rows)], device=p.device)).tolist()
         most = max(1, *counts)
         rows_by_rank = self.all_gather(_padded(rows, most)).split(most)
         values_by_rank = self.all_gather(_padded(values, most)).split(most)

@@ -1,7 +1,8 @@
 """The watchdog: a thread that ends the process when training makes no progress, and says which rank is stuck.
 
 Every process publishes what it is doing in the process group's store. A process without progress for too
-long reads what the others published: the stuck rank is in no collective, or no longer publishes.
+long reads what the others published: the stuck rank is in no collective, or no longer publishes. Clocks of
+different machines are never compared: the store counts all ranks' beats, and so says which came first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,10 @@ WAITING_RANK_DELAY_SECONDS = 2.0
 """Ranks blocked in a collective wait this much longer, so that the rank causing the stall reports first."""
 
 
+BEATS_KEPT = 4096
+"""Beats whose time is remembered: a rank's silence is measured back to the first of them at most."""
+
+
 class Watchdog:
     """A daemon thread beside the main thread, which calls `world.mark_progress` and `world.waiting_for`."""
 
@@ -42,6 +48,8 @@ class Watchdog:
         self._main_thread = threading.get_ident()
         self._stopped = threading.Event()
         self._period = max(0.2, min(1.0, timeout / 10))
+        self._beats: deque[tuple[int, float]] = deque(maxlen=BEATS_KEPT)
+        """Of this process: its beat's number among those of all ranks, and when that was by its own clock."""
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -69,22 +77,25 @@ class Watchdog:
 
     def _publish_position(self) -> None:
         """Write what this process is doing to the store, for the others to read."""
-        if (store := self.world.store()) is not None:
+        if (store := self.world.store()) is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            beat = store.add(BEATS, 1)
+            self._beats.append((beat, time.monotonic()))
             position = {
                 "place": self.world.position,
                 "waiting": self.world.waiting,
                 "code": self._innermost_line(),
-                "time": time.time(),
+                "beat": beat,
             }
-            with contextlib.suppress(RuntimeError):
-                store.set(_key(self.world.rank), json.dumps(position))
+            store.set(_key(self.world.rank), json.dumps(position))
 
     def _reason(self, idle_seconds: float) -> str:
         here = f"rank {self.world.rank} has stood still for {idle_seconds:.0f} s"
         if not self.world.waiting:
             return f"{here} at {self.world.position}, in {self._innermost_line()}"
-        others = [text for rank in range(self.world.size) if (text := self._describe_rank(rank))]
-        why = "; ".join(others) or "no other says why"
+        others = {rank: self._describe_rank(rank) for rank in range(self.world.size)}
+        why = "; ".join(filter(None, others.values())) or "all of them wait as well"
         return f"{here} at {self.world.position}, waiting in {self.world.waiting} for the others: {why}"
 
     def _describe_rank(self, rank: int) -> str:
@@ -98,10 +109,15 @@ class Watchdog:
             position: dict[str, Any] = json.loads(store.get(_key(rank)))
         except RuntimeError:
             return "the store is gone"
-        silent_seconds = time.time() - position["time"]
+        silent_seconds = self._seconds_since(position["beat"])
         if silent_seconds > 2 * self._period + 1:
             return f"rank {rank} has said nothing for {silent_seconds:.0f} s; it was at {position['place']}"
         return "" if position["waiting"] else f"rank {rank} is at {position['place']}, in {position['code']}"
+
+    def _seconds_since(self, beat: int) -> float:
+        """By this process's clock, the time since its own first beat after that one of another rank."""
+        now = time.monotonic()
+        return now - next((when for number, when in self._beats if number > beat), now)
 
     def _innermost_line(self) -> str:
         """The innermost line of the main thread outside installed libraries."""
@@ -112,6 +128,10 @@ class Watchdog:
         if frame is None:
             return "a library"
         return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+BEATS = "isobatch/beats"
+"""Key of the store that counts the beats of all ranks."""
 
 
 def _key(rank: int) -> str:

@@ -69,9 +69,10 @@ def make_engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], 
         _form_group(world)
         if config["zero_optimization"]["stage"] == 3:
             _shard(model, config, world)
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
-        )
+        with world.waiting_for("the start of DeepSpeed's engine"):
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=config, dist_init_required=False
+            )
     return engine
 
 

@@ -181,7 +181,9 @@ class ReplicatedStrategy(Strategy):
         The same step is computed again, so that the learning-rate schedule stays right. Raises TrainingError
         below SCALE_LEAST.
         """
-        if math.isfinite(norm.item()):
+        with self.world.waiting_for("the norm of the reduced gradient"):
+            finite = math.isfinite(norm.item())
+        if finite:
             self.good_steps += 1
             if self.good_steps % SCALE_PATIENCE == 0:
                 self.scale *= 2

@@ -111,7 +111,7 @@ class ZeroStrategy(Strategy):
         self.engine.set_gradient_accumulation_boundary(True)
         with self.world.waiting_for("ZeRO's update"):
             self.engine.step()
-        return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.world.device).float()
+            return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.world.device).float()
 
     def _hook_gradients(self) -> dict[str, Any]:
         """Parameter name -> hook that records, in the first step, that the parameter got a gradient."""

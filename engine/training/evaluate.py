@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,9 +67,10 @@ def evaluate(
             with world.accelerator.autocast():
                 noise.bind(EVALUATION_STEP, samples, world.device)
                 context = StepContext(0, EVALUATION_PHASE, noise, host=host)
-                parts = task.evaluate(model, to_device(host, world.device), context)
-            if counts:
-                _add(parts, samples, sums, rows)
+                with world.waiting_for("evaluation's forward") if equal_counts else nullcontext():
+                    parts = task.evaluate(model, to_device(host, world.device), context)
+                    if counts:  # which reads sums on the host
+                        _add(parts, samples, sums, rows)
     model.train(training)
     return task.metrics(_reduce(sums, rows, world), split, facts)
 

@@ -15,6 +15,7 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.distributed.watchdog import Watchdog
 from isobatch.engine.model_setup.compile_model import uncompiled
+from isobatch.engine.optimization.schedule import remarks
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields
 from isobatch.engine.training import memory_probe
 from isobatch.engine.training.evaluate import host_batches, refuse_nonfinite_metrics
@@ -44,7 +45,8 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
     """
     run, world, session = context.run, context.world, context.session
     if world.is_main:  # only there: for its size a task may have to build its model on the meta device
-        for line in (_headline(context), *session.facts.extra.get("notes", [])):
+        seldom_meant = remarks(session.recipe, session.schedules, session.sampler.used, session.splits)
+        for line in (_headline(context), *seldom_meant, *session.facts.extra.get("notes", [])):
             context.console.say(line)
     watchdog = Watchdog(world, context.stop, context.options.hang_timeout, end_process)
     with context.stop, watchdog, context.gpu_monitor, session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
-from isobatch.engine.optimization.schedule import PhaseSchedule, SaveTimer, learning_rate, phase_schedules
+from isobatch.engine.optimization.schedule import (
+    PhaseSchedule,
+    SaveTimer,
+    learning_rate,
+    phase_schedules,
+    remarks,
+)
 from isobatch.models.base import Phase
 
 TWO = [Phase(name="freeze", epochs=1.0), Phase(name="tune", epochs=0.5, lr=1e-5)]
@@ -149,3 +156,28 @@ def test_an_alarm_by_the_clock() -> None:
     alarm.reset(1600.0)
     assert not alarm.due_by(1600 + 599)
     assert alarm.due_by(1600 + 600)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, []),
+        ({"warmup": Interval(25, "steps"), "batch_size": 40, "eval_every": Interval(5, "steps")}, []),
+        ({"warmup": "100%"}, []),
+        ({"lr": 0.0}, ["--lr 0: phase train changes no weight"]),
+        (
+            {"warmup": "3ep"},
+            ["--warmup 3ep: 30 steps are more than the 25 of phase train, which never reaches --lr"],
+        ),
+        ({"batch_size": 41}, ["--batch-size 41: an epoch has 40 samples, which are one batch"]),
+    ],
+)
+def test_what_is_seldom_meant_is_said(values: dict[str, Any], said: list[str]) -> None:
+    made = recipe(**{"lr": 1.0, **values})
+    phase = dataclasses.replace(ONE, lr=made.lr)
+    assert remarks(made, [phase], 40, ["train", "valid"]) == said
+
+
+def test_evaluations_of_nothing_are_said() -> None:
+    found = remarks(recipe(eval_every=Interval(5, "steps")), [ONE], 40, ["train", "test"])
+    assert found == ["--eval-every 5: there is no valid split to evaluate"]

@@ -1,0 +1,156 @@
+"""Tests of engine/distributed/watchdog.py: the stuck rank is named, whatever clocks say."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.distributed.watchdog import Watchdog
+
+
+class Store:
+    """The process group's store, in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def add(self, key: str, count: int) -> int:
+        self.values[key] = self.values.get(key, 0) + count
+        return int(self.values[key])
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> str:
+        return str(self.values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+class Clocks:
+    """Every rank's own: they began at other times, and a wall clock that jumps is asked by nobody."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds, self.offset = 0.0, 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.offset + self.seconds)
+        jumps = itertools.count(0, 3600)
+        monkeypatch.setattr(time, "time", lambda: float(next(jumps)))
+
+
+def watch(rank: int, store: Store, **doing: Any) -> Any:
+    position = {"position": f"step {rank}", "waiting": "", "moved_at": 0.0, **doing}
+    world: Any = SimpleNamespace(rank=rank, size=3, store=lambda: store, **position)
+    return Watchdog(world, SimpleNamespace(requested=False), 10.0, lambda _: None)  # type: ignore[arg-type]
+
+
+def test_the_stuck_rank_is_named_whatever_the_clocks_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks, store = Clocks(monkeypatch), Store()
+    waiting, silent, busy = watch(0, store, waiting="an all-reduce"), watch(1, store), watch(2, store)
+    for second in range(20):
+        clocks.seconds = float(second)
+        for offset, dog in ((1e6, waiting), (-5e5, silent), (7.0, busy)):
+            clocks.offset = offset
+            if dog is not silent or second < 5:
+                dog._publish_position()  # noqa: SLF001
+    clocks.offset = 1e6
+    reason = waiting._reason(19.0)  # noqa: SLF001
+    assert "waiting in an all-reduce for the others" in reason
+    assert "rank 1 has said nothing for 14 s; it was at step 1" in reason  # its last beat came in second 4
+    assert "rank 2 is at step 2, in " in reason
+
+
+def test_ranks_that_all_wait_blame_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clocks(monkeypatch)
+    store = Store()
+    dogs = [watch(rank, store, waiting="a barrier") for rank in range(3)]
+    for dog in dogs:
+        dog._publish_position()  # noqa: SLF001
+    assert dogs[0]._reason(3.0).endswith("all of them wait as well")  # noqa: SLF001
+
+
+class Recorded(Communicator):
+    """Two ranks, of which only this one exists: what blocks is recorded with what the watchdog knows then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank, self.size, self.waiting, self.moved_at = 0, 2, "", 0.0
+        self.device = torch.device("cpu")
+        self.blocked: list[tuple[str, str]] = []
+        self.accelerator: Any = SimpleNamespace(wait_for_everyone=self.record("wait_for_everyone"))
+        for name in ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list"):
+            monkeypatch.setattr(torch.distributed, name, self.record(name))
+        monkeypatch.setattr(torch.distributed, "all_gather", self.record("all_gather", self.fill))
+        monkeypatch.setattr(nn.parallel, "DistributedDataParallel", self.record("DistributedDataParallel"))
+        for name in ("tolist", "item"):  # on a GPU the host waits here
+            monkeypatch.setattr(torch.Tensor, name, self.record(name, getattr(torch.Tensor, name)))
+
+    @staticmethod
+    def fill(gathered: list[torch.Tensor], values: torch.Tensor) -> None:
+        for part in gathered:
+            part.copy_(values)
+
+    def record(self, name: str, function: Any = lambda *_, **__: None) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            self.blocked.append((name, self.waiting))
+            return function(*given, **named)
+
+        return call
+
+
+def used() -> nn.Parameter:
+    p = nn.Parameter(torch.ones(3, 2))
+    p.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (3, 2), check_invariants=False)
+    return p
+
+
+def dense() -> nn.Parameter:
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    return p
+
+
+COLLECTIVES: dict[str, Any] = {
+    "wrap_in_ddp": lambda world: world.wrap_in_ddp(nn.Linear(1, 1)),
+    "broadcast_model": lambda world: world.broadcast_model(nn.Linear(1, 1)),
+    "broadcast_onto_device": lambda world: world.broadcast_onto_device([torch.ones(1)]),
+    "all_reduce_sum": lambda world: world.all_reduce_sum(torch.ones(1)),
+    "all_reduce_gradients": lambda world: world.all_reduce_gradients([dense()]),
+    "all_reduce_sparse": lambda world: world.all_reduce_sparse(used()),
+    "all_gather": lambda world: world.all_gather(torch.ones(1)),
+    "all_gather_objects": lambda world: world.all_gather_objects(1),
+    "broadcast_object": lambda world: world.broadcast_object(1),
+    "barrier": lambda world: world.barrier(),
+}
+NO_COLLECTIVES = {"mark_progress", "waiting_for", "waiting", "store", "is_main", "close", "exit_process"}
+
+
+def test_every_collective_is_tried() -> None:
+    public = {name for name, _ in inspect.getmembers(Communicator) if not name.startswith("_")}
+    assert public == COLLECTIVES.keys() | NO_COLLECTIVES
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_the_watchdog_knows_of_every_collective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Recorded(monkeypatch)
+    COLLECTIVES[name](world)
+    assert world.blocked, "nothing was recorded"
+    assert all(waiting for _, waiting in world.blocked), world.blocked
+    assert world.waiting == ""
+
+
+def test_a_collective_within_another_leaves_it_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Recorded(monkeypatch)
+    with world.waiting_for("ZeRO's update"):
+        world.barrier()
+        assert world.waiting == "ZeRO's update"
+    with pytest.raises(RuntimeError, match="gone"), world.waiting_for("a barrier"):
+        raise RuntimeError("gone")
+    assert world.waiting == ""
