@@ -65,13 +65,15 @@ class MemoryFootprint:
     tables: float
     """Gradients of embedding and head before they are added to the accumulated ones."""
     workspace: float
+    host_copy: float
+    """On a CPU: what a checkpoint is written from, kept from the first save on."""
     update: float
     """Temporaries of the optimizer step, after activations are freed."""
 
     @property
     def resident(self) -> float:
-        """What is allocated during the whole step."""
-        return self.weights + self.gradients + self.moments + self.workspace
+        """What is allocated during a whole step, after a save."""
+        return self.weights + self.gradients + self.moments + self.workspace + self.host_copy
 
     @property
     def state(self) -> float:
@@ -99,6 +101,7 @@ def memory_footprint(
         logits=slack * logits_bytes(size, choices, tokens),
         tables=table_bytes(size),
         workspace=CONTEXT_BYTES[choices.device],
+        host_copy=_host_copy_bytes(recipe, size, choices),
         update=size.trainable * _update_bytes(recipe, choices) / shards["moments"],
     )
 
@@ -152,6 +155,13 @@ def _bucket_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
 def _state_bytes(recipe: Recipe, choices: ExecutionChoices) -> float:
     """Per trained parameter: the optimizer's moments, and the strategy's own copies."""
     return OPTIMIZERS[recipe.optimizer].state_bytes + choices.traits.copy_bytes
+
+
+def _host_copy_bytes(recipe: Recipe, size: ModelSize, choices: ExecutionChoices) -> float:
+    """This rank's share of the trained weights and moments (`engine/checkpointing/host_buffer.py`)."""
+    if choices.device != "cpu":
+        return 0.0
+    return size.trainable * (4.0 + OPTIMIZERS[recipe.optimizer].state_bytes) / choices.processes
 
 
 def _update_bytes(recipe: Recipe, choices: ExecutionChoices) -> float:

@@ -20,6 +20,7 @@ from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.classify_errors import classify
+from isobatch.engine.runs.peak_memory import reset_peak
 from isobatch.engine.training.loss_checks import check_loss_form
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def largest_micro_batch_fits(session: Session, phase: str) -> bool:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)  # else the rehearsal's peak counts as the run's
+        reset_peak(device)  # else the rehearsal's counts as the run's
     return True
 
 

@@ -17,7 +17,7 @@ from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import SaveTimer
 from isobatch.engine.runs.summary import Progress
-from isobatch.engine.training.step_metrics import memory_bytes, step_row, tracked_values
+from isobatch.engine.training.step_metrics import step_row, tracked_values
 from isobatch.models import fused_kernels
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class PhaseLoop:
         """Train until the phase ends. A step's metrics are read while the next one runs, without a wait."""
         schedule, start = self.schedule, self.progress.step
         self.context.console.start_phase(schedule.name, start, schedule.steps)
+        self.context.peak_memory.observe("start")
         self.step_began = now()
         pending: StepResult | None = None
         last = start if self.early_stopping.should_stop else schedule.steps
@@ -197,11 +198,11 @@ class PhaseLoop:
 
     def _log(self, result: StepResult, losses: dict[str, float], norm: float, values: list[float]) -> None:
         context, progress, schedule = self.context, self.progress, self.schedule
-        context.peak_memory = max(context.peak_memory, memory_bytes(self.world.device))
+        context.peak_memory.observe("train")
         row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
         if result.recorded:
             row |= context.task.step_figures(_recorded_arrays(result, values))
-        row |= {"memory_bytes": context.peak_memory, **context.gpu_monitor.latest()}
+        row |= {"memory_bytes": context.peak_memory.bytes, **context.gpu_monitor.latest()}
         if context.flop_utilisation is not None:
             row["mfu"] = round(context.flop_utilisation.of(result.loaded.work, result.seconds), 4)
         context.log.log_step(row, result.loaded.work.samples)
@@ -257,6 +258,7 @@ class PhaseLoop:
             "versions": {n: importlib.metadata.version(n) for n in VERSIONED},
         }
         context.writer.start(self.checkpoint_folder(self.progress.step), strategy.collect_state(), state)
+        context.peak_memory.observe("save")
         context.spared = self.best_checkpoint()
         self.saved_step = self.progress.step
         self.save_timer.reset(now())

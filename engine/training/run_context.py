@@ -13,6 +13,7 @@ from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.metrics_log import MetricsLog
+from isobatch.engine.runs.peak_memory import PeakMemory
 from isobatch.engine.runs.summary import Progress, startup_seconds, summarize
 from isobatch.engine.runs.witness import Witness
 from isobatch.engine.training.session import Session
@@ -59,8 +60,7 @@ class RunContext:
         self.progress = Progress(self.session.phases[0])
         self.first_step_at: float | None = None
         """Time (seconds since 1970) at the end of this process's first step."""
-        self.peak_memory = 0
-        """Peak memory of this process, in bytes."""
+        self.peak_memory = PeakMemory(world.device)
         self.resumed_from: str | None = None
         self.spared: set[str] = set()
         """{name of the best checkpoint} at the time when the newest save began."""
@@ -82,6 +82,7 @@ class RunContext:
     def measure(self, split: str, fraction: float, step: int) -> dict[str, float]:
         """Evaluate a split, log and show its metrics; `step`: the step of the weights."""
         metrics = self.session.evaluate(split, fraction)
+        self.peak_memory.observe("evaluate")
         self.log.log_metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
         self.console.say(f"{split} after step {step}: {format_metrics(metrics, '.4f')}")
         return metrics
@@ -134,13 +135,14 @@ class RunContext:
         self, status: str, reason: str, held_out: dict[str, dict[str, float]], **more: Any
     ) -> dict[str, Any]:
         """The content of summary.json. All ranks call this."""
-        session = self.session
+        session, peak = self.session, self.peak_memory
+        peak.merge(self.world.all_gather_objects((peak.bytes, peak.stage)))
         return {
             "status": status,
             "reason": reason,
             **summarize(self.recipe, session.plan, self.progress, session.model, held_out),
             "startup_seconds": startup_seconds(self.first_step_at),
-            "peak_memory_bytes": max(self.world.all_gather_objects(self.peak_memory)),
+            **self.peak_memory.fields(),
             "resumed_from": self.resumed_from,
             **more,
         }

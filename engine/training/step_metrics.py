@@ -1,9 +1,7 @@
-"""Metrics of a step: its row of metrics.jsonl, memory, model FLOP utilisation."""
+"""Metrics of a step: its row of metrics.jsonl, model FLOP utilisation."""
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,14 +69,6 @@ def tracked_values(row: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, list) and all(isinstance(one, float) for one in value):
             found |= {f"{name}/{number}": one for number, one in enumerate(value)}
     return found
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Peak bytes so far: reserved by the allocator on a GPU, resident memory of this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def gpu_uuid(device: torch.device) -> str:

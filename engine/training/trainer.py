@@ -140,7 +140,8 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
             context.console.say(f"sample:\n{sample}")
             summary["sample"] = sample
         _add_final_metrics(context, model, exported, held_out)
-        summary |= metrics_fields(held_out)
+        context.peak_memory.observe("export")
+        summary |= metrics_fields(held_out) | context.peak_memory.fields()
         found = {"final": digests, "exported": folder.name, "summary": summary, "data": checked}
         _log_final(context, found)
         context.run.write_summary(summary)
