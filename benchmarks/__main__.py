@@ -31,6 +31,10 @@ BENCHMARKS = {
     "scaling": ("speed.scaling", "one process of one thread against two on two cores, the same recipe"),
     "startup": ("components.startup", "--help, and from the command to the first optimizer step"),
     "sampler": ("components.sampler", "rows a second from the sampler's order and the vectorised fetch"),
+    "long-log": (
+        "components.long_log",
+        "what the log of a million steps costs to write, cut, audit and draw",
+    ),
     "digests": ("components.digests", "what checking prepared data against its digests costs"),
     "noise": ("components.noise", "what keyed dropout costs against torch's own"),
     "checkpoint": (

@@ -26,6 +26,8 @@ from isobatch.core.errors import UserError
 T = typing.TypeVar("T")
 ADDED_LATER = {"omitted_at_default": True}
 """Metadata of a field that older runs lack. Its default is what they did; JSON and hash omit it."""
+NOT_RECORDED = {"not_recorded": True}
+"""Metadata of a field that is left out of JSON: a file from someone else must not decide it here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +332,7 @@ def options_to_dict(options: Any) -> dict[str, Any]:
         f.name: to_json_value(getattr(options, f.name))
         for f in dataclasses.fields(options)
         if not (is_omitted_at_default(f) and getattr(options, f.name) == _default(f))
+        and not f.metadata.get("not_recorded")
     }
 
 

@@ -25,6 +25,17 @@ COMMAND_SECONDS = 30
 """Longest time for the command."""
 
 
+def use_witness(target: str | None) -> None:
+    """Let this process and its children write to a witness."""
+    if target:
+        os.environ[WITNESS] = target if target.startswith("|") else str(Path(target).expanduser().absolute())
+
+
+def witness_environment() -> dict[str, str]:
+    """The variable that hands the witness to a process elsewhere; nothing where there is none."""
+    return {WITNESS: os.environ[WITNESS]} if os.environ.get(WITNESS) else {}
+
+
 class Witness:
     """Sends lines in the background; what goes wrong is said once, and training goes on."""
 
@@ -59,7 +70,7 @@ class Witness:
                     check=True,
                 )
             else:
-                with Path(self._target).expanduser().open("a", encoding="utf-8") as stream:
+                with Path(self._target).open("a", encoding="utf-8") as stream:
                     stream.write(text)
         except (OSError, subprocess.SubprocessError) as error:
             if not self._failed:

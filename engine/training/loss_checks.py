@@ -20,7 +20,8 @@ EXPECTED = "return {name: Loss(sum, unit)}"
 RESERVED = {"phase", "step", "epoch", "lr", "grad_norm", "samples", "tokens", "padding", "memory_bytes"}
 RESERVED |= {"step_seconds", "data_seconds", "samples_per_second", "tokens_per_second"}
 RESERVED |= {*READINGS, "mfu", "chain", "split", "final", "invariance", "seal"}
-RESERVED |= {"checkpoint", "digest", "exported", "summary", "log_every", "ledger", NOT_FINITE}
+RESERVED |= {"checkpoint", "digest", "exported", "summary", "log_every", "ledger", "data", "decisions"}
+RESERVED |= {NOT_FINITE}
 """Fields of a row of metrics.jsonl, which a loss must not be named after."""
 TOLERANCE = 1e-2
 HALF_PRECISION_TOLERANCE = 1e-1

@@ -255,7 +255,7 @@ class PhaseLoop:
             "fingerprint": self.session.facts.fingerprint,
             "world_size": self.world.size,
             "strategy": self.session.plan.strategy,
-            "versions": {n: importlib.metadata.version(n) for n in VERSIONED},
+            "versions": installed_versions(),
         }
         context.writer.start(self.checkpoint_folder(self.progress.step), strategy.collect_state(), state)
         context.peak_memory.observe("save")
@@ -268,6 +268,11 @@ class PhaseLoop:
         if not self.early_stopping.patience:
             return set()
         return {checkpoint.checkpoint_name(self.schedule.name, self.early_stopping.best_step)}
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the libraries that shape what a run learns and exports."""
+    return {name: importlib.metadata.version(name) for name in VERSIONED}
 
 
 def _recorded_arrays(result: StepResult, values: list[float]) -> dict[str, np.ndarray]:

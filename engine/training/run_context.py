@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_options import RunOptions
 
 
+DATA_WRITTEN = "data written to"
+"""The decision that a file of the data was written to while it was trained on, and holds the same again."""
 CLOSING_STEPS = 3
 """Steps before the end at which a checkpoint is saved and kept, so that `verify` can redo the end."""
 
@@ -97,7 +99,7 @@ class RunContext:
             self.console.say(f"{what}; it is as it was prepared, but what it held in between is not known")
             if self.world.is_main:
                 where = {"at_phase": self.progress.phase, "at_step": self.progress.step}
-                self.run.log_decision("data written to", file=name, **where)
+                self.run.log_decision(DATA_WRITTEN, file=name, **where)
 
     def checked_data(self) -> dict[str, Any]:
         """What any rank compared with its digest so far. All ranks call this."""

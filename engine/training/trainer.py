@@ -12,7 +12,7 @@ from isobatch.core.errors import TrainingError
 from isobatch.core.measures import format_duration
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-from isobatch.engine.checkpointing.digests import folder_digests
+from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.distributed.watchdog import Watchdog
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.optimization.schedule import remarks
@@ -143,6 +143,7 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         context.peak_memory.observe("export")
         summary |= metrics_fields(held_out) | context.peak_memory.fields()
         found = {"final": digests, "exported": folder.name, "summary": summary, "data": checked}
+        found["decisions"] = bytes_digest(context.run.decisions) if context.run.decisions.exists() else ""
         _log_final(context, found)
         context.run.write_summary(summary)
     context.world.barrier()

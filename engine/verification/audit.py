@@ -11,13 +11,14 @@ from isobatch.core.errors import TrainingError
 from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
-from isobatch.engine.checkpointing.digests import folder_digests
+from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.witness import read_witness
 from isobatch.engine.task_files import task_file_problem
+from isobatch.engine.training.run_context import DATA_WRITTEN
 from isobatch.engine.training.session import make_sampler
 from isobatch.engine.verification.log_audit import VALID, LogRecord, audit_log
 
@@ -41,7 +42,7 @@ class Audit:
     """None where recipe or data were wrong already."""
     changes: list[dict[str, Any]] = field(default_factory=list)
     """Rows of decisions.jsonl about changes of the model while it trained."""
-    launch_decisions: int = 0
+    launch_decisions: list[dict[str, Any]] = field(default_factory=list)
     """Decisions of launches: they follow from the machine, and nothing proves them."""
 
     @property
@@ -49,9 +50,11 @@ class Audit:
         """Optimizer steps whose samples were checked."""
         return sum(phase.step for phase in self.log.phases) if self.log else 0
 
-    def row(self, phase: str) -> dict[str, Any]:
-        found = self.log.phase(phase) if self.log else None
-        return found.last if found else {}
+    @property
+    def unproven(self) -> list[str]:
+        """What the records themselves say was not as it should be, a sentence each."""
+        written = [r.get("file", "") for r in self.launch_decisions if r.get("decision") == DATA_WRITTEN]
+        return [f"the prepared data was written to while it was trained on: {file}" for file in written]
 
 
 def recipe_problems(run: RunFolder) -> list[str]:
@@ -101,7 +104,9 @@ def _data_problems(run: RunFolder) -> list[str]:
 def _decision_problems(run: RunFolder, audit: Audit) -> list[str]:
     """Derive the decisions that follow from the evaluations, and compare; note the others."""
     assert audit.log is not None
-    rows = list(rows_in(run.decisions))
+    rows, logged = list(rows_in(run.decisions)), (audit.log.final or {}).get("decisions")
+    if logged is not None and logged != (bytes_digest(run.decisions) if rows else ""):
+        return ["decisions.jsonl is not what the run wrote"]
     derived = [row for phase in audit.log.phases for row in phase.decisions]
     written = [
         {k: v for k, v in row.items() if k != "reason"}
@@ -109,7 +114,7 @@ def _decision_problems(run: RunFolder, audit: Audit) -> list[str]:
         if row.get("decision") in DERIVED_DECISIONS
     ]
     audit.changes = [r for r in rows if "phase" in r and r.get("decision") not in DERIVED_DECISIONS]
-    audit.launch_decisions = sum("phase" not in r for r in rows)
+    audit.launch_decisions = [r for r in rows if "phase" not in r]
     for row in audit.changes:
         phase = audit.log.phase(row["phase"])
         if phase is None or not 0 < row.get("step", 0) <= phase.step:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from isobatch.engine.checkpointing.checkpoint import checkpoint_name, list_checkpoints
 from isobatch.engine.training.run_context import CLOSING_STEPS
 from isobatch.engine.verification.replay import INITIAL, Window
+from isobatch.engine.verification.tolerance import NEAR
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -39,3 +40,8 @@ def other_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:
     kept = [p.name for p in list_checkpoints(run.checkpoints, phases) if p.name not in spared]
     windows = [Window(INITIAL, 2 * steps + CHOICE.randint(0, steps))]
     return windows + [Window(name, steps + CHOICE.randint(0, steps)) for name in kept]
+
+
+def short(windows: list[Window]) -> list[Window]:
+    """The windows, cut where flipped levels have not spread yet."""
+    return [Window(window.checkpoint, min(window.count, NEAR)) for window in windows]

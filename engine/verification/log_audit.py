@@ -270,10 +270,9 @@ class _Rows:
 
     def _check_evaluation(self, row: dict[str, Any]) -> str:
         """Judge an evaluation of training as early stopping did. Those of the end decide nothing."""
-        phase = self.phase if self.number >= 0 else None
-        if phase is None or row["split"] != VALID or row["step"] != phase.step:
+        phase, step = self.phase if self.number >= 0 else None, row["step"]
+        if phase is None or row["split"] != VALID or not phase.step <= step <= phase.schedule.steps:
             return ""
-        step = phase.step
         if not phase.evaluation_is_due(step) or step in phase.judged_at:
             return ""
         if self.metric not in row:

@@ -12,6 +12,7 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
+from isobatch.engine.training.phase_loop import installed_versions
 from isobatch.engine.training.session import Session
 from isobatch.engine.verification.compare_export import compare_export
 from isobatch.engine.verification.compare_weights import compare_weights
@@ -236,4 +237,5 @@ class Replay:
             if self.world.is_main:
                 model = session.gather_full_model(folder, saved.state["progress"]["phase"])
                 redone.export = compare_export(self.run, session.task, model, session.facts)
+                redone.export["same_versions"] = saved.state.get("versions") == installed_versions()
             self.world.barrier()

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
 from isobatch.engine import consent
+from isobatch.engine.runs.ledger import LedgerStep, read_ledger
 from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.api.recipe import Recipe
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import nn
@@ -71,6 +73,10 @@ class Run:
     def history(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: a row per logged step and per evaluation."""
         return [row for row in rows_in(self._files.metrics) if "chain" in row or "split" in row]
+
+    def ledger(self) -> Iterator[LedgerStep]:
+        """Phase, step and sample numbers of every step, in order; nothing of a run without --ledger."""
+        return read_ledger(self._files)
 
     def model(self) -> nn.Module:
         """The trained model in evaluation mode, with weights of the best checkpoint, else of the newest.

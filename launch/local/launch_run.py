@@ -11,6 +11,7 @@ from isobatch.core.errors import DONE
 from isobatch.core.strategies import traits_of
 from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.engine.runs.witness import use_witness
 from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
 from isobatch.launch.local.run_setup import (
     TrustOptions,
@@ -69,6 +70,7 @@ def find_or_train(
 def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> Verdict:
     """Train by the run's plan, with restarts; the verdict of the last attempt."""
     run.write_options(options)
+    use_witness(options.witness)
     # DeepSpeed forms a process group even for one process, which would stay in a process that is not ours.
     in_process = run.plan.processes == 1 and (owns_process or not traits_of(run.plan.strategy).shards)
     start = train_in_process if in_process else train_in_children

@@ -66,6 +66,7 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
         witness = Path(options.witness).expanduser() if options.witness else None
         proof.audit = audit_records(run, witness)
         proof.problems += proof.audit.problems
+        proof.unproven += proof.audit.unproven
         proof.covered += ["the witness saw the same"] if witness and not proof.problems else []
     if not proof.problems and options.level != "records":
         plan = _other_plan(run, options)
@@ -84,18 +85,19 @@ def _verify_steps(
     run: RunFolder, options: VerifyOptions, plan: Plan, proof: Proof, owns_process: bool
 ) -> None:
     """Redo steps under another plan; those of the end, and what follows from them, under the run's own."""
-    from isobatch.engine.verification.choose_windows import closing_window, other_windows
+    from isobatch.engine.verification.choose_windows import closing_window, other_windows, short
     from isobatch.engine.verification.replay import Job
 
     log = proof.audit.log
     assert log is not None
     closing, finished = closing_window(log), run.status() == "done"
-    if finished and (missing := _missing_checkpoint(run, proof)):
-        proof.unproven.append(missing)
-    ending = Job([closing] if closing and not proof.unproven else [], finished and not proof.unproven)
-    own = _own_plan(run, options)
-    jobs = [(plan, Job(other_windows(run, log, options.steps)))]
-    jobs.append((own or plan, ending))
+    missing = _missing_checkpoint(run, proof) if finished else ""
+    proof.unproven += [missing] if missing else []
+    own, windows = _own_plan(run, options), other_windows(run, log, options.steps)
+    ending = Job([closing] if closing and not missing else [], finished and not missing)
+    if own is not None and run.plan.invariance == "rounding":  # long windows say more under the same plan
+        ending.windows[:0], windows = windows, short(windows)
+    jobs = [(plan, Job(windows)), (own or plan, ending)]
     found = redo(run, jobs, owns_process)
     for (used, _), redone in zip(jobs, found, strict=True):
         proof.add(redone, partial(tolerances, run, used))
@@ -133,7 +135,11 @@ def _judge_ending(run: RunFolder, proof: Proof, found: list[Redone], ending: tup
     if not job.held_out:
         proof.covered += [] if run.status() == "done" else [f"the run is {run.status()}, not finished"]
         return
-    wrong = redone.export["differing"]
+    wrong, written = redone.export["differing"], redone.export["same_versions"] and log.chains
+    if not written:  # code and configurations are of the version that wrote them, the weights are not
+        other = [name for name in wrong if not name.endswith(".safetensors")]
+        wrong = [name for name in wrong if name not in other]
+        proof.covered += [f"{', '.join(other)} written by another version and not compared"] if other else []
     proof.problems += [f"final/{name} is not the export of the last weights" for name in wrong]
     proof.problems += wrong_metrics(run, log.splits, redone, tolerances(run, plan)[0])
     if redone.metrics:

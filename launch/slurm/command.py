@@ -19,6 +19,7 @@ from isobatch.core.plan import PlanOptions
 from isobatch.core.strategies import traits_of
 from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.witness import use_witness, witness_environment
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
 from isobatch.launch.slurm import client, sbatch_script, time_limit
@@ -179,6 +180,7 @@ def _find_or_create_run(request: Request) -> RunFolder:
         refuse_if_in_a_job(run)
         run.refuse_if_training()
         run.write_options(request.run)
+        use_witness(request.run.witness)
     return RunFolder(run.folder.resolve())
 
 
@@ -223,7 +225,7 @@ def _script(runs: dict[int, RunFolder], request: Request, options: SlurmOptions)
         raw_options=sbatch_script.parse_sbatch_options(options.sbatch) if options.sbatch else (),
         setup=Path(options.setup).expanduser().resolve() if options.setup else None,
         start_folder=Path.cwd(),
-        environment=tuple(consent.environment().items()),
+        environment=tuple({**consent.environment(), **witness_environment()}.items()),
     )
 
 

@@ -24,6 +24,7 @@ from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.training.run_context import DATA_WRITTEN
 from isobatch.engine.training.session import make_sampler
 from isobatch.tests.forgery import reseal
 from isobatch.tests.paths import ROOT
@@ -193,6 +194,8 @@ def forged_decision(run: RunFolder) -> None:
 def forged_change(run: RunFolder) -> None:
     row = {"phase": "train", "step": 2, "decision": "prune", "heads": 3}
     run.decisions.write_text(json.dumps(row) + "\n")
+    digest = bytes_digest(run.decisions)
+    edit_log(run, lambda rows: [r.update(decisions=digest) for r in rows if "final" in r])
 
 
 def added_code(run: RunFolder) -> None:
@@ -341,6 +344,40 @@ def test_a_forgery_of_unkept_steps_is_found_by_a_full_replay(honest: Fixtures, t
     found = isobatch.verify(forged.folder, level="full")
     assert len(found.problems) == 1
     assert found.problems[0].startswith("phase train, step 18: loss ")
+
+
+def test_a_witness_finds_what_was_sealed_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    recipe = isobatch.Recipe(task=TASK, steps=9)
+    seen, told = tmp_path / "seen", tmp_path / "told"
+    run = isobatch.train(recipe, out=tmp_path, name="one", witness=str(seen), quiet=True).folder
+    isobatch.train(recipe, out=tmp_path, name="two", again=True, witness=f"|cat >> {told}", quiet=True)
+    assert len(seen.read_text().splitlines()) == len(told.read_text().splitlines()) >= 3
+    assert "witness" not in json.loads((run / "run.json").read_text())  # who receives the run is not to write there
+    found = isobatch.verify(run, level="records", witness=str(seen))
+    assert found
+    assert "the witness saw the same" in found.coverage
+    edit_log(RunFolder(run), lambda rows: rows[4].update(loss=1.0))
+    assert isobatch.verify(run, level="records")
+    changed = isobatch.verify(run, level="records", witness=str(seen))
+    assert "metrics.jsonl is not what the witness saw at or before" in changed.problems[0]
+    capfd.readouterr()
+    again = {"name": "three", "again": True, "witness": str(tmp_path / "none" / "file")}
+    isobatch.train(recipe, out=tmp_path, **again)
+    assert capfd.readouterr().err.count("the witness misses a line, and training goes on") == 1
+
+
+def test_data_that_was_written_to_while_it_trained_is_not_proven(honest: Fixtures, tmp_path: Path) -> None:
+    run = copy(honest.plain, tmp_path)
+    row = {"decision": DATA_WRITTEN, "file": "train/tokens.npy", "at_phase": "train", "at_step": 9}
+    run.decisions.write_text(json.dumps(row) + "\n")
+    digest = bytes_digest(run.decisions)
+    edit_log(run, lambda rows: [r.update(decisions=digest) for r in rows if "final" in r])
+    found = isobatch.verify(run.folder, level="records")
+    assert (bool(found), found.problems) == (False, [])
+    assert found.unproven == ["the prepared data was written to while it was trained on: train/tokens.npy"]
+    run.decisions.unlink()
+    problems = isobatch.verify(run.folder, level="records").problems
+    assert problems == ["decisions.jsonl is not what the run wrote"]
 
 
 def test_runs_of_one_recipe_have_the_same_digests(honest: Fixtures, tmp_path: Path) -> None:

@@ -87,9 +87,12 @@ def test_a_run_is_verified_and_a_changed_one_is_not(tmp_path: Path) -> None:
     found = isobatch.verify(run, steps=2)
     assert process_state() == before
     assert found
-    assert [s["step"] for s in found.steps] == [1, 2]
+    assert sorted({s["step"] for s in found.steps}) == [1, 2, 3, 4]
+    assert found.coverage.startswith(
+        "4 of 4 steps redone, samples of all 4 checked, final weights reproduced "
+    )
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    rows[1]["loss"] -= 0.5
+    next(row for row in rows if row.get("step") == 2)["loss"] -= 0.5
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     changed = isobatch.verify(run.folder)
     assert not changed

@@ -78,7 +78,8 @@ ROOMS: dict[str, set[str]] = {
         "launch",
     },
     "benchmarks.components": {
-        *("core", "data", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
+        *("core", "data", "engine", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
+        *("engine.optimization", "engine.runs", "engine.training", "engine.verification", "launch.report"),
     },
     "benchmarks.speed": {
         *("core", "data", "models.causal_lm", "models.encoder", "models.recommendation"),
