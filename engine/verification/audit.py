@@ -20,6 +20,7 @@ from isobatch.engine.runs.witness import read_witness
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.run_context import DATA_WRITTEN
 from isobatch.engine.training.session import make_sampler
+from isobatch.engine.unread_fields import unread_values
 from isobatch.engine.verification.log_audit import VALID, LogRecord, audit_log
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def audit_records(run: RunFolder, witness: Path | None = None) -> Audit:
     recipe = run.recipe
     task, data = workload_of(recipe).make(recipe)
     sampler = make_sampler(recipe, data.open(Path(run.facts.folder), "train"), task.cohort)
+    if recipe.rules > 1 and (unread := unread_values(recipe, task, data)):
+        return Audit([f"recipe.json sets {', '.join(unread)}, which changes nothing: no launch writes that"])
     schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
     lines = read_witness(witness, recipe.hash()) if witness else []
     if witness and not lines:

@@ -215,6 +215,10 @@ def other_patience(run: RunFolder) -> None:
     claim(run, dataclasses.replace(run.recipe, patience=3))
 
 
+def unread_field(run: RunFolder) -> None:
+    claim(run, dataclasses.replace(run.recipe, label_smoothing=0.1))
+
+
 def claim(run: RunFolder, recipe: Any) -> None:
     """Say that the run was trained by another recipe, everywhere."""
     recipe_file = {**recipe.to_dict(), "hash": recipe.hash()}
@@ -294,6 +298,7 @@ ATTACKS: list[tuple[Any, str, str]] = [
     (added_code_and_log, "plain", "steps"),
     (forged_summary, "plain", "records"),
     (other_patience, "plain", "records"),
+    (unread_field, "plain", "records"),
     (other_learning_rate, "plain", "steps"),
     (other_dropout, "plain", "steps"),
     (swapped_checkpoints, "plain", "records"),
@@ -352,7 +357,9 @@ def test_a_witness_finds_what_was_sealed_again(tmp_path: Path, capfd: pytest.Cap
     run = isobatch.train(recipe, out=tmp_path, name="one", witness=str(seen), quiet=True).folder
     isobatch.train(recipe, out=tmp_path, name="two", again=True, witness=f"|cat >> {told}", quiet=True)
     assert len(seen.read_text().splitlines()) == len(told.read_text().splitlines()) >= 3
-    assert "witness" not in json.loads((run / "run.json").read_text())  # who receives the run is not to write there
+    assert "witness" not in json.loads(
+        (run / "run.json").read_text()
+    )  # who receives the run is not to write there
     found = isobatch.verify(run, level="records", witness=str(seen))
     assert found
     assert "the witness saw the same" in found.coverage
