@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-TASK = "tests/tasks/ragged.py:RaggedLM"
+TASK = "causal-lm"
 SCRIPT = """
 import resource, runpy, sys, time
 runpy.run_path(sys.argv[1])
@@ -32,7 +32,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
         os.environ["ISOBATCH_CACHE"] = f"{name}/cache"
         folder = Path(name) / "run"
         began = time.process_time()
-        _write(folder, f"{root}/{TASK}", steps)
+        _write(folder, steps)
         rows = [{"part": "write", "steps": steps, "cpu_s": round(time.process_time() - began, 2), "mb": 0}]
         for part in PARTS:
             command = [sys.executable, "-c", SCRIPT, str(root / "launch" / "_root.py"), part, str(folder)]
@@ -42,7 +42,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _write(folder: Path, task_name: str, steps: int) -> None:
+def _write(folder: Path, steps: int) -> None:
     """The records of a run of so many steps, with a ledger."""
     from isobatch.engine.loading.prepare import prepare
     from isobatch.engine.loading.sampler import extend_chain
@@ -53,7 +53,7 @@ def _write(folder: Path, task_name: str, steps: int) -> None:
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.engine.training.session import make_sampler
 
-    chosen = workload(task_name)
+    chosen = workload(TASK)
     recipe, _ = chosen.complete({"steps": steps, "eval_every": str(steps // 10)})
     task, data = chosen.make(recipe)
     facts = prepare(data)

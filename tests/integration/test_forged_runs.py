@@ -363,7 +363,7 @@ def test_a_witness_finds_what_was_sealed_again(tmp_path: Path, capfd: pytest.Cap
     found = isobatch.verify(run, level="records", witness=str(seen))
     assert found
     assert "the witness saw the same" in found.coverage
-    edit_log(RunFolder(run), lambda rows: rows[4].update(loss=1.0))
+    edit_log(RunFolder(run), lambda rows: rows[1].update(loss=1.0))
     assert isobatch.verify(run, level="records")
     changed = isobatch.verify(run, level="records", witness=str(seen))
     assert "metrics.jsonl is not what the witness saw at or before" in changed.problems[0]
