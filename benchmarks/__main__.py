@@ -53,6 +53,10 @@ BENCHMARKS = {
         "quality.accuracy",
         "accuracy after pruning and 4-bit training on real text; takes hours, continues if stopped",
     ),
+    "honest-runs": (
+        "quality.honest_runs",
+        "sixty honest runs of every task in ten worlds, each of which verify must pass",
+    ),
     "collapse": (
         "quality.collapse",
         "posterior collapse on real sentences, and what keeps a VAE from it",
