@@ -35,6 +35,8 @@ class Proof:
     """(phase, step) of the redone steps, logged or not."""
     covered: list[str] = field(default_factory=list)
     """What was checked, a phrase each."""
+    notes: list[str] = field(default_factory=list)
+    """What was not, and why that is no fault, a phrase each."""
 
     @property
     def verified(self) -> bool:
@@ -68,7 +70,7 @@ class Proof:
             said.append("no step redone")
         else:
             said[-1] += f": equal within {self.largest:.0e}" if self.largest else ": equal bit for bit"
-        return ", ".join(said)
+        return "; ".join([", ".join(said), *self.notes])
 
     def add(self, redone: Redone, tolerance: Callable[[int], tuple[float, float]]) -> None:
         """Judge redone steps. `tolerance`: steps since a common state -> what (loss, norm) may differ by."""

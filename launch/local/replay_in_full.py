@@ -47,7 +47,7 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, owns_process: bool)
         log = proof.audit.log
         assert log is not None
         if run.status() != "done":
-            proof.covered.append(f"the run is {run.status()}, not finished")
+            proof.notes.append(f"the run is {run.status()}, not finished")
             return True
         allowed, _ = tolerances(run, plan, proof.audit.steps)
         proof.problems += _wrong_evaluations(run, again, allowed)

@@ -67,6 +67,8 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
         proof.audit = audit_records(run, witness)
         proof.problems += proof.audit.problems
         proof.unproven += proof.audit.unproven
+        if count := len(proof.audit.launch_decisions):
+            proof.notes.append(f"decisions of launches: {count}, recorded and not proven")
         proof.covered += ["the witness saw the same"] if witness and not proof.problems else []
     if not proof.problems and options.level != "records":
         plan = _other_plan(run, options)
@@ -133,13 +135,13 @@ def _judge_ending(run: RunFolder, proof: Proof, found: list[Redone], ending: tup
     if proof.steps and run.recipe.noise == "keyed" and draws_noise != (run.plan.invariance == "noise"):
         proof.problems.append(f"plan.json says {run.plan.invariance}: the model's noise says otherwise")
     if not job.held_out:
-        proof.covered += [] if run.status() == "done" else [f"the run is {run.status()}, not finished"]
+        proof.notes += [] if run.status() == "done" else [f"the run is {run.status()}, not finished"]
         return
     wrong, written = redone.export["differing"], redone.export["same_versions"] and log.chains
     if not written:  # code and configurations are of the version that wrote them, the weights are not
         other = [name for name in wrong if not name.endswith(".safetensors")]
         wrong = [name for name in wrong if name not in other]
-        proof.covered += [f"{', '.join(other)} written by another version and not compared"] if other else []
+        proof.notes += [f"{', '.join(other)} of another version, not compared"] if other else []
     proof.problems += [f"final/{name} is not the export of the last weights" for name in wrong]
     proof.problems += wrong_metrics(run, log.splits, redone, tolerances(run, plan)[0])
     if redone.metrics:
@@ -156,11 +158,12 @@ def _verify_all(run: RunFolder, options: VerifyOptions, plan: Plan, proof: Proof
 
 def _own_plan(run: RunFolder, options: VerifyOptions) -> Plan | None:
     """The run's own plan, if it can be had here as it was: then the same steps give the same bits."""
-    plan = run.plan
+    plan, here = run.plan, detect()
     same_world = plan.processes == options.processes and options.strategy in ("auto", plan.strategy)
-    if not same_world or plan.compile != "off" or plan.device != detect().kind:
+    if not same_world or plan.compile != "off" or plan.device != here.kind:
         return None
-    return plan
+    memory = here.gpu.memory_bytes if here.gpus else here.ram_bytes
+    return plan if plan.predicted_peak_memory_bytes <= memory else None
 
 
 def _other_plan(run: RunFolder, options: VerifyOptions) -> Plan:
