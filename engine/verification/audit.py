@@ -151,10 +151,12 @@ def _checkpoint_problem(run: RunFolder, log: LogRecord, saved: SavedCheckpoint) 
     phase, step = log.phase(progress["phase"]), progress["step"]
     if phase is None or step > phase.step:
         return f"was saved at step {step}, where metrics.jsonl has none"
-    if "logs" not in state:  # of an older version, whose log has a row at each checkpoint
+    if "logs" not in state and run.recipe.rules == 1:  # of an older version: a row at each checkpoint
         return "" if _has_row(run, progress) else f"was saved at step {step}, which metrics.jsonl lacks"
     if name != f"{progress['phase']}-{step}":
         return f"holds step {step} of {progress['phase']}"
+    if "logs" not in state or log.chains.get((progress["phase"], step)) is None:
+        return f"was saved at step {step}, where metrics.jsonl has no seal"
     if log.chains.get((progress["phase"], step)) != (progress["chain"], progress["samples"]):
         return "has seen other samples than metrics.jsonl says"
     digest = log.checkpoints.get(name)

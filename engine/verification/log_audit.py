@@ -100,7 +100,7 @@ def audit_log(
         for s in schedules
     ]
     record = LogRecord(phases)
-    seals = _Seals(first_seal(recipe.hash(), run.facts.fingerprint), witness)
+    seals = _Seals(first_seal(recipe.hash(), run.facts.fingerprint), witness, recipe.rules == 1)
     rows = _Rows(record, recipe, sampler, monitor[0], evaluates)
     for line in lines_in(run.metrics):
         row = parse_row(line)
@@ -122,7 +122,9 @@ def _is_finite(value: Any) -> bool:
 class _Seals:
     """Computes the seals of the rows and compares them with the logged ones, and with a witness's lines."""
 
-    def __init__(self, first: str, witness: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, first: str, witness: Sequence[Mapping[str, Any]], takes_old: bool) -> None:
+        """`takes_old`: whether rows may carry seals of their own, as versions before rules 2 wrote them."""
+        self.takes_old = takes_old
         self.seal, self.hash, self.size, self.sealed = first, hashlib.sha256(first.encode()), 0, True
         self.old_seal = ""
         """The seal of the last row of an older version, which sealed each row."""
@@ -135,7 +137,7 @@ class _Seals:
         if row.keys() == _SEAL_ROW:
             computed = self.hash.hexdigest()[:32]
             self._restart(row[SEAL])
-        elif SEAL in row:
+        elif SEAL in row and self.takes_old:
             computed = self.old_seal = seal_of_old_row(self.old_seal, row)
             self._restart(row[SEAL])
         else:
