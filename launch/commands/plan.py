@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -19,7 +20,7 @@ from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import print_unless_quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
@@ -51,7 +52,7 @@ def plan(words: Sequence[str]) -> int:
     _print_notes(request)
     length = request.extra.get("assume_length")
     task, data = request.workload.make(request.recipe)
-    facts = assumed_facts(length, request.recipe.tokenizer) if length else prepare_data(data)
+    facts = assumed_facts(length, request.recipe.tokenizer) if length else prepare_data(data, _say(request))
     hardware_name = request.extra.get("hardware")
     machine = hardware.parse_hardware(hardware_name) if hardware_name else detect()
     model_size = task.model_size(facts)
@@ -142,12 +143,16 @@ def _format_value(value: Any) -> Any:
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
+def _say(request: Request) -> Callable[[str], None]:
+    return partial(print_unless_quiet, quiet=request.run.quiet)
+
+
 def prepare(words: Sequence[str]) -> int:
     """Usage: prepare --task TASK [--data PATH] [flags]. Run it where the internet is; runs then need none."""
     request = parse_request(words, "prepare", PrepareOptions)
     _print_notes(request)
     task, data = request.workload.make(request.recipe)
-    facts = prepare_data(data)
+    facts = prepare_data(data, _say(request))
     task.fetch()
     if request.extra.get("json"):
         print(atomic_files.json_text(facts.to_dict(), ensure_ascii=False))

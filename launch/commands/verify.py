@@ -20,14 +20,18 @@ def verify(words: Sequence[str]) -> int:
 
     Exit 3 on a difference, and where the level's proof is not complete.
     """
-    from isobatch.launch.local.run_setup import open_run
+    from isobatch.engine import consent
+    from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.verification.audit import recipe_problems
     from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 
     positional, flags = split_words(words)
     if len(positional) != 1:
         raise UserError("verify: give the folder of one run (`runs` lists them)")
     options = command_options(flags, VerifyOptions, "verify")
-    run = open_run(positional[0], options.trust)
+    run = RunFolder.open(positional[0])
+    if not recipe_problems(run):  # else nothing of it is executed
+        consent.require(run.recipe, run.folder, options.trust)
     report = verify_run(run, options)
     print(atomic_files.json_text(report) if options.json else _format_report(report, run))
     return DONE if report["verified"] else FAILED

@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, sound in ANIMALS.items()
     ]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    flags = ["--data", "asked.jsonl", "--model", "tiny", "--steps", "60", "--ledger", "--save-every", "25"]
+    flags = ["--data", "asked.jsonl", "--model", "tiny", "--steps", "200", "--ledger", "--save-every", "75"]
     done = launch(*TASK, *flags, "--keep", "9", "--name", "asked", "--processes", "1", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder
@@ -109,7 +109,7 @@ def test_perplexity_is_of_the_answers_tokens_as_others_compute_it(home: Path) ->
 
 def test_processes_learn_the_same_end_to_end_and_every_sample_once_an_epoch(home: Path) -> None:
     """Two processes without padding against one with it."""
-    flags = ["--data", "asked.jsonl", "--model", "tiny", "--steps", "60", "--save-every", "25", "--ledger"]
+    flags = ["--data", "asked.jsonl", "--model", "tiny", "--steps", "200", "--save-every", "75", "--ledger"]
     more = ["--keep", "9", "--name", "two", "--processes", "2", "--pack", "on", "--again"]
     done = launch(*TASK, *flags, *more, cwd=home)
     assert done.returncode == 0, done.stderr

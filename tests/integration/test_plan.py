@@ -55,7 +55,7 @@ def test_every_machine_without_a_network(machine: str, tmp_path: Path) -> None:
     answer = json.loads(done.stdout)
     assert answer["global_batch"] == 48
     plan = answer["plan"]
-    assert {k for k in plan if k != "reasons"} <= set(answer["reasons"])
+    assert plan.keys() - {"reasons", "rounding"} <= answer["reasons"].keys()  # training measures the rounding
     assert all(len(r) > 10 for r in answer["reasons"].values())
     assert plan["micro_batch_samples"] <= 48
     assert plan["device"] == ("cpu" if machine.startswith("cpu") else "cuda")
