@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 import typing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -130,13 +131,31 @@ class Plan:
         if missing := sorted(kinds.keys() - values.keys() - optional):
             raise UserError(f"plan.json lacks {', '.join(missing[:3])}: delete it, and `resume` plans anew")
         for name, kind in kinds.items():
-            choices = choices_of(kind)
-            if choices and values.get(name, choices[0]) not in choices:
+            if name in values and not _fits(kind, values[name]):
+                valid = f"one of {', '.join(choices)}" if (choices := choices_of(kind)) else "what a plan has"
                 raise UserError(
-                    f"plan.json: {name} {values[name]} is not one of {', '.join(choices)}:"
-                    " delete it, and `resume` plans anew"
+                    f"plan.json: {name} {values[name]} is not {valid}: delete it, and `resume` plans anew"
                 )
         return cls(**{k: v for k, v in values.items() if k in kinds})
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether a value of plan.json is of a field's type."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if choices := choices_of(kind):
+        return value in choices
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(argument, value) for argument in arguments)
+    if origin is tuple:
+        whole = isinstance(value, list | tuple) and len(value) == len(arguments)
+        return whole and all(map(_fits, arguments, value))
+    if origin is typing.Annotated:
+        return _fits(arguments[0], value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int and isinstance(value, bool):
+        return False
+    return isinstance(value, origin or kind)
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

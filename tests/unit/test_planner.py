@@ -247,9 +247,11 @@ def test_every_field_has_its_reason_in_one_sentence(machine: str, shape: ModelSi
             {"invariance": "perfect"},
             "plan.json: invariance perfect is not one of exact, rounding, precision",
         ),
+        ({"rounding": ["much", 1.0]}, r"plan.json: rounding \['much', 1.0\] is not what a plan has"),
+        ({"processes": "2"}, "plan.json: processes 2 is not what a plan has"),
     ],
 )
-def test_a_broken_plan_is_named(changes: dict[str, str] | None, hint: str) -> None:
+def test_a_broken_plan_is_named(changes: dict[str, Any] | None, hint: str) -> None:
     written = {} if changes is None else {**planned("h100", TINY).to_dict(), **changes}
     with pytest.raises(UserError, match=hint):
         Plan.from_dict(written)
