@@ -147,7 +147,7 @@ class Recipe:
         """A recipe from recipe.json. Raises UserError where a field is unknown or has the wrong type."""
         flags = flags_of(cls, "recipe")
         derived = {"options", "scaled_from", "rules"}
-        if unknown := set(values) - set(flags) - derived - {"hash"}:
+        if unknown := set(values) - set(flags) - derived - {"hash", "run"}:
             raise UserError(f"recipe.json has unknown fields: {', '.join(sorted(unknown))}")
         if "task" not in values:
             raise UserError("recipe.json names no task")

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.models.base import Phase
 
+CLOSING_STEPS = 3
+"""Steps before the end, and before the best checkpoint, at which one is kept: `verify` redoes these steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseSchedule:

@@ -148,9 +148,7 @@ class MetricsLog:
     def _tell_witness(self, **where: Any) -> None:
         if self.witness is not None:
             running = self._hash.hexdigest()[:32]
-            self.witness.send(
-                {"run": self.run.recipe.hash(), **where, "bytes": self._size, "running": running}
-            )
+            self.witness.send({"run": self.run.identity, **where, "bytes": self._size, "running": running})
 
     def _append(self, path: Path, row: Mapping[str, Any]) -> bytes:
         line = (atomic_files.json_text(row, ensure_ascii=False) + "\n").encode()

@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import re
+import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,8 @@ class RunFolder:
             fresh.folder.mkdir(parents=True)
             atomic_files.write_json(fresh.folder / "facts.json", facts.to_dict())
             fresh.write_options(options)
-            atomic_files.write_json(fresh.folder / "recipe.json", {**recipe.to_dict(), "hash": recipe.hash()})
+            names = {"hash": recipe.hash(), "run": secrets.token_hex(6)}
+            atomic_files.write_json(fresh.folder / "recipe.json", {**recipe.to_dict(), **names})
             try:
                 fresh.folder.replace(folder)
             except OSError as error:  # taken since
@@ -146,6 +148,11 @@ class RunFolder:
     def recorded_hash(self) -> str:
         """The recipe's hash when the run was created."""
         return str(self._recipe_record.get("hash", ""))
+
+    @property
+    def identity(self) -> str:
+        """The run's own name among those of its recipe, for a witness; older runs have the recipe's hash."""
+        return str(self._recipe_record.get("run", self.recorded_hash))
 
     @property
     def facts(self) -> Facts:

@@ -78,16 +78,20 @@ class Witness:
             self._failed = True
 
 
-def read_witness(path: Path, run: str) -> list[dict[str, Any]]:
-    """The lines of a witness file about the log of a recipe's hash, without those of steps trained again.
+def read_witness(path: Path, run: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The lines of a witness file about a run, and where its log was cut and begun again.
 
-    A resumed run cuts its log and goes on: a line of fewer bytes than those before it takes their place.
+    A resumed run cuts its log and goes on: a line of fewer bytes than those before it takes their place. So
+    does one who forges the log and tells the witness: whoever knows the run knows how often it was resumed.
     """
     lines: list[dict[str, Any]] = []
+    restarts: list[str] = []
     for line in rows_in(path):
         if line.get("run") != run or not isinstance(line.get("bytes"), int):
             continue
+        if lines and lines[-1]["bytes"] >= line["bytes"]:
+            restarts.append(f"{line.get('phase', 'the beginning')} {line.get('step', '')}".strip())
         while lines and lines[-1]["bytes"] >= line["bytes"]:
             lines.pop()
         lines.append(line)
-    return lines
+    return lines, restarts

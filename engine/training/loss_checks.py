@@ -21,7 +21,7 @@ RESERVED = {"phase", "step", "epoch", "lr", "grad_norm", "samples", "tokens", "p
 RESERVED |= {"step_seconds", "data_seconds", "samples_per_second", "tokens_per_second"}
 RESERVED |= {*READINGS, "mfu", "chain", "split", "final", "invariance", "seal"}
 RESERVED |= {"checkpoint", "digest", "exported", "summary", "log_every", "ledger", "data", "decisions"}
-RESERVED |= {NOT_FINITE}
+RESERVED |= {NOT_FINITE, "rounding"}
 """Fields of a row of metrics.jsonl, which a loss must not be named after."""
 TOLERANCE = 1e-2
 HALF_PRECISION_TOLERANCE = 1e-1

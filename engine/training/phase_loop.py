@@ -15,7 +15,7 @@ from isobatch.core.measures import now
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
-from isobatch.engine.optimization.schedule import SaveTimer
+from isobatch.engine.optimization.schedule import CLOSING_STEPS, SaveTimer
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.training.step_metrics import step_row, tracked_values
 from isobatch.models import fused_kernels
@@ -105,7 +105,12 @@ class PhaseLoop:
 
     def _save_is_due(self, step: int) -> bool:
         name = checkpoint.checkpoint_name(self.schedule.name, step)
-        return self.save_timer.due_at(step) or name in self.context.closing_checkpoint
+        return self.save_timer.due_at(step) or name in self.context.closing_checkpoint or self._is_lead(step)
+
+    def _is_lead(self, step: int) -> bool:
+        """Whether an evaluation that may choose the best checkpoint follows, so that `verify` can redo it."""
+        chooses = self.early_stopping.patience > 0 and step + CLOSING_STEPS <= self.schedule.steps
+        return chooses and self._evaluation_is_due(step + CLOSING_STEPS)
 
     def _evaluation_is_due(self, step: int) -> bool:
         """The last step is evaluated only for early stopping: the end of the run evaluates anyway."""
@@ -264,10 +269,17 @@ class PhaseLoop:
         self.save_timer.reset(now())
 
     def best_checkpoint(self) -> set[str]:
-        """{name of the best checkpoint so far}; empty where early stopping is off."""
+        """Names of the best checkpoint so far, and of those from which it and the next one can be redone.
+
+        Empty where early stopping is off.
+        """
         if not self.early_stopping.patience:
             return set()
-        return {checkpoint.checkpoint_name(self.schedule.name, self.early_stopping.best_step)}
+        best, every = self.early_stopping.best_step, self.schedule.eval_every
+        coming = min((self.progress.step // every + 1) * every, self.schedule.steps)
+        evaluations = (best, coming, self.progress.step)
+        steps = {best, *(step - CLOSING_STEPS for step in evaluations)}
+        return {checkpoint.checkpoint_name(self.schedule.name, step) for step in steps}
 
 
 def installed_versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 from isobatch.core.errors import StopRequestedError
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.distributed.stop_signals import StopFlag
+from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.metrics_log import MetricsLog
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 DATA_WRITTEN = "data written to"
 """The decision that a file of the data was written to while it was trained on, and holds the same again."""
-CLOSING_STEPS = 3
-"""Steps before the end at which a checkpoint is saved and kept, so that `verify` can redo the end."""
 
 
 class RunContext:

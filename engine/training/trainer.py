@@ -142,7 +142,13 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         _add_final_metrics(context, model, exported, held_out)
         context.peak_memory.observe("export")
         summary |= metrics_fields(held_out) | context.peak_memory.fields()
-        found = {"final": digests, "exported": folder.name, "summary": summary, "data": checked}
+        found: dict[str, Any] = {
+            "final": digests,
+            "exported": folder.name,
+            "summary": summary,
+            "data": checked,
+        }
+        found["rounding"] = session.plan.rounding
         found["decisions"] = bytes_digest(context.run.decisions) if context.run.decisions.exists() else ""
         _log_final(context, found)
         context.run.write_summary(summary)

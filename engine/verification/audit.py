@@ -46,6 +46,9 @@ class Audit:
     launch_decisions: list[dict[str, Any]] = field(default_factory=list)
     """Decisions of launches: they follow from the machine, and nothing proves them."""
 
+    restarts: list[str] = field(default_factory=list)
+    """Where the log was cut and begun again, by the witness: as a resumed run does it."""
+
     @property
     def steps(self) -> int:
         """Optimizer steps whose samples were checked."""
@@ -69,6 +72,13 @@ def recipe_problems(run: RunFolder) -> list[str]:
 
 def audit_records(run: RunFolder, witness: Path | None = None) -> Audit:
     """Check the data and every record of a run. `witness`: a file of its running seals."""
+    try:
+        return _audit(run, witness)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:  # of a run from anyone
+        return Audit([f"the records have not the form that a run writes: {error!r}"])
+
+
+def _audit(run: RunFolder, witness: Path | None) -> Audit:
     if found := _data_problems(run):
         return Audit(found)
     recipe = run.recipe
@@ -77,11 +87,11 @@ def audit_records(run: RunFolder, witness: Path | None = None) -> Audit:
     if recipe.rules > 1 and (unread := unread_values(recipe, task, data)):
         return Audit([f"recipe.json sets {', '.join(unread)}, which changes nothing: no launch writes that"])
     schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
-    lines = read_witness(witness, recipe.hash()) if witness else []
+    lines, restarts = read_witness(witness, run.identity) if witness else ([], [])
     if witness and not lines:
-        return Audit([f"{witness} holds no line about recipe {recipe.hash()}"])
+        return Audit([f"{witness} holds no line about this run, {run.identity}"])
     log = audit_log(run, sampler, schedules, task.monitor, lines, VALID in run.facts.samples)
-    audit = Audit(log.problems, log)
+    audit = Audit(log.problems, log, restarts=restarts)
     if not audit.problems:
         audit.problems = [
             *_decision_problems(run, audit),
@@ -187,6 +197,9 @@ def _ending_problems(run: RunFolder, log: LogRecord) -> list[str]:
         return [f"metrics.jsonl ends at step {steps}, and summary.json says {summary['steps']} steps"]
     if not log.sealed:
         return ["metrics.jsonl ends without a seal"]
+    end = f"{log.phases[-1].schedule.name}-{log.exported_step}"
+    if last.get("exported", end) != end:
+        return [f"metrics.jsonl says that {last['exported']} was exported, and its evaluations say {end}"]
     return _summary_problems(run, log, summary, last) or _final_problems(run, last)
 
 
@@ -205,6 +218,9 @@ def _summary_problems(
     trained = last.get("invariance", plan.invariance)
     if trained != plan.invariance:
         return [f"plan.json says {plan.invariance}, and the run was trained as {trained}"]
+    measured = last.get("rounding", plan.rounding)
+    if (measured and list(measured)) != (plan.rounding and list(plan.rounding)):
+        return [f"plan.json says that rounding moves {plan.rounding}, and the run measured {measured}"]
     wanted = {"samples_seen": row.get("samples"), "tokens_seen": row.get("tokens"), "task": run.recipe.task}
     wanted |= {"global_batch": run.recipe.batch_size, "world_size": plan.processes}
     wanted |= {name: getattr(plan, name) for name in ("strategy", "precision", "invariance")}

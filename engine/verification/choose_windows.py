@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 from isobatch.engine.checkpointing.checkpoint import checkpoint_name, list_checkpoints
-from isobatch.engine.training.run_context import CLOSING_STEPS
+from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.verification.replay import INITIAL, Window
 from isobatch.engine.verification.tolerance import NEAR
 
@@ -18,28 +18,40 @@ CHOICE = random.SystemRandom()
 """Not seeded: who forges a log must not know which steps are redone."""
 
 
-def closing_window(log: LogRecord) -> Window | None:
-    """The window from the closing checkpoint to the end of training; None where the run has not one.
+def closing_windows(log: LogRecord) -> list[Window]:
+    """The windows that end where training ended and where the exported weights were saved.
 
-    Runs that stopped early, are not finished or are no longer than the window have none.
+    Runs that are not finished have none. Steps that the beginning's window reaches need none.
     """
     last = log.phases[-1]
-    if last.step != last.schedule.steps or last.step <= CLOSING_STEPS or not log.chains:
-        return None
-    return Window(checkpoint_name(last.schedule.name, last.step - CLOSING_STEPS), CLOSING_STEPS)
+    ends = {log.exported_step, *([last.step] if last.step == last.schedule.steps else [])}
+    starts = [end - CLOSING_STEPS for end in sorted(ends) if end > CLOSING_STEPS]
+    if log.final is None or not log.chains:
+        return []
+    return [Window(checkpoint_name(last.schedule.name, start), CLOSING_STEPS) for start in starts]
 
 
 def other_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:
-    """A window from the initial weights and one from every kept checkpoint but the closing and the last one.
+    """A window from the initial weights and one from every other kept checkpoint, within the logged steps.
 
     `steps`: the least length, twice that from the beginning; up to `steps` more are drawn at random.
     """
-    phases = [phase.schedule.name for phase in log.phases]
-    closing, last = closing_window(log), log.phases[-1]
-    spared = {closing.checkpoint if closing else "", checkpoint_name(last.schedule.name, last.schedule.steps)}
-    kept = [p.name for p in list_checkpoints(run.checkpoints, phases) if p.name not in spared]
-    windows = [Window(INITIAL, 2 * steps + CHOICE.randint(0, steps))]
-    return windows + [Window(name, steps + CHOICE.randint(0, steps)) for name in kept]
+    closing = {window.checkpoint for window in closing_windows(log)}
+    windows = [_window(log, INITIAL, log.phases[0].schedule.name, 0, 2 * steps, steps)]
+    for path in list_checkpoints(run.checkpoints, [phase.schedule.name for phase in log.phases]):
+        phase, _, step = path.name.rpartition("-")
+        record, start = log.phase(phase), int(step)
+        if record is not None and record.complete and start == record.step and record is not log.phases[-1]:
+            phase, start = log.phases[log.phases.index(record) + 1].schedule.name, 0
+        if path.name not in closing:
+            windows.append(_window(log, path.name, phase, start, steps, steps))
+    return [window for window in windows if window.count > 0]
+
+
+def _window(log: LogRecord, origin: str, phase: str, start: int, least: int, more: int) -> Window:
+    record = log.phase(phase)
+    logged = record.step - start if record is not None else 0
+    return Window(origin, min(least + CHOICE.randint(0, more), logged))
 
 
 def short(windows: list[Window]) -> list[Window]:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.strategies.base import Strategy
 
+FAR = 0.1
+"""Share of what is allowed that few elements differ by: those whose gradient is rounding alone."""
 ROUNDING = 1e-5
 """Difference allowed beside the bound, as a share of a tensor's largest element."""
 
@@ -34,12 +36,13 @@ def compare_weights(
     that an element of it took from `origin`, where the redone steps began.
 
     Returns `largest` (difference of an element), `beyond` (elements that differ by more than is allowed, or
-    are not finite), `different` (elements that are not the same bit for bit) and `elements`.
+    are not finite), `far` (that differ by more than FAR of it), `different` (elements that are not the same
+    bit for bit) and `elements`.
     """
     import torch
 
     state = strategy.collect_state()
-    largest, beyond, different, elements = 0.0, 0, 0, 0
+    largest, beyond, far, different, elements = 0.0, 0, 0, 0, 0
     for piece in state.pieces:
         if not piece.name.startswith(WEIGHT) or piece.name not in saved.entries:
             continue
@@ -53,11 +56,12 @@ def compare_weights(
         different += int((difference != 0).sum())
         if piece.name not in state.buffers:  # a buffer moves by no rate; the losses show what it does
             beyond += int((~(difference <= allowed)).sum())
+            far += int((~(difference <= FAR * allowed)).sum())
             largest = max(largest, float(difference.max()))
-    shares = world.all_gather_objects((largest, beyond, different, elements))
+    shares = world.all_gather_objects((largest, beyond, far, different, elements))
     worst = max((share[0] for share in shares), key=lambda x: math.inf if math.isnan(x) else x)
-    totals = [sum(share[k] for share in shares) for k in (1, 2, 3)]
-    return {"largest": worst, **dict(zip(("beyond", "different", "elements"), totals, strict=True))}
+    names = ("beyond", "far", "different", "elements")
+    return {"largest": worst, **{n: sum(share[k] for share in shares) for k, n in enumerate(names, 1)}}
 
 
 def _allowed(piece: TensorPiece, found: Tensor, bound: float | None, origin: SavedCheckpoint | None) -> float:

@@ -76,6 +76,12 @@ class LogRecord:
     steps: int = 0
     """Rows of steps."""
 
+    @property
+    def exported_step(self) -> int:
+        """The step of the last phase whose weights are exported: the best one, else the last one."""
+        last = self.phases[-1]
+        return last.judge.best_step if last.judge.patience and last.judge.best_step else last.step
+
     def phase(self, name: str) -> PhaseRecord | None:
         return next((p for p in self.phases if p.schedule.name == name), None)
 
@@ -205,6 +211,8 @@ class _Rows:
         elif "split" in row:
             self.record.splits[row["split"]] = row
             return self._check_evaluation(row)
+        elif self.recipe.rules > 1:
+            return f"metrics.jsonl: phase {row['phase']}, step {row.get('step')}: no run writes such a row"
         return ""
 
     def _check_step(self, row: dict[str, Any]) -> str:
@@ -247,7 +255,9 @@ class _Rows:
             self.samples += len(batch)
         if row["chain"] != self.chain:
             return f"{where}: the samples seen are not the recipe's ({row['chain']}, {self.chain})"
-        schedule = self.phase.schedule
+        schedule, needed = self.phase.schedule, ("loss", "lr", "grad_norm", "samples", "tokens")
+        if self.recipe.rules > 1 and (lacking := [name for name in needed if name not in row]):
+            return f"{where}: the row lacks {', '.join(lacking)}"
         rate = learning_rate(
             self.recipe, schedule.lr, row["step"] - 1, schedule.steps, schedule.steps_per_epoch
         )

@@ -73,6 +73,8 @@ class Redone:
     """Held-out split -> its metrics."""
     export: dict[str, Any] = field(default_factory=dict)
     """How the new export differs from final/: see `compare_export`."""
+    judged: float | None = None
+    """The best evaluation of training measured again; None where none chose what was exported."""
     foreign_noise: bool = False
     """Whether the model draws from torch's own generators."""
 
@@ -234,6 +236,10 @@ class Replay:
         with session.phase(self._schedule(saved := open_checked(folder)), saved):
             for split in (s for s in HELD_OUT_SPLITS if s in session.splits):
                 redone.metrics[split] = session.evaluate(split)
+            judge = saved.state["judge"]
+            if judge["patience"] and judge["best_step"] == saved.state["progress"]["step"]:
+                found = session.evaluate("valid", self.run.recipe.eval_fraction)
+                redone.judged = found[session.task.monitor[0]]
             if self.world.is_main:
                 model = session.gather_full_model(folder, saved.state["progress"]["phase"])
                 redone.export = compare_export(self.run, session.task, model, session.facts)

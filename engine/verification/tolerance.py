@@ -17,6 +17,8 @@ TOLERANCE = {"exact": (1e-4, 1e-2), "rounding": (2e-3, 5e-2), "precision": (2e-2
 README.md has them beside what was measured. For `rounding` this is the most that a run may claim; older runs,
 which measured nothing, have it.
 """
+HELD_OUT = {"exact": 1e-4, "rounding": 2e-3, "precision": 1e-2, "noise": 1e-4}
+"""Invariance -> largest difference of a held-out metric: the same weights measured again, without noise."""
 MARGIN = 4
 """Times what a run measured in its first five steps, under one other cut, that any cut may differ by within
 NEAR steps of a state. Measured on the demo, from five states in three runs under three cuts: the first three

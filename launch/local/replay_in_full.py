@@ -19,7 +19,7 @@ from isobatch.engine.verification.audit import DERIVED_DECISIONS
 from isobatch.engine.verification.compare_export import compare_folders
 from isobatch.engine.verification.proof import wrong_metrics
 from isobatch.engine.verification.replay import INITIAL, Redone, ReplayedStep
-from isobatch.engine.verification.tolerance import tolerances
+from isobatch.engine.verification.tolerance import HELD_OUT, tolerances
 from isobatch.launch.local.launch_run import launch_run
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, owns_process: bool)
             return True
         allowed, _ = tolerances(run, plan, proof.audit.steps)
         proof.problems += _wrong_evaluations(run, again, allowed)
-        proof.problems += wrong_metrics(run, log.splits, redone, allowed)
+        proof.problems += wrong_metrics(run, log.splits, redone, max(allowed, HELD_OUT[run.plan.invariance]))
         compared = compare_folders(run.final, again.final)
         identical = bool(compared["identical"] == compared["files"] and not compared["differing"])
         if identical:

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
-from isobatch.core.plan import Plan, PlanOptions, StrategyChoice
+from isobatch.core.plan import INVARIANCES, Plan, PlanOptions, StrategyChoice
+from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.planning.detect import detect
+from isobatch.engine.registry import workload_of
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.engine.verification.proof import Proof, wrong_metrics
-from isobatch.engine.verification.tolerance import tolerances
+from isobatch.engine.verification.tolerance import HELD_OUT, tolerances
 from isobatch.launch.local.redo_steps import redo
 from isobatch.launch.local.run_setup import TrustOptions, locate_data, plan_for_this_machine
+from isobatch.models.base import Task
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -70,6 +73,9 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
         if count := len(proof.audit.launch_decisions):
             proof.notes.append(f"decisions of launches: {count}, recorded and not proven")
         proof.covered += ["the witness saw the same"] if witness and not proof.problems else []
+        proof.notes += [f"by the witness the log began again at {place}" for place in proof.audit.restarts]
+        if proof.audit.log is not None and proof.audit.log.final is None and run.final.exists():
+            proof.unproven.append("final/ is there, and metrics.jsonl has no end of training that wrote it")
     if not proof.problems and options.level != "records":
         plan = _other_plan(run, options)
         report |= {"world_size": plan.processes, "micro_batch_samples": plan.micro_batch_samples}
@@ -87,63 +93,90 @@ def _verify_steps(
     run: RunFolder, options: VerifyOptions, plan: Plan, proof: Proof, owns_process: bool
 ) -> None:
     """Redo steps under another plan; those of the end, and what follows from them, under the run's own."""
-    from isobatch.engine.verification.choose_windows import closing_window, other_windows, short
+    from isobatch.engine.verification.choose_windows import closing_windows, other_windows, short
     from isobatch.engine.verification.replay import Job
 
     log = proof.audit.log
     assert log is not None
-    closing, finished = closing_window(log), run.status() == "done"
+    closing, finished = closing_windows(log), run.status() == "done"
     missing = _missing_checkpoint(run, proof) if finished else ""
     proof.unproven += [missing] if missing else []
     own, windows = _own_plan(run, options), other_windows(run, log, options.steps)
-    ending = Job([closing] if closing and not missing else [], finished and not missing)
+    ending = Job([] if missing else closing, finished and not missing)
     if own is not None and run.plan.invariance == "rounding":  # long windows say more under the same plan
         ending.windows[:0], windows = windows, short(windows)
     jobs = [(plan, Job(windows)), (own or plan, ending)]
     found = redo(run, jobs, owns_process)
     for (used, _), redone in zip(jobs, found, strict=True):
-        proof.add(redone, partial(tolerances, run, used))
+        exact = run.plan.invariance == used.invariance == "exact" and run.plan.device == used.device
+        proof.add(redone, partial(tolerances, run, used), exact)
     if not proof.steps:
         proof.unproven.append("no logged step could be redone: none follows the start or a checkpoint")
+    proof.problems += _wrong_class(run, any(r.foreign_noise for r in found))
     _judge_ending(run, proof, found, jobs[-1])
 
 
 def _missing_checkpoint(run: RunFolder, proof: Proof) -> str:
     """A checkpoint without which the end of a finished run cannot be redone; empty where all are there."""
-    from isobatch.engine.verification.choose_windows import closing_window
+    from isobatch.engine.verification.choose_windows import closing_windows
 
     log = proof.audit.log
     assert log is not None
     assert log.final is not None
-    last = log.phases[-1]
-    end = f"{last.schedule.name}-{last.step}"
-    closing = closing_window(log)
-    needed = [log.final.get("exported", end), end, *([closing.checkpoint] if closing else [])]
+    phase = log.phases[-1].schedule.name
+    needed = [f"{phase}-{log.exported_step}", f"{phase}-{log.phases[-1].step}"]
+    needed += [window.checkpoint for window in closing_windows(log)]
     gone = [name for name in needed if not (run.checkpoints / name / "state.json").is_file()]
     return f"the checkpoint {gone[0]} is missing: final/ was compared with nothing" if gone else ""
+
+
+def _wrong_class(run: RunFolder, draws_noise: bool) -> list[str]:
+    """A plan may not claim a looser class than recipe, precision and model have: more would be allowed."""
+    plan, (task, _) = run.plan, workload_of(run.recipe).make(run.recipe)
+    size = task.model_size(run.facts)
+    has, _ = choose_invariance(run.recipe, plan.precision, plan.compile != "off", draws_noise, size.rounds)
+    if INVARIANCES.index(plan.invariance) <= INVARIANCES.index(has):
+        return []
+    return [f"plan.json says {plan.invariance}, and this recipe and precision are {has}"]
 
 
 def _judge_ending(run: RunFolder, proof: Proof, found: list[Redone], ending: tuple[Plan, Job]) -> None:
     """Whether the weights of the end follow from the steps before, final/ and the metrics from them."""
     log, (plan, job), redone = proof.audit.log, ending, found[-1]
     assert log is not None
-    end = f"{log.phases[-1].schedule.name}-{log.phases[-1].step}"
-    for weights in [r.weights[end] for r in found if end in r.weights][-1:]:
+    exported = f"{log.phases[-1].schedule.name}-{log.exported_step}"
+    for weights in [r.weights[exported] for r in found if exported in r.weights][-1:]:
         how = f"within {weights['largest']:.0e}" if weights["different"] else "bit for bit"
         proof.covered.append(f"final weights reproduced {how}")
-    draws_noise = any(r.foreign_noise for r in found)
-    if proof.steps and run.recipe.noise == "keyed" and draws_noise != (run.plan.invariance == "noise"):
-        proof.problems.append(f"plan.json says {run.plan.invariance}: the model's noise says otherwise")
     if not job.held_out:
         proof.notes += [] if run.status() == "done" else [f"the run is {run.status()}, not finished"]
         return
+    if not log.chains:
+        proof.notes.append("of an older version, which kept no checkpoint to redo its last steps from")
     wrong, written = redone.export["differing"], redone.export["same_versions"] and log.chains
     if not written:  # code and configurations are of the version that wrote them, the weights are not
         other = [name for name in wrong if not name.endswith(".safetensors")]
         wrong = [name for name in wrong if name not in other]
         proof.notes += [f"{', '.join(other)} of another version, not compared"] if other else []
     proof.problems += [f"final/{name} is not the export of the last weights" for name in wrong]
-    proof.problems += wrong_metrics(run, log.splits, redone, tolerances(run, plan)[0])
+    looser = max(run.plan.invariance, plan.invariance, key=INVARIANCES.index)
+    _judge_metrics(run, proof, redone, HELD_OUT[looser])
+
+
+def _judge_metrics(run: RunFolder, proof: Proof, redone: Redone, allowed: float) -> None:
+    log = proof.audit.log
+    assert log is not None
+    proof.problems += wrong_metrics(run, log.splits, redone, allowed)
+    task, _ = workload_of(run.recipe).make(run.recipe)
+    for split, metrics in redone.metrics.items():
+        if more := sorted(log.splits.get(split, {}).keys() - metrics.keys() - {"phase", "step", "split"}):
+            if type(task).final_metrics is Task.final_metrics and run.recipe.rules > 1:
+                proof.problems.append(f"{', '.join(more)} of {split} is nothing that this task measures")
+            else:
+                proof.notes.append(f"not recomputed: {', '.join(more)}")
+    best = log.phases[-1].judge.best
+    if redone.judged is not None and best is not None and not abs(redone.judged - best) <= max(allowed, 2e-6):
+        proof.problems.append(f"the best evaluation is {best} logged, and {redone.judged:.6g} measured again")
     if redone.metrics:
         proof.covered.append("held-out metrics recomputed")
 

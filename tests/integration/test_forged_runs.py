@@ -279,6 +279,79 @@ def forged_best(run: RunFolder) -> None:
     edit_log(run, edit)
 
 
+def best_replaced(run: RunFolder) -> None:
+    """Another model in the best checkpoint and in final/; the end of training stays true."""
+    random_final(run)
+    weights = load_file(run.final / "model.safetensors")
+
+    def change(key: str, value: torch.Tensor) -> torch.Tensor:
+        return weights.get(key.removeprefix("weight/"), value) if key.startswith("weight/") else value
+
+    rewrite_checkpoint(run, f"train-{EPOCH}", change)
+
+
+def best_value_forged(run: RunFolder) -> None:
+    best = 1.0
+
+    def edit(rows: Rows) -> None:
+        next(row for row in rows if row.get("split") == "valid").update(loss=best)
+
+    for folder in sorted(run.checkpoints.glob("train-*")):
+        step = int(folder.name.rpartition("-")[2])
+        if step >= EPOCH:
+            rewrite_checkpoint(run, folder.name, edit=lambda state: state["judge"].update(best=best))
+    decisions = [{**row, **({"value": best} if "value" in row else {})} for row in rows_in(run.decisions)]
+    run.decisions.write_text("".join(json.dumps(row) + "\n" for row in decisions))
+    digest = bytes_digest(run.decisions)
+    edit_log(run, edit)
+    edit_log(run, lambda rows: [r.update(decisions=digest) for r in rows if "final" in r])
+
+
+def perturbed_end(run: RunFolder) -> None:
+    """All weights moved by as much as Adam may move them."""
+
+    def change(key: str, value: torch.Tensor) -> torch.Tensor:
+        return value + 1e-4 if key.startswith("weight/") else value
+
+    rewrite_checkpoint(run, f"train-{STEPS}", change)
+    path = run.final / "model.safetensors"
+    save_file({name: value + 1e-4 for name, value in load_file(path).items()}, path)
+    accept_final(run)
+
+
+def invented_metric(run: RunFolder) -> None:
+    def edit(rows: Rows) -> None:
+        next(row for row in reversed(rows) if "split" in row).update(accuracy=0.99)
+
+    edit_log(run, edit)
+    metrics = {**(run.summary() or {})["metrics"], "accuracy": 0.99}
+    edit_summary(run, metrics=metrics, metrics_by_split={"valid": metrics})
+
+
+def unfinished_with_final(run: RunFolder) -> None:
+    (run.final / "evil.py").write_text("print('hello')")
+    edit_log(run, lambda rows: rows.__setitem__(slice(None), [row for row in rows if "final" not in row]))
+    (run.folder / "summary.json").unlink()
+
+
+def rows_without_rates(run: RunFolder) -> None:
+    edit_log(run, lambda rows: [row.pop("lr", None) for row in rows])
+
+
+def unknown_rows(run: RunFolder) -> None:
+    edit_log(run, lambda rows: rows.insert(3, {"phase": "train", "step": 3, "better": True}))
+
+
+def malformed_row(run: RunFolder) -> None:
+    edit_log(run, lambda rows: rows[2].update(lr="fast"))
+
+
+def claims_rounding(run: RunFolder) -> None:
+    run.write_plan(dataclasses.replace(run.plan, invariance="rounding"))
+    edit_log(run, lambda rows: [row.update(invariance="rounding") for row in rows if "final" in row])
+    edit_summary(run, invariance="rounding")
+
+
 def shuffled_final_of_best(run: RunFolder) -> None:
     random_final(run)
 
@@ -306,6 +379,15 @@ ATTACKS: list[tuple[Any, str, str]] = [
     (shorter_training, "plain", "records"),
     (samples_of_another_seed, "other_seed", "records"),
     (forged_best, "stopped_early", "records"),
+    (best_replaced, "stopped_early", "steps"),
+    (best_value_forged, "stopped_early", "steps"),
+    (perturbed_end, "plain", "steps"),
+    (invented_metric, "plain", "steps"),
+    (unfinished_with_final, "plain", "records"),
+    (rows_without_rates, "plain", "records"),
+    (unknown_rows, "plain", "records"),
+    (malformed_row, "plain", "records"),
+    (claims_rounding, "plain", "steps"),
     (shuffled_final_of_best, "stopped_early", "steps"),
 ]
 LEVELS = ["records", "steps", "full"]
@@ -334,7 +416,8 @@ def test_a_forged_run_is_not_verified(
         found = isobatch.verify(forged.folder, level=checked, trust=True)
         assert bool(found) == (checked != level), (checked, found.problems, found.unproven)
     assert found is not None
-    assert (found.problems == []) == (attack is deleted_checkpoints)  # not proven is not the same as wrong
+    unproven = attack in (deleted_checkpoints, unfinished_with_final)
+    assert (found.problems == []) == unproven  # not proven is not the same as wrong
 
 
 def test_a_forgery_of_unkept_steps_is_found_by_a_full_replay(honest: Fixtures, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def run(tmp_path: Path) -> RunFolder:
         link, seen = extend_chain(link, samples), seen + len(samples)
         rate = learning_rate(recipe, schedule.lr, step, STEPS, schedule.steps_per_epoch)
         row = {"phase": "train", "step": step + 1, "loss": 4.0 - 0.1 * step, "lr": rate, "chain": link}
+        row["grad_norm"] = 1.0
         journal.log_step({**row, "samples": seen, "tokens": 7 * seen}, samples)
         if step % 4 == 3:
             journal.log_metrics({"phase": "train", "step": step + 1, "split": "valid", "loss": 3.9})
@@ -158,7 +159,7 @@ def test_a_witness_finds_a_log_that_was_sealed_again(
     (problem,) = found_in(run, witness)
     assert problem == "metrics.jsonl is not what the witness saw at or before phase train, step 9"
     witness.write_text("")
-    assert found_in(run, witness)[0].endswith(f"holds no line about recipe {run.recipe.hash()}")
+    assert found_in(run, witness)[0].endswith(f"holds no line about this run, {run.identity}")
 
 
 def test_the_ledger_is_compared_with_the_sampler(run: RunFolder) -> None:
