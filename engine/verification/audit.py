@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import TrainingError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
@@ -74,6 +74,8 @@ def audit_records(run: RunFolder, witness: Path | None = None) -> Audit:
     """Check the data and every record of a run. `witness`: a file of its running seals."""
     try:
         return _audit(run, witness)
+    except UserError:
+        raise
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:  # of a run from anyone
         return Audit([f"the records have not the form that a run writes: {error!r}"])
 
