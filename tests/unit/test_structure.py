@@ -54,7 +54,7 @@ ROOMS: dict[str, set[str]] = {
         *("engine.optimization", "engine.runs", "engine.strategies", "engine.training", "models"),
     },
     "launch.local": {
-        *("core", "data", "engine", "engine.distributed", "engine.loading", "engine.optimization"),
+        *("core", "models", "data", "engine", "engine.distributed", "engine.loading", "engine.optimization"),
         *("engine.planning", "engine.runs", "engine.strategies", "engine.training", "engine.verification"),
     },
     "launch": {"core", "engine.distributed", "engine.runs", "launch.local"},
