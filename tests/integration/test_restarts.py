@@ -43,7 +43,7 @@ def whole(run: Path, expected: list[float]) -> None:
     assert summary(run)["status"] == "done"
     assert furthest(losses(run), expected) < 1e-5
     assert [r["step"] for r in ledger(run)] == list(range(1, len(expected) + 1))
-    assert launch("verify", str(run), cwd=run).returncode == 0
+    assert launch("verify", str(run), cwd=run.parents[1]).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -89,17 +89,13 @@ def test_with_a_remedy_it_stays_healthy(remedy: dict[str, Any], sequences: Path,
 
 def test_a_remedy_is_switched_on_and_verified(unrelated: Path, tmp_path: Path) -> None:
     """Steps after the remedy are redone from a checkpoint before it: they meet it again."""
-    run = train(unrelated, tmp_path, {"epochs": 5, "on_collapse": "remedy"}, save_every="10", keep=100)
+    run = train(unrelated, tmp_path, {"epochs": 5, "on_collapse": "remedy"}, save_every="25", keep=100)
     (decision,) = [d for d in rows(run.folder, "decisions.jsonl") if "remedy" in d]
     step = decision["step"]
     assert decision["free_bits"] == 2.0
     assert run.metrics["kl"] > 5 * decision["kl"]
-    for folder in (
-        run.folder / "checkpoints"
-    ).iterdir():  # `verify` begins at the newest that has steps after
-        if int(folder.name.rpartition("-")[2]) > step - 10:
-            shutil.rmtree(folder)
-    assert isobatch.verify(run, steps=15)
+    found = isobatch.verify(run, steps=25)  # from every checkpoint as far as the next
+    assert found, found.problems + found.unproven
     terms = [row["kl_term"] for row in run.history if "kl_term" in row]
     assert terms[step - 1] < 1.0
     assert all(term >= 2.0 - 1e-6 for term in terms[step:])
@@ -169,7 +165,13 @@ def test_resume_is_exact_and_takes_the_window_along(sequences: Path, tmp_path: P
     whole = train(sequences, tmp_path, recipe, save_every="30", keep=10)
     broken = tmp_path / "broken"
     shutil.copytree(whole.folder, broken)
-    for name in ("checkpoints/vae-60", "checkpoints/vae-90", "checkpoints/vae-100", "final"):
+    for name in (
+        "checkpoints/vae-60",
+        "checkpoints/vae-90",
+        "checkpoints/vae-97",
+        "checkpoints/vae-100",
+        "final",
+    ):
         shutil.rmtree(broken / name)
     for name in ("summary.json", "exit.json"):
         (broken / name).unlink(missing_ok=True)
@@ -200,7 +202,6 @@ def test_an_autoencoder_first_gives_its_encoder_to_a_new_decoder(sequences: Path
 def test_the_commands_of_a_latent_space(sequences: Path, tmp_path: Path) -> None:
     recipe = {"steps": 60, "free_bits": 3.0, "monitor": "fast"}
     run = train(sequences, tmp_path, recipe, save_every="48", keep=10).folder
-    shutil.rmtree(run / "checkpoints" / "vae-60")
     assert isobatch.verify(run)  # redoes steps that the monitor begins to watch
     shown = launch("reconstruct", str(run), "4 5 7 8", "--tokens", "6", "--json", cwd=tmp_path)
     found = json.loads(shown.stdout)
