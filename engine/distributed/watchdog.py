@@ -48,6 +48,7 @@ class Watchdog:
         self._main_thread = threading.get_ident()
         self._stopped = threading.Event()
         self._period = max(0.2, min(1.0, timeout / 10))
+        self._store: Any = None
         self._beats: deque[tuple[int, float]] = deque(maxlen=BEATS_KEPT)
         """Of this process: its beat's number among those of all ranks, and when that was by its own clock."""
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -75,9 +76,19 @@ class Watchdog:
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
                 self.end(self._reason(idle_seconds))
 
+    def _connection(self) -> Any:
+        """The store, by a connection of this thread's own.
+
+        A count waits for the store's answer, for a minute where its host has ended; the main thread must not
+        wait for the same lock.
+        """
+        if self._store is None and (store := self.world.store()) is not None:
+            self._store = store.clone() if hasattr(store, "clone") else store
+        return self._store
+
     def _publish_position(self) -> None:
         """Write what this process is doing to the store, for the others to read."""
-        if (store := self.world.store()) is None:
+        if (store := self._connection()) is None:
             return
         with contextlib.suppress(RuntimeError):
             beat = store.add(BEATS, 1)

@@ -12,8 +12,7 @@ import pytest
 
 from isobatch.core import atomic_files
 from isobatch.core.package import own_command
-from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.local.run_setup import store_plan
+from isobatch.launch.local.run_setup import open_run, store_plan
 from isobatch.launch.slurm.job import plan_for_nodes
 from isobatch.tests.integration.helpers import furthest, launch, losses, summary
 from isobatch.tests.slurm.nodes import TASKS
@@ -79,7 +78,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "bin" / "scontrol").write_text(SCONTROL)
     (tmp_path / "bin" / "scontrol").chmod(0o755)
     (tmp_path / "runs" / "r" / "slurm" / "meeting-1").mkdir(parents=True)
-    found = RunFolder.open(str(tmp_path / "runs" / "r"))
+    found = open_run(str(tmp_path / "runs" / "r"))
     store_plan(
         found, plan_for_nodes(found, 2, atomic_files.read_json(found.folder / "slurm" / "request.json"))
     )
