@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar, Any
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -30,6 +30,8 @@ def end_early_on_signals() -> None:
     """Until training handles stop signals itself, one ends the process by a TerminatedError."""
 
     def end(number: int, _: FrameType | None) -> None:
+        if StopFlag.was_entered:  # a second signal, after the stop: other ranks wait for this one to leave
+            return
         raise TerminatedError(signal.Signals(number).name)
 
     if threading.current_thread() is threading.main_thread():
@@ -40,6 +42,9 @@ def end_early_on_signals() -> None:
 
 class StopFlag:
     """A flag set by a stop signal in its `with` block; a second SIGINT interrupts at once."""
+
+    was_entered: ClassVar[bool] = False
+    """Whether training began in this process."""
 
     def __init__(self, catch_signals: bool = True) -> None:
         self.catch_signals = catch_signals
@@ -60,6 +65,7 @@ class StopFlag:
             self.requested, self.reason, self.cause = True, reason, "lost"
 
     def __enter__(self) -> StopFlag:
+        StopFlag.was_entered = True
         # Python lets only the main thread set handlers: a run in another thread catches no signals.
         if self.catch_signals and threading.current_thread() is threading.main_thread():
             self._previous_handlers = {
