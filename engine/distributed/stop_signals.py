@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING, ClassVar, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -34,6 +34,7 @@ def end_early_on_signals() -> None:
             return
         raise TerminatedError(signal.Signals(number).name)
 
+    StopFlag.was_entered = False
     if threading.current_thread() is threading.main_thread():
         for number in signals_to_catch():
             if number != signal.SIGINT:  # Python's own handler interrupts

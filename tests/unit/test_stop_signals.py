@@ -10,7 +10,6 @@ import pytest
 from isobatch.engine.distributed.stop_signals import (
     STOP_SIGNALS,
     StopFlag,
-    TerminatedError,
     end_early_on_signals,
     signals_to_catch,
 )
@@ -73,8 +72,7 @@ def test_a_signal_before_training_is_one_line_and_75(
         with StopFlag() as stop:  # training handles them itself
             os.kill(os.getpid(), number)
             assert stop.requested
-        with pytest.raises(TerminatedError):
-            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # a second one: other ranks wait for this one to leave
     finally:
         for n, handler in before.items():
             signal.signal(n, handler)
