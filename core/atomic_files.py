@@ -76,17 +76,31 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file. A line cut short by a kill, even within a character, is left out."""
+def lines_in(path: Path) -> Iterator[bytes]:
+    """The lines of a log of JSON rows, with their ends, one at a time; nothing where there is no log.
+
+    A line cut short by a kill, even within a character, is left out.
+    """
     if not path.exists():
-        return []
-    rows = []
-    # Not splitlines(): it also splits at U+2028 and others, which text may hold.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(row := json.loads(line), dict):
-                rows.append(row)
-    return rows
+        return
+    with path.open("rb") as stream:  # as text it would also be split at ends of lines that text may hold
+        for line in stream:
+            if line.endswith(b"\n") or parse_row(line) is not None:
+                yield line
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The row in a line; None where it holds no JSON object."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def rows_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a log, in order. Lines that are no row are left out."""
+    return (row for line in lines_in(path) if (row := parse_row(line)) is not None)
 
 
 def crc32(path: Path) -> int:

@@ -176,7 +176,7 @@ def _known() -> set[str]:
     """The digests that this user has agreed to, here or in the process that started this one."""
     kept: list[str] = []
     with suppress(OSError, RuntimeError):
-        kept = [str(row.get("digest")) for row in atomic_files.read_jsonl(state_folder() / "trusted.jsonl")]
+        kept = [str(row.get("digest")) for row in atomic_files.rows_in(state_folder() / "trusted.jsonl")]
     return {*kept, *_granted, *_inherited()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from isobatch.engine.runs.log_reader import rows_in
+from isobatch.core.atomic_files import rows_in
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.witness import Witness
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -30,11 +30,8 @@ def end_early_on_signals() -> None:
     """Until training handles stop signals itself, one ends the process by a TerminatedError."""
 
     def end(number: int, _: FrameType | None) -> None:
-        if StopFlag.was_entered:  # a second signal, after the stop: other ranks wait for this one to leave
-            return
         raise TerminatedError(signal.Signals(number).name)
 
-    StopFlag.was_entered = False
     if threading.current_thread() is threading.main_thread():
         for number in signals_to_catch():
             if number != signal.SIGINT:  # Python's own handler interrupts
@@ -44,12 +41,12 @@ def end_early_on_signals() -> None:
 class StopFlag:
     """A flag set by a stop signal in its `with` block; a second SIGINT interrupts at once."""
 
-    was_entered: ClassVar[bool] = False
-    """Whether training began in this process."""
-
-    def __init__(self, catch_signals: bool = True) -> None:
+    def __init__(self, catch_signals: bool = True, others_wait: bool = False) -> None:
         self.catch_signals = catch_signals
         """False in another program's process, whose signal handlers must not be replaced."""
+        self.others_wait = others_wait
+        """Whether other ranks wait for this process to leave: a signal after the block then does not end it,
+        except SIGINT. Schedulers and launchers both pass a signal on, so that a rank may get it twice."""
         self.requested = False
         self.reason = "asked to stop by a signal"
         self.cause = ""
@@ -66,7 +63,6 @@ class StopFlag:
             self.requested, self.reason, self.cause = True, reason, "lost"
 
     def __enter__(self) -> StopFlag:
-        StopFlag.was_entered = True
         # Python lets only the main thread set handlers: a run in another thread catches no signals.
         if self.catch_signals and threading.current_thread() is threading.main_thread():
             self._previous_handlers = {
@@ -76,4 +72,5 @@ class StopFlag:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+            ignored = self.others_wait and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if ignored else handler)

@@ -73,9 +73,8 @@ class Sampler:
             return self._batch_of_like_lengths(epoch, number)
         return self._samples(epoch, number * self.batch_size, (number + 1) * self.batch_size)
 
-    def batches(self) -> Iterator[np.ndarray]:
-        """Batches 0, 1, 2, ... without end; many are computed at once."""
-        step = 0
+    def batches(self, step: int = 0) -> Iterator[np.ndarray]:
+        """Batches `step`, `step` + 1, ... without end; many are computed at once."""
         while True:
             epoch, number = divmod(step, self.steps_per_epoch)
             count = min(_BATCHES_AT_ONCE, self.steps_per_epoch - number)

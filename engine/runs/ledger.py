@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from isobatch.core import atomic_files
-from isobatch.engine.runs.log_reader import rows_in
+from isobatch.core.atomic_files import rows_in
 from isobatch.engine.runs.run_folder import is_before
 
 if TYPE_CHECKING:

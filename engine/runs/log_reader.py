@@ -1,10 +1,11 @@
-"""Reads logs of JSON rows a row at a time: a long log needs no more memory than a short one."""
+"""Reads parts of a long log of JSON rows, not all of it: the row at a place, rows evenly spread."""
 
 from __future__ import annotations
 
-import json
 import mmap
 from typing import TYPE_CHECKING, Any
+
+from isobatch.core.atomic_files import parse_row, rows_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -14,35 +15,6 @@ WHOLE_BYTES = 4 << 20
 """Up to this size `thinned_rows` reads all rows."""
 MOST_RARE_ROWS = 20_000
 """Most rows that `thinned_rows` finds by their fields."""
-
-
-def lines_in(path: Path) -> Iterator[bytes]:
-    """The complete lines of a log, with their ends; nothing where there is no log.
-
-    A line cut short by a kill has no end and is left out.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as stream:  # as text it would also be split at ends of lines that text may hold
-        for line in stream:
-            if line.endswith(b"\n"):
-                yield line
-
-
-def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line; None where it holds no JSON object."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def rows_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a log, in order. Lines that are no row are left out."""
-    for line in lines_in(path):
-        if (row := parse_row(line)) is not None:
-            yield row
 
 
 def last_row_before(path: Path, offset: int) -> dict[str, Any] | None:

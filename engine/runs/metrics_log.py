@@ -13,8 +13,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.core.atomic_files import rows_in
 from isobatch.engine.runs.ledger import Ledger, convert_old_ledger
-from isobatch.engine.runs.log_reader import last_row_before, rows_in
+from isobatch.engine.runs.log_reader import last_row_before
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options, flags_of, options_to_dict
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
-from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.run_options import RunOptions
 
 if TYPE_CHECKING:

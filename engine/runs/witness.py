@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.engine.runs.log_reader import rows_in
+from isobatch.core.atomic_files import rows_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable

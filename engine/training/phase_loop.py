@@ -48,7 +48,7 @@ class PhaseLoop:
         self.step_began = now()
         self.noise_checked = False
         context.progress = context.progress.next(self.schedule.name)
-        context.best_checkpoint = self.best_checkpoint
+        context.checkpoints_to_keep = self.checkpoints_to_keep
 
     @property
     def progress(self) -> Progress:
@@ -264,11 +264,11 @@ class PhaseLoop:
         }
         context.writer.start(self.checkpoint_folder(self.progress.step), strategy.collect_state(), state)
         context.peak_memory.observe("save")
-        context.spared = self.best_checkpoint()
+        context.spared = self.checkpoints_to_keep()
         self.saved_step = self.progress.step
         self.save_timer.reset(now())
 
-    def best_checkpoint(self) -> set[str]:
+    def checkpoints_to_keep(self) -> set[str]:
         """Names of the best checkpoint so far, and of those from which it and the next one can be redone.
 
         Empty where early stopping is off.

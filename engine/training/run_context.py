@@ -56,7 +56,7 @@ class RunContext:
         self.recipe, self.task = self.session.recipe, self.session.task
         witness = Witness.from_environment(console.say) if world.is_main else None
         self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger, witness)
-        self.stop = StopFlag(catch_signals)
+        self.stop = StopFlag(catch_signals, others_wait=world.size > 1)
         self.writer = checkpoint.CheckpointWriter(world, self._checkpoint_is_complete)
         self.progress = Progress(self.session.phases[0])
         self.first_step_at: float | None = None
@@ -64,12 +64,12 @@ class RunContext:
         self.peak_memory = PeakMemory(world.device)
         self.resumed_from: str | None = None
         self.spared: set[str] = set()
-        """{name of the best checkpoint} at the time when the newest save began."""
+        """What `checkpoints_to_keep` returned when the newest save began."""
         last = self.session.schedules[-1]
         self.closing_checkpoint = {checkpoint.checkpoint_name(last.name, last.steps - CLOSING_STEPS)}
         """{name of the checkpoint from which `verify` redoes the last steps of the run}."""
-        self.best_checkpoint: Callable[[], set[str]] = set
-        """Returns {name of the best checkpoint so far}; set by the phase loop."""
+        self.checkpoints_to_keep: Callable[[], set[str]] = set
+        """Returns the names of those that early stopping needs; set by the phase loop."""
         self.gpu_monitor = GpuMonitor(gpu_uuid(world.device) if world.is_main else "", console.say)
         self.flop_utilisation = self._flop_utilisation()
 
@@ -164,5 +164,5 @@ class RunContext:
 
     def _delete_old_checkpoints(self) -> None:
         # The newest best checkpoint may not be written yet: until then keep the previous best as well.
-        spare = self.spared | self.best_checkpoint() | self.closing_checkpoint
+        spare = self.spared | self.checkpoints_to_keep() | self.closing_checkpoint
         checkpoint.delete_old(self.run.checkpoints, self.session.phases, self.options.keep, spare)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 from functools import partial
@@ -49,7 +50,7 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
         for line in (_headline(context), *seldom_meant, *session.facts.extra.get("notes", [])):
             context.console.say(line)
     watchdog = Watchdog(world, context.stop, context.options.hang_timeout, end_process)
-    with context.stop, watchdog, context.gpu_monitor, session:
+    with context.stop, watchdog, context.gpu_monitor, contextlib.closing(context.log), session:
         if world.is_main:
             checkpoint.remove_leftovers(run.checkpoints)
         saved = newest_checkpoint(run, session, context.console.say)
@@ -59,7 +60,6 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
         for schedule in session.schedules[first:]:
             _train_phase(context, schedule, saved)
             saved = None
-    context.log.close()
 
 
 def _train_phase(context: RunContext, schedule: PhaseSchedule, saved: SavedCheckpoint | None) -> None:
@@ -142,14 +142,14 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         _add_final_metrics(context, model, exported, held_out)
         context.peak_memory.observe("export")
         summary |= metrics_fields(held_out) | context.peak_memory.fields()
+        decisions = bytes_digest(context.run.decisions) if context.run.decisions.exists() else ""
         found: dict[str, Any] = {
             "final": digests,
             "exported": folder.name,
             "summary": summary,
             "data": checked,
         }
-        found["rounding"] = session.plan.rounding
-        found["decisions"] = bytes_digest(context.run.decisions) if context.run.decisions.exists() else ""
+        found |= {"rounding": session.plan.rounding, "decisions": decisions}
         _log_final(context, found)
         context.run.write_summary(summary)
     context.world.barrier()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
@@ -15,7 +16,6 @@ from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
-from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.witness import read_witness
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.run_context import DATA_WRITTEN
@@ -245,6 +245,7 @@ def _final_problems(run: RunFolder, last: Mapping[str, Any]) -> list[str]:
 def _ledger_problems(run: RunFolder, log: LogRecord, sampler: Sampler) -> list[str]:
     """Steps of the ledger hold the recipe's samples; those that were promised are there."""
     seen: dict[str, list[list[int]]] = {}
+    batches = sampler.batches()
     for row in read_ledger(run):
         stretches = seen.setdefault(row.phase, [])
         if stretches and row.step <= stretches[-1][1]:
@@ -253,7 +254,8 @@ def _ledger_problems(run: RunFolder, log: LogRecord, sampler: Sampler) -> list[s
             stretches[-1][1] = row.step
         else:
             stretches.append([row.step, row.step])
-        expected = sampler.batch(row.step - 1)
+            batches = sampler.batches(row.step - 1)
+        expected = next(batches)
         if row.samples.tolist() != expected.tolist():
             differing = sorted(set(row.samples.tolist()) ^ set(expected.tolist()))
             return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,13 @@ def closing_windows(log: LogRecord) -> list[Window]:
 
     Runs that are not finished have none. Steps that the beginning's window reaches need none.
     """
+    if log.final is None or not log.chains:
+        return []
     last = log.phases[-1]
     ends = {log.exported_step, *([last.step] if last.step == last.schedule.steps else [])}
     starts = [end - CLOSING_STEPS for end in sorted(ends) if end > CLOSING_STEPS]
-    if log.final is None or not log.chains:
-        return []
-    return [Window(checkpoint_name(last.schedule.name, start), CLOSING_STEPS) for start in starts]
+    name = last.schedule.name
+    return [Window(checkpoint_name(name, start), name, start, CLOSING_STEPS) for start in starts]
 
 
 def other_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:
@@ -51,9 +53,9 @@ def other_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:
 def _window(log: LogRecord, origin: str, phase: str, start: int, least: int, more: int) -> Window:
     record = log.phase(phase)
     logged = record.step - start if record is not None else 0
-    return Window(origin, min(least + CHOICE.randint(0, more), logged))
+    return Window(origin, phase, start, min(least + CHOICE.randint(0, more), logged))
 
 
 def short(windows: list[Window]) -> list[Window]:
     """The windows, cut where flipped levels have not spread yet."""
-    return [Window(window.checkpoint, min(window.count, NEAR)) for window in windows]
+    return [dataclasses.replace(window, count=min(window.count, NEAR)) for window in windows]

@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.atomic_files import lines_in, parse_row
 from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
-from isobatch.engine.runs.log_reader import lines_in, parse_row
 from isobatch.engine.runs.metrics_log import SEAL, first_seal
 
 if TYPE_CHECKING:
@@ -73,8 +73,6 @@ class LogRecord:
     """Whether the last row has a seal after it or in it."""
     ledger: list[tuple[str, int, int]] = field(default_factory=list)
     """(phase, first step, last step) of the stretches for which the log promises a ledger."""
-    steps: int = 0
-    """Rows of steps."""
 
     @property
     def exported_step(self) -> int:
@@ -131,12 +129,12 @@ class _Seals:
     def __init__(self, first: str, witness: Sequence[Mapping[str, Any]], takes_old: bool) -> None:
         """`takes_old`: whether rows may carry seals of their own, as versions before rules 2 wrote them."""
         self.takes_old = takes_old
-        self.seal, self.hash, self.size, self.sealed = first, hashlib.sha256(first.encode()), 0, True
+        self.hash, self.size, self.sealed = hashlib.sha256(first.encode()), 0, True
         self.old_seal = ""
         """The seal of the last row of an older version, which sealed each row."""
         self.witness = list(witness)[::-1]
-        self._meet_witness()
-        self.missed = ""
+        self.agrees = self._meet_witness()
+        """Whether the witness saw the same so far."""
 
     def check(self, row: Mapping[str, Any], line: bytes) -> str:
         """The problem with a row's seal; empty without."""
@@ -154,18 +152,18 @@ class _Seals:
         where = f"at or before phase {row['phase']}, step {row.get('step')}"
         if computed is not None and row[SEAL] != computed:
             return f"metrics.jsonl was changed {where}"
-        return f"metrics.jsonl is not what the witness saw {where}" if not self._meet_witness() else ""
+        self.agrees = self.agrees and self._meet_witness()
+        return "" if self.agrees else f"metrics.jsonl is not what the witness saw {where}"
 
     def _restart(self, seal: str) -> None:
         self.hash = hashlib.sha256(str(seal).encode())
 
     def _meet_witness(self) -> bool:
         """Whether the witness saw the same up to here, or saw nothing of this place."""
-        while self.witness and self.witness[-1]["bytes"] < self.size:
-            return False  # it saw the end of a row within what is one row here
-        if self.witness and self.witness[-1]["bytes"] == self.size:
-            return self.hash.hexdigest()[:32] == self.witness.pop()["running"]
-        return True
+        if not self.witness or self.witness[-1]["bytes"] > self.size:
+            return True
+        seen = self.witness.pop()  # of fewer bytes where a row ended within what is one row here
+        return bool(seen["bytes"] == self.size and seen["running"] == self.hash.hexdigest()[:32])
 
     def unmet(self) -> list[str]:
         return ["metrics.jsonl ends before what the witness saw"] if self.witness else []
@@ -233,14 +231,13 @@ class _Rows:
 
     def _missing_before(self, row: dict[str, Any]) -> str:
         """A row or an evaluation that must stand before this step's row."""
-        first = self.step + 1
         if self.every is not None:
             due = 1 if self.step == 0 else (self.step // self.every + 1) * self.every
             if due < row["step"]:
                 return f"metrics.jsonl lacks phase {row['phase']}, step {due}"
         if "log_every" in row:
             self.every, self.ledger = int(row["log_every"]), bool(row.get("ledger"))
-        for step in range(max(1, first - 1), row["step"]) if self.evaluates else ():
+        for step in range(max(1, self.step), row["step"]) if self.evaluates else ():
             if self.phase.evaluation_is_due(step) and step not in self.phase.judged_at:
                 return f"metrics.jsonl lacks the evaluation after phase {row['phase']}, step {step}"
         if self.phase.judge.should_stop:
@@ -268,7 +265,6 @@ class _Rows:
         if not all(_is_finite(row.get(name, 0)) for name in ("loss", "grad_norm")):
             return f"{where}: the loss or the gradient norm is not finite"
         self.phase.last = row
-        self.record.steps += 1
         if self.ledger:
             self._promise_ledger(row["phase"], row["step"], "log_every" in row)
         return ""

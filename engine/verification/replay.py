@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.distributed.communicator import Communicator
-from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.phase_loop import installed_versions
 from isobatch.engine.training.session import Session
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.active_phase import ActivePhase
 
+LoggedRows = dict[tuple[str, int], dict[str, Any]]
+"""(phase, step) -> the row of metrics.jsonl."""
 INITIAL = "the initial weights"
 BOUNDED = ("adamw", "adamw8bit", "paged-adamw8bit")
 """Optimizers that move an element by about its learning rate a step at most."""
@@ -37,8 +39,16 @@ class Window:
 
     checkpoint: str
     """Name of the checkpoint to start from; INITIAL for the weights before training."""
+    phase: str
+    """The phase of the steps: the checkpoint's own, or the next one where it is the last of its phase."""
+    start: int
+    """Steps of this phase before the first that is redone."""
     count: int
-    """Steps, fewer where the phase ends before."""
+
+    @property
+    def stop(self) -> int:
+        """The last step that is redone, from 1."""
+        return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,67 +175,63 @@ class Replay:
 
         The initial weights come first, because loading a checkpoint overwrites them.
         """
-        redone = Redone()
+        redone, rows = Redone(), self._logged(job.windows)
         with self.session:
             for window in sorted(job.windows, key=lambda w: w.checkpoint != INITIAL):
-                self._redo_window(window, redone)
+                self._redo_window(window, rows, redone)
             if job.held_out:
                 self._measure_held_out(redone)
         return redone
 
-    def _redo_window(self, window: Window, redone: Redone) -> None:
-        session = self.session
-        if window.checkpoint == INITIAL:
-            with session.phase(session.schedules[0]) as active:
-                self._redo_steps(active, 0, window, redone)
+    def _redo_window(self, window: Window, rows: LoggedRows, redone: Redone) -> None:
+        session, schedule = self.session, self.session.schedule_of(window.phase)
+        saved = None
+        if window.checkpoint != INITIAL:  # its checksums were compared when the records were
+            saved = SavedCheckpoint(self.run.checkpoints / window.checkpoint)
+            session.build_model()
+        if saved is None or self._schedule(saved) is schedule:
+            with session.phase(schedule, saved) as active:
+                self._redo_steps(active, window, rows, redone, saved)
             return
-        saved = open_checked(self.run.checkpoints / window.checkpoint)
-        schedule, step = self._schedule(saved), int(saved.state["progress"]["step"])
-        session.build_model()
-        with session.phase(schedule, saved) as active:
-            if step < schedule.steps:
-                self._redo_steps(active, step, window, redone, saved)
-                return
-        later = session.schedules[session.schedules.index(schedule) + 1 :]
-        for following in later[:1]:  # the phase has ended: the next one starts from its weights
-            with session.phase(following, None, saved.folder) as active:
-                self._redo_steps(active, 0, window, redone)
+        with session.phase(self._schedule(saved), saved):  # that phase has ended: the next one starts from it
+            pass
+        with session.phase(schedule, None, saved.folder) as active:
+            self._redo_steps(active, window, rows, redone)
 
     def _redo_steps(
         self,
         active: ActivePhase,
-        start: int,
         window: Window,
+        rows: LoggedRows,
         redone: Redone,
         origin: SavedCheckpoint | None = None,
     ) -> None:
-        """Run steps start..start+count-1 of a phase, and compare with the log and the next checkpoint."""
-        schedule, rates = active.schedule, 0.0
-        stop = min(start + window.count, schedule.steps)
-        rows = self._logged(schedule.name, start, stop)
-        for loaded in active.batches(start, stop):
+        """Run the steps of a window, and compare with the log and with the checkpoints that it reaches."""
+        phase, rates = window.phase, 0.0
+        for loaded in active.batches(window.start, window.stop):
             step, result = loaded.work.step + 1, active.step(loaded)
-            loss, norm = sum(result.sums.read()[: len(result.names)]), result.norm.read()[0]
-            if (row := rows.get(step)) is not None:
+            loss, norm = result.loss_and_norm()
+            if (row := rows.get((phase, step))) is not None:
                 logged = row["loss"], loss, row["grad_norm"], norm
-                replayed = ReplayedStep(schedule.name, step, window.checkpoint, step - start, *logged)
+                replayed = ReplayedStep(phase, step, window.checkpoint, step - window.start, *logged)
                 redone.steps.append(replayed.to_dict())
             if result.change is not None:
-                where = {"phase": schedule.name, "step": step, "decision": result.change.decision}
+                where = {"phase": phase, "step": step, "decision": result.change.decision}
                 redone.changes.append({**where, **result.change.facts})
             rates += result.rate
-            reached = checkpoint.checkpoint_name(schedule.name, step)
+            reached = checkpoint.checkpoint_name(phase, step)
             if (self.run.checkpoints / reached / "state.json").exists():
                 saved = SavedCheckpoint(self.run.checkpoints / reached)
                 bound = 2 * rates if self.run.recipe.optimizer in BOUNDED else None
                 redone.weights[reached] = compare_weights(active.strategy, saved, bound, origin, self.world)
-        redone.covered.append([schedule.name, start + 1, stop])
+        redone.covered.append([phase, window.start + 1, window.stop])
         redone.foreign_noise |= bool(active.stepper.findings.foreign_noise)
 
-    def _logged(self, phase: str, start: int, stop: int) -> dict[int, dict[str, Any]]:
-        """Step -> its row, of the logged steps start+1..stop of a phase."""
-        rows = (row for row in rows_in(self.run.metrics) if "chain" in row and row["phase"] == phase)
-        return {row["step"]: row for row in rows if start < row["step"] <= stop}
+    def _logged(self, windows: list[Window]) -> LoggedRows:
+        """The logged steps of all windows, from one reading of the log."""
+        wanted = {(w.phase, step) for w in windows for step in range(w.start + 1, w.stop + 1)}
+        rows = (row for row in rows_in(self.run.metrics) if "chain" in row)
+        return {place: row for row in rows if (place := (row["phase"], row["step"])) in wanted}
 
     def _measure_held_out(self, redone: Redone) -> None:
         """Measure the exported weights on the held-out splits, and export them again."""
@@ -233,7 +239,8 @@ class Replay:
         if folder is None:
             raise TrainingError("there is no checkpoint of the exported weights")
         session.build_model()
-        with session.phase(self._schedule(saved := open_checked(folder)), saved):
+        saved = SavedCheckpoint(folder)
+        with session.phase(self._schedule(saved), saved):
             for split in (s for s in HELD_OUT_SPLITS if s in session.splits):
                 redone.metrics[split] = session.evaluate(split)
             judge = saved.state["judge"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
 from isobatch.engine import consent
 from isobatch.engine.runs.ledger import LedgerStep, read_ledger
-from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.api.recipe import Recipe
 

@@ -11,6 +11,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.engine import consent
 from isobatch.engine.runs.console import format_metrics
+from isobatch.engine.runs.log_reader import thinned_rows
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.runs import ListingOptions
 from isobatch.launch.local.arguments import command_options, split_words
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
+POINTS = 400
+"""Rows that are read of a long log."""
 WIDTH = 48
 """Most characters of a curve."""
 READS = ("data", "model", "tokenizer", "teacher", "pruned", "mix")
@@ -55,7 +58,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         "reason": str(summary.get("reason") or ""),
         "steps": summary.get("steps"),
         "metrics": metrics if isinstance(metrics, dict) else {},
-        "curves": _curves(atomic_files.read_jsonl(run.metrics)),
+        "curves": _curves(thinned_rows(run.metrics, POINTS, ("split",))),
         "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
         "reads": {k: named[k] for k in READS if named.get(k)} | {"prepared data": run.facts.folder},
     }

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import DONE, TrainingError
 from isobatch.core.flags import Interval
-from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import DERIVED_DECISIONS

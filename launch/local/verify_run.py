@@ -24,7 +24,8 @@ from isobatch.models.base import Task
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.verification.replay import Job, Redone
+    from isobatch.engine.verification.log_audit import LogRecord
+    from isobatch.engine.verification.replay import Job, Redone, Window
 
 Level = Literal["records", "steps", "full"]
 
@@ -99,7 +100,7 @@ def _verify_steps(
     log = proof.audit.log
     assert log is not None
     closing, finished = closing_windows(log), run.status() == "done"
-    missing = _missing_checkpoint(run, proof) if finished else ""
+    missing = _missing_checkpoint(run, log, closing) if finished else ""
     proof.unproven += [missing] if missing else []
     own, windows = _own_plan(run, options), other_windows(run, log, options.steps)
     ending = Job([] if missing else closing, finished and not missing)
@@ -116,16 +117,11 @@ def _verify_steps(
     _judge_ending(run, proof, found, jobs[-1])
 
 
-def _missing_checkpoint(run: RunFolder, proof: Proof) -> str:
+def _missing_checkpoint(run: RunFolder, log: LogRecord, closing: list[Window]) -> str:
     """A checkpoint without which the end of a finished run cannot be redone; empty where all are there."""
-    from isobatch.engine.verification.choose_windows import closing_windows
-
-    log = proof.audit.log
-    assert log is not None
-    assert log.final is not None
     phase = log.phases[-1].schedule.name
     needed = [f"{phase}-{log.exported_step}", f"{phase}-{log.phases[-1].step}"]
-    needed += [window.checkpoint for window in closing_windows(log)]
+    needed += [window.checkpoint for window in closing]
     gone = [name for name in needed if not (run.checkpoints / name / "state.json").is_file()]
     return f"the checkpoint {gone[0]} is missing: final/ was compared with nothing" if gone else ""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import isobatch
-from isobatch.engine.runs.log_reader import rows_in
+from isobatch.core.atomic_files import rows_in
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:

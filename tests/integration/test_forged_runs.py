@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import isobatch
 from isobatch.core import atomic_files
+from isobatch.core.atomic_files import rows_in
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
@@ -22,7 +23,6 @@ from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.portable_state import TensorEntry
 from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.training.run_context import DATA_WRITTEN
 from isobatch.engine.training.session import make_sampler

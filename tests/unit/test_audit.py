@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from isobatch.core import atomic_files
+from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
@@ -27,7 +28,6 @@ from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.ledger import Ledger, LedgerStep, read_ledger
-from isobatch.engine.runs.log_reader import rows_in
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions

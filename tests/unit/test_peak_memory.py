@@ -71,6 +71,6 @@ def test_a_run_names_the_stage_of_its_peak(tmp_path: Path, monkeypatch: pytest.M
     recipe = isobatch.Recipe(LINE, steps=4)
     isobatch.train(recipe, out=str(tmp_path), name="run", quiet=True, device="cpu", processes=1)
     summary = atomic_files.read_json(tmp_path / "run" / "summary.json")
-    rows = atomic_files.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    rows = list(atomic_files.rows_in(tmp_path / "run" / "metrics.jsonl"))
     assert summary["peak_memory_stage"] == "save"
     assert summary["peak_memory_bytes"] >= rows[0]["memory_bytes"] + 0.8 * SIZE

@@ -93,23 +93,23 @@ def test_a_log_cut_short_anywhere_loses_its_last_line_only(
     path = tmp_path_factory.mktemp("log") / "a.jsonl"
     lines = ["".join([json.dumps(row, ensure_ascii=False), "\n"]).encode() for row in rows]
     path.write_bytes(b"".join(lines))
-    assert atomic_files.read_jsonl(path) == rows
+    assert list(atomic_files.rows_in(path)) == rows
     if rows:
         last = lines[-1][: -min(cut, len(lines[-1]))]  # perhaps within a character of several bytes
         path.write_bytes(b"".join(lines[:-1]) + last)
         whole = rows if last == lines[-1][:-1] else rows[:-1]
-        assert atomic_files.read_jsonl(path) == whole
+        assert list(atomic_files.rows_in(path)) == whole
 
 
 def test_ends_of_lines_within_text_are_text(tmp_path: Path) -> None:
     rows = [{"text": "a\u2028b\u2029c\x85d\x0be"}, {"step": 2}]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
-    assert atomic_files.read_jsonl(path) == rows
+    assert list(atomic_files.rows_in(path)) == rows
 
 
 def test_no_log_has_no_lines(tmp_path: Path) -> None:
-    assert atomic_files.read_jsonl(tmp_path / "none.jsonl") == []
+    assert list(atomic_files.rows_in(tmp_path / "none.jsonl")) == []
 
 
 def log(path: Path, *steps: tuple[str, int], **more: Any) -> None:
@@ -125,7 +125,7 @@ def test_going_back_drops_what_will_be_written_again(tmp_path: Path) -> None:
     )
     run.truncate_rows(["a", "b", "c"], "b", 2)
     run.truncate_decisions(["a", "b", "c"], "b", 2)
-    kept = [(r["phase"], r["step"]) for r in atomic_files.read_jsonl(run.metrics)]
+    kept = [(r["phase"], r["step"]) for r in list(atomic_files.rows_in(run.metrics))]
     assert kept == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 2)]
     assert run.decisions.read_text() == '{"decision": "without a place"}\n'  # the cut line is gone too
 
@@ -134,7 +134,7 @@ def test_going_back_to_the_start_drops_all(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     log(run.metrics, ("a", 1), ("b", 1))
     run.truncate_rows(["a", "b"], "a", 0)
-    assert atomic_files.read_jsonl(run.metrics) == []
+    assert list(atomic_files.rows_in(run.metrics)) == []
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:

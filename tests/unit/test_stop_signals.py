@@ -10,6 +10,7 @@ import pytest
 from isobatch.engine.distributed.stop_signals import (
     STOP_SIGNALS,
     StopFlag,
+    TerminatedError,
     end_early_on_signals,
     signals_to_catch,
 )
@@ -72,6 +73,10 @@ def test_a_signal_before_training_is_one_line_and_75(
         with StopFlag() as stop:  # training handles them itself
             os.kill(os.getpid(), number)
             assert stop.requested
+        with pytest.raises(TerminatedError):
+            os.kill(os.getpid(), number)
+        with StopFlag(others_wait=True):
+            os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # a second one: other ranks wait for this one to leave
     finally:
         for n, handler in before.items():
