@@ -18,7 +18,7 @@ from isobatch.engine.runs.run_folder import RunFolder, list_runs
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import BatchScaling, command_options, split_words
 from isobatch.launch.slurm import client
-from isobatch.launch.slurm.client import last_job_of
+from isobatch.launch.slurm.job_record import last_job_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,14 +8,12 @@ import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from isobatch.engine.runs.run_folder import RunFolder
 
 TIMEOUT_SECONDS = 30
 UNUSABLE_STATES = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
@@ -130,13 +128,6 @@ def job_states(jobs: Sequence[str]) -> dict[str, str]:
         return {}
     listed = run_slurm("squeue", "-h", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(jobs), seconds=5)
     return dict(line.split() for line in listed.out.splitlines() if len(line.split()) == 2)
-
-
-def last_job_of(run: RunFolder) -> str:
-    """The number of the run's last job, from slurm/job.json; empty where there was none."""
-    path = run.folder / "slurm" / "job.json"
-    job = str(atomic_files.read_json(path).get("job", "")) if path.exists() else ""
-    return job if re.fullmatch(r"\d+(_\d+)?", job) else ""
 
 
 def smallest_node(partition: str | None) -> tuple[int, int] | None:

@@ -9,36 +9,26 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
-from isobatch.core.flags import build_options, options_to_dict
+from isobatch.core.flags import options_to_dict
 from isobatch.core.number_ranges import Count, Positive
-from isobatch.core.plan import PlanOptions
 from isobatch.core.strategies import traits_of
 from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.witness import use_witness, witness_environment
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
-from isobatch.launch.slurm import client, sbatch_script, time_limit
+from isobatch.launch.slurm import client, job_record, sbatch_script, time_limit
+from isobatch.launch.slurm.job_request import JobRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 """Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""
-FINISHED_STATES = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,23 +167,11 @@ def _find_or_create_run(request: Request) -> RunFolder:
     consent.remember(request.recipe)
     run = find_run(request, facts) or create_run(request, facts)
     if run.status() != "done":
-        refuse_if_in_a_job(run)
+        job_record.refuse_if_in_a_job(run)
         run.refuse_if_training()
         run.write_options(request.run)
         use_witness(request.run.witness)
     return RunFolder(run.folder.resolve())
-
-
-def refuse_if_in_a_job(run: RunFolder, asking_job: str = "") -> None:
-    """Refuse a run that another job than `asking_job` trains or will train. Raises UserError."""
-    job = client.last_job_of(run)
-    if (
-        job
-        and job != asking_job
-        and (state := client.job_states([job]).get(job))
-        and state not in FINISHED_STATES
-    ):
-        raise UserError(f"{run.folder} is in job {job} already ({state}): scancel {job} first")
 
 
 def _is_unfinished(run: RunFolder) -> bool:
@@ -268,16 +246,8 @@ def _fair_cpus(options: SlurmOptions) -> int:
 
 
 def _write_request(run: RunFolder, request: Request, options: SlurmOptions, lead: int) -> None:
-    """Write request.json, from which the job plans: processes per node, lead in seconds, plan options.
-
-    The number of nodes may change between attempts, so --processes is stored per node.
-    """
-    (run.folder / "slurm").mkdir(exist_ok=True)
     plan = {**options_to_dict(request.plan), "processes": None}
-    atomic_files.write_json(
-        run.folder / "slurm" / "request.json",
-        {"local": _processes_per_node(request, options), "lead": lead, "plan": plan},
-    )
+    JobRequest(local=_processes_per_node(request, options), lead=lead, plan=plan).write(run)
 
 
 def _processes_per_node(request: Request, options: SlurmOptions) -> int:
@@ -308,10 +278,3 @@ def _print_result(
     else:
         print(text, end="")
         print(f"the run is ready: sbatch {path}, or --submit", file=sys.stderr)
-
-
-def plan_options_from_request(values: dict[str, Any]) -> PlanOptions:
-    """The plan options that request.json holds."""
-    asked = {k: v for k, v in values.items() if v is not None}
-    from_preset = asked.pop("preset_options", {})
-    return dataclasses.replace(build_options(PlanOptions, asked, "plan"), preset_options=from_preset)

@@ -18,37 +18,27 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, UserError, WorkerLostError
-from isobatch.core.package import own_command
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
-from isobatch.engine.planning.detect import detect
-from isobatch.engine.planning.planner import make_plan
-from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.local import restarts
 from isobatch.launch.local.run_setup import locate_data, store_plan
-from isobatch.launch.slurm import client, time_limit
-from isobatch.launch.slurm.command import plan_options_from_request, refuse_if_in_a_job
+from isobatch.launch.slurm import client, job_record, time_limit
+from isobatch.launch.slurm.job_record import refuse_if_in_a_job
+from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
 from isobatch.launch.slurm.rendezvous import rendezvous_folder, wait_for
+from isobatch.launch.slurm.requeue import requeue_or_stop
+from isobatch.launch.slurm.step import node_logs, srun_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
-
-    from isobatch.core.plan import Plan
-
-    pass
 
 REPEAT_SIGNAL_SECONDS = 10.0
 EARLY_SIGNAL_SECONDS = 65.0
 """Slurm may send its signal this much earlier than --signal asks."""
 VERDICT_WAIT_SECONDS = 25.0
 """How long to wait for exit.json after srun, which may end before its tasks where Slurm ends the job."""
-LOG_TAIL_CHARACTERS = 2500
-STEP_SHELL = """trap '' USR1 TERM INT; exec "$@" >>"$0/node-$SLURMD_NODENAME.log" 2>&1"""
-"""A log per node. Signals are ignored while Python starts; job repeats them until the workers handle them."""
-REQUEUEABLE_STATES = ("RUNNING", "PREEMPTED", "TIMEOUT")
-"""States of a job that may requeue itself after a stop; a cancelled one may not."""
 
 
 def job(words: Sequence[str]) -> int:
@@ -64,10 +54,10 @@ def job(words: Sequence[str]) -> int:
         refuse_if_in_a_job(run, allocation.job)
         with run.lock("launch"):
             run.refuse_if_training()
-            _update_job_record(run, job=allocation.job)
+            job_record.update(run, job=allocation.job)
             steps = StepRunner(run, allocation, stop)
             code = restarts.train_with_restarts(run, steps).code
-        return _requeue_or_stop(run, allocation, stop) if code == STOPPED else code
+        return requeue_or_stop(run, allocation, stop.reason) if code == STOPPED else code
 
 
 class JobStop:
@@ -103,7 +93,7 @@ class StepRunner:
 
     def __init__(self, run: RunFolder, allocation: client.Allocation, stop: JobStop) -> None:
         self.allocation, self.stop = allocation, stop
-        self.request = atomic_files.read_json(run.folder / "slurm" / "request.json")
+        self.request = JobRequest.read(run)
         locate_data(run, run.recipe, None, mend=True)
         self.nodes = self._available_nodes()
         self._make_plan(run)
@@ -144,7 +134,7 @@ class StepRunner:
             now = time.monotonic()
             left = None if self.deadline is None else self.deadline - now
             if should_save_now(
-                left, self.stop.warned, self.request["lead"], time_limit.seconds_to_stop(run) or 0
+                left, self.stop.warned, self.request.lead, time_limit.seconds_to_stop(run) or 0
             ):
                 self.stop.request("limit")
             if self.stop.reason and now - last_sent >= REPEAT_SIGNAL_SECONDS:
@@ -168,35 +158,6 @@ class StepRunner:
         return verdict
 
 
-def plan_for_nodes(run: RunFolder, nodes: int, request: dict[str, Any]) -> Plan:
-    """The plan for `nodes` nodes like this one; `request` is request.json, with the processes per node."""
-    recipe, facts = run.recipe, run.facts
-    task, _ = workload_of(recipe).make(recipe)
-    options, world_size = plan_options_from_request(request["plan"]), request["local"] * nodes
-    return make_plan(recipe, facts, task.model_size(facts), detect(nodes=nodes), options, world=world_size)
-
-
-def srun_command(
-    run: RunFolder, nodes: Sequence[str], allocation: client.Allocation, nonce: str
-) -> list[str]:
-    """The command of a step: one launcher per node; one that fails ends the others."""
-    return [
-        "srun",
-        f"--nodes={len(nodes)}",
-        f"--ntasks={len(nodes)}",
-        f"--nodelist={','.join(nodes)}",
-        "--ntasks-per-node=1",
-        # A step does not inherit --cpus-per-task from sbatch.
-        f"--cpus-per-task={allocation.cpus}",
-        *([f"--gpus-per-node={allocation.gpus}"] if allocation.gpus else []),
-        "--kill-on-bad-exit=1",
-        "--mpi=none",
-        "--unbuffered",
-        *("bash", "-c", STEP_SHELL, str(run.folder.resolve() / "slurm")),
-        *own_command("node", str(run.folder.resolve()), nonce),
-    ]
-
-
 def should_save_now(left: float | None, warned: bool, lead: float, measured: float) -> bool:
     """Whether to save and stop now. `left`: seconds to the time limit, None without one; `lead`, `measured`:
     seconds that a stop takes, as asked for and as measured.
@@ -206,58 +167,3 @@ def should_save_now(left: float | None, warned: bool, lead: float, measured: flo
     if left is not None and left <= max(lead, measured):
         return True
     return warned and (left is None or left > lead + EARLY_SIGNAL_SECONDS)
-
-
-def node_logs(run: RunFolder, nodes: Sequence[str]) -> str:
-    """The ends of the nodes' logs, one below the other."""
-    paths = [run.folder / "slurm" / f"node-{name}.log" for name in nodes]
-    ends = [(p.name, p.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]) for p in paths if p.is_file()]
-    return "".join(f"--- {name}\n{text}\n" for name, text in ends)
-
-
-def _requeue_or_stop(run: RunFolder, allocation: client.Allocation, stop: JobStop) -> int:
-    """After a stop: requeue the job if it made progress. Returns the exit code STOPPED."""
-    before = _read_job_record(run).get("requeued_at")
-    now = furthest_checkpoint(run)
-    why_not = why_not_requeue(stop.reason, client.job_state(allocation.job), before, now)
-    if why_not:
-        print(f"stopped and not requeued: {why_not}", flush=True)
-        return STOPPED
-    _update_job_record(run, requeued_at=now)
-    print(f"requeueing at step {now[1] if now else 0} (leg {allocation.restarts + 1})", flush=True)
-    if problem := client.requeue(allocation.job):
-        print(f"Slurm does not requeue the job: {problem}", flush=True)
-    return STOPPED
-
-
-def why_not_requeue(reason: str, state: str, before: list[int] | None, now: list[int] | None) -> str:
-    """Why a stopped job does not requeue itself; empty where it does."""
-    if reason not in ("limit", "term"):
-        return "a signal asked for a stop, not the time limit"
-    if state and state not in REQUEUEABLE_STATES:
-        return f"the job is {state}"
-    if now is None or (before is not None and now <= before):
-        return "no checkpoint was added since the last start: a longer --time gives it the time to reach one"
-    return ""
-
-
-def furthest_checkpoint(run: RunFolder) -> list[int] | None:
-    """[phase, step] of the furthest checkpoint."""
-    task, _ = workload_of(run.recipe).make(run.recipe)
-    phases = [phase.name for phase in task.phases()]
-    names = [path.name.rpartition("-") for path in run.checkpoints.glob("[!.]*-*")]
-    return max(([phases.index(p), int(s)] for p, _, s in names if p in phases and s.isdigit()), default=None)
-
-
-def _read_job_record(run: RunFolder) -> dict[str, Any]:
-    path = run.folder / "slurm" / "job.json"
-    return atomic_files.read_json(path) if path.exists() else {}
-
-
-def _update_job_record(run: RunFolder, **facts: Any) -> None:
-    """Update job.json; entries of another job are dropped."""
-    before = _read_job_record(run)
-    if "job" in facts and before.get("job") != facts["job"]:
-        before = {}
-    (run.folder / "slurm").mkdir(exist_ok=True)
-    atomic_files.write_json(run.folder / "slurm" / "job.json", {**before, **facts})

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.core import atomic_files
 from isobatch.core.package import own_command
 from isobatch.launch.local.run_setup import open_run, store_plan
-from isobatch.launch.slurm.job import plan_for_nodes
+from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
 from isobatch.tests.integration.helpers import furthest, launch, losses, summary
 from isobatch.tests.slurm.nodes import TASKS
 
@@ -79,9 +78,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "bin" / "scontrol").chmod(0o755)
     (tmp_path / "runs" / "r" / "slurm" / "meeting-1").mkdir(parents=True)
     found = open_run(str(tmp_path / "runs" / "r"))
-    store_plan(
-        found, plan_for_nodes(found, 2, atomic_files.read_json(found.folder / "slurm" / "request.json"))
-    )
+    store_plan(found, plan_for_nodes(found, 2, JobRequest.read(found)))
     return found.folder
 
 

@@ -18,9 +18,12 @@ from isobatch.core.package import own_command
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import split_words
 from isobatch.launch.slurm import client, sbatch_script, time_limit
-from isobatch.launch.slurm.command import SlurmOptions, join_sbatch_value, refuse_if_in_a_job
-from isobatch.launch.slurm.job import plan_for_nodes, should_save_now, why_not_requeue
+from isobatch.launch.slurm.command import SlurmOptions, join_sbatch_value
+from isobatch.launch.slurm.job import should_save_now
+from isobatch.launch.slurm.job_record import refuse_if_in_a_job
+from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
 from isobatch.launch.slurm.rendezvous import StepNode, join, local_address, wait_for_answers
+from isobatch.launch.slurm.requeue import why_not_requeue
 
 if TYPE_CHECKING:
     from isobatch.tests.conftest import Cli
@@ -395,12 +398,8 @@ def test_the_script_is_printed_and_its_run_is_ready(cli: Cli, tmp_path: Path) ->
     assert done.code == 0, done.err
     run = RunFolder.open(tmp_path / "runs" / "r")
     assert done.out == (run.folder / "slurm" / "job.sh").read_text()
-    assert (
-        plan_for_nodes(run, 2, atomic_files.read_json(run.folder / "slurm" / "request.json")).processes == 2
-    )
-    assert (
-        plan_for_nodes(run, 1, atomic_files.read_json(run.folder / "slurm" / "request.json")).processes == 1
-    )
+    assert plan_for_nodes(run, 2, JobRequest.read(run)).processes == 2
+    assert plan_for_nodes(run, 1, JobRequest.read(run)).processes == 1
     refused = cli(*words, "--submit", env={"PATH": "/usr/bin/nowhere"})
     assert refused.code == 2
     assert "there is no sbatch here" in refused.err
