@@ -65,8 +65,10 @@ ROOMS: dict[str, set[str]] = {
         *("core", "engine", "engine.loading", "engine.planning", "engine.runs", "engine.verification"),
         "launch.local",
     },
+    "launch.slurm.submission": {"core", "launch.local"},
     "launch.slurm": {
         *("core", "engine", "engine.distributed", "engine.planning", "engine.runs", "launch.local"),
+        "launch.slurm.submission",
     },
     "launch.commands": {
         *("core", "data.text", "models", "models.causal_lm", "engine", "engine.loading", "engine.planning"),

@@ -17,7 +17,7 @@ from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request
 from isobatch.launch.local.foreign_words import SYNONYMS, spelling
 from isobatch.launch.local.launch_run import AutoOptions
-from isobatch.launch.slurm.command import SlurmOptions
+from isobatch.launch.slurm.submission.options import SlurmOptions
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:

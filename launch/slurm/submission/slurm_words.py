@@ -1,0 +1,113 @@
+"""Slurm's own words: times, arrays, and options that the user hands on to sbatch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from isobatch.core.errors import UserError
+
+RESERVED_OPTIONS = {
+    "nodes": "--nodes",
+    "ntasks": "--nodes",
+    "ntasks-per-node": "--nodes",
+    "gpus-per-task": "--gpus-per-node",
+    "gpus-per-node": "--gpus-per-node",
+    "cpus-per-task": "--cpus-per-task",
+    "time": "--time",
+    "signal": "--lead",
+    "array": "--array",
+    "dependency": "--after",
+    "job-name": "--job-name",
+    "output": "--out",
+    "open-mode": "--out",
+    "chdir": "--out",
+    "wrap": "--task",
+    "parsable": "--submit",
+    "test-only": "--submit",
+    "wait": "--submit",
+    "no-requeue": "--nodes",
+}
+"""Options of sbatch that the script sets itself -> the flag of `slurm` to use instead."""
+SHORT_OPTIONS = {
+    "N": "nodes",
+    "n": "ntasks",
+    "c": "cpus-per-task",
+    "t": "time",
+    "a": "array",
+    "d": "dependency",
+}
+SHORT_OPTIONS |= {"J": "job-name", "o": "output", "D": "chdir", "W": "wait"}
+SWITCHES = "HhkOQsvV"
+"""Short options of sbatch without a value, which others may follow in one word (-Hn2)."""
+
+
+def refuse_control_characters(word: str, flag: str = "") -> str:
+    """The word. Raises UserError for control characters such as a line break."""
+    if any(not c.isprintable() for c in word):
+        raise UserError(f"{flag or 'sbatch option'} {word!r}: holds a control character, which no script may")
+    return word
+
+
+def parse_sbatch_options(text: str) -> tuple[str, ...]:
+    """The words of --sbatch. Raises UserError for options that the script sets itself."""
+    try:
+        words = shlex.split(refuse_control_characters(text, "--sbatch"))
+    except ValueError as error:
+        raise UserError(f"--sbatch {text}: {error}") from None
+    if not words or not words[0].startswith("-"):
+        raise UserError(f'--sbatch {text}: holds sbatch\'s own options, as in --sbatch "--exclusive"')
+    for word in words:
+        if name := _reserved_option(word):
+            raise UserError(f"--sbatch {word}: the script sets this itself; use {RESERVED_OPTIONS[name]}")
+    return tuple(words)
+
+
+def _reserved_option(word: str) -> str:
+    """The key of RESERVED_OPTIONS that a word sets, or nothing; sbatch accepts --nod=2 and -Hn2, too."""
+    if word.startswith("--"):
+        name = word[2:].partition("=")[0]
+        return (
+            name
+            if name in RESERVED_OPTIONS
+            else next((own for own in RESERVED_OPTIONS if name and own.startswith(name)), "")
+        )
+    short = word[1:].lstrip(SWITCHES)[:1] if word.startswith("-") else ""
+    return SHORT_OPTIONS.get(short, "")
+
+
+def parse_time_limit(text: str) -> int:
+    """Seconds of a Slurm time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S. Raises UserError."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if match is None:
+        raise UserError(f"--time {text}: is not a time such as 12:00:00 or 1-00:00:00")
+    days, *parts = match.groups()
+    numbers = [int(p) for p in parts if p is not None]
+    # Without days the first number is minutes unless all three are there; with days it is hours.
+    units = [3600, 60, 1] if days or len(numbers) == 3 else [60, 1]
+    total = int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+    if total <= 0:
+        raise UserError(f"--time {text}: must be above 0")
+    return total
+
+
+def format_time_limit(seconds: int) -> str:
+    """Seconds as [D-]HH:MM:SS."""
+    days, rest = divmod(seconds, 86400)
+    text = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}-{text}" if days else text
+
+
+def parse_array(array: str) -> list[int]:
+    """The task numbers of --array: 0-4, 1,3,7 or 0-10:2, each with an optional %LIMIT. Raises UserError."""
+    body, _, limit = array.partition("%")
+    found: list[int] = []
+    for part in body.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match is None or (limit and not re.fullmatch(r"[1-9]\d*", limit)) or array.endswith("%"):
+            raise UserError(f"--array {array}: is not a list of seeds such as 0-4 or 1,3,7 or 0-99%8")
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if not (first <= last < first + 1000 and step > 0):
+            raise UserError(f"--array {array}: counts up, and has 1,000 tasks at most")
+        found += range(first, last + 1, step)
+    return sorted(set(found))
