@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "ISOBATCH_TRUST"
 """Environment variable with what a launch has agreed to, for the processes that it starts."""
+STATE = "ISOBATCH_STATE"
+"""Environment variable with the folder where this user's consent is kept."""
 MOST_FILES = 1000
 """More files of Python code are no model's."""
 
@@ -44,7 +46,7 @@ _granted: set[str] = set()
 def state_folder() -> Path:
     """Where this user's consent is kept: $ISOBATCH_STATE, else the user's state folder."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(os.environ.get("ISOBATCH_STATE") or Path(base) / "isobatch")
+    return Path(os.environ.get(STATE) or Path(base) / "isobatch")
 
 
 def brings_code(recipe: Recipe) -> bool:

@@ -22,6 +22,8 @@ from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+CACHE = "ISOBATCH_CACHE"
+"""Environment variable with the folder of prepared data."""
 CHECK_SECONDS = 2.0
 """How long a cache is checked when it is found; what is not checked then is when samples are fetched."""
 GPT2_VOCABULARY = 50257
@@ -32,7 +34,7 @@ ASSUMED_SAMPLES = 10_000
 def cache_folder() -> Path:
     """Where prepared data is kept: $ISOBATCH_CACHE, else the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ISOBATCH_CACHE") or Path(base) / "isobatch")
+    return Path(os.environ.get(CACHE) or Path(base) / "isobatch")
 
 
 def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:

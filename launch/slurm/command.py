@@ -6,14 +6,16 @@ The script runs `job` (job.py) on the first node, which runs `node` (node.py) on
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobatch.core import atomic_files
+from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
 from isobatch.engine import consent
+from isobatch.engine.loading.prepare import CACHE, cache_folder
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.witness import use_witness, witness_environment
 from isobatch.launch.local.arguments import Request, parse_request
@@ -25,12 +27,14 @@ from isobatch.launch.slurm.submission.options import (
     SlurmOptions,
     join_sbatch_value,
     processes_per_node,
+    step_words,
     validated,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", *hub_cache.OFFLINE)
 DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 """Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""
 
@@ -39,7 +43,8 @@ def slurm(words: Sequence[str]) -> int:
     """Usage: slurm --task TASK --nodes N --gpus-per-node G --time HH:MM:SS [flags] [--submit] [--json]
 
     flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --job-name --setup FILE
-           --array 0-4 (a run per seed) --after JOB --lead SECONDS --sbatch "OPTIONS", and those of `auto`
+           --array 0-4 (a run per seed) --after JOB --lead SECONDS --signal NAME --max-legs N --mail ADDRESS
+           --sbatch "OPTIONS" --srun "OPTIONS" --mpi TYPE, and those of `auto`
     """
     request = parse_request(join_sbatch_value(words), "slurm", SlurmOptions)
     options = SlurmOptions(**request.extra)
@@ -122,8 +127,20 @@ def _script(runs: dict[int, RunFolder], request: Request, options: SlurmOptions)
         raw_options=slurm_words.parse_sbatch_options(options.sbatch) if options.sbatch else (),
         setup=Path(options.setup).expanduser().resolve() if options.setup else None,
         start_folder=Path.cwd(),
-        environment=tuple({**consent.environment(), **witness_environment()}.items()),
+        signal=options.signal,
+        environment=tuple(_job_environment().items()),
     )
+
+
+def _job_environment() -> dict[str, str]:
+    """Our own variables, and those of the model cache: the job has no others under --export=NONE."""
+    folders = {CACHE: cache_folder(), consent.STATE: consent.state_folder()}
+    return {
+        **{name: str(folder.expanduser().absolute()) for name, folder in folders.items()},
+        **{name: os.environ[name] for name in HUB_VARIABLES if os.environ.get(name)},
+        **consent.environment(),
+        **witness_environment(),
+    }
 
 
 def _lead(seconds: int, runs: dict[int, RunFolder]) -> int:
@@ -152,6 +169,9 @@ def _extra_options(options: SlurmOptions) -> list[tuple[str, str]]:
             )
         # Without this Slurm keeps a job whose dependency failed in the queue for ever.
         extra_options += [("dependency", "afterok:" + ":".join(jobs)), ("kill-on-invalid-dep", "yes")]
+    if options.mail:
+        # Slurm 22.05 sends neither END nor FAIL for a job that is requeued: one e-mail, whatever the legs.
+        extra_options += [("mail-user", options.mail), ("mail-type", "END,FAIL")]
     return extra_options
 
 
@@ -166,7 +186,14 @@ def _fair_cpus(options: SlurmOptions) -> int:
 
 def _write_request(run: RunFolder, request: Request, options: SlurmOptions, lead: int) -> None:
     plan = {**options_to_dict(request.plan), "processes": None}
-    JobRequest(local=processes_per_node(request, options), lead=lead, plan=plan).write(run)
+    JobRequest(
+        local=processes_per_node(request, options),
+        lead=lead,
+        plan=plan,
+        signal=options.signal,
+        max_legs=options.max_legs,
+        srun=step_words(options),
+    ).write(run)
 
 
 def _submit(path: Path, runs: dict[int, RunFolder], options: SlurmOptions) -> str:

@@ -122,7 +122,9 @@ class StepRunner:
         folder = rendezvous_folder(run.folder, nonce)
         folder.mkdir(parents=True)
         try:
-            self._watch(run, subprocess.Popen(srun_command(run, self.nodes, self.allocation, nonce)))
+            self._watch(
+                run, subprocess.Popen(srun_command(run, self.nodes, self.allocation, self.request, nonce))
+            )
             return self._verdict(run, nonce)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

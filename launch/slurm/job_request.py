@@ -32,7 +32,7 @@ class JobRequest:
     """Slurm's warning before the time limit, without SIG."""
     max_legs: int | None = None
     """Starts of the job at most; None for no limit."""
-    srun: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ("--mpi=none",)
     """Further words of every srun."""
 
     @classmethod
@@ -40,7 +40,9 @@ class JobRequest:
         """Of a run; fields that this version does not know are ignored."""
         found = atomic_files.read_json(run.folder / "slurm" / "request.json")
         known: dict[str, Any] = {f.name: found[f.name] for f in dataclasses.fields(cls) if f.name in found}
-        return cls(**{**known, "srun": tuple(known.get("srun", ()))})
+        if "srun" in known:
+            known["srun"] = tuple(known["srun"])
+        return cls(**known)
 
     def write(self, run: RunFolder) -> None:
         (run.folder / "slurm").mkdir(exist_ok=True)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.launch.slurm import client
+    from isobatch.launch.slurm.job_request import JobRequest
 
 LOG_TAIL_CHARACTERS = 2500
 STEP_SHELL = """trap '' USR1 TERM INT; exec "$@" >>"$0/node-$SLURMD_NODENAME.log" 2>&1"""
@@ -18,7 +19,7 @@ STEP_SHELL = """trap '' USR1 TERM INT; exec "$@" >>"$0/node-$SLURMD_NODENAME.log
 
 
 def srun_command(
-    run: RunFolder, nodes: Sequence[str], allocation: client.Allocation, nonce: str
+    run: RunFolder, nodes: Sequence[str], allocation: client.Allocation, request: JobRequest, nonce: str
 ) -> list[str]:
     """The command of a step: one launcher per node; one that fails ends the others."""
     return [
@@ -31,9 +32,11 @@ def srun_command(
         f"--cpus-per-task={allocation.cpus}",
         *([f"--gpus-per-node={allocation.gpus}"] if allocation.gpus else []),
         "--kill-on-bad-exit=1",
-        "--mpi=none",
         "--unbuffered",
-        *("bash", "-c", STEP_SHELL, str(run.folder.resolve() / "slurm")),
+        # A job that was submitted with --export=NONE would hand that on to its steps.
+        "--export=ALL",
+        *request.srun,
+        *("/bin/bash", "-c", STEP_SHELL, str(run.folder.resolve() / "slurm")),
         *own_command("node", str(run.folder.resolve()), nonce),
     ]
 

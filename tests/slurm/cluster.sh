@@ -39,6 +39,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0
 JobRequeue=1
+MailProg=$base/mail
 KillWait=20
 NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$first CPUs=2 RealMemory=4000
 NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=$second CPUs=2 RealMemory=4000
@@ -54,6 +55,8 @@ up() {
   munged --force --key-file="$base/munge/key" --socket="$base/munge/socket" --pid-file="$base/munge.pid" \
     --log-file="$base/munge.log" --seed-file="$base/munge/seed"
   configure
+  printf '#!/bin/sh\necho "$*" >>%q\n' "$base/mails" >"$base/mail"
+  chmod 755 "$base/mail"
   slurmctld
   slurmd -N n1
   slurmd -N n2

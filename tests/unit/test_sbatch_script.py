@@ -12,10 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobatch.core.errors import UserError
-from isobatch.core.package import own_command
+from isobatch.core.package import ROOT, own_command
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import split_words
+from isobatch.launch.slurm import client
+from isobatch.launch.slurm.job_request import JobRequest
+from isobatch.launch.slurm.step import srun_command
 from isobatch.launch.slurm.submission import sbatch_script, slurm_words
-from isobatch.launch.slurm.submission.options import join_sbatch_value
+from isobatch.launch.slurm.submission.options import SlurmOptions, join_sbatch_value, step_words
 
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1)
 
@@ -110,8 +114,8 @@ def test_paths_reach_bash_as_they_are(name: str) -> None:
     except UserError:
         return
     body = text.partition("\n\n")[2].splitlines()
-    assert shlex.split(body[0])[2] == str(folder)
-    assert shlex.split(body[1])[1] == str(folder / "s.sh")
+    words = [shlex.split(line) for line in body if line.startswith(("cd ", "source "))]
+    assert [words[0][2], words[1][1]] == [str(folder), str(folder / "s.sh")]
     assert shlex.split(body[-1])[-1] == str(folder)
     pattern = next(
         w for line in text.splitlines() for w in as_sbatch_reads(line)[:1] if w.startswith("--output=")
@@ -197,8 +201,91 @@ def test_beginnings_and_bundles_of_what_the_script_sets_are_refused(word: str) -
         slurm_words.parse_sbatch_options(f"-v {word}")
 
 
+def bash(text: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script with nothing in its environment but `variables`."""
+    return subprocess.run(
+        ["/bin/bash"], input=text, cwd=folder, env=variables, capture_output=True, text=True, check=False
+    )
+
+
 def test_the_job_starts_where_it_was_asked_for() -> None:
     assert "cd -- '/home/some one' || exit 2" in sbatch_script.render(script()).splitlines()
+
+
+def test_what_a_node_does_not_see_is_the_first_line_of_its_output(tmp_path: Path) -> None:
+    run, python = tmp_path / "it's a run", own_command()[0]
+    text = sbatch_script.render(script(runs={0: run}, start_folder=tmp_path))
+    done = bash(text, tmp_path, SLURMD_NODENAME="n7")
+    assert done.returncode == 2
+    assert done.stdout.startswith(f"isobatch: n7 does not see {run}: choose an --out on a file system that")
+    run.mkdir()
+    for missing, says in ((python, "Python environment"), (str(ROOT), "isobatch's code")):
+        done = bash(text.replace(f" {missing} ]", " /no/such ]"), tmp_path, SLURMD_NODENAME="n7")
+        assert (done.returncode, done.stderr) == (2, "")
+        assert done.stdout.startswith("isobatch: n7 does not see ")
+        assert says in done.stdout
+    gone = sbatch_script.render(script(runs={0: run}, start_folder=tmp_path / "gone"))
+    assert "gone: submit from a folder that all nodes share" in bash(gone, tmp_path).stdout
+    setup = tmp_path / "set up.sh"
+    text = sbatch_script.render(script(runs={0: run}, start_folder=tmp_path, setup=setup))
+    assert "keep --setup on a file system that all nodes share" in bash(text, tmp_path).stdout
+    setup.write_text("false\n")
+    assert bash(text, tmp_path).stdout.endswith(f": --setup {setup} failed\n")
+
+
+def test_the_script_needs_nothing_of_its_submitters_environment(tmp_path: Path) -> None:
+    values = {"runs": {0: tmp_path}, "start_folder": tmp_path, "environment": (("ISOBATCH_CACHE", "/a b"),)}
+    text, said = sbatch_script.render(script(**values)).rpartition("exec ")[0], 'echo "$PATH|$ISOBATCH_CACHE"'
+    done = bash(text + said, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("|/a b\n")
+    assert "/bin" in done.stdout
+
+
+def test_a_heterogeneous_job_is_refused(tmp_path: Path) -> None:
+    done = bash(sbatch_script.render(script(runs={0: tmp_path})), tmp_path, SLURM_HET_SIZE="2")
+    assert done.returncode == 2
+    assert "this is a heterogeneous job" in done.stdout
+    for words in ("--exclusive : --nodes=1", ":", "hetjob"):
+        for parse in (slurm_words.parse_sbatch_options, slurm_words.parse_srun_options):
+            with pytest.raises(UserError, match="a heterogeneous job has nodes of several kinds"):
+                parse(words)
+
+
+def test_the_warning_signal_is_chosen() -> None:
+    lines = sbatch_script.render(script(signal="HUP")).splitlines()
+    assert "#SBATCH --signal=B:HUP@45" in lines
+    assert "trap '' HUP TERM" in lines
+
+
+@pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        ("--gpus-per-task=1", "--gpus-per-node"),
+        ("--cpu-bind=cores -n5", "one launcher"),
+        ("-N 3", "one launcher"),
+        ("--mpi=pmix", "--mpi"),
+        ("--container-image=x", "--container"),
+        ("--exp=NONE", "environment"),
+        ("-o x", "log"),
+        ("--overl", "share a node"),
+    ],
+)
+def test_options_that_a_step_sets_are_refused(text: str, way_out: str) -> None:
+    with pytest.raises(UserError, match=f"--srun .*: each step sets this itself; .*{way_out}"):
+        slurm_words.parse_srun_options(text)
+
+
+def test_words_for_srun_reach_every_step(tmp_path: Path) -> None:
+    options = SlurmOptions(gpus_per_node=2, mpi="pmix", srun="--cpu-bind=cores --gpu-bind=closest")
+    words = step_words(options)
+    assert words == ("--mpi=pmix", "--gpu-bind=none", "--cpu-bind=cores", "--gpu-bind=closest")
+    assert step_words(SlurmOptions()) == ("--mpi=none",)
+    run, job = RunFolder(tmp_path), client.Allocation(job="7", nodes=("n1",), cpus=2, gpus=2)
+    JobRequest(local=2, lead=5, plan={}, srun=words).write(run)
+    command = srun_command(run, ("n1",), job, JobRequest.read(run), "nonce")
+    assert "--export=ALL" in command
+    assert command[command.index("/bin/bash") - 4 : command.index("/bin/bash")] == list(words)
 
 
 @pytest.mark.parametrize(

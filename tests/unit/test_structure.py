@@ -67,8 +67,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "launch.slurm.submission": {"core", "launch.local"},
     "launch.slurm": {
-        *("core", "engine", "engine.distributed", "engine.planning", "engine.runs", "launch.local"),
-        "launch.slurm.submission",
+        *("core", "engine", "engine.distributed", "engine.loading", "engine.planning", "engine.runs"),
+        *("launch.local", "launch.slurm.submission"),
     },
     "launch.commands": {
         *("core", "data.text", "models", "models.causal_lm", "engine", "engine.loading", "engine.planning"),

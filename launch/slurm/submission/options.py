@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.strategies import traits_of
-from isobatch.launch.slurm.submission.slurm_words import parse_time_limit
+from isobatch.launch.slurm.submission.slurm_words import parse_srun_options, parse_time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,11 +50,21 @@ class SlurmOptions:
     setup: str | None = None
     """A file of bash that the job reads first: modules, environments."""
     sbatch: str | None = None
-    """More of sbatch's options, as in --sbatch "--exclusive --mail-type=END"."""
+    """More of sbatch's options, as in --sbatch "--exclusive --comment=mine"."""
+    srun: str | None = None
+    """More options for the srun of every step, as in --srun "--cpu-bind=cores --network=single_sn_all"."""
+    mpi: str = "none"
+    """As srun's: how MPI programs are started; training needs none."""
     job_name: str | None = None
     """The job's name; by default the run's."""
     lead: Positive | None = None
     """Seconds before the time limit at which Slurm tells the job to save; by default from measured steps."""
+    signal: Literal["USR1", "USR2", "HUP"] = "USR1"
+    """The signal by which Slurm tells it."""
+    max_legs: Positive | None = None
+    """Starts of the job at most; by default it goes on while each leg adds a checkpoint."""
+    mail: str | None = None
+    """An address that gets one e-mail when the run is over, done or failed."""
     submit: bool = False
     """Submit it and print the job's number."""
     json: bool = False
@@ -63,9 +74,10 @@ class SlurmOptions:
 def join_sbatch_value(words: Sequence[str]) -> list[str]:
     """`--sbatch "--exclusive"` as one word: a value that starts with dashes would be taken for a flag."""
     joined = list(words)
-    if "--sbatch" in joined[:-1]:
-        position = joined.index("--sbatch")
-        joined[position : position + 2] = [f"--sbatch={joined[position + 1]}"]
+    for flag in ("--sbatch", "--srun"):
+        if flag in joined[:-1]:
+            position = joined.index(flag)
+            joined[position : position + 2] = [f"{flag}={joined[position + 1]}"]
     return joined
 
 
@@ -98,6 +110,11 @@ def validated(request: Request, options: SlurmOptions) -> Request:
         )
     if options.setup is not None and not Path(options.setup).expanduser().is_file():
         raise UserError(f"--setup {options.setup}: there is no such file")
+    if options.mail is not None and not re.fullmatch(r"[^\s,=]+@[^\s,=]+", options.mail):
+        raise UserError(f"--mail {options.mail}: is not an address")
+    if not re.fullmatch(r"\w+", options.mpi):
+        raise UserError(f"--mpi {options.mpi}: is not a type that `srun --mpi=list` shows")
+    step_words(options)
     return (
         dataclasses.replace(request, plan=dataclasses.replace(request.plan, device="cpu")) if cpu else request
     )
@@ -108,3 +125,12 @@ def processes_per_node(request: Request, options: SlurmOptions) -> int:
     return (
         request.plan.processes // options.nodes if request.plan.processes else max(1, options.gpus_per_node)
     )
+
+
+def step_words(options: SlurmOptions) -> tuple[str, ...]:
+    """The words that srun gets in every step beside those of its nodes. Raises UserError.
+
+    Each process of a node sees all of its GPUs, for NVLink: left out, the job's binding would be inherited.
+    """
+    binding = ("--gpu-bind=none",) if options.gpus_per_node else ()
+    return (f"--mpi={options.mpi}", *binding, *(parse_srun_options(options.srun) if options.srun else ()))

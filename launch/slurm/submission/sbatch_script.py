@@ -1,7 +1,7 @@
 """The sbatch script as a pure function of `JobScript`, with words quoted for sbatch or for bash.
 
-#SBATCH lines are read by sbatch, the rest by bash. No secrets are written: sbatch passes the submitter's
-environment on to the job.
+#SBATCH lines are read by sbatch, the rest by bash. No secrets are written: as a rule
+sbatch passes the submitter's environment on to the job. Where it does not, the script has what it needs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isobatch.core.errors import UserError
-from isobatch.core.package import own_command
+from isobatch.core.package import ROOT, own_command
 from isobatch.launch.slurm.submission.slurm_words import format_time_limit, refuse_control_characters
 
 MAX_CHARACTERS = 1000
 """Characters of an #SBATCH line that sbatch reads."""
 DEFAULT_LEAD_SECONDS = 120
 """Seconds before the time limit at which a job saves, where nothing was measured and the limit is long."""
+PRELUDE = (
+    'export PATH="${PATH:-/usr/local/bin:/usr/bin:/bin}"',
+    'say() { echo "isobatch: ${SLURMD_NODENAME:-$HOSTNAME}: $1"; }',
+    'missing() { echo "isobatch: ${SLURMD_NODENAME:-$HOSTNAME} does not see $1: $2"; exit 2; }',
+    'if [ -n "${SLURM_HET_SIZE:-}" ]; then',
+    "  say 'a run is planned for nodes of one kind, and this is a heterogeneous job: submit it alone'",
+    "  exit 2",
+    "fi",
+)
+"""The first lines of bash. Slurm gives a job no PATH where it cannot load the user's environment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +44,8 @@ class JobScript:
     seconds: int
     """Time limit."""
     lead: int
-    """Seconds before the time limit at which Slurm sends SIGUSR1."""
+    """Seconds before the time limit at which Slurm sends `signal`."""
+    signal: str = "USR1"
     cpus: int
     """Per node."""
     gpus: int = 0
@@ -46,7 +57,7 @@ class JobScript:
     """Words of --sbatch, passed on as they are."""
     setup: Path | None = None
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables of the job beside those of its submission."""
+    """Our own variables of the job: where sbatch passes none on (--export=NONE), there are no others."""
     start_folder: Path
     """The folder in which `slurm` was called: the path of a task's file may be relative to it."""
 
@@ -72,7 +83,7 @@ def _options(script: JobScript) -> list[tuple[str, str]]:
         *script.extra_options,
         *([("array", script.array)] if script.array else []),
         # B: only the batch script is signalled; `job` forwards the stop.
-        ("signal", f"B:USR1@{script.lead}"),
+        ("signal", f"B:{script.signal}@{script.lead}"),
         ("requeue", ""),
         # A node that fails does not end the allocation of the others.
         ("no-kill", ""),
@@ -95,20 +106,46 @@ def _checked_length(line: str) -> str:
 
 
 def _body(script: JobScript) -> list[str]:
-    lines = [f"cd -- {shlex.quote(refuse_control_characters(str(script.start_folder)))} || exit 2"]
+    """The lines of bash. What is missing on this node is said in the first line of the job's output."""
+    start, run = (_checked_word(path) for path in (script.start_folder, next(iter(script.runs.values()))))
+    program = own_command("job")
+    lines = [
+        *PRELUDE,
+        _require("-d", start, "submit from a folder that all nodes share"),
+        f"cd -- {start} || exit 2",
+    ]
     if script.setup:
+        setup = _checked_word(script.setup)
         # Before `set -u`: activation scripts read unset variables.
-        lines.append(f"source {shlex.quote(str(script.setup))} || exit 2")
+        lines += [
+            _require("-f", setup, "keep --setup on a file system that all nodes share"),
+            f"source {setup} || {{ say {shlex.quote(f'--setup {script.setup} failed')}; exit 2; }}",
+        ]
     # A signal while Python starts must not end the job.
-    lines += ["set -u", "trap '' USR1 TERM"]
+    lines += ["set -u", f"trap '' {script.signal} TERM"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in script.environment]
-    run = shlex.quote(str(next(iter(script.runs.values()))))
     if script.array:
         lines += ['case "$SLURM_ARRAY_TASK_ID" in']
-        lines += [f"  {seed}) run={shlex.quote(str(run))} ;;" for seed, run in script.runs.items()]
+        lines += [f"  {task}) run={_checked_word(folder)} ;;" for task, folder in script.runs.items()]
         lines += ["  *) exit 2 ;;", "esac"]
         run = '"$run"'
-    return [*lines, f"exec {shlex.join(own_command('job'))} {run}"]
+    return [
+        *lines,
+        _require("-d", run, "choose an --out on a file system that all nodes share"),
+        _require("-x", _checked_word(program[0]), "keep the Python environment where all nodes see it"),
+        _require("-d", _checked_word(ROOT), "keep isobatch's code where all nodes see it"),
+        f"exec {shlex.join(program)} {run}",
+    ]
+
+
+def _require(test: str, word: str, way_out: str) -> str:
+    """A line of bash that ends the job with a sentence where a file is not there; `word` is quoted."""
+    return f"[ {test} {word} ] || missing {word} {shlex.quote(way_out)}"
+
+
+def _checked_word(path: object) -> str:
+    """A path quoted for bash. Raises UserError for control characters."""
+    return shlex.quote(refuse_control_characters(str(path)))
 
 
 def sbatch_word(word: str) -> str:

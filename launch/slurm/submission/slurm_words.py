@@ -1,11 +1,15 @@
-"""Slurm's own words: times, arrays, and options that the user hands on to sbatch."""
+"""Slurm's own words: times, arrays, and options that the user hands on to sbatch and srun."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 RESERVED_OPTIONS = {
     "nodes": "--nodes",
@@ -15,7 +19,7 @@ RESERVED_OPTIONS = {
     "gpus-per-node": "--gpus-per-node",
     "cpus-per-task": "--cpus-per-task",
     "time": "--time",
-    "signal": "--lead",
+    "signal": "--lead or --signal",
     "array": "--array",
     "dependency": "--after",
     "job-name": "--job-name",
@@ -38,6 +42,23 @@ SHORT_OPTIONS = {
     "d": "dependency",
 }
 SHORT_OPTIONS |= {"J": "job-name", "o": "output", "D": "chdir", "W": "wait"}
+RESERVED_STEP_OPTIONS = {
+    **dict.fromkeys(("nodes", "ntasks", "nodelist", "ntasks-per-node"), "it runs one launcher on each node"),
+    **dict.fromkeys(("gpus-per-task", "gpus-per-node"), "use --gpus-per-node"),
+    "cpus-per-task": "use --cpus-per-task",
+    "mpi": "use --mpi",
+    "export": "what a node needs is in its environment",
+    "kill-on-bad-exit": "one launcher that fails ends the others",
+    "overlap": "a step may have to share a node with one that died",
+    "exclusive": "a step may have to share a node with one that died",
+    "jobid": "it runs in its own job",
+    "het-group": "a run is planned for nodes of one kind",
+    **dict.fromkeys(("output", "error", "input", "pty", "unbuffered"), "each node has a log in slurm/"),
+    **dict.fromkeys(("container", "container-image", "container-workdir"), "use --container"),
+}
+"""Options of srun that each step sets itself -> why, or the flag of `slurm` to use instead."""
+SHORT_STEP_OPTIONS = {"N": "nodes", "n": "ntasks", "w": "nodelist", "c": "cpus-per-task", "o": "output"}
+SHORT_STEP_OPTIONS |= {"e": "error", "i": "input", "u": "unbuffered"}
 SWITCHES = "HhkOQsvV"
 """Short options of sbatch without a value, which others may follow in one word (-Hn2)."""
 
@@ -51,29 +72,46 @@ def refuse_control_characters(word: str, flag: str = "") -> str:
 
 def parse_sbatch_options(text: str) -> tuple[str, ...]:
     """The words of --sbatch. Raises UserError for options that the script sets itself."""
-    try:
-        words = shlex.split(refuse_control_characters(text, "--sbatch"))
-    except ValueError as error:
-        raise UserError(f"--sbatch {text}: {error}") from None
-    if not words or not words[0].startswith("-"):
-        raise UserError(f'--sbatch {text}: holds sbatch\'s own options, as in --sbatch "--exclusive"')
+    words = _option_words("--sbatch", text, "--exclusive")
     for word in words:
-        if name := _reserved_option(word):
+        if name := _reserved_option(word, RESERVED_OPTIONS, SHORT_OPTIONS):
             raise UserError(f"--sbatch {word}: the script sets this itself; use {RESERVED_OPTIONS[name]}")
+    return words
+
+
+def parse_srun_options(text: str) -> tuple[str, ...]:
+    """The words of --srun. Raises UserError for options that each step sets itself."""
+    words = _option_words("--srun", text, "--cpu-bind=cores")
+    for word in words:
+        if name := _reserved_option(word, RESERVED_STEP_OPTIONS, SHORT_STEP_OPTIONS):
+            raise UserError(f"--srun {word}: each step sets this itself; {RESERVED_STEP_OPTIONS[name]}")
+    return words
+
+
+def _option_words(flag: str, text: str, example: str) -> tuple[str, ...]:
+    try:
+        words = shlex.split(refuse_control_characters(text, flag))
+    except ValueError as error:
+        raise UserError(f"{flag} {text}: {error}") from None
+    if ":" in words or "hetjob" in words:
+        raise UserError(
+            f"{flag} {text}: a heterogeneous job has nodes of several kinds, and a run is planned for one:"
+            " leave it out"
+        )
+    if not words or not words[0].startswith("-"):
+        raise UserError(f'{flag} {text}: holds {flag[2:]}\'s own options, as in {flag} "{example}"')
     return tuple(words)
 
 
-def _reserved_option(word: str) -> str:
-    """The key of RESERVED_OPTIONS that a word sets, or nothing; sbatch accepts --nod=2 and -Hn2, too."""
+def _reserved_option(word: str, reserved: Mapping[str, str], short: Mapping[str, str]) -> str:
+    """The key of `reserved` that a word sets, or nothing; Slurm accepts --nod=2 and -Hn2, too."""
     if word.startswith("--"):
         name = word[2:].partition("=")[0]
-        return (
-            name
-            if name in RESERVED_OPTIONS
-            else next((own for own in RESERVED_OPTIONS if name and own.startswith(name)), "")
-        )
-    short = word[1:].lstrip(SWITCHES)[:1] if word.startswith("-") else ""
-    return SHORT_OPTIONS.get(short, "")
+        if name in reserved:
+            return name
+        return next((own for own in reserved if name and own.startswith(name)), "")
+    letter = word[1:].lstrip(SWITCHES)[:1] if word.startswith("-") else ""
+    return short.get(letter, "")
 
 
 def parse_time_limit(text: str) -> int:
