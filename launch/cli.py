@@ -66,10 +66,12 @@ COMMANDS = {
     "reconstruct": ("commands.latent:reconstruct", "a text through the latent vector of a VAE and back"),
     "interpolate": ("commands.latent:interpolate", "texts between two texts, by a VAE"),
     "sample": ("commands.latent:sample", "texts from the prior of a VAE"),
-    "tasks": ("commands.runs:tasks", "the workloads there are"),
-    "runs": ("commands.runs:runs", "the runs in a folder"),
+    "tasks": ("commands.describe:tasks", "the workloads there are"),
+    "runs": ("control.runs:runs", "the runs in a folder: state, progress, Slurm jobs"),
+    "logs": ("control.logs:logs", "what a run says, or a node of its job; -f follows it"),
+    "cancel": ("control.cancel:cancel", "end a run that trains or waits; it saves first"),
     "describe": (
-        "commands.runs:describe",
+        "commands.describe:describe",
         "every flag of a task, with type, default and meaning",
     ),
 }

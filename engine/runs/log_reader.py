@@ -11,10 +11,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+TAIL_BYTES = 1 << 16
 WHOLE_BYTES = 4 << 20
 """Up to this size `thinned_rows` reads all rows."""
 MOST_RARE_ROWS = 20_000
 """Most rows that `thinned_rows` finds by their fields."""
+
+
+def newest_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows in the last TAIL_BYTES of a log, oldest first; one that is being written is left out."""
+    if not path.exists():
+        return []
+    with path.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
+        return [row for line in stream.read().splitlines() if (row := parse_row(line)) is not None]
 
 
 def last_row_before(path: Path, offset: int) -> dict[str, Any] | None:

@@ -136,6 +136,10 @@ class RunFolder:
         with self.lock("train"):
             pass
 
+    def is_training(self) -> bool:
+        """Whether a launcher or a worker is at work on this run: it writes nothing and holds no lock."""
+        return any(_is_locked(self.folder / f".{role}.lock") for role in ("launch", "train"))
+
     @functools.cached_property
     def _recipe_record(self) -> dict[str, Any]:
         return atomic_files.read_json(self.folder / "recipe.json")
@@ -252,6 +256,22 @@ class RunFolder:
             self.decisions.open("a", encoding="utf-8") as stream,
         ):
             stream.write(atomic_files.json_text({"decision": decision, **facts}, ensure_ascii=False) + "\n")
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process holds a lock; asked with a shared one, which stands in the way of a new lock for a
+    moment only.
+    """
+    import fcntl
+
+    try:
+        with path.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such file, or its file system has no locks
+        return False
+    return False
 
 
 def _keep_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

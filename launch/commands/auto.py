@@ -15,6 +15,7 @@ from isobatch.engine.registry import CHAINS, workload_of
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.launch.local.arguments import parse_request, sort_flags, split_words, task_name
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train, launch_run
 from isobatch.launch.local.run_setup import (
@@ -69,6 +70,7 @@ def resume(words: Sequence[str]) -> int:
     if run.status() == "done":
         print_unless_quiet(f"{run.folder} is done", run_options.quiet)
         return _print_result(run, DONE, options)
+    refuse_if_in_a_job(run)
     consent.require(run.recipe, run.folder, options.trust)
     with run.lock("launch"):
         run.refuse_if_training()

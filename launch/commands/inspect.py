@@ -13,7 +13,7 @@ from isobatch.engine import consent
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.log_reader import thinned_rows
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.commands.runs import ListingOptions
+from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import command_options, split_words
 
 if TYPE_CHECKING:

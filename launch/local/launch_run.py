@@ -11,6 +11,7 @@ from isobatch.core.errors import DONE
 from isobatch.core.strategies import traits_of
 from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.engine.runs.witness import use_witness
 from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
 from isobatch.launch.local.run_setup import (
@@ -44,7 +45,7 @@ def find_or_train(
     """Find the request's run or create it, and train it to its end; the run and its verdict.
 
     With `owns_process` False, as in a notebook, the process is never ended and its signal handlers stay.
-    Raises UserError, for example where the run is being trained already.
+    Raises UserError, for example where the run is being trained already, here or by a Slurm job.
     """
     for note in request.notes:
         print_unless_quiet(note, request.run.quiet)
@@ -57,6 +58,7 @@ def find_or_train(
         )
         return run, Verdict(DONE, "")
     if run is not None:
+        refuse_if_in_a_job(run)
         print_unless_quiet(f"going on with {run.folder} ({run.status()})", request.run.quiet)
     plan = plan_with_remarks(request.recipe, facts, request.plan, request.run.quiet)
     run = run or create_run(request, facts)

@@ -150,6 +150,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
         rank_and_world_size,
     )
     from isobatch.engine.planning.detect import detect
+    from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
     from isobatch.engine.runs.witness import use_witness
     from isobatch.launch.local.arguments import parse_request
     from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts, print_unless_quiet
@@ -167,6 +168,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
         run = find_run(request, facts)
         if run is None or run.status() != "done":
             if run is not None:
+                refuse_if_in_a_job(run)
                 run.refuse_if_training()
             run = plan_run(request, facts, run, size)
             run.write_options(request.run)

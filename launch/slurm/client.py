@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
+from isobatch.engine.runs.slurm_queue import run_slurm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
-TIMEOUT_SECONDS = 30
 UNUSABLE_STATES = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
 """Words in a node's state under which no new step can run there."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommandResult:
-    """Exit code and output of a Slurm command; code 127 where it is missing or exceeds its time limit."""
-
-    code: int
-    out: str
-    err: str
-
-
-def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS) -> CommandResult:
-    """Run one Slurm command, for `seconds` at most; never raises."""
-    try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return CommandResult(127, "", str(error))
-    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,14 +101,6 @@ def seconds_left(job: str) -> float | None:
         return None
 
 
-def job_states(jobs: Sequence[str]) -> dict[str, str]:
-    """Job -> state, of those that Slurm still knows, by one call of squeue."""
-    if not jobs or shutil.which("squeue") is None:
-        return {}
-    listed = run_slurm("squeue", "-h", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(jobs), seconds=5)
-    return dict(line.split() for line in listed.out.splitlines() if len(line.split()) == 2)
-
-
 def smallest_node(partition: str | None) -> tuple[int, int] | None:
     """(CPUs, GPUs) of the smallest node of a partition; None where sinfo does not say."""
     where = ["-p", partition] if partition else []
@@ -147,15 +118,7 @@ def submit(script: Path) -> str:
     done = run_slurm("sbatch", "--parsable", str(script.resolve()))
     if done.code == 0:
         return done.out.strip().partition(";")[0]
-    test = run_slurm("sbatch", "--test-only", str(script.resolve()))
-    raise UserError(f"sbatch refuses {script}: {_error_text(test) or _error_text(done)}")
-
-
-def _error_text(result: CommandResult) -> str:
-    lines = [
-        re.sub(r"^(sbatch: |error: |allocation failure: |fatal: )+", "", s) for s in result.err.splitlines()
-    ]
-    return "; ".join(dict.fromkeys(s for s in lines if s)) if result.code else ""
+    raise UserError(f"sbatch refuses {script}: {done.error}")
 
 
 def requeue(job: str) -> str:

@@ -17,6 +17,7 @@ from isobatch.core.flags import options_to_dict
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CACHE, cache_folder
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.engine.runs.witness import use_witness, witness_environment
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
@@ -91,7 +92,7 @@ def _find_or_create_run(request: Request) -> RunFolder:
     consent.remember(request.recipe)
     run = find_run(request, facts) or create_run(request, facts)
     if run.status() != "done":
-        job_record.refuse_if_in_a_job(run)
+        refuse_if_in_a_job(run)
         run.refuse_if_training()
         run.write_options(request.run)
         use_witness(request.run.witness)
@@ -199,9 +200,7 @@ def _write_request(run: RunFolder, request: Request, options: SlurmOptions, lead
 def _submit(path: Path, runs: dict[int, RunFolder], options: SlurmOptions) -> str:
     job = client.submit(path)
     for seed, run in runs.items():
-        atomic_files.write_json(
-            run.folder / "slurm" / "job.json", {"job": f"{job}_{seed}" if options.array else job}
-        )
+        job_record.update(run, job=f"{job}_{seed}" if options.array else job)
     return job
 
 

@@ -21,10 +21,10 @@ from isobatch.core.errors import DONE, FAILED, STOPPED, UserError, WorkerLostErr
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.launch.local import restarts
 from isobatch.launch.local.run_setup import locate_data, store_plan
 from isobatch.launch.slurm import client, job_record, time_limit
-from isobatch.launch.slurm.job_record import refuse_if_in_a_job
 from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
 from isobatch.launch.slurm.rendezvous import rendezvous_folder, wait_for
 from isobatch.launch.slurm.requeue import requeue_or_stop

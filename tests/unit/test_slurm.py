@@ -12,7 +12,6 @@ from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.slurm import client, time_limit
 from isobatch.launch.slurm.job import should_save_now
-from isobatch.launch.slurm.job_record import refuse_if_in_a_job
 from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
 from isobatch.launch.slurm.rendezvous import StepNode, join, local_address, wait_for_answers
 from isobatch.launch.slurm.requeue import why_not_requeue
@@ -24,18 +23,6 @@ if TYPE_CHECKING:
 
 
 LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
-
-
-def test_a_run_that_is_in_a_job_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunFolder(tmp_path)
-    (tmp_path / "slurm").mkdir()
-    atomic_files.write_json(tmp_path / "slurm" / "job.json", {"job": "7"})
-    monkeypatch.setattr(client, "job_states", lambda jobs: {"7": "RUNNING"})
-    refuse_if_in_a_job(run, "7")
-    with pytest.raises(UserError, match=r"is in job 7 already \(RUNNING\): scancel 7 first"):
-        refuse_if_in_a_job(run, "8")
-    monkeypatch.setattr(client, "job_states", lambda jobs: {"7": "NODE_FAIL"})
-    refuse_if_in_a_job(run, "8")
 
 
 def test_the_lead_is_measured_where_it_can_be(tmp_path: Path) -> None:

@@ -70,10 +70,13 @@ ROOMS: dict[str, set[str]] = {
         *("core", "engine", "engine.distributed", "engine.loading", "engine.planning", "engine.runs"),
         *("launch.local", "launch.slurm.submission"),
     },
+    "launch.control": {
+        *("core", "engine", "engine.optimization", "engine.planning", "engine.runs", "launch.local"),
+        "launch.slurm",
+    },
     "launch.commands": {
         *("core", "data.text", "models", "models.causal_lm", "engine", "engine.loading", "engine.planning"),
         *("engine.runs", "engine.training", "engine.verification", "launch.local", "launch.report"),
-        "launch.slurm",
     },
     "benchmarks": {
         *("core", "engine", "engine.distributed", "engine.loading", "engine.planning", "engine.training"),

@@ -95,11 +95,10 @@ def validated(request: Request, options: SlurmOptions) -> Request:
     if options.lead and options.lead >= parse_time_limit(options.time):
         raise UserError(f"--lead {options.lead}: must be shorter than --time {options.time}")
     processes = request.plan.processes
-    max_processes = options.nodes * options.gpus_per_node or processes or 0
-    if processes and (processes % options.nodes or processes > max_processes):
-        raise UserError(
-            f"--processes {processes}: must be a multiple of --nodes {options.nodes}, and one per GPU at most"
-        )
+    gpus = options.nodes * options.gpus_per_node
+    if processes and (processes % options.nodes or processes > (gpus or processes)):
+        most = f", and at most {gpus}, one per GPU" if gpus else ""
+        raise UserError(f"--processes {processes}: must be a multiple of --nodes {options.nodes}{most}")
     world_size, strategy = processes_per_node(request, options) * options.nodes, request.plan.strategy
     traits = None if strategy == "auto" else traits_of(strategy)
     if traits and traits.most_processes is not None and world_size > traits.most_processes:
@@ -121,7 +120,7 @@ def validated(request: Request, options: SlurmOptions) -> Request:
 
 
 def processes_per_node(request: Request, options: SlurmOptions) -> int:
-    """Processes on a node: --processes / --nodes, else one per GPU."""
+    """Processes on a node: --processes / --nodes, else one per GPU, or one where there is none."""
     return (
         request.plan.processes // options.nodes if request.plan.processes else max(1, options.gpus_per_node)
     )

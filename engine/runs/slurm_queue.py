@@ -1,0 +1,176 @@
+"""Slurm's queue as a run sees it: the job that a run is in, and what squeue says of it.
+
+This stands beside the run folder's locks: a run that a job trains, or will train, is as taken as one that a
+process of this machine trains.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from isobatch.engine.runs.run_folder import RunFolder
+
+TIMEOUT_SECONDS = 30
+SQUEUE_SECONDS = 5
+"""Slurm's own commands try for 18 s where the controller is away."""
+PATIENCE_SECONDS, FIRST_PAUSE_SECONDS = 20.0, 1.0
+"""How long `refuse_if_in_a_job` asks again where Slurm does not answer."""
+FINISHED_STATES = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+    "REVOKED",
+)
+RUNNING_STATES = ("RUNNING", "SUSPENDED", "COMPLETING", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
+"""States of a job whose script has begun. One that is neither here nor finished waits to begin."""
+FIELDS = "JobArrayID:40,State:24,RestartCnt:12,Reason:120"
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """Exit code and output of a Slurm command; code 127 where it is missing or exceeds its time limit."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """What it says is wrong, without the words that Slurm puts before; empty where it succeeded."""
+        prefixes = r"^(\w+: |error: |fatal: |allocation failure: |slurm_\w+ error: )+"
+        lines = [re.sub(prefixes, "", line.strip()) for line in self.err.splitlines()]
+        return "; ".join(dict.fromkeys(line for line in lines if line)) if self.code else ""
+
+    @property
+    def silent(self) -> bool:
+        """Whether the controller did not answer."""
+        late = self.code == 127 and "no answer within" in self.err
+        return late or (self.code != 0 and "Unable to contact slurm controller" in self.err)
+
+    @property
+    def no_cluster(self) -> bool:
+        """Whether Slurm's commands are installed here, and no cluster is."""
+        return self.code != 0 and "configuration source" in self.err
+
+
+def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS, text: str | None = None) -> CommandResult:
+    """Run one Slurm command, for `seconds` at most, with `text` as its input; never raises."""
+    given = {"stdin": subprocess.DEVNULL} if text is None else {"input": text}
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False, **given)
+    except subprocess.TimeoutExpired:
+        return CommandResult(127, "", f"no answer within {seconds:g} s")
+    except OSError as error:
+        return CommandResult(127, "", str(error))
+    return CommandResult(done.returncode, done.stdout, done.stderr)
+
+
+class SlurmSilentError(UserError):
+    """Slurm does not answer: nothing is known about jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """What squeue says of a job."""
+
+    state: str
+    """PENDING, RUNNING, FAILED ..."""
+    reason: str = ""
+    """Why it waits, or why it failed; empty where Slurm names none."""
+    restarts: int = 0
+    """How often it was requeued."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in FINISHED_STATES
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the queue, for its first leg or a later one."""
+        return not self.is_over and self.state not in RUNNING_STATES
+
+    def __str__(self) -> str:
+        reason = f" ({self.reason})" if self.reason else ""
+        return self.state + reason + (f", leg {self.restarts + 1}" if self.restarts else "")
+
+
+def job_statuses(jobs: Sequence[str]) -> dict[str, JobStatus]:
+    """Job -> status, of those that Slurm still knows, by one call of squeue.
+
+    Empty on a machine without Slurm. Raises SlurmSilentError where Slurm does not answer.
+    """
+    if not jobs or shutil.which("squeue") is None:
+        return {}
+    words = ("squeue", "-h", "-r", "-t", "all", "-O", FIELDS, "-j", ",".join(jobs))
+    listed = run_slurm(*words, seconds=SQUEUE_SECONDS)
+    if "Invalid job id" in listed.err or listed.no_cluster:
+        return {}
+    if listed.code:
+        raise SlurmSilentError(f"Slurm does not answer ({listed.error or 'squeue failed'})")
+    rows = [row for line in listed.out.splitlines() if len(row := line.split(None, 3)) >= 3]
+    return {job: _status(state, restarts, *rest) for job, state, restarts, *rest in rows}
+
+
+def _status(state: str, restarts: str, reason: str = "") -> JobStatus:
+    said = "" if reason.strip() == "None" else reason.strip()
+    return JobStatus(state, said, int(restarts) if restarts.isdigit() else 0)
+
+
+def last_job_of(run: RunFolder) -> str:
+    """The number of the run's last job, from slurm/job.json; empty where there was none."""
+    path = run.folder / "slurm" / "job.json"
+    job = str(atomic_files.read_json(path).get("job", "")) if path.exists() else ""
+    return job if re.fullmatch(r"\d+(_\d+)?", job) else ""
+
+
+def refuse_if_in_a_job(run: RunFolder, asking_job: str = "") -> None:
+    """Refuse a run that another job than `asking_job` trains or will train.
+
+    Raises UserError, also where Slurm does not say within PATIENCE_SECONDS.
+    """
+    job = last_job_of(run)
+    if not job or job == asking_job:
+        return
+    try:
+        status = _ask_patiently(job)
+    except SlurmSilentError as error:
+        raise UserError(
+            f"{run.folder} was in job {job}, which may still train it: {error}; try again when squeue"
+            f" answers, or remove {run.folder}/slurm/job.json if you know that the job is over"
+        ) from None
+    if status is not None and not status.is_over:
+        raise UserError(
+            f"{run.folder} is in job {job} already ({status}): isobatch cancel {run.folder} first"
+        )
+
+
+def _ask_patiently(job: str) -> JobStatus | None:
+    """The job's status, None where Slurm does not know it; asks again, ever more seldom, for a while."""
+    deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            return job_statuses([job]).get(job)
+        except SlurmSilentError as error:
+            if time.monotonic() + pause >= deadline:
+                raise
+            print(f"isobatch: {error}; asking again", file=sys.stderr)
+            time.sleep(pause)
+            pause *= 2

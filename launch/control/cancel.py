@@ -1,0 +1,170 @@
+"""`cancel`: ends a run that waits, trains in a Slurm job or trains here; it saves first unless --now."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import DONE, UserError
+from isobatch.engine.runs.slurm_queue import run_slurm
+from isobatch.launch.control.run_state import RunView, look, one_run
+from isobatch.launch.local.arguments import command_options
+from isobatch.launch.slurm import job_record
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import psutil
+
+    from isobatch.engine.runs.run_folder import RunFolder
+
+WAIT_SECONDS, LOOK_SECONDS = 600.0, 1.0
+"""How long a run may take to save and end, and how often to look whether it has."""
+SECOND_SIGNAL_SECONDS = 1.0
+"""Between the two SIGINT of --now: a launcher takes the second for an end at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CancelOptions:
+    """Flags of `cancel`."""
+
+    now: bool = False
+    """Do not wait for a save: what was saved before is kept."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+def cancel(words: Sequence[str]) -> int:
+    """Usage: cancel RUN [--now] [--json]
+
+    A run that trains saves and ends; --now ends it at once. One that waits in Slurm's queue leaves it.
+    """
+    run, flags = one_run(words, "cancel", {"--now": "--now=True", "--json": "--json"})
+    options = command_options(flags, CancelOptions, "cancel")
+    seen = look(run.folder)
+    if seen.state == "unknown":
+        raise UserError(
+            f"{run.folder}: Slurm does not answer for job {seen.job}: cancel again when squeue does"
+        )
+    end, text = _cancel(seen, options.now)
+    step, checkpoint = end.progress.step, _newest_checkpoint(run)
+    facts = {"run": str(run.folder), "job": seen.job, "before": seen.state, "state": end.state}
+    if options.json:
+        print(atomic_files.json_text({**facts, "step": step, "checkpoint": checkpoint, "text": text}))
+    else:
+        print(text)
+    return DONE
+
+
+def _cancel(seen: RunView, now: bool) -> tuple[RunView, str]:
+    """End the run; how it stands then, and a line about it. Raises UserError where it cannot be ended."""
+    folder = seen.run.folder
+    if seen.status is not None and seen.status.waits:
+        _scancel(seen.job)
+        saved = f"; {_kept(seen.run)}" if _newest_checkpoint(seen.run) else ""
+        return look(folder), f"{folder}: job {seen.job} was {seen.status}, and is cancelled{saved}"
+    if seen.in_job and now:
+        _scancel(seen.job)
+    elif seen.in_job:
+        _ask_job_to_save(seen)
+    elif seen.state == "running":
+        _interrupt_launcher(seen.run, now)
+    else:
+        return seen, f"{folder} is {seen.state}: there is nothing to cancel"
+    end = _wait_for_end(seen)
+    return end, f"{folder}: {_outcome(end, now)}"
+
+
+def _ask_job_to_save(seen: RunView) -> None:
+    if seen.status is not None and seen.status.state == "SUSPENDED":
+        raise UserError(
+            f"job {seen.job} is suspended and cannot save: scontrol resume {seen.job} first, or cancel --now"
+        )
+    job_record.update(seen.run, cancel="save")  # first: the job reads it when the signal comes
+    _scancel(seen.job, "--batch", "--signal=INT")
+
+
+def _scancel(job: str, *flags: str) -> None:
+    done = run_slurm("scancel", *flags, job)
+    if done.code or done.err.strip():
+        raise UserError(f"scancel {job}: {done.error or done.err.strip()}")
+
+
+def _interrupt_launcher(run: RunFolder, now: bool) -> None:
+    """SIGINT to the process that trains the run here: once to save, twice to end at once."""
+    import psutil
+
+    launcher = _launcher(run)
+    if launcher is None:
+        raise UserError(
+            f"{run.folder} is being trained, but not by a process of yours on this machine: cancel it on the"
+            " machine that trains it"
+        )
+    try:
+        launcher.send_signal(signal.SIGINT)
+        if now:
+            launcher.wait(SECOND_SIGNAL_SECONDS)
+    except psutil.TimeoutExpired:
+        launcher.send_signal(signal.SIGINT)
+    except psutil.Error as error:
+        raise UserError(f"process {launcher.pid} trains {run.folder}: {error}") from None
+
+
+def _launcher(run: RunFolder) -> psutil.Process | None:
+    """The process on this machine that holds the run's lock: its launcher, else the worker of rank 0."""
+    import psutil
+
+    for role in ("launch", "train"):
+        path = str((run.folder / f".{role}.lock").resolve())
+        holders = {p.pid: p for p in psutil.process_iter() if _has_open(p, path)}
+        # Loader processes are forked with the lock open.
+        if first := [p for p in holders.values() if p.ppid() not in holders]:
+            return first[0]
+    return None
+
+
+def _has_open(process: psutil.Process, path: str) -> bool:
+    import psutil
+
+    try:
+        return any(file.path == path for file in process.open_files())
+    except psutil.Error:  # another user's, or it has just ended
+        return False
+
+
+def _wait_for_end(seen: RunView) -> RunView:
+    """Wait until nobody trains the run. Raises UserError where it does not end."""
+    print(f"isobatch: waiting until {seen.run.folder} has ended", file=sys.stderr)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+        if (now := look(seen.run.folder)).is_over:
+            return now
+    raise UserError(
+        f"{seen.run.folder} has not ended within {WAIT_SECONDS:g} s: `logs {seen.run.folder}` shows what it"
+        " does, cancel --now ends it at once"
+    )
+
+
+def _outcome(end: RunView, now: bool) -> str:
+    if end.state == "done":
+        return "it was done before it could be stopped"
+    if end.state == "stopped" and not now:
+        return f"saved at step {end.progress.step}; `resume {end.run.folder}` goes on"
+    why = f" ({end.status})" if end.status is not None and not now else ""
+    return ("ended" if now else f"ended{why} and did not save") + f"; {_kept(end.run)}"
+
+
+def _kept(run: RunFolder) -> str:
+    newest = _newest_checkpoint(run)
+    return f"{newest} is kept, and `resume {run.folder}` goes on from it" if newest else "nothing was saved"
+
+
+def _newest_checkpoint(run: RunFolder) -> str:
+    """Name of the newest checkpoint; empty where there is none."""
+    found = sorted(run.checkpoints.glob("[!.]*-*"), key=lambda path: path.stat().st_mtime)
+    return found[-1].name if found else ""

@@ -1,0 +1,115 @@
+"""`runs`: the runs in a folder, with their state, their progress and their Slurm jobs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.measures import format_duration, printable
+from isobatch.engine.runs.run_folder import RunFolder, list_runs
+from isobatch.engine.runs.slurm_queue import JobStatus, SlurmSilentError, job_statuses, last_job_of
+from isobatch.launch.control.run_state import run_progress, run_state
+from isobatch.launch.local.arguments import command_options, split_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunsOptions:
+    """Flags of `runs`."""
+
+    json: bool = False
+    """One JSON object on standard output."""
+    out: str = "runs"
+    """Folder that holds the runs."""
+
+
+def runs(words: Sequence[str]) -> int:
+    """Usage: runs [FOLDER] [--json]: what each run does or came to, how far it is, and its Slurm job."""
+    positional, flags = split_words(words)
+    options = command_options(flags, RunsOptions, "runs")
+    folder = Path(positional[0] if positional else options.out).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    found = list(list_runs(folder))
+    jobs = [_job_or_none(run) for run in found]
+    statuses = _statuses([job for job in jobs if job])
+    rows = [_row_or_unreadable(run, job, statuses) for run, job in zip(found, jobs, strict=True)]
+    if options.json:
+        print(atomic_files.json_text({"runs": rows}))
+        return 0
+    for row in rows:
+        print(printable(_line(row)))
+    if not rows:
+        print(f"no runs in {folder}")
+    return 0
+
+
+def _line(row: dict[str, Any]) -> str:
+    total = "" if row["steps_total"] is None else f"/{row['steps_total']}"
+    steps = "-" if row["step"] is None else f"{row['step']}{total}"
+    loss = row["metrics"].get("loss")
+    return (
+        f"{row['folder']:<42}  {row['state']:<12}{steps:>12} steps"
+        + (f"  loss {loss:.4f}" if isinstance(loss, float | int) else "")
+        + ("" if row["seconds_left"] is None else f"  ETA {format_duration(row['seconds_left'])}")
+        + (f"  job {row['job']} {row['job_shown']}".rstrip() if row["job"] else "")
+        + (f"  {row['reason']}" if row["state"] == "failed" and row["reason"] else "")
+    )
+
+
+def _job_or_none(run: RunFolder) -> str:
+    try:
+        return last_job_of(run)
+    except UserError:
+        return ""
+
+
+def _statuses(jobs: Sequence[str]) -> dict[str, JobStatus] | None:
+    """Job -> status by one call of squeue; None, with a line for the user, where Slurm does not answer."""
+    try:
+        return job_statuses(jobs)
+    except SlurmSilentError as error:
+        print(f"isobatch: {error}: whether jobs wait or run is not known", file=sys.stderr)
+        return None
+
+
+def _row_or_unreadable(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dict[str, Any]:
+    """A run's row; one with state "unreadable" where its files are damaged, so that others are shown."""
+    try:
+        return _row(RunFolder.open(run.folder), job, statuses)
+    except UserError as error:
+        print(printable(f"isobatch: {error}"), file=sys.stderr)
+        nothing = dict.fromkeys(("task", "steps", "step", "steps_total", "seconds_left"))
+        unreadable = {"status": "unreadable", "state": "unreadable", "reason": str(error)}
+        job_fields = {"job": "", "job_state": "", "job_shown": ""}
+        return {"folder": str(run.folder), **nothing, **unreadable, "metrics": {}, **job_fields}
+
+
+def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dict[str, Any]:
+    summary = run.summary() or {}
+    metrics = summary.get("metrics")
+    status = (statuses or {}).get(job)
+    found = run_progress(run)
+    state = run_state(run, found, status)
+    silent = "(Slurm does not answer)" if job and statuses is None else ""
+    return {
+        "folder": str(run.folder),
+        "task": run.recipe.task,
+        "status": run.status(),
+        "state": state,
+        "reason": (status.reason if status and state == "queued" else "") or summary.get("reason", ""),
+        "steps": summary.get("steps"),
+        "step": found.step,
+        "steps_total": found.total,
+        "seconds_left": found.seconds_left if state == "running" else None,
+        "metrics": metrics if isinstance(metrics, dict) else {},
+        "job": job,
+        "job_state": None if silent else status.state if status else "",
+        "job_shown": silent or (str(status) if status else ""),
+    }

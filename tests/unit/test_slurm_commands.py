@@ -1,0 +1,371 @@
+"""Tests of what users ask of jobs: `runs`, `logs`, `cancel`, refusals; Slurm's commands are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.core.recipe import Recipe
+from isobatch.engine.runs import slurm_queue
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.runs.slurm_queue import JobStatus, refuse_if_in_a_job
+from isobatch.launch.commands.auto import resume
+from isobatch.launch.control import cancel, logs
+from isobatch.launch.control.runs import runs
+from isobatch.launch.local import launch_run
+from isobatch.launch.local.arguments import parse_request
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Slurm = Callable[..., None]
+
+AWAY = 'echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
+FORGOTTEN = 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1'
+NO_CLUSTER = 'echo "squeue: fatal: Could not establish a configuration source" >&2; exit 1'
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """`slurm(squeue="echo ...")` makes commands of Slurm that run these lines of bash."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(slurm_queue, "PATIENCE_SECONDS", 0.0)
+
+    def install(**commands: str) -> None:
+        for name, lines in commands.items():
+            (folder / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{folder}/calls\n{lines}\n')
+            (folder / name).chmod(0o755)
+
+    install(squeue=NO_CLUSTER, sinfo="exit 1", sbatch="exit 1", scancel="exit 1", scontrol="exit 1")
+    return install
+
+
+def queued(job: str, state: str, reason: str = "None", restarts: int = 0) -> str:
+    """A squeue that lists one job."""
+    return f"printf '%-40s%-24s%-12s%-120s\\n' {job} {state} {restarts} '{reason}'"
+
+
+RECIPE = Recipe(task="causal-lm", steps=(300,), batch_size=8)
+TWO_PHASES = Recipe(task="qat", epochs=(2.0, 1.0), batch_size=8)
+FACTS = Facts(fingerprint="0", folder="", samples={"train": 64}, lengths=(1, 2, 3), extra={})
+
+
+def make_run(
+    folder: Path,
+    job: str = "7",
+    recipe: Recipe = RECIPE,
+    steps: int = 0,
+    status: str = "",
+    **summary: object,
+) -> RunFolder:
+    """A run of 300 steps that has logged some, and ended with this status if there is one."""
+    run = RunFolder.create(folder, recipe, FACTS, RunOptions())
+    if job:
+        (folder / "slurm").mkdir()
+        atomic_files.write_json(folder / "slurm" / "job.json", {"job": job})
+    if steps:
+        rows = [{"phase": "train", "step": k + 1, "step_seconds": 2.0} for k in range(steps)]
+        run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if status:
+        run.write_summary({"status": status, "steps": steps, "metrics": {}, **summary})
+    return run
+
+
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    """Exit code, output and errors of a command."""
+
+    def run(command: Callable[[list[str]], int], *words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = command(list(words))
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return run
+
+
+def listed(folder: Path, say: Say) -> dict[str, Any]:
+    """The only run in a folder, as `runs --json` has it."""
+    (row,) = json.loads(say(runs, str(folder), "--json")[1])["runs"]
+    return dict(row)
+
+
+def test_a_run_that_is_in_a_job_is_left_alone(tmp_path: Path, slurm: Slurm) -> None:
+    run = make_run(tmp_path / "r")
+    slurm(squeue=queued("7", "PENDING", "Resources", 1))
+    refuse_if_in_a_job(run, "7")
+    with pytest.raises(UserError, match=r"is in job 7 already \(PENDING \(Resources\), leg 2\): isobatch c"):
+        refuse_if_in_a_job(run, "8")
+    for over in ("NODE_FAIL", "COMPLETED", "PREEMPTED"):
+        slurm(squeue=queued("7", over))
+        refuse_if_in_a_job(run)
+
+
+@pytest.mark.parametrize("answer", [FORGOTTEN, NO_CLUSTER, "exit 0"])
+def test_a_job_that_slurm_does_not_know_holds_nothing(answer: str, tmp_path: Path, slurm: Slurm) -> None:
+    slurm(squeue=answer)
+    refuse_if_in_a_job(make_run(tmp_path / "r"))
+
+
+def test_a_copied_run_goes_on_where_there_is_no_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refuse_if_in_a_job(make_run(tmp_path / "r"))
+
+
+@pytest.mark.parametrize("answer", [AWAY, "sleep 5", "exit 1"])
+def test_a_silent_slurm_lets_nobody_train_a_run_twice(
+    answer: str, tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_queue, "SQUEUE_SECONDS", 0.3)
+    slurm(squeue=answer)
+    with pytest.raises(UserError, match=r"was in job 7, which may still train it: Slurm does not answer"):
+        refuse_if_in_a_job(make_run(tmp_path / "r"))
+
+
+def test_a_controller_that_comes_back_is_asked_again(
+    tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_queue, "PATIENCE_SECONDS", 5.0)
+    monkeypatch.setattr(slurm_queue, "FIRST_PAUSE_SECONDS", 0.01)
+    slurm(
+        squeue=f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; {AWAY}; }}; {queued('7', 'RUNNING')}"
+    )
+    with pytest.raises(UserError, match=r"is in job 7 already \(RUNNING\)"):
+        refuse_if_in_a_job(make_run(tmp_path / "r"))
+
+
+def test_nobody_trains_here_what_a_job_will_train(
+    tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto`, `isobatch.train` and --seeds by way of find_or_train."""
+    run = make_run(tmp_path / "r")
+    slurm(squeue=queued("7", "PENDING"))
+    monkeypatch.setattr(launch_run, "prepare_facts", lambda _: FACTS)
+    monkeypatch.setattr(launch_run, "find_run", lambda *_: run)
+    request = parse_request(["--task", "causal-lm"], "auto")
+    for train in (lambda: launch_run.find_or_train(request), lambda: resume([str(run.folder)])):
+        with pytest.raises(UserError, match=r"in job 7 already \(PENDING\): isobatch cancel .*/r first"):
+            train()
+
+
+def test_all_jobs_are_asked_for_at_once(tmp_path: Path, slurm: Slurm) -> None:
+    slurm(squeue=queued("7_3", "FAILED", "NonZeroExitCode") + "\n" + queued("8", "COMPLETING"))
+    found = slurm_queue.job_statuses(["7_3", "8", "9"])
+    assert found == {"7_3": JobStatus("FAILED", "NonZeroExitCode"), "8": JobStatus("COMPLETING")}
+    assert (found["7_3"].is_over, found["8"].is_over, found["8"].waits) == (True, False, False)
+    assert len((tmp_path / "bin" / "calls").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("squeue", "status", "state", "shown"),
+    [
+        (queued("7", "PENDING", "Resources"), "", "queued", "job 7 PENDING (Resources)"),
+        (queued("7", "PENDING", "BeginTime", 1), "stopped", "queued", "job 7 PENDING (BeginTime), leg 2"),
+        (queued("7", "RUNNING"), "", "running", "ETA 9:50  job 7 RUNNING"),
+        (queued("7", "RUNNING", restarts=1), "stopped", "running", "ETA 9:50  job 7 RUNNING, leg 2"),
+        (queued("7", "COMPLETING"), "stopped", "running", "job 7 COMPLETING"),
+        (queued("7", "FAILED", "NonZeroExitCode"), "stopped", "stopped", "job 7 FAILED (NonZeroExitCode)"),
+        (queued("7", "OUT_OF_MEMORY", "OutOfMemory"), "", "unfinished", "OUT_OF_MEMORY (OutOfMemory)"),
+        (queued("7", "NODE_FAIL", "NodeDown"), "", "unfinished", "job 7 NODE_FAIL (NodeDown)"),
+        (FORGOTTEN, "stopped", "stopped", "job 7"),
+        (FORGOTTEN, "failed", "failed", "it is NaN"),
+        (FORGOTTEN, "done", "done", "5/300 steps"),
+        (FORGOTTEN, "", "unfinished", "5/300 steps"),
+    ],
+)
+def test_a_word_for_the_same_situation_in_every_leg(
+    squeue: str, status: str, state: str, shown: str, tmp_path: Path, slurm: Slurm, say: Say
+) -> None:
+    slurm(squeue=squeue)
+    make_run(tmp_path / "runs" / "r", steps=5, status=status, reason="it is NaN")
+    row = listed(tmp_path / "runs", say)
+    assert (row["state"], row["step"], row["steps_total"]) == (state, 5, 300)
+    assert row["seconds_left"] == (590 if state == "running" else None)
+    text = say(runs, str(tmp_path / "runs"))[1]
+    assert shown in text
+    assert f"  {state} " in text
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_stop_is_no_longer_the_end_of_a_run_that_trained_on(tmp_path: Path, say: Say) -> None:
+    run = make_run(tmp_path / "runs" / "r", job="", steps=9, status="stopped")
+    assert listed(tmp_path / "runs", say)["state"] == "stopped"
+    run.write_summary({"status": "stopped", "steps": 5})  # of the leg before
+    assert listed(tmp_path / "runs", say)["state"] == "unfinished"
+
+
+@pytest.mark.usefixtures("slurm")
+def test_steps_are_those_of_all_phases(tmp_path: Path, say: Say) -> None:
+    run = make_run(tmp_path / "runs" / "r", job="", recipe=TWO_PHASES)
+    row = listed(tmp_path / "runs", say)
+    assert (row["step"], row["steps_total"]) == (None, 2 * 8 + 8)  # 64 samples in batches of 8
+    run.metrics.write_text('{"phase": "qat", "step": 3, "step_seconds": 0.5}\n{"phase": "qat", "st')
+    assert listed(tmp_path / "runs", say)["step"] == 2 * 8 + 3
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_run_that_a_process_here_trains_is_running(tmp_path: Path, say: Say) -> None:
+    run = make_run(tmp_path / "runs" / "r", job="", status="stopped")
+    for role in ("launch", "train"):
+        with run.lock(role):
+            assert listed(tmp_path / "runs", say)["state"] == "running"
+    assert listed(tmp_path / "runs", say)["state"] == "stopped"
+
+
+def test_all_runs_are_one_question_and_silence_is_said(tmp_path: Path, slurm: Slurm, say: Say) -> None:
+    for number in (7, 8):
+        make_run(tmp_path / "runs" / str(number), job=str(number), steps=1)
+    slurm(squeue=AWAY)
+    code, out, err = say(runs, str(tmp_path / "runs"))
+    assert (code, out.count("(Slurm does not answer)")) == (0, 2)
+    assert err.count("\n") == 1
+    assert "Slurm does not answer (Unable to contact slurm controller" in err
+    assert (tmp_path / "bin" / "calls").read_text().count("squeue") == 1
+    row = json.loads(say(runs, str(tmp_path / "runs"), "--json")[1])["runs"][0]
+    assert (row["job"], row["job_state"]) == ("7", None)
+
+
+def test_logs_are_the_runs_or_a_nodes(tmp_path: Path, slurm: Slurm, say: Say) -> None:
+    run = make_run(tmp_path / "r")
+    slurm(squeue=queued("7", "PENDING", "Priority"))
+    assert say(logs.logs, str(run.folder)) == (0, "", f"{run.folder}: job 7 is PENDING (Priority)\n")
+    with pytest.raises(
+        UserError, match=r"--node n1: .* has no log of that node; no node has written one yet"
+    ):
+        logs.logs([str(run.folder), "--node", "n1"])
+    (run.folder / "log.txt").write_text("one\ntwo\nthree\n")
+    (run.folder / "slurm" / "node-n2.log").write_text("\x1b[2J of n2\n")
+    assert say(logs.logs, str(run.folder), "--lines", "2")[1] == "two\nthree\n"
+    assert say(logs.logs, str(run.folder), "--node", "n2")[1] == "\\x1b[2J of n2\n"
+    with pytest.raises(UserError, match=r"--node n1: .*; those of n2 do"):
+        logs.logs([str(run.folder), "--node", "n1"])
+    for wrong in (["--lines", "0"], ["--node", "../../x"], ["--tail"]):
+        with pytest.raises(UserError, match=wrong[0]):
+            logs.logs([str(run.folder), *wrong])
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 0), ("failed", 3), ("stopped", 75)])
+def test_logs_are_followed_over_legs_until_the_run_ends(
+    status: str, code: int, tmp_path: Path, slurm: Slurm, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(logs, "LOOK_SECONDS", 0.05)
+    run = make_run(tmp_path / "r", status="stopped")
+    log = run.folder / "log.txt"
+    slurm(squeue=queued("7", "PENDING", "BeginTime", 1))
+    log.write_text("leg 1\n")
+
+    def live() -> None:
+        time.sleep(0.2)
+        slurm(squeue=queued("7", "RUNNING", restarts=1))
+        with log.open("a") as stream:
+            stream.write("leg 2\n")
+        run.write_summary({"status": status})
+        slurm(squeue=queued("7", "COMPLETED"))
+
+    life = threading.Thread(target=live)
+    life.start()
+    found = say(logs.logs, "-f", str(run.folder))
+    life.join()
+    assert found == (code, "leg 1\nleg 2\n", f"{run.folder}: job 7 is PENDING (BeginTime), leg 2\n")
+
+
+def test_a_job_that_waits_leaves_the_queue(tmp_path: Path, slurm: Slurm, say: Say) -> None:
+    run = make_run(tmp_path / "r", job="7_3")
+    slurm(squeue=queued("7_3", "PENDING", "Resources"), scancel="exit 0")
+    code, out, _ = say(cancel.cancel, str(run.folder))
+    assert (code, out) == (0, f"{run.folder}: job 7_3 was PENDING (Resources), and is cancelled\n")
+    assert "scancel 7_3\n" in (tmp_path / "bin" / "calls").read_text()
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_a_job_that_runs_saves_first(
+    now: bool, tmp_path: Path, slurm: Slurm, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cancel, "LOOK_SECONDS", 0.01)
+    run = make_run(tmp_path / "r", steps=120, status="stopped")
+    (run.checkpoints / "train-100").mkdir(parents=True)
+    ended = tmp_path / "ended"
+    states = f"[ -e {ended} ] && {queued('7', 'CANCELLED')} || {queued('7', 'RUNNING')}"
+    slurm(squeue=states, scancel=f"cp {run.folder}/slurm/job.json {ended}")
+    code, out, err = say(cancel.cancel, *(["--now"] if now else []), str(run.folder))
+    calls = (tmp_path / "bin" / "calls").read_text()
+    assert (code, err.count("\n")) == (0, 1)
+    if now:
+        assert "scancel 7\n" in calls
+        assert "ended; train-100 is kept, and `resume" in out
+    else:
+        assert "scancel --batch --signal=INT 7\n" in calls
+        assert json.loads(ended.read_text()) == {"job": "7", "cancel": "save"}, "the mark is there in time"
+        assert f"saved at step 120; `resume {run.folder}` goes on" in out
+
+
+def test_what_cannot_be_cancelled_is_said(tmp_path: Path, slurm: Slurm, say: Say) -> None:
+    run = make_run(tmp_path / "r", status="done")
+    assert say(cancel.cancel, str(run.folder))[:2] == (
+        0,
+        f"{run.folder} is done: there is nothing to cancel\n",
+    )
+    run.write_summary({"status": "stopped"})
+    slurm(squeue=queued("7", "SUSPENDED"))
+    with pytest.raises(UserError, match="job 7 is suspended and cannot save: scontrol resume 7 first, or c"):
+        cancel.cancel([str(run.folder)])
+    slurm(squeue=AWAY)
+    with pytest.raises(UserError, match="Slurm does not answer for job 7"):
+        cancel.cancel([str(run.folder)])
+    slurm(squeue=queued("7", "PENDING"), scancel='echo "scancel: error: Access denied" >&2; exit 1')
+    with pytest.raises(UserError, match="scancel 7: Access denied"):
+        cancel.cancel([str(run.folder)])
+
+
+TRAINER = """
+import signal, sys, filelock, time, json
+with filelock.FileLock(sys.argv[1] + "/.launch.lock"):
+    def save(*_):
+        open(sys.argv[1] + "/summary.json", "w").write(json.dumps({"status": "stopped", "steps": 12}))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        (time.sleep(30) if sys.argv[2] == "slow" else sys.exit(75))
+    signal.signal(signal.SIGINT, save)
+    print("ready", flush=True)
+    time.sleep(30)
+"""
+
+
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize(("kind", "flags"), [("quick", []), ("slow", ["--now"])])
+def test_a_run_that_trains_here_is_interrupted(
+    kind: str,
+    flags: list[str],
+    tmp_path: Path,
+    say: Say,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cancel, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(cancel, "SECOND_SIGNAL_SECONDS", 0.2)
+    run = make_run(tmp_path / "r", job="", steps=12)
+    words = [sys.executable, "-c", TRAINER, str(run.folder), kind]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as trainer:
+        assert trainer.stdout is not None
+        trainer.stdout.readline()
+        code, out, _ = say(cancel.cancel, str(run.folder), *flags)
+        trainer.wait(5)
+    assert code == 0
+    assert ("saved at step 12; `resume" if kind == "quick" else "ended; nothing was saved") in out
