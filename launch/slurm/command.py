@@ -9,7 +9,7 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import DONE, UserError
@@ -21,7 +21,7 @@ from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.engine.runs.witness import use_witness, witness_environment
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
-from isobatch.launch.slurm import client, job_record, time_limit
+from isobatch.launch.slurm import client, containers, job_record, time_limit
 from isobatch.launch.slurm.job_request import JobRequest
 from isobatch.launch.slurm.submission import sbatch_script, slurm_words
 from isobatch.launch.slurm.submission.options import (
@@ -35,6 +35,8 @@ from isobatch.launch.slurm.submission.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isobatch.core.recipe import Recipe
+
 HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", *hub_cache.OFFLINE)
 DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 """Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""
@@ -45,7 +47,8 @@ def slurm(words: Sequence[str]) -> int:
 
     flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --job-name --setup FILE
            --array 0-4 (a run per seed) --after JOB --lead SECONDS --signal NAME --max-legs N --mail ADDRESS
-           --sbatch "OPTIONS" --srun "OPTIONS" --mpi TYPE, and those of `auto`
+           --container IMAGE --container-python PYTHON --sbatch "OPTIONS" --srun "OPTIONS" --mpi TYPE,
+           and those of `auto`
     """
     request = parse_request(join_sbatch_value(words), "slurm", SlurmOptions)
     options = SlurmOptions(**request.extra)
@@ -54,6 +57,7 @@ def slurm(words: Sequence[str]) -> int:
     draft_folder = Path(request.run.out).expanduser().resolve() / (request.run.name or "run")
     # A script for a folder that is not made yet: errors in it are reported before anything is written.
     sbatch_script.render(_script({seed: RunFolder(draft_folder) for seed in seeds}, request, options))
+    _container(request.recipe, draft_folder, options)
     for note in request.notes:
         print(note, file=sys.stderr)
     runs = {seed: run for seed, run in _runs_by_seed(request, options, seeds).items() if _is_unfinished(run)}
@@ -194,7 +198,18 @@ def _write_request(run: RunFolder, request: Request, options: SlurmOptions, lead
         signal=options.signal,
         max_legs=options.max_legs,
         srun=step_words(options),
+        container=_container(run.recipe, run.folder, options),
     ).write(run)
+
+
+def _container(recipe: Recipe, folder: Path, options: SlurmOptions) -> dict[str, Any] | None:
+    """The container of a run in `folder`, for request.json. Raises UserError."""
+    if options.container is None:
+        return None
+    image, python = containers.checked_image(options.container), options.container_python
+    mounts = containers.checked_mounts(containers.needed_paths(recipe, folder))
+    made = containers.Container(image=image, python=python, folder=str(Path.cwd()), mounts=mounts)
+    return dataclasses.asdict(made)
 
 
 def _submit(path: Path, runs: dict[int, RunFolder], options: SlurmOptions) -> str:

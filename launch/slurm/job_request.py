@@ -35,6 +35,9 @@ class JobRequest:
     srun: tuple[str, ...] = ("--mpi=none",)
     """Further words of every srun."""
 
+    container: dict[str, Any] | None = None
+    """The fields of `containers.Container`; None for no container."""
+
     @classmethod
     def read(cls, run: RunFolder) -> JobRequest:
         """Of a run; fields that this version does not know are ignored."""

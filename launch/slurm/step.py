@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from isobatch.core.package import own_command
+from isobatch.launch.slurm.containers import (
+    ENVIRONMENT,
+    Container,
+    find_runtime,
+    node_command,
+    srun_words,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +28,20 @@ STEP_SHELL = """trap '' USR1 TERM INT; exec "$@" >>"$0/node-$SLURMD_NODENAME.log
 def srun_command(
     run: RunFolder, nodes: Sequence[str], allocation: client.Allocation, request: JobRequest, nonce: str
 ) -> list[str]:
-    """The command of a step: one launcher per node; one that fails ends the others."""
+    """The command of a step: one launcher per node; one that fails ends the others.
+
+    Raises UserError where the container cannot be had.
+    """
+    words = ("node", str(run.folder.resolve()), nonce)
+    if request.container is None:
+        before, inside, launcher = [], [], own_command(*words)
+    else:
+        container = Container(**request.container)
+        runtime = find_runtime(container.image)
+        before, inside = list(ENVIRONMENT), srun_words(container, runtime)
+        launcher = node_command(container, runtime, allocation.gpus, *words)
     return [
+        *before,
         "srun",
         f"--nodes={len(nodes)}",
         f"--ntasks={len(nodes)}",
@@ -36,8 +55,9 @@ def srun_command(
         # A job that was submitted with --export=NONE would hand that on to its steps.
         "--export=ALL",
         *request.srun,
+        *inside,
         *("/bin/bash", "-c", STEP_SHELL, str(run.folder.resolve() / "slurm")),
-        *own_command("node", str(run.folder.resolve()), nonce),
+        *launcher,
     ]
 
 

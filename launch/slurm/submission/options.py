@@ -53,6 +53,10 @@ class SlurmOptions:
     """More of sbatch's options, as in --sbatch "--exclusive --comment=mine"."""
     srun: str | None = None
     """More options for the srun of every step, as in --srun "--cpu-bind=cores --network=single_sn_all"."""
+    container: str | None = None
+    """Train inside this image: a .sif, a .sqsh, a folder, or a name such as docker://nvcr.io/nvidia/pytorch."""
+    container_python: str = "python3"
+    """The image's Python, which has torch and isobatch's other requirements."""
     mpi: str = "none"
     """As srun's: how MPI programs are started; training needs none."""
     job_name: str | None = None
