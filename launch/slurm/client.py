@@ -107,8 +107,12 @@ def smallest_node(partition: str | None) -> tuple[int, int] | None:
     rows = run_slurm("sinfo", "-h", "-N", "-o", "%P %c %G", *where, seconds=10).out.splitlines()
     cells = [row.split() for row in rows]
     cells = [c for c in cells if len(c) == 3 and (partition or c[0].endswith("*")) and c[1].isdigit()]
-    found = [(int(cpus), sum(int(n) for n in re.findall(r"gpu\S*?:(\d+)", gres))) for _, cpus, gres in cells]
-    return min(found, default=None)
+    return min(((int(cpus), gpus_in(gres)) for _, cpus, gres in cells), default=None)
+
+
+def gpus_in(gres: str) -> int:
+    """GPUs in sinfo's generic resources, such as gpu:h100:8(S:0-1),nvme:2."""
+    return sum(int(count) for count in re.findall(r"gpu\S*?:(\d+)", gres))
 
 
 def submit(script: Path) -> str:
@@ -118,6 +122,11 @@ def submit(script: Path) -> str:
     done = run_slurm("sbatch", "--parsable", str(script.resolve()))
     if done.code == 0:
         return done.out.strip().partition(";")[0]
+    if done.silent:
+        raise UserError(
+            f"Slurm does not answer ({done.error}) and may have taken the job or not: where squeue does not"
+            f" list it, sbatch {script}"
+        )
     raise UserError(f"sbatch refuses {script}: {done.error}")
 
 

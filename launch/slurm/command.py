@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
+from isobatch.core.measures import printable
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CACHE, cache_folder
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
+from isobatch.engine.runs.slurm_queue import SlurmSilentError, last_job_of, refuse_if_in_a_job
 from isobatch.engine.runs.witness import use_witness, witness_environment
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
-from isobatch.launch.slurm import client, containers, job_record, time_limit
+from isobatch.launch.slurm import acceptance, client, containers, job_record, time_limit
 from isobatch.launch.slurm.job_request import JobRequest
 from isobatch.launch.slurm.submission import sbatch_script, slurm_words
 from isobatch.launch.slurm.submission.options import (
@@ -56,8 +57,10 @@ def slurm(words: Sequence[str]) -> int:
     seeds = slurm_words.parse_array(options.array) if options.array else [0]
     draft_folder = Path(request.run.out).expanduser().resolve() / (request.run.name or "run")
     # A script for a folder that is not made yet: errors in it are reported before anything is written.
-    sbatch_script.render(_script({seed: RunFolder(draft_folder) for seed in seeds}, request, options))
+    draft = _script({seed: RunFolder(draft_folder) for seed in seeds}, request, options)
+    sbatch_script.render(draft)
     _container(request.recipe, draft_folder, options)
+    _check_acceptance(draft, options.submit)
     for note in request.notes:
         print(note, file=sys.stderr)
     runs = {seed: run for seed, run in _runs_by_seed(request, options, seeds).items() if _is_unfinished(run)}
@@ -72,7 +75,25 @@ def slurm(words: Sequence[str]) -> int:
     atomic_files.write_text(path, text)
     job = _submit(path, runs, options) if options.submit else None
     _print_result(text, path, job, runs, options)
+    if job and (remark := acceptance.waiting_remark([last_job_of(run) for run in runs.values()])):
+        print(printable(remark), file=sys.stderr)
     return DONE
+
+
+def _check_acceptance(draft: sbatch_script.JobScript, submit: bool) -> None:
+    """Ask Slurm whether it would start such a job. With `submit` raises UserError where it never would, or
+    does not answer; else these are remarks.
+    """
+    try:
+        objection = acceptance.objection_to(draft)
+    except SlurmSilentError as error:
+        if submit:
+            raise UserError(f"--submit: {error}: nothing was submitted; try again later") from None
+        return
+    if objection is not None and submit and not objection.passes:
+        raise UserError(objection.text)
+    if objection is not None:
+        print(printable(objection.text), file=sys.stderr)
 
 
 def _runs_by_seed(request: Request, options: SlurmOptions, seeds: list[int]) -> dict[int, RunFolder]:

@@ -1,4 +1,4 @@
-"""Fixtures of the unit tests: several ranks as threads of one process, with their collectives recorded."""
+"""Fixtures of the unit tests: ranks as threads, with their collectives recorded; a fake Slurm."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.runs import slurm_queue
+from isobatch.tests.unit.fake_slurm import NO_CLUSTER, Say, Slurm
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
 
 
@@ -136,3 +140,33 @@ def tiny_facts(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     vocabulary = {"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3}
     Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
     return SimpleNamespace(folder=str(folder), extra={"tokenizer": "tokenizer.json", "pad": 0, "unk": 1})
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """`slurm(squeue="echo ...")` makes commands of Slurm that run these lines of bash."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(slurm_queue, "PATIENCE_SECONDS", 0.0)
+
+    def install(**commands: str) -> None:
+        for name, lines in commands.items():
+            (folder / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{folder}/calls\n{lines}\n')
+            (folder / name).chmod(0o755)
+
+    install(squeue=NO_CLUSTER, sinfo="exit 1", sbatch="exit 1", scancel="exit 1", scontrol="exit 1")
+    return install
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    """Exit code, output and errors of a command."""
+
+    def run(command: Callable[[list[str]], int], *words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = command(list(words))
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return run

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,38 +24,10 @@ from isobatch.launch.control import cancel, logs
 from isobatch.launch.control.runs import runs
 from isobatch.launch.local import launch_run
 from isobatch.launch.local.arguments import parse_request
+from isobatch.tests.unit.fake_slurm import AWAY, FORGOTTEN, NO_CLUSTER, Say, Slurm, queued
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-Slurm = Callable[..., None]
-
-AWAY = 'echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
-FORGOTTEN = 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1'
-NO_CLUSTER = 'echo "squeue: fatal: Could not establish a configuration source" >&2; exit 1'
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """`slurm(squeue="echo ...")` makes commands of Slurm that run these lines of bash."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setattr(slurm_queue, "PATIENCE_SECONDS", 0.0)
-
-    def install(**commands: str) -> None:
-        for name, lines in commands.items():
-            (folder / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{folder}/calls\n{lines}\n')
-            (folder / name).chmod(0o755)
-
-    install(squeue=NO_CLUSTER, sinfo="exit 1", sbatch="exit 1", scancel="exit 1", scontrol="exit 1")
-    return install
-
-
-def queued(job: str, state: str, reason: str = "None", restarts: int = 0) -> str:
-    """A squeue that lists one job."""
-    return f"printf '%-40s%-24s%-12s%-120s\\n' {job} {state} {restarts} '{reason}'"
-
 
 RECIPE = Recipe(task="causal-lm", steps=(300,), batch_size=8)
 TWO_PHASES = Recipe(task="qat", epochs=(2.0, 1.0), batch_size=8)
@@ -81,22 +52,6 @@ def make_run(
         run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if status:
         run.write_summary({"status": status, "steps": steps, "metrics": {}, **summary})
-    return run
-
-
-Say = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    """Exit code, output and errors of a command."""
-
-    def run(command: Callable[[list[str]], int], *words: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = command(list(words))
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
     return run
 
 
