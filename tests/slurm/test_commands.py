@@ -1,0 +1,95 @@
+"""What a user sees of a job on a cluster: refusals before it, its state, its logs, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from isobatch.core.package import own_command
+from isobatch.tests.integration.helpers import launch
+from isobatch.tests.slurm.nodes import TASKS, Cluster, Job, wait_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.slurm
+
+
+def listed(job: Job) -> dict[str, Any]:
+    """The job's run, as `runs --json` has it."""
+    shown = launch("runs", str(job.run.parent), "--json", cwd=job.run.parent, **job.cluster.environment)
+    (row,) = json.loads(shown.stdout)["runs"]
+    return dict(row)
+
+
+def test_what_the_cluster_would_not_start_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ["--task", f"{TASKS}:Line", "--cpu", "--name", "r", "--submit"]
+    cluster.ask("scontrol", "update", "partitionname=debug", "MaxTime=60")
+    try:
+        for wrong, says in (
+            (["--time", "5", "--nodes", "5"], "--nodes 5: partition debug has 2"),
+            (["--time", "2:00:00"], "--time 02:00:00: partition debug allows 01:00:00"),
+            (["--time", "5", "--cpus-per-task", "64"], "--cpus-per-task 64: partition debug has"),
+            (["--time", "5", "--partition", "gpu"], "--partition gpu: invalid partition specified: gpu"),
+        ):
+            done = cluster.slurm(*flags, *wrong, cwd=tmp_path)
+            assert (done.returncode, done.stdout) == (2, ""), done.stderr
+            assert says in done.stderr.splitlines()[-1]
+    finally:
+        cluster.ask("scontrol", "update", "partitionname=debug", "MaxTime=INFINITE")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_from_the_queue_to_its_cancellation(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ["--nodes", "2", "--steps", "900", "--eval-every", "1000", "--sbatch", "--hold"]
+    job = cluster.submit("Slow", *flags, cwd=tmp_path)
+    row = listed(job)
+    waits = ("queued", "PENDING", "JobHeldUser", None, 900)
+    assert (row["state"], row["job_state"], row["reason"], row["step"], row["steps_total"]) == waits
+    ask = cluster.environment
+    assert "PENDING (JobHeldUser)" in launch("logs", str(job.run), cwd=tmp_path, **ask).stderr
+    again = [*flags[:-2], "--name", "r", "--ledger"]
+    for words in (["auto", "--task", f"{TASKS}:Slow", *again[2:]], ["resume", str(job.run)]):
+        refused = launch(*words, cwd=tmp_path, **ask)
+        assert refused.returncode == 2
+        assert f"is in job {job.number} already (PENDING (JobHeldUser)): isobatch cancel" in refused.stderr
+    cluster.ask("scontrol", "release", job.number)
+    followed = subprocess.Popen(
+        own_command("logs", str(job.run), "-f"),
+        env={**os.environ, **ask},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    job.reach(30)
+    row = listed(job)
+    assert (row["state"], row["job_state"]) == ("running", "RUNNING")
+    assert row["step"] >= 30
+    assert row["seconds_left"] > 10
+    done = launch("cancel", str(job.run), cwd=tmp_path, **ask)
+    assert done.returncode == 0, done.stderr
+    assert f"saved at step {listed(job)['step']}; `resume" in done.stdout
+    assert "train 1/900" in followed.communicate(timeout=30)[0]
+    assert followed.returncode == 75
+    assert listed(job)["state"] == "stopped"
+    assert launch("cancel", str(job.run), cwd=tmp_path, **ask).stdout.endswith("nothing to cancel\n")
+
+
+def test_a_controller_that_does_not_answer_is_said(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit("Line", "--sbatch", "--hold", cwd=tmp_path)
+    controller = int((cluster.folder / "slurmctld.pid").read_text())
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        shown = launch("runs", str(job.run.parent), cwd=tmp_path, **cluster.environment)
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    assert "Slurm does not answer (no answer within 5 s): whether jobs wait" in shown.stderr
+    assert f"job {job.number} (Slurm does not answer)" in shown.stdout
+    done = launch("cancel", str(job.run), cwd=tmp_path, **cluster.environment)
+    assert f"job {job.number} was PENDING (JobHeldUser), and is cancelled" in done.stdout, done.stderr
+    wait_for(lambda: job.shown("JobState") == "CANCELLED", 10)
