@@ -87,6 +87,14 @@ class SlurmSilentError(UserError):
     """Slurm does not answer: nothing is known about jobs."""
 
 
+class InAJobError(UserError):
+    """A run is in a job that is not over. `fact`: the sentence without the way out."""
+
+    def __init__(self, fact: str, run: RunFolder) -> None:
+        super().__init__(f"{fact}: isobatch cancel {run.folder} first")
+        self.fact = fact
+
+
 @dataclass(frozen=True, slots=True)
 class JobStatus:
     """What squeue says of a job."""
@@ -144,7 +152,7 @@ def last_job_of(run: RunFolder) -> str:
 def refuse_if_in_a_job(run: RunFolder, asking_job: str = "") -> None:
     """Refuse a run that another job than `asking_job` trains or will train.
 
-    Raises UserError, also where Slurm does not say within PATIENCE_SECONDS.
+    Raises InAJobError, and UserError where Slurm does not say within PATIENCE_SECONDS.
     """
     job = last_job_of(run)
     if not job or job == asking_job:
@@ -157,9 +165,7 @@ def refuse_if_in_a_job(run: RunFolder, asking_job: str = "") -> None:
             f" answers, or remove {run.folder}/slurm/job.json if you know that the job is over"
         ) from None
     if status is not None and not status.is_over:
-        raise UserError(
-            f"{run.folder} is in job {job} already ({status}): isobatch cancel {run.folder} first"
-        )
+        raise InAJobError(f"{run.folder} is in job {job} already ({status})", run)
 
 
 def _ask_patiently(job: str) -> JobStatus | None:

@@ -23,7 +23,8 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import Workload, workload
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.local.foreign_words import spelling, translate, words_for
+from isobatch.launch.local.words.foreign_words import our_name, spelling, translate, words_for
+from isobatch.launch.local.words.sweeps import combinations
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -152,6 +153,25 @@ def parse_request(words: Sequence[str], command: str, options_class: type | None
 
     `options_class`: dataclass of the command's own flags, for `Request.extra`. Raises UserError.
     """
+    chosen, flags = _task_and_flags(words, command)
+    return _request(chosen, flags, command, options_class)
+
+
+def parse_sweep(
+    words: Sequence[str], command: str, options_class: type | None = None
+) -> list[tuple[Request, tuple[str, ...]]]:
+    """As `parse_request`, where a flag of the recipe may list several values: (request, names of those flags)
+    for each combination. Raises UserError.
+    """
+    chosen, flags = _task_and_flags(words, command)
+    groups = _groups(chosen, command, options_class)
+    known = {name for names in groups.values() for name in names}
+    found = combinations(flags, {**groups["recipe"], **groups["options"]}, lambda name: our_name(name, known))
+    return [(_request(chosen, one.flags, command, options_class), one.swept) for one in found]
+
+
+def _task_and_flags(words: Sequence[str], command: str) -> tuple[Workload, dict[str, str]]:
+    """The workload that --task names, and all flags as they were written. Raises UserError."""
     positional, flags = split_words(words)
     if positional:
         raise UserError(
@@ -159,7 +179,11 @@ def parse_request(words: Sequence[str], command: str, options_class: type | None
         )
     if isinstance(flags.get("task", BareValue()), BareValue):
         raise UserError(f"{command}: needs --task NAME (`tasks` lists them)")
-    chosen = workload(flags["task"])
+    return workload(flags["task"]), flags
+
+
+def _request(chosen: Workload, flags: Mapping[str, str], command: str, options_class: type | None) -> Request:
+    """The request that flags with one value each make. Raises UserError."""
     found = sort_flags(flags, _groups(chosen, command, options_class), f"{command} --task {chosen.name}")
     values = found.values
     if {"per_device_batch_size", "batch_size"} <= found.written.keys():

@@ -18,16 +18,24 @@ from isobatch.core.measures import printable
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CACHE, cache_folder
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.engine.runs.slurm_queue import SlurmSilentError, last_job_of, refuse_if_in_a_job
+from isobatch.engine.runs.slurm_queue import (
+    InAJobError,
+    SlurmSilentError,
+    last_job_of,
+    refuse_if_in_a_job,
+)
 from isobatch.engine.runs.witness import use_witness, witness_environment
-from isobatch.launch.local.arguments import Request, parse_request
+from isobatch.launch.local.arguments import Request, parse_sweep
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
 from isobatch.launch.slurm import acceptance, client, containers, job_record, time_limit
 from isobatch.launch.slurm.job_request import JobRequest
 from isobatch.launch.slurm.submission import sbatch_script, slurm_words
+from isobatch.launch.slurm.submission.array import SUBMITTED, array_folder, array_text, numbered
 from isobatch.launch.slurm.submission.options import (
     SlurmOptions,
+    is_array,
     join_sbatch_value,
+    parallel_tasks,
     processes_per_node,
     step_words,
     validated,
@@ -47,33 +55,34 @@ def slurm(words: Sequence[str]) -> int:
     """Usage: slurm --task TASK --nodes N --gpus-per-node G --time HH:MM:SS [flags] [--submit] [--json]
 
     flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --job-name --setup FILE
-           --array 0-4 (a run per seed) --after JOB --lead SECONDS --signal NAME --max-legs N --mail ADDRESS
-           --container IMAGE --container-python PYTHON --sbatch "OPTIONS" --srun "OPTIONS" --mpi TYPE,
-           and those of `auto`
+           --array 0-4 (a run per seed) --parallel N --after JOB --lead SECONDS --signal NAME --max-legs N
+           --mail ADDRESS --container IMAGE --container-python PYTHON --sbatch "OPTIONS" --srun "OPTIONS"
+           --mpi TYPE, and those of `auto`. A list such as --lr 1e-3,3e-3 trains a run for each value.
     """
-    request = parse_request(join_sbatch_value(words), "slurm", SlurmOptions)
-    options = SlurmOptions(**request.extra)
-    request = validated(request, options)
-    seeds = slurm_words.parse_array(options.array) if options.array else [0]
-    draft_folder = Path(request.run.out).expanduser().resolve() / (request.run.name or "run")
+    points = parse_sweep(join_sbatch_value(words), "slurm", SlurmOptions)
+    options = SlurmOptions(**points[0][0].extra)
+    points = [(validated(request, options), swept) for request, swept in points]
+    asked, in_array = points[0][0], is_array(options, len(points))
+    requests = numbered(points, options.array)
+    draft = RunFolder(Path(asked.run.out).expanduser().resolve() / (asked.run.name or "run"))
     # A script for a folder that is not made yet: errors in it are reported before anything is written.
-    draft = _script({seed: RunFolder(draft_folder) for seed in seeds}, request, options)
-    sbatch_script.render(draft)
-    _container(request.recipe, draft_folder, options)
-    _check_acceptance(draft, options.submit)
-    for note in request.notes:
+    draft_script = _script(dict.fromkeys(requests, draft), asked, options, in_array)
+    sbatch_script.render(draft_script)
+    _container(asked.recipe, draft.folder, options)
+    _check_acceptance(draft_script, options.submit)
+    for note in dict.fromkeys(note for request in requests.values() for note in request.notes):
         print(note, file=sys.stderr)
-    runs = {seed: run for seed, run in _runs_by_seed(request, options, seeds).items() if _is_unfinished(run)}
+    runs = _runs_to_submit(requests, asked.run.name if in_array else None, in_array)
     if not runs:
         return DONE
-    script = _script(runs, request, options)
+    script = _script(runs, asked, options, in_array)
     text = sbatch_script.render(script)
-    for run in runs.values():
-        _write_request(run, request, options, script.lead)
+    for number, run in runs.items():
+        _write_request(run, requests[number], options, script.lead)
     script.folder.mkdir(exist_ok=True)
     path = script.folder / "job.sh"
     atomic_files.write_text(path, text)
-    job = _submit(path, runs, options) if options.submit else None
+    job = _submit(path, runs, in_array) if options.submit else None
     _print_result(text, path, job, runs, options)
     if job and (remark := acceptance.waiting_remark([last_job_of(run) for run in runs.values()])):
         print(printable(remark), file=sys.stderr)
@@ -96,59 +105,60 @@ def _check_acceptance(draft: sbatch_script.JobScript, submit: bool) -> None:
         print(printable(objection.text), file=sys.stderr)
 
 
-def _runs_by_seed(request: Request, options: SlurmOptions, seeds: list[int]) -> dict[int, RunFolder]:
-    """Seed -> run, of the array; without --array one run under 0."""
-    if not options.array:
-        return {0: _find_or_create_run(request)}
-    return {seed: _find_or_create_run(_with_seed(request, seed)) for seed in seeds}
-
-
-def _with_seed(request: Request, seed: int) -> Request:
-    name = f"{request.run.name}-{seed}" if request.run.name else None
-    return dataclasses.replace(
-        request,
-        recipe=dataclasses.replace(request.recipe, seed=seed),
-        run=dataclasses.replace(request.run, name=name),
-    )
-
-
-def _find_or_create_run(request: Request) -> RunFolder:
-    facts = prepare_facts(request)
-    consent.remember(request.recipe)
-    run = find_run(request, facts) or create_run(request, facts)
-    if run.status() != "done":
-        refuse_if_in_a_job(run)
+def _runs_to_submit(requests: dict[int, Request], family: str | None, in_array: bool) -> dict[int, RunFolder]:
+    """Number -> run, of those with something left to train. An array leaves runs in the jobs they are in."""
+    runs = {}
+    for number, request in requests.items():
+        run = _find_or_create_run(request, family)
+        if run.status() == "done":
+            print(f"{run.folder} has this recipe and is done (--again for a new run)", file=sys.stderr)
+            continue
+        try:
+            refuse_if_in_a_job(run)
+        except InAJobError as error:
+            if not in_array:
+                raise
+            print(f"{error.fact}: it stays there", file=sys.stderr)
+            continue
         run.refuse_if_training()
         run.write_options(request.run)
-        use_witness(request.run.witness)
-    return RunFolder(run.folder.resolve())
+        runs[number] = run
+    return runs
 
 
-def _is_unfinished(run: RunFolder) -> bool:
-    """Whether the run is not done; says so where it is."""
-    if run.status() == "done":
-        print(f"{run.folder} has this recipe and is done (--again for a new run)", file=sys.stderr)
-        return False
-    return True
+def _find_or_create_run(request: Request, family: str | None) -> RunFolder:
+    """The run of a request; `family`: the name of a sweep, whose runs are found by what they learn."""
+    facts = prepare_facts(request)
+    consent.remember(request.recipe)
+    use_witness(request.run.witness)
+    run = find_run(request, facts)
+    if run is None and family is not None:
+        unnamed = dataclasses.replace(request, run=dataclasses.replace(request.run, name=None))
+        same = find_run(unnamed, facts)
+        run = same if same and same.folder.name.startswith(f"{family}-") else None
+    return RunFolder((run or create_run(request, facts)).folder.resolve())
 
 
-def _script(runs: dict[int, RunFolder], request: Request, options: SlurmOptions) -> sbatch_script.JobScript:
+def _script(
+    runs: dict[int, RunFolder], request: Request, options: SlurmOptions, in_array: bool
+) -> sbatch_script.JobScript:
     first = next(iter(runs.values()))
     name = slurm_words.refuse_control_characters(
         options.job_name or request.run.name or first.folder.name, "--job-name"
     )
     seconds = slurm_words.parse_time_limit(options.time or "")
-    array_folder = first.folder.parent / f"slurm-{first.folder.name}"
     return sbatch_script.JobScript(
         name=name,
-        runs={seed: run.folder for seed, run in runs.items()},
-        folder=array_folder if options.array else first.folder / "slurm",
+        runs={number: run.folder for number, run in runs.items()},
+        folder=array_folder(first.folder.parent, request.run.name or first.folder.name)
+        if in_array
+        else first.folder / "slurm",
         nodes=options.nodes,
         seconds=seconds,
         lead=options.lead or _lead(seconds, runs),
         cpus=options.cpus_per_task or _fair_cpus(options),
         gpus=options.gpus_per_node,
-        array=_remaining_array(options.array, runs) if options.array else "",
+        array=array_text(runs, parallel_tasks(options)) if in_array else "",
         extra_options=tuple(_extra_options(options)),
         raw_options=slurm_words.parse_sbatch_options(options.sbatch) if options.sbatch else (),
         setup=Path(options.setup).expanduser().resolve() if options.setup else None,
@@ -173,12 +183,6 @@ def _lead(seconds: int, runs: dict[int, RunFolder]) -> int:
     """Seconds before the time limit to save: the default, or what the slowest run was measured to need."""
     measured = max(round(time_limit.seconds_to_stop(run) or 0) for run in runs.values())
     return max(sbatch_script.default_lead(seconds), min(measured, seconds // 2))
-
-
-def _remaining_array(array: str, runs: dict[int, RunFolder]) -> str:
-    """--array for the seeds that are not done yet, with the limit asked for."""
-    limit = array.partition("%")[2]
-    return ",".join(map(str, runs)) + (f"%{limit}" if limit else "")
 
 
 def _extra_options(options: SlurmOptions) -> list[tuple[str, str]]:
@@ -233,10 +237,14 @@ def _container(recipe: Recipe, folder: Path, options: SlurmOptions) -> dict[str,
     return dataclasses.asdict(made)
 
 
-def _submit(path: Path, runs: dict[int, RunFolder], options: SlurmOptions) -> str:
+def _submit(path: Path, runs: dict[int, RunFolder], in_array: bool) -> str:
     job = client.submit(path)
-    for seed, run in runs.items():
-        job_record.update(run, job=f"{job}_{seed}" if options.array else job)
+    jobs = {number: f"{job}_{number}" if in_array else job for number in runs}
+    for number, run in runs.items():
+        job_record.update(run, job=jobs[number])
+    if in_array:
+        tasks = {jobs[number]: str(run.folder) for number, run in runs.items()}
+        atomic_files.write_json(path.parent / SUBMITTED, tasks)
     return job
 
 

@@ -1,4 +1,4 @@
-"""Tests of launch/local/foreign_words.py: words of other tools become ours, with a line, or are refused."""
+"""Tests of launch/local/words/foreign_words.py: words of other tools become ours, or are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isobatch.core.plan import PlanOptions
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request, sort_flags
-from isobatch.launch.local.foreign_words import SYNONYMS, VALUES, WORDS, translate, words_for
+from isobatch.launch.local.words.foreign_words import SYNONYMS, VALUES, WORDS, translate, words_for
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -44,7 +44,10 @@ class SlurmOptions:
     cpus_per_task: Positive | None = None
     """Cores on each node; by default a fair share of the smallest node that sinfo shows."""
     array: str | None = None
-    """One run per seed: 0-4, or 1,3,7, or 0-99%8 for eight at a time."""
+    """One run per seed: 0-4, or 1,3,7, or 0-99%8 for eight at a time. Lists for the recipe's flags, such as
+    --lr 1e-3,3e-3, make an array too."""
+    parallel: Positive | None = None
+    """Runs of an array that train at the same time, at most."""
     after: str | None = None
     """Start when this job is done: its number, or several with commas."""
     setup: str | None = None
@@ -137,3 +140,19 @@ def step_words(options: SlurmOptions) -> tuple[str, ...]:
     """
     binding = ("--gpu-bind=none",) if options.gpus_per_node else ()
     return (f"--mpi={options.mpi}", *binding, *(parse_srun_options(options.srun) if options.srun else ()))
+
+
+def is_array(options: SlurmOptions, combinations: int) -> bool:
+    """Whether the job is an array. Raises UserError where --parallel has nothing to limit."""
+    in_array = bool(options.array) or combinations > 1
+    if options.parallel and (not in_array or "%" in (options.array or "")):
+        raise UserError(
+            f"--parallel {options.parallel}: limits the runs of an array, as --array 0-9%{options.parallel}"
+            " does: give one of them, with several values or seeds"
+        )
+    return in_array
+
+
+def parallel_tasks(options: SlurmOptions) -> str:
+    """How many tasks of an array may run at once; empty for all."""
+    return str(options.parallel or (options.array or "").partition("%")[2])

@@ -280,7 +280,7 @@ def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
     for name, value in flags.items():
         meaning = _meaning(name, value, own)
         if meaning is None:
-            ours = {_our_name(name, own): value}
+            ours = {our_name(name, own): value}
         else:
             ours = meaning.flags_for(value)
             found.notes.extend(filter(None, [meaning.line(name, value)]))
@@ -295,7 +295,7 @@ def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
 def _meaning(name: str, value: str, own: Container[str]) -> Meaning | None:
     """The meaning of a word with this value; None where name and value mean what they mean here."""
     is_foreign = name not in own and name in WORDS
-    meanings = WORDS[name] if is_foreign else VALUES.get(_our_name(name, own), ())
+    meanings = WORDS[name] if is_foreign else VALUES.get(our_name(name, own), ())
     for meaning in meanings:
         if re.fullmatch(meaning.form.pattern, value.lower()):
             if meaning.flags is None:
@@ -309,7 +309,8 @@ def _meaning(name: str, value: str, own: Container[str]) -> Meaning | None:
     raise UserError(f"{spelling(name)} {value}: is neither {forms}")
 
 
-def _our_name(name: str, own: Container[str]) -> str:
+def our_name(name: str, own: Container[str]) -> str:
+    """Our name of a flag that a word names; the word itself where it names none. `own`: as in `translate`."""
     return name if name in own else SYNONYMS.get(name, name)
 
 

@@ -1,0 +1,1 @@
+"""What the words of a command line mean: those of other tools, and lists for a sweep."""

@@ -1,0 +1,89 @@
+"""Tests of launch/slurm/submission/array.py and of `slurm` with lists: runs, names, numbers and folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.launch.local.arguments import parse_sweep
+from isobatch.launch.slurm.submission import array
+from isobatch.launch.slurm.submission.options import SlurmOptions, is_array, parallel_tasks
+
+if TYPE_CHECKING:
+    from isobatch.tests.conftest import Cli
+
+LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
+
+
+@pytest.mark.parametrize(
+    ("words", "seeds", "wanted"),
+    [
+        ("", None, {0: "r"}),
+        ("", "3,5", {3: "r-3", 5: "r-5"}),
+        ("--seed 0-1", None, {0: "r-seed0", 1: "r-seed1"}),
+        ("--seed 2026,7", None, {0: "r-seed2026", 1: "r-seed7"}),
+        ("--lr 1e-3,3e-3", None, {0: "r-lr0.001", 1: "r-lr0.003"}),
+        (
+            "--lr 1e-3,3e-3",
+            "4-5",
+            {
+                i: f"r-lr{lr}-seed{s}"
+                for i, (lr, s) in enumerate((lr, s) for lr in (0.001, 0.003) for s in (4, 5))
+            },
+        ),
+    ],
+)
+def test_the_runs_of_an_array(words: str, seeds: str | None, wanted: dict[int, str]) -> None:
+    points = parse_sweep(["--task", LINE, "--name", "r", *words.split()], "auto")
+    assert {n: request.run.name for n, request in array.numbered(points, seeds).items()} == wanted
+
+
+def test_the_numbers_are_written_short() -> None:
+    assert array.array_text([9, 0, 1, 2, 3, 5, 6], "") == "0-3,5,6,9"
+    assert array.array_text(range(1000), "8") == "0-999%8"
+    assert parallel_tasks(SlurmOptions(parallel=3)) == parallel_tasks(SlurmOptions(array="0-9%3")) == "3"
+    for options, runs in ((SlurmOptions(parallel=2), 1), (SlurmOptions(parallel=2, array="0-9%3"), 10)):
+        with pytest.raises(UserError, match="--parallel 2: limits the runs of an array"):
+            is_array(options, runs)
+
+
+def test_no_submission_writes_into_the_folder_of_another(tmp_path: Path) -> None:
+    first = array.array_folder(tmp_path, "r")
+    assert first == array.array_folder(tmp_path, "r") == tmp_path / "slurm-r"
+    for _ in range(2):
+        taken = array.array_folder(tmp_path, "r")
+        taken.mkdir()
+        (taken / array.SUBMITTED).touch()
+    assert array.array_folder(tmp_path, "r") == tmp_path / "slurm-r-3"
+
+
+def test_a_larger_sweep_remembers_a_smaller_one(cli: Cli, tmp_path: Path) -> None:
+    words = ["slurm", "--task", LINE, "--cpu", "--time", "5", "--name", "r", "--json"]
+
+    def sweep(*more: str) -> tuple[dict[str, Any], str]:
+        done = cli(*words, *more, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"})
+        assert done.code == 0, done.err
+        return json.loads(done.out), done.err
+
+    small, _ = sweep("--lr", "1e-2,3e-2")
+    assert [Path(run).name for run in small["runs"]] == ["r-lr0.01", "r-lr0.03"]
+    assert "#SBATCH --array=0,1\n" in small["script"]
+    done, held = (Path(run) for run in small["runs"])
+    atomic_files.write_json(done / "summary.json", {"status": "done"})
+    atomic_files.write_json(held / "slurm" / "job.json", {"job": "7_1"})
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\necho 7_1 RUNNING 0 None\n")
+    (tmp_path / "bin" / "squeue").chmod(0o755)
+    large, said = sweep("--lr", "1e-2,3e-2", "--seed", "0-1", "--parallel", "1")
+    assert [Path(run).name for run in large["runs"]] == ["r-lr0.01-seed1", "r-lr0.03-seed1"]
+    assert "#SBATCH --array=1,3%1\n" in large["script"]
+    assert f"{done} has this recipe and is done" in said
+    assert f"{held} is in job 7_1 already (RUNNING): it stays there" in said
+    again = cli(*words[:-1], "--lr", "1e-2,3e-2", env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"})
+    assert (again.code, again.out) == (0, "")
+    assert json.loads((held / "slurm" / "job.json").read_text()) == {"job": "7_1"}
