@@ -16,7 +16,8 @@ class IsobatchError(Exception):
 
     exit_code: ClassVar[int] = BUG
     cause: str = ""
-    """Why a restart may succeed: `memory` (with a smaller budget) or `lost` (a process died); else empty."""
+    """Why a restart may succeed: `memory` (with a smaller budget), `job memory` (the same, once) or `lost`
+    (a process died); else empty."""
 
 
 class UserError(IsobatchError, ValueError):
@@ -51,6 +52,12 @@ class OutOfMemoryError(TrainingError):
     """A device or the host is out of memory: another attempt may succeed with smaller micro-batches."""
 
     cause = "memory"
+
+
+class JobMemoryError(TrainingError):
+    """Slurm's memory limit was exceeded: one other attempt may succeed with smaller micro-batches."""
+
+    cause = "job memory"
 
 
 class WorkerLostError(TrainingError):

@@ -39,7 +39,7 @@ class Verdict:
     """Exit code."""
     reason: str
     cause: str = ""
-    """`memory` or `lost` where another attempt may succeed; else empty."""
+    """An error's `cause` where another attempt may succeed; else empty."""
 
 
 class FolderTakenError(UserError):

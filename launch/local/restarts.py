@@ -15,6 +15,7 @@ from isobatch.core.errors import (
     FAILED,
     STOPPED,
     WRONG_INPUT,
+    JobMemoryError,
     OutOfMemoryError,
     TrainingError,
     UserError,
@@ -37,10 +38,15 @@ FULL_DISK_BYTES = 1 << 16
 def train_with_restarts(run: RunFolder, attempt: Attempt) -> Verdict:
     """Make attempts until one is not to be repeated; its verdict. Recipe, order and global batches stay."""
     options = run.options()
-    restarts = 0
+    restarts, reduced = 0, False
     while True:
         verdict = _verdict_of(run, attempt(run), run.folder / "launcher.log")
-        if verdict.cause == OutOfMemoryError.cause:
+        if verdict.cause == JobMemoryError.cause and reduced:
+            return _fail(
+                run, f"{verdict.reason} with smaller micro-batches, too: give the job more with --mem"
+            )
+        if verdict.cause in (OutOfMemoryError.cause, JobMemoryError.cause):
+            reduced = True
             try:
                 _reduce_budget(run, verdict)
             except TrainingError as error:
@@ -74,7 +80,7 @@ def train_in_children(run: RunFolder, owns_process: bool = True) -> Verdict | No
         run.plan, TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce}, forward_signals=owns_process
     )
     if run.read_exit(nonce) is None:
-        _wait_for_orphans(run)
+        wait_for_orphans(run)
     run.forget_plan()  # the workers may have reduced the budget
     verdict = run.read_exit(nonce)
     if launcher.stop_requested and (verdict is None or verdict.cause == WorkerLostError.cause):
@@ -86,7 +92,7 @@ def train_in_children(run: RunFolder, owns_process: bool = True) -> Verdict | No
     return verdict
 
 
-def _wait_for_orphans(run: RunFolder) -> None:
+def wait_for_orphans(run: RunFolder) -> None:
     """Wait for workers whose launcher was killed: they save and stop, then a new attempt can begin."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:

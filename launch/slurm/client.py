@@ -84,10 +84,14 @@ def address_of(node: str) -> str:
     return match[1] if match else ""
 
 
+def show_job(job: str) -> dict[str, str]:
+    """What `scontrol show job` tells of a job, such as JobState and Restarts; empty where it does not say."""
+    return dict(re.findall(r"(\w+)=(\S*)", run_slurm("scontrol", "show", "job", job).out))
+
+
 def job_state(job: str) -> str:
     """RUNNING, CANCELLED, PREEMPTED ...; empty where Slurm does not say."""
-    match = re.search(r"JobState=(\S+)", run_slurm("scontrol", "show", "job", job).out)
-    return match[1] if match else ""
+    return show_job(job).get("JobState", "")
 
 
 def seconds_left(job: str) -> float | None:

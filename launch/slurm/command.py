@@ -220,6 +220,7 @@ def _write_request(run: RunFolder, request: Request, options: SlurmOptions, lead
         local=processes_per_node(request, options),
         lead=lead,
         plan=plan,
+        seconds=slurm_words.parse_time_limit(options.time or ""),
         signal=options.signal,
         max_legs=options.max_legs,
         srun=step_words(options),

@@ -8,11 +8,12 @@ the job requeues itself.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
 import signal
-import subprocess
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,17 @@ from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.launch.local import restarts
 from isobatch.launch.local.run_setup import locate_data, store_plan
-from isobatch.launch.slurm import client, job_record, time_limit
+from isobatch.launch.slurm import client, job_record, rendezvous, time_limit
 from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
-from isobatch.launch.slurm.rendezvous import rendezvous_folder, wait_for
-from isobatch.launch.slurm.requeue import requeue_or_stop
-from isobatch.launch.slurm.step import node_logs, srun_command
+from isobatch.launch.slurm.requeue import furthest_checkpoint, requeue_or_stop
+from isobatch.launch.slurm.step import (
+    NO_ANSWER,
+    Step,
+    explain_end,
+    node_logs,
+    srun_command,
+    unreachable_nodes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +46,10 @@ EARLY_SIGNAL_SECONDS = 65.0
 """Slurm may send its signal this much earlier than --signal asks."""
 VERDICT_WAIT_SECONDS = 25.0
 """How long to wait for exit.json after srun, which may end before its tasks where Slurm ends the job."""
+LINGER_SECONDS = 60.0
+"""How long srun may go on after a verdict: it waits for a node that died until Slurm has noticed."""
+NO_ANSWER_PAUSE_SECONDS = 10.0
+"""Before another step, where slurmctld did not answer."""
 
 
 def job(words: Sequence[str]) -> int:
@@ -47,26 +58,39 @@ def job(words: Sequence[str]) -> int:
         raise UserError("job: give the folder of one run, inside a Slurm job")
     run = RunFolder.open(words[0])
     allocation = client.Allocation.from_environment(os.environ)
-    with JobStop() as stop:
+    request = JobRequest.read(run)
+    with JobStop(request.signal) as stop:
         if run.status() == "done":
             return DONE
         consent.require(run.recipe, run.folder)
         refuse_if_in_a_job(run, allocation.job)
         with run.lock("launch"):
-            run.refuse_if_training()
+            restarts.wait_for_orphans(run)
             job_record.update(run, job=allocation.job)
-            steps = StepRunner(run, allocation, stop)
-            code = restarts.train_with_restarts(run, steps).code
-        return requeue_or_stop(run, allocation, stop.reason) if code == STOPPED else code
+            steps = StepRunner(run, allocation, request, stop)
+            _say_start(run, allocation, steps.nodes)
+            verdict = restarts.train_with_restarts(run, steps)
+        if verdict.code == STOPPED:
+            requeue_or_stop(run, allocation, stop.reason, request.max_legs, steps.clock.left)
+        elif verdict.code != DONE:
+            print(f"failed: {verdict.reason}", flush=True)
+        return verdict.code
+
+
+def _say_start(run: RunFolder, allocation: client.Allocation, nodes: Sequence[str]) -> None:
+    saved = furthest_checkpoint(run)
+    where = f"from step {saved[1]}" if saved else "from the beginning"
+    print(f"job {allocation.job}, leg {allocation.restarts + 1}: {', '.join(nodes)}, {where}", flush=True)
 
 
 class JobStop:
     """Context that handles stop signals; `reason` is `limit`, `term` or `interrupt`, empty before a stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, warning: str = "USR1") -> None:
+        self.warning = signal.Signals[f"SIG{warning}"]
         self.reason = ""
         self.warned = False
-        """SIGUSR1 came: the time limit is near, or the job is about to be preempted."""
+        """Slurm's warning came: the time limit is near, or the job is about to be preempted."""
         self._before: dict[int, Any] = {}
 
     def request(self, reason: str) -> None:
@@ -75,12 +99,14 @@ class JobStop:
 
     def __enter__(self) -> JobStop:
         def handle_signal(number: int, _: FrameType | None) -> None:
-            if number == signal.SIGUSR1:
+            if number == self.warning:
                 self.warned = True
             else:
                 self.request("term" if number == signal.SIGTERM else "interrupt")
 
-        self._before = {number: signal.signal(number, handle_signal) for number in STOP_SIGNALS}
+        self._before = {
+            number: signal.signal(number, handle_signal) for number in {*STOP_SIGNALS, self.warning}
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,17 +117,22 @@ class JobStop:
 class StepRunner:
     """An `Attempt` of restarts.py: each call is one srun step on the nodes that are still available."""
 
-    def __init__(self, run: RunFolder, allocation: client.Allocation, stop: JobStop) -> None:
-        self.allocation, self.stop = allocation, stop
-        self.request = JobRequest.read(run)
+    def __init__(
+        self, run: RunFolder, allocation: client.Allocation, request: JobRequest, stop: JobStop
+    ) -> None:
+        self.allocation, self.request, self.stop = allocation, request, stop
+        self.clock = time_limit.LegClock(lambda: client.seconds_left(allocation.job), request.seconds)
+        self.unreachable: set[str] = set()
+        """Nodes on which srun could start nothing; Slurm may not have noticed yet."""
+        self._listener = socket.create_server(("", 0))
+        """Open as long as this process is there, for nodes that ask whether it is."""
         locate_data(run, run.recipe, None, mend=True)
         self.nodes = self._available_nodes()
         self._make_plan(run)
-        left = client.seconds_left(allocation.job)
-        self.deadline = None if left is None else time.monotonic() + left
 
     def _available_nodes(self) -> tuple[str, ...]:
-        return client.available_nodes(self.allocation.job, self.allocation.nodes)
+        found = client.available_nodes(self.allocation.job, self.allocation.nodes)
+        return tuple(node for node in found if node not in self.unreachable)
 
     def _make_plan(self, run: RunFolder) -> None:
         """Plan anew for the available nodes; the global batch stays."""
@@ -111,53 +142,85 @@ class StepRunner:
 
     def __call__(self, run: RunFolder) -> Verdict | None:
         """Run one attempt to its end; None where no process left a verdict."""
-        if self.stop.reason:
-            return Verdict(STOPPED, "asked to stop before it began")
+        while True:
+            if self.stop.reason:
+                return Verdict(STOPPED, "asked to stop before it began")
+            self._go_on_with_available_nodes(run)
+            verdict, said = self._run_step(run)
+            if verdict is not None or NO_ANSWER not in said:
+                return verdict
+            time.sleep(NO_ANSWER_PAUSE_SECONDS)
+            self._stop_where_it_is_time(run)
+
+    def _go_on_with_available_nodes(self, run: RunFolder) -> None:
+        restarts.wait_for_orphans(run)
         left = self._available_nodes()
         if left != self.nodes:
-            print(f"going on with {len(left)} of {len(self.allocation.nodes)} nodes: {', '.join(left)}")
+            print(
+                f"going on with {len(left)} of {len(self.allocation.nodes)} nodes: {', '.join(left)}",
+                flush=True,
+            )
             self.nodes = left
             self._make_plan(run)
+
+    def _run_step(self, run: RunFolder) -> tuple[Verdict | None, str]:
+        """A step's verdict, and what its srun said."""
         nonce = secrets.token_hex(8)
-        folder = rendezvous_folder(run.folder, nonce)
+        folder = rendezvous.rendezvous_folder(run.folder, nonce)
         folder.mkdir(parents=True)
         try:
-            self._watch(
-                run, subprocess.Popen(srun_command(run, self.nodes, self.allocation, self.request, nonce))
-            )
-            return self._verdict(run, nonce)
+            rendezvous.announce(folder, self.nodes, self._listener.getsockname()[1])
+            step = Step(srun_command(run, self.nodes, self.allocation, self.request, nonce))
+            self._watch(run, step, nonce)
+            return self._verdict(run, nonce, step.said()), step.said()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _watch(self, run: RunFolder, step: subprocess.Popen[bytes]) -> None:
+    def _watch(self, run: RunFolder, step: Step, nonce: str) -> None:
         """Wait for the end of the step; repeat a stop until it ends: srun may not be ready for the first."""
-        last_sent = -REPEAT_SIGNAL_SECONDS
-        while step.poll() is None:
+        last_sent = last_read = time.monotonic() - REPEAT_SIGNAL_SECONDS
+        ended: float | None = None
+        while step.runs:
             now = time.monotonic()
-            left = None if self.deadline is None else self.deadline - now
-            if should_save_now(
-                left, self.stop.warned, self.request.lead, time_limit.seconds_to_stop(run) or 0
-            ):
-                self.stop.request("limit")
+            self._stop_where_it_is_time(run)
             if self.stop.reason and now - last_sent >= REPEAT_SIGNAL_SECONDS:
-                # srun forwards SIGUSR1 to every process of the step; at SIGTERM and SIGINT it ends itself.
-                step.send_signal(signal.SIGUSR1)
+                step.signal(signal.SIGUSR1)
                 last_sent = now
+            if ended is None and now - last_read >= REPEAT_SIGNAL_SECONDS:
+                last_read, ended = now, now if run.read_exit(nonce) else None
+            if ended is not None and now - ended > LINGER_SECONDS:
+                step.end()
             time.sleep(0.5)
 
-    def _verdict(self, run: RunFolder, nonce: str) -> Verdict | None:
+    def _stop_where_it_is_time(self, run: RunFolder) -> None:
+        limit = math.inf if self.clock.limit is None else self.clock.limit
+        measured = min(time_limit.seconds_to_stop(run) or 0, limit / 2)
+        if should_save_now(self.clock.left(), self.stop.warned, self.request.lead, measured):
+            self.stop.request("limit")
+
+    def _verdict(self, run: RunFolder, nonce: str, said: str) -> Verdict | None:
         if self.stop.reason:
-            wait_for(lambda: run.read_exit(nonce) is not None, VERDICT_WAIT_SECONDS)
+            rendezvous.wait_for(lambda: run.read_exit(nonce) is not None, VERDICT_WAIT_SECONDS)
         verdict = run.read_exit(nonce)
-        if verdict and verdict.code == DONE:
+        if verdict and verdict.code in (DONE, STOPPED):
             return verdict
         if self.stop.reason:
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
+        if (verdict is None or verdict.cause == WorkerLostError.cause) and (why := self._loss(said)):
+            return why
+        atomic_files.write_text(run.folder / "launcher.log", node_logs(run, self.nodes))
+        return verdict
+
+    def _loss(self, said: str) -> Verdict | None:
+        """What Slurm knows about the end of a step in which a process was lost."""
+        self.unreachable |= set(unreachable_nodes(said))
+        found = explain_end(said)
+        if found and found.cause != WorkerLostError.cause:
+            return found
         left = self._available_nodes()
         if lost := [node for node in self.nodes if node not in left]:
             return Verdict(FAILED, f"Slurm lost {', '.join(lost)}", WorkerLostError.cause)
-        atomic_files.write_text(run.folder / "launcher.log", node_logs(run, self.nodes))
-        return verdict
+        return found
 
 
 def should_save_now(left: float | None, warned: bool, lead: float, measured: float) -> bool:

@@ -28,6 +28,8 @@ class JobRequest:
     """Seconds before the time limit at which to save, at least."""
     plan: dict[str, Any]
     """The plan's options, without the number of processes."""
+    seconds: int | None = None
+    """The time limit, where Slurm does not answer."""
     signal: str = "USR1"
     """Slurm's warning before the time limit, without SIG."""
     max_legs: int | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import signal
 import subprocess
@@ -11,14 +10,22 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
 from isobatch.core.package import LOOPBACK_SCRIPT, TRAIN_SCRIPT
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import relay_output
-from isobatch.launch.slurm.rendezvous import StepNode, is_loopback, local_address, rendezvous
+from isobatch.launch.local.worker import NODE_RANK
+from isobatch.launch.slurm import client
+from isobatch.launch.slurm.rendezvous import (
+    StepNode,
+    is_loopback,
+    job_is_there,
+    local_address,
+    rendezvous,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,19 +45,43 @@ def node(words: Sequence[str]) -> int:
         raise UserError("node: is started by `job`, inside Slurm")
     run, nonce = RunFolder(Path(words[0])), words[1]
     os.environ[NONCE] = nonce
-    this_node = StepNode.from_environment(os.environ)
     with StopFlag() as stop:
         try:
-            data = Path(run.facts.folder) if this_node.rank == 0 or run.folder.is_dir() else Path()
-            with rendezvous(this_node, run.folder, nonce, data) as (host, port):
-                local = local_address(host, port)
-                command = _torchrun_command(run.plan, this_node, host, port, local, nonce, run.folder)
-                alone = len(this_node.nodes) == 1
-                return _run_torchrun(command, _environment(run.plan, local, alone), stop)
+            this_node = StepNode.find(os.environ, run.folder, nonce)
+            code = _train(run, nonce, this_node, stop)
         except UserError as error:
             with contextlib.suppress(UserError, OSError):  # a node that does not see the folder cannot say so
                 run.write_exit(Verdict(WRONG_INPUT, str(error)))
             raise
+    if code != DONE and not stop.requested and this_node.rank:
+        _requeue_if_orphaned(this_node)
+    return code
+
+
+def _train(run: RunFolder, nonce: str, this_node: StepNode, stop: StopFlag) -> int:
+    data = Path(run.facts.folder) if this_node.rank == 0 or run.folder.is_dir() else Path()
+    with (
+        rendezvous(this_node, run.folder, nonce, data) as (host, port),
+        (run.folder / "slurm" / f"node-{this_node.name}.log").open("ab", buffering=0) as log,
+    ):
+        local = local_address(host, port)
+        command = _torchrun_command(run.plan, this_node, host, port, local, nonce, run.folder)
+        return _run_torchrun(command, _environment(run.plan, this_node, local), log, stop)
+
+
+def _requeue_if_orphaned(this_node: StepNode) -> None:
+    """Put the job back into the queue where its first node died, and with it what could do so.
+
+    With --no-kill Slurm leaves such a job without its script, and idle until its time limit.
+    """
+    if job_is_there(this_node):
+        return
+    job = os.environ["SLURM_JOB_ID"]
+    print(
+        f"isobatch: {this_node.nodes[0]} is gone, and the job's script with it: requeueing", file=sys.stderr
+    )
+    if problem := client.requeue(job):
+        print(f"isobatch: Slurm does not requeue job {job}: {problem}", file=sys.stderr)
 
 
 def _torchrun_command(
@@ -76,12 +107,15 @@ def _torchrun_command(
     ]
 
 
-def _environment(plan: Plan, local: str, alone: bool) -> dict[str, str]:
+def _environment(plan: Plan, this_node: StepNode, local: str) -> dict[str, str]:
+    alone = len(this_node.nodes) == 1
     # Gloo would listen at the address of the host name, which may be a loopback.
     interface = {} if is_loopback(local) and not alone else {"GLOO_SOCKET_IFNAME": _interface(local)}
     return {
         **interface,
         **os.environ,
+        # torchrun numbers its nodes by their addresses.
+        NODE_RANK: str(this_node.rank),
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
         "PET_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
         # Slurm signals every process of a step; at any of these torchrun would end its workers.
@@ -97,11 +131,11 @@ def _interface(address: str) -> str:
     return next(name for name, addresses in found if any(a.address == address for a in addresses))
 
 
-def _run_torchrun(command: list[str], environment: dict[str, str], stop: StopFlag) -> int:
+def _run_torchrun(command: list[str], environment: dict[str, str], log: IO[bytes], stop: StopFlag) -> int:
+    """Run torchrun for this node's workers: its marked lines go to the job's output, others to `log`."""
     child = subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, preexec_fn=_ignore_stop_signals
+        command, env=environment, stdout=log, stderr=subprocess.PIPE, preexec_fn=_ignore_stop_signals
     )
-    log = io.FileIO(2, "wb", closefd=False)  # unbuffered: a killed node keeps its log
     relay = threading.Thread(target=relay_output, args=(child, log), daemon=True)
     relay.start()
     while child.poll() is None:

@@ -16,7 +16,7 @@ from isobatch.core.errors import UserError
 from isobatch.launch.slurm import client
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 ANSWER_SECONDS = 90.0
@@ -24,26 +24,61 @@ ANSWER_SECONDS = 90.0
 JOIN_EXTRA_SECONDS = 30.0
 """The other nodes wait longer, so that the first node reports which are missing."""
 REACH_SECONDS = 30.0
+JOB_GONE_SECONDS = 8.0
+"""So long nothing answers where the job runs, before it is taken for gone."""
+STEP_FILE = "step.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepNode:
-    """This node among the nodes of its step, from the step's variables: the job may have more nodes."""
+    """This node among the nodes of its step. The job names them in the folder of the rendezvous: Slurm's own
+    commands are missing in a container.
+    """
 
     rank: int
     nodes: tuple[str, ...]
+    addresses: tuple[str, ...] = ()
+    """At which Slurm reaches the first node."""
+    job_port: int = 0
+    """Of the job's own process, on the first node."""
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> StepNode:
-        """Raises UserError outside a step."""
-        if "SLURM_STEP_NODELIST" not in environment:
+    def find(cls, environment: Mapping[str, str], run_folder: Path, nonce: str) -> StepNode:
+        """This process's node. Raises UserError outside a step, and where the run's folder is not shared."""
+        name = environment.get("SLURMD_NODENAME", "")
+        if "SLURM_STEP_ID" not in environment or not name:
             raise UserError("node: runs in a step of a Slurm job, which `job` starts")
-        nodes = client.hostnames(environment["SLURM_STEP_NODELIST"])
-        return cls(rank=int(environment["SLURM_NODEID"]), nodes=nodes)
+        path = rendezvous_folder(run_folder, nonce) / STEP_FILE
+        if not wait_for(path.is_file, ANSWER_SECONDS + JOIN_EXTRA_SECONDS):
+            raise UserError(
+                f"{name} does not see in {run_folder / 'slurm'} what the job wrote there: choose an --out on"
+                " a file system that all nodes share"
+            )
+        step = atomic_files.read_json(path)
+        nodes = tuple(step["nodes"])
+        return cls(
+            rank=nodes.index(name),
+            nodes=nodes,
+            addresses=tuple(step["addresses"]),
+            job_port=int(step["job_port"]),
+        )
 
     @property
     def name(self) -> str:
         return self.nodes[self.rank]
+
+
+def announce(folder: Path, nodes: Sequence[str], job_port: int) -> None:
+    """The job's part, before the step begins: name its nodes, and a port that it keeps open on the first."""
+    address = client.address_of(nodes[0]) if len(nodes) > 1 else ""
+    step = {"nodes": list(nodes), "addresses": [address] if address else [], "job_port": job_port}
+    atomic_files.write_json(folder / STEP_FILE, step)
+
+
+def job_is_there(node: StepNode) -> bool:
+    """Whether the job's process is still on the first node. Nothing reads from its port."""
+    hosts = [*node.addresses, node.nodes[0]]
+    return wait_for(lambda: any(local_address(h, node.job_port) for h in hosts), JOB_GONE_SECONDS, pause=1.0)
 
 
 def rendezvous_folder(run_folder: Path, nonce: str) -> Path:
@@ -64,7 +99,7 @@ def rendezvous(node: StepNode, run_folder: Path, nonce: str, data: Path) -> Iter
         return
     from torch.distributed import TCPStore
 
-    addresses, where = [socket.gethostname(), client.address_of(node.name)], {}
+    addresses, where = [socket.gethostname(), *node.addresses], {}
     if len(node.nodes) == 1:  # no other machine is to reach it; else it listens on every address
         addresses, listener = ["127.0.0.1"], socket.create_server(("127.0.0.1", 0), backlog=1024)
         where = {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}

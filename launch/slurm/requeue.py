@@ -2,43 +2,114 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import STOPPED
 from isobatch.engine.registry import workload_of
 from isobatch.launch.slurm import client, job_record
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from isobatch.engine.runs.run_folder import RunFolder
 
 REQUEUEABLE_STATES = ("RUNNING", "PREEMPTED", "TIMEOUT")
 """States of a job that may requeue itself after a stop; a cancelled one may not."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
+"""Between two tries, while slurmctld does not answer."""
+WITHOUT_LIMIT_SECONDS = 3600.0
+"""How long a job without a time limit tries."""
 
 
-def requeue_or_stop(run: RunFolder, allocation: client.Allocation, reason: str) -> int:
-    """After a stop: requeue the job if it made progress. Returns the exit code STOPPED."""
-    before = job_record.read(run).get("requeued_at")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leg:
+    """One start of a job, as it stands after a stop."""
+
+    reason: str
+    """Of the stop, as JobStop says it."""
+    number: int
+    """Of the leg, from 1."""
+    max_legs: int | None
+    before: list[int] | None
+    """[phase, step] at which the leg before was requeued."""
+    now: list[int] | None
+    """[phase, step] of the furthest checkpoint."""
+    job: dict[str, str]
+    """What Slurm shows of the job; empty where it does not answer."""
+
+    @property
+    def was_preempted(self) -> bool:
+        return self.job.get("PreemptTime", "None") not in ("None", "Unknown")
+
+    @property
+    def is_requeued_by_slurm(self) -> bool:
+        """Its number of restarts counts up at once; its state is COMPLETING, as after any end."""
+        return int(self.job.get("Restarts", 0)) >= self.number
+
+    def why_not_requeue(self) -> str:
+        """Why a stopped job does not requeue itself; empty where it does."""
+        state = self.job.get("JobState", "")
+        if self.is_requeued_by_slurm:
+            return "Slurm does so itself"
+        if state and state not in REQUEUEABLE_STATES:
+            return "the job was cancelled" if state in ("CANCELLED", "COMPLETING") else f"the job is {state}"
+        if self.reason not in ("limit", "term") and not self.was_preempted:
+            return "a signal asked for a stop, not the time limit"
+        if self.max_legs and self.number >= self.max_legs:
+            return f"this was leg {self.number} of --max-legs {self.max_legs}"
+        if self.now is None or (self.before is not None and self.now <= self.before):
+            return (
+                "no checkpoint was added since the last start: a longer --time gives it the time to reach one"
+            )
+        return ""
+
+
+def requeue_or_stop(
+    run: RunFolder,
+    allocation: client.Allocation,
+    reason: str,
+    max_legs: int | None,
+    seconds_left: Callable[[], float | None],
+) -> None:
+    """After a stop: requeue the job if it made progress, and say so."""
     now = furthest_checkpoint(run)
-    why_not = why_not_requeue(reason, client.job_state(allocation.job), before, now)
-    if why_not:
-        print(f"stopped and not requeued: {why_not}", flush=True)
-        return STOPPED
+    record = job_record.read(run)
+    step = now[1] if now else 0
+    if record.get("cancel"):
+        print(f"saved at step {step} and cancelled: `resume` goes on", flush=True)
+        client.run_slurm("scancel", allocation.job)
+        return
+    leg = Leg(
+        reason=reason,
+        number=allocation.restarts + 1,
+        max_legs=max_legs,
+        before=record.get("requeued_at"),
+        now=now,
+        job=client.show_job(allocation.job),
+    )
+    if why_not := leg.why_not_requeue():
+        print(f"stopped at step {step} and not requeued: {why_not}", flush=True)
+        return
     job_record.update(run, requeued_at=now)
-    print(f"requeueing at step {now[1] if now else 0} (leg {allocation.restarts + 1})", flush=True)
-    if problem := client.requeue(allocation.job):
+    print(f"{'preempted: ' * leg.was_preempted}requeueing at step {step} (leg {leg.number})", flush=True)
+    if problem := requeue(allocation.job, seconds_left):
         print(f"Slurm does not requeue the job: {problem}", flush=True)
-    return STOPPED
 
 
-def why_not_requeue(reason: str, state: str, before: list[int] | None, now: list[int] | None) -> str:
-    """Why a stopped job does not requeue itself; empty where it does."""
-    if reason not in ("limit", "term"):
-        return "a signal asked for a stop, not the time limit"
-    if state and state not in REQUEUEABLE_STATES:
-        return f"the job is {state}"
-    if now is None or (before is not None and now <= before):
-        return "no checkpoint was added since the last start: a longer --time gives it the time to reach one"
-    return ""
+def requeue(job: str, seconds_left: Callable[[], float | None]) -> str:
+    """Requeue a job, until the time limit while slurmctld does not answer; why it failed, or nothing."""
+    began, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+    while (problem := client.requeue(job)) and not client.show_job(job):
+        left = seconds_left()
+        if left is None:
+            left = WITHOUT_LIMIT_SECONDS - (time.monotonic() - began)
+        if left < pause:
+            break
+        print(f"Slurm does not answer ({problem}): again in {pause:.0f} s", flush=True)
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+    return problem
 
 
 def furthest_checkpoint(run: RunFolder) -> list[int] | None:

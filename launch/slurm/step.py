@@ -1,10 +1,17 @@
-"""A step of a job: the srun command that starts a launcher on every node, and what the nodes logged."""
+"""A step of a job: srun starts a launcher on every node. Its words say what became of them."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
+from isobatch.core.errors import FAILED, WRONG_INPUT, JobMemoryError, WorkerLostError
 from isobatch.core.package import own_command
+from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.slurm.containers import (
     ENVIRONMENT,
     Container,
@@ -21,8 +28,83 @@ if TYPE_CHECKING:
     from isobatch.launch.slurm.job_request import JobRequest
 
 LOG_TAIL_CHARACTERS = 2500
-STEP_SHELL = """trap '' USR1 TERM INT; exec "$@" >>"$0/node-$SLURMD_NODENAME.log" 2>&1"""
-"""A log per node. Signals are ignored while Python starts; job repeats them until the workers handle them."""
+LINES_KEPT = 200
+"""Of what srun says."""
+END_SECONDS = 30.0
+"""How long srun may take to end after it was told to."""
+STEP_SHELL = """trap '' USR1 USR2 TERM INT HUP
+refuse() { echo "isobatch: $SLURMD_NODENAME does not see $1: $2" >&2; exit 2; }
+[ -d "$0" ] || refuse "the run's folder ${0%/slurm}" "choose an --out on a file system that all nodes share"
+command -v -- "$1" >/dev/null || refuse "the Python environment $1" "make it where all nodes see it, or name it in --setup"
+exec "$@"
+"""
+"""Signals are ignored while Python starts; the job repeats them until the workers handle them."""
+
+MEMORY = r"exceeded (?:job |step )?memory limit|oom[-_ ]?kill|Out Of Memory"
+NOT_STARTED = r"Task launch for \S+ failed on node (\S+?):"
+ENDED_BY_SIGNAL = r"srun: error: (\S+): tasks? \S+: (?!Exited|Terminated)(\w[\w ]+)"
+REFUSED = r"^isobatch: (\S+ does not see .+)$"
+NO_ANSWER = "Unable to contact slurm controller"
+"""What Slurm's commands say while slurmctld is away."""
+
+
+class Step:
+    """A running srun. What it says is printed, and its last lines are kept."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        self._lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self._relay = threading.Thread(target=self._print_lines, daemon=True)
+        self._relay.start()
+
+    def _print_lines(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            text = line.decode(errors="replace")
+            self._lines.append(text)
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """srun forwards SIGUSR1 to every process of the step; at SIGTERM and SIGINT it ends the step."""
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        """End a step whose srun waits for a node that is gone."""
+        self._process.terminate()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def said(self) -> str:
+        """The last lines of a step that has ended."""
+        self._process.wait()
+        self._relay.join(timeout=5)
+        return "".join(self._lines)
+
+
+def explain_end(said: str) -> Verdict | None:
+    """What ended a step, from what srun said; None where it does not say."""
+    if re.search(MEMORY, said, re.IGNORECASE):
+        return Verdict(FAILED, "the job's memory limit was exceeded", JobMemoryError.cause)
+    if refused := re.findall(REFUSED, said, re.MULTILINE):
+        return Verdict(WRONG_INPUT, refused[0])
+    if nodes := unreachable_nodes(said):
+        return Verdict(FAILED, f"Slurm cannot reach {', '.join(nodes)}", WorkerLostError.cause)
+    if killed := re.findall(ENDED_BY_SIGNAL, said):
+        node, how = killed[0]
+        return Verdict(FAILED, f"the launcher on {node} was ended by a signal ({how})", WorkerLostError.cause)
+    return None
+
+
+def unreachable_nodes(said: str) -> list[str]:
+    """The nodes on which srun could start nothing."""
+    return sorted(set(re.findall(NOT_STARTED, said)))
 
 
 def srun_command(
@@ -50,6 +132,8 @@ def srun_command(
         # A step does not inherit --cpus-per-task from sbatch.
         f"--cpus-per-task={allocation.cpus}",
         *([f"--gpus-per-node={allocation.gpus}"] if allocation.gpus else []),
+        # The step of a node that died holds the processors of the others until Slurm has cleaned up.
+        "--overlap",
         "--kill-on-bad-exit=1",
         "--unbuffered",
         # A job that was submitted with --export=NONE would hand that on to its steps.

@@ -36,14 +36,23 @@ SlurmdLogFile=$base/slurmd.%n.log
 SlurmdParameters=config_overrides
 ReturnToService=2
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_CPU_Memory
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0
 JobRequeue=1
 MailProg=$base/mail
 KillWait=20
+SlurmdTimeout=5
+BatchStartTimeout=30
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=task=1
+JobAcctGatherParams=OverMemoryKill
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$first CPUs=2 RealMemory=4000
 NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=$second CPUs=2 RealMemory=4000
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=grace Nodes=ALL MaxTime=01:00:00 State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 CONF
 }
 
@@ -61,7 +70,7 @@ up() {
   slurmd -N n1
   slurmd -N n2
   for _ in $(seq 60); do
-    [ "$(sinfo -h -N -o %t 2>/dev/null | grep -c idle)" = 2 ] && return
+    [ "$(sinfo -h -N -p debug -o %t 2>/dev/null | grep -c idle)" = 2 ] && return
     sleep 0.5
   done
   sinfo

@@ -28,4 +28,4 @@ def cluster(_up: Cluster) -> Iterator[Cluster]:
     _up.ask("scancel", "--full", "--user=root")
     _up.ask("scontrol", "update", "nodename=n[1-2]", "state=resume")
     wait_for(lambda: not _up.ask("squeue", "-h"), 40)
-    wait_for(lambda: _up.ask("sinfo", "-h", "-N", "-o", "%t").split() == ["idle", "idle"], 20)
+    wait_for(lambda: _up.ask("sinfo", "-h", "-N", "-p", "debug", "-o", "%t").split() == ["idle", "idle"], 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -70,6 +71,25 @@ class Cluster:
     def ask(self, *words: str) -> str:
         return command(list(words), self.folder, 30, **self.environment).stdout
 
+    def kill_node(self, name: str) -> None:
+        """As when its power fails: its daemon, its step daemons and all they started, at once."""
+        found = [p for p in psutil.process_iter() if _node_of(p) == name]
+        found += [p for p in {child.parent() for child in found} if p and p.name().startswith("slurmstepd")]
+        daemon = self.folder / f"slurmd.{name}.pid"
+        for process in [psutil.Process(int(daemon.read_text())), *found]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        daemon.unlink()
+
+    def start_node(self, name: str) -> None:
+        self.ask("slurmd", "-N", name)
+
+    def stop_controller(self) -> None:
+        os.kill(int((self.folder / "slurmctld.pid").read_text()), signal.SIGKILL)
+
+    def start_controller(self) -> None:
+        self.ask("slurmctld")
+
     def slurm(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         return launch("slurm", *words, cwd=cwd, timeout=240, **self.environment)
 
@@ -78,6 +98,13 @@ class Cluster:
         done = self.slurm(*flags, "--submit", cwd=cwd)
         assert done.returncode == 0, done.stderr
         return Job(self, done.stdout.strip(), cwd / "runs" / "r")
+
+
+def _node_of(process: psutil.Process) -> str:
+    """The node on which Slurm started a process; empty for others."""
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get("SLURMD_NODENAME", "")
+    return ""
 
 
 def ranks(run: Path) -> list[psutil.Process]:

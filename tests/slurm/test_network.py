@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from isobatch.core import atomic_files
 from isobatch.core.package import own_command
 from isobatch.launch.local.run_setup import open_run, store_plan
 from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slurm
 SLOWLY = ["qdisc", "add", "dev", "iso1", "root", "tbf", "rate", "1mbit", "burst", "8k", "latency", "1s"]
 NAMES = ("isobatch1", "isobatch2")
-SCONTROL = """#!/bin/sh
-case "$*" in
-  "show hostnames"*) printf 'n1\\nn2\\n' ;;
-  "show node n1") echo "NodeAddr=10.77.0.1" ;;
-  "show node n2") echo "NodeAddr=10.77.0.2" ;;
-esac
-"""
 
 
 def ip(*words: str) -> None:
@@ -69,14 +63,14 @@ def linked() -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Planned for two nodes, with a scontrol that knows their addresses."""
+    """Planned for two nodes, with the job's words to them."""
     words = ["slurm", "--task", f"{TASKS}:Line", "--cpu", "--nodes", "2", "--time", "5", "--name", "r"]
     done = launch(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "scontrol").write_text(SCONTROL)
-    (tmp_path / "bin" / "scontrol").chmod(0o755)
-    (tmp_path / "runs" / "r" / "slurm" / "meeting-1").mkdir(parents=True)
+    meeting = tmp_path / "runs" / "r" / "slurm" / "meeting-1"
+    meeting.mkdir(parents=True)
+    step = {"nodes": ["n1", "n2"], "addresses": ["10.77.0.1"], "job_port": 1}
+    atomic_files.write_json(meeting / "step.json", step)
     found = open_run(str(tmp_path / "runs" / "r"))
     store_plan(found, plan_for_nodes(found, 2, JobRequest.read(found)))
     return found.folder
@@ -84,8 +78,7 @@ def run(tmp_path: Path) -> Path:
 
 def start(run: Path, rank: int) -> subprocess.Popen[str]:
     """A node of the step, as srun would start it there."""
-    path = f"{run.parents[1] / 'bin'}:{os.environ['PATH']}"
-    step = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NODEID": str(rank), "PATH": path}
+    step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": f"n{rank + 1}"}
     return subprocess.Popen(
         ["ip", "netns", "exec", NAMES[rank], *own_command("node", str(run), "1")],
         env={**os.environ, **step},
