@@ -35,7 +35,7 @@ END_SECONDS = 30.0
 STEP_SHELL = """trap '' USR1 USR2 TERM INT HUP
 refuse() { echo "isobatch: $SLURMD_NODENAME does not see $1: $2" >&2; exit 2; }
 [ -d "$0" ] || refuse "the run's folder ${0%/slurm}" "choose an --out on a file system that all nodes share"
-command -v -- "$1" >/dev/null || refuse "the Python environment $1" "make it where all nodes see it, or name it in --setup"
+command -v -- "$1" >/dev/null || refuse "the Python environment $1" "make it where all nodes see it"
 exec "$@"
 """
 """Signals are ignored while Python starts; the job repeats them until the workers handle them."""

@@ -26,6 +26,7 @@ CredType=cred/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+TaskProlog=$base/prolog.sh
 SlurmUser=root
 SlurmctldPidFile=$base/slurmctld.pid
 SlurmdPidFile=$base/slurmd.%n.pid
@@ -65,7 +66,8 @@ up() {
     --log-file="$base/munge.log" --seed-file="$base/munge/seed"
   configure
   printf '#!/bin/sh\necho "$*" >>%q\n' "$base/mails" >"$base/mail"
-  chmod 755 "$base/mail"
+  printf '#!/bin/sh\ncat "%s/prolog.$SLURMD_NODENAME" 2>/dev/null || true\n' "$base" >"$base/prolog.sh"
+  chmod 755 "$base/mail" "$base/prolog.sh"
   slurmctld
   slurmd -N n1
   slurmd -N n2

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from isobatch.tests.integration.helpers import ROOT, command, launch, rows
+from isobatch.tests.integration.helpers import ROOT, command, launch, ledger, losses, rows, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SCRIPT = Path(__file__).with_name("cluster.sh")
+SAMPLES, BATCH = 64, 8
 TASKS = f"{ROOT}/tests/tasks/failing.py"
 
 
@@ -55,6 +56,16 @@ class Job:
         wait_for(lambda: self.shown("JobState") in over, seconds)
         assert self.shown("JobState") == "COMPLETED", self.said()
 
+    def output(self) -> str:
+        """What the job has printed, in all legs."""
+        path = self.run / "slurm" / f"{self.number}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def script(self) -> psutil.Process:
+        """The process that the job's script is."""
+        words = ["job", str(self.run)]
+        return next(p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-2:] == words)
+
     def said(self) -> str:
         logs = sorted((self.run / "slurm").glob("*.*"))
         return "".join(f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}\n" for p in logs)
@@ -85,10 +96,46 @@ class Cluster:
         self.ask("slurmd", "-N", name)
 
     def stop_controller(self) -> None:
-        os.kill(int((self.folder / "slurmctld.pid").read_text()), signal.SIGKILL)
+        pid = self.folder / "slurmctld.pid"
+        os.kill(int(pid.read_text()), signal.SIGTERM)
+        wait_for(lambda: not pid.exists(), 20)
 
     def start_controller(self) -> None:
         self.ask("slurmctld")
+        wait_for(lambda: "UP" in self.ask("scontrol", "ping"), 20)
+
+    @contextlib.contextmanager
+    def hidden(self, name: str, folder: Path) -> Iterator[None]:
+        """A node on which a folder is empty, for as long as this lasts."""
+        self._restart_node(
+            name, "unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(folder)
+        )
+        try:
+            yield
+        finally:
+            self._restart_node(name)
+
+    @contextlib.contextmanager
+    def clock_ahead(self, name: str, seconds: int) -> Iterator[None]:
+        """A node whose processes read a clock that is ahead, for as long as this lasts."""
+        prolog = self.folder / f"prolog.{name}"
+        clock = f"+{seconds}s"
+        preload = "/usr/$LIB/faketime/libfaketimeMT.so.1"
+        library = next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), preload)
+        prolog.write_text(
+            f"export FAKETIME={clock}\nexport FAKETIME_DONT_FAKE_MONOTONIC=1\nexport LD_PRELOAD={library}\n"
+        )
+        try:
+            yield
+        finally:
+            prolog.unlink()
+
+    def _restart_node(self, name: str, *under: str) -> None:
+        pid = self.folder / f"slurmd.{name}.pid"
+        os.kill(int(pid.read_text()), signal.SIGTERM)
+        wait_for(lambda: not pid.exists(), 20)
+        self.ask(*under, "slurmd", "-N", name)
+        wait_for(lambda: self.ask("sinfo", "-h", "-N", "-n", name, "-p", "debug", "-o", "%t") == "idle\n", 20)
 
     def slurm(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         return launch("slurm", *words, cwd=cwd, timeout=240, **self.environment)
@@ -107,6 +154,14 @@ def _node_of(process: psutil.Process) -> str:
     return ""
 
 
+def launchers(run: Path) -> dict[str, psutil.Process]:
+    """The launcher of each node that trains a run."""
+    found = [
+        p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-3:-1] == ["node", str(run)]
+    ]
+    return {_node_of(p): p for p in found}
+
+
 def ranks(run: Path) -> list[psutil.Process]:
     """The processes that train a run, without their launchers."""
     found = []
@@ -115,6 +170,24 @@ def ranks(run: Path) -> list[psutil.Process]:
         if str(run) in words and "torch.distributed.run" not in words and "train.py" in " ".join(words):
             found.append(process)
     return found
+
+
+def refuse_loss_or_repeat(run: Path, steps: int) -> None:
+    """By the ledger: every step once and in order, every sample once an epoch."""
+    kept = ledger(run)
+    assert [r["step"] for r in kept] == list(range(1, steps + 1))
+    assert len(losses(run)) == steps
+    for first in range(0, steps - SAMPLES // BATCH + 1, SAMPLES // BATCH):
+        epoch = [s for r in kept[first : first + SAMPLES // BATCH] for s in r["samples"]]
+        assert sorted(epoch) == list(range(SAMPLES))
+
+
+def refuse_wrong_end(job: Job, steps: int) -> None:
+    assert summary(job.run)["status"] == "done"
+    refuse_loss_or_repeat(job.run, steps)
+    checked = launch("verify", str(job.run), cwd=job.run)
+    assert checked.returncode == 0, checked.stderr + checked.stdout
+    assert not ranks(job.run), "no process outlives its job"
 
 
 def available() -> bool:

@@ -8,32 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.tests.integration.helpers import furthest, launch, ledger, losses, rows, summary
-from isobatch.tests.slurm.nodes import TASKS, Cluster, Job, ranks
+from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
+from isobatch.tests.slurm.nodes import TASKS, Cluster, Job, ranks, refuse_wrong_end
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.slurm
-SAMPLES, BATCH = 64, 8
-
-
-def refuse_loss_or_repeat(run: Path, steps: int) -> None:
-    """By the ledger: every step once and in order, every sample once an epoch."""
-    kept = ledger(run)
-    assert [r["step"] for r in kept] == list(range(1, steps + 1))
-    assert len(losses(run)) == steps
-    for first in range(0, steps - SAMPLES // BATCH + 1, SAMPLES // BATCH):
-        epoch = [s for r in kept[first : first + SAMPLES // BATCH] for s in r["samples"]]
-        assert sorted(epoch) == list(range(SAMPLES))
-
-
-def refuse_wrong_end(job: Job, steps: int) -> None:
-    assert summary(job.run)["status"] == "done"
-    refuse_loss_or_repeat(job.run, steps)
-    checked = launch("verify", str(job.run), cwd=job.run)
-    assert checked.returncode == 0, checked.stderr + checked.stdout
-    assert not ranks(job.run), "no process outlives its job"
 
 
 def test_two_nodes_learn_what_one_process_learns(cluster: Cluster, tmp_path: Path) -> None:

@@ -118,6 +118,25 @@ class HungryLater(Line):
         return super().loss(model, batch, step)
 
 
+held: list[Any] = []
+
+
+class Greedy(Slow):
+    """Takes 150 MB for every sample of a micro-batch, and keeps it until a larger one comes."""
+
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        held[:] = [np.ones(len(batch["x"]) * 150_000_000, dtype=np.uint8)]
+        return super().loss(model, batch, step)
+
+
+class Insatiable(Slow):
+    """Takes two gigabytes, whatever the micro-batch."""
+
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        held[:] = [np.ones(2_000_000_000, dtype=np.uint8)]
+        return super().loss(model, batch, step)
+
+
 class SlowHungry(Slow):
     """A step takes a twentieth of a second, and 20 MB for every sample."""
 
