@@ -114,4 +114,16 @@ def _why_silent(run: RunFolder) -> str:
         return _job_line(seen)
     if not seen.is_over:
         return f"{run.folder} has no log yet; -f waits for it"
+    if output := _job_output(seen):
+        return f"{run.folder} has no log; job {seen.job} said: {output}"
     return f"{run.folder} has no log: nobody trains it; `resume {run.folder}` does"
+
+
+def _job_output(seen: RunView) -> str:
+    """The last line that the run's job itself wrote; an array's tasks write beside the runs."""
+    folder = seen.run.folder.resolve()
+    paths = [folder / "slurm" / f"{seen.job}.out", *folder.parent.glob(f"slurm-*/{seen.job}.out")]
+    lines = [
+        line for path in paths if path.is_file() for line in path.read_text(errors="replace").split("\n")
+    ]
+    return printable(next((line for line in reversed(lines) if line.strip()), ""))

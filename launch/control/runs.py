@@ -51,8 +51,7 @@ def runs(words: Sequence[str]) -> int:
 
 
 def _line(row: dict[str, Any]) -> str:
-    total = "" if row["steps_total"] is None else f"/{row['steps_total']}"
-    steps = "-" if row["step"] is None else f"{row['step']}{total}"
+    steps = f"{row['step'] or 0}/{row['steps_total'] or '?'}"
     loss = row["metrics"].get("loss")
     return (
         f"{row['folder']:<42}  {row['state']:<12}{steps:>12} steps"

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
-from isobatch.engine.runs.slurm_queue import SlurmSilentError, job_statuses, run_slurm
+from isobatch.core.measures import printable
+from isobatch.engine.runs.slurm_queue import (
+    SQUEUE_SECONDS,
+    TIMEOUT_SECONDS,
+    SlurmSilentError,
+    job_statuses,
+    run_slurm,
+)
 from isobatch.launch.slurm.client import gpus_in, is_usable
 from isobatch.launch.slurm.submission import sbatch_script
 from isobatch.launch.slurm.submission.slurm_words import format_time_limit, parse_time_limit
@@ -48,7 +56,7 @@ NEVER_STARTS = {
     "BadConstraints": "no node has what --constraint asks for",
     "InvalidAccount": "--account is not valid",
     "InvalidQOS": "--qos is not valid",
-    "JobHeld.*": "it is held (scontrol release)",
+    "JobHeld.*": "it is held, until scontrol release",
     "DependencyNeverSatisfied": "the job of --after failed",
     "(Assoc|QOS)Max.*(PerJob|PerNode|WallDuration).*|QOSMin.*|MaxMemPerLimit": "it asks for more, or less,"
     " than your account or QOS allows one job",
@@ -83,14 +91,30 @@ class PartitionNode:
     """The partition's time limit; None where it has none."""
 
 
-def objection_to(script: JobScript) -> Objection | None:
+def check(script: JobScript, submit: bool) -> None:
+    """Ask Slurm whether it would start such a job, before anything is made. Raises UserError where `submit`
+    asks for one that it never would, or where it does not answer; without `submit` these are remarks.
+    """
+    try:
+        objection = objection_to(script, TIMEOUT_SECONDS if submit else SQUEUE_SECONDS)
+    except SlurmSilentError as error:
+        if submit:
+            raise UserError(f"--submit: {error}: nothing was submitted; try again later") from None
+        return
+    if objection is not None and submit and not objection.passes:
+        raise UserError(objection.text)
+    if objection is not None:
+        print(printable(objection.text), file=sys.stderr)
+
+
+def objection_to(script: JobScript, seconds: float = TIMEOUT_SECONDS) -> Objection | None:
     """Ask Slurm about a job, without submitting it; None where it may start, or where there is no Slurm.
 
-    Raises SlurmSilentError where Slurm does not answer.
+    `seconds`: how long Slurm may take. Raises SlurmSilentError where Slurm does not answer.
     """
     if shutil.which("sbatch") is None:
         return None
-    test = run_slurm("sbatch", "--test-only", text=sbatch_script.render(script))
+    test = run_slurm("sbatch", "--test-only", text=sbatch_script.render(script), seconds=seconds)
     if test.no_cluster:
         return None
     if test.silent:
@@ -212,8 +236,8 @@ def waiting_remark(jobs: Sequence[str]) -> str:
         for job, reason in waiting.items():
             if why := why_never(reason):
                 return (
-                    f"job {job} will not start by itself ({reason}): {why}; change it (scontrol update"
-                    f" JobId={job} ...), or cancel the run and submit it anew"
+                    f"job {job} will not start by itself ({reason}): {why}; scontrol can change it, or cancel"
+                    " the run and submit it anew"
                 )
         remark = next((f"job {job} waits: {reason}" for job, reason in waiting.items()), "")
         if statuses and not any(s.waits for s in statuses.values()):

@@ -20,7 +20,6 @@ from isobatch.engine.loading.prepare import CACHE, cache_folder
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.slurm_queue import (
     InAJobError,
-    SlurmSilentError,
     last_job_of,
     refuse_if_in_a_job,
 )
@@ -69,7 +68,8 @@ def slurm(words: Sequence[str]) -> int:
     draft_script = _script(dict.fromkeys(requests, draft), asked, options, in_array)
     sbatch_script.render(draft_script)
     _container(asked.recipe, draft.folder, options)
-    _check_acceptance(draft_script, options.submit)
+    acceptance.check(draft_script, options.submit)
+    _warn_of_unknown_jobs(options)
     for note in dict.fromkeys(note for request in requests.values() for note in request.notes):
         print(note, file=sys.stderr)
     runs = _runs_to_submit(requests, asked.run.name if in_array else None, in_array)
@@ -89,20 +89,14 @@ def slurm(words: Sequence[str]) -> int:
     return DONE
 
 
-def _check_acceptance(draft: sbatch_script.JobScript, submit: bool) -> None:
-    """Ask Slurm whether it would start such a job. With `submit` raises UserError where it never would, or
-    does not answer; else these are remarks.
-    """
-    try:
-        objection = acceptance.objection_to(draft)
-    except SlurmSilentError as error:
-        if submit:
-            raise UserError(f"--submit: {error}: nothing was submitted; try again later") from None
-        return
-    if objection is not None and submit and not objection.passes:
-        raise UserError(objection.text)
-    if objection is not None:
-        print(printable(objection.text), file=sys.stderr)
+def _warn_of_unknown_jobs(options: SlurmOptions) -> None:
+    if options.submit and options.after:
+        jobs = options.after.split(",")
+        if unknown := [job for job in jobs if not client.job_state(job)]:
+            print(
+                f"--after {', '.join(unknown)}: Slurm knows no such job, and will not wait for it",
+                file=sys.stderr,
+            )
 
 
 def _runs_to_submit(requests: dict[int, Request], family: str | None, in_array: bool) -> dict[int, RunFolder]:
@@ -192,11 +186,6 @@ def _extra_options(options: SlurmOptions) -> list[tuple[str, str]]:
         jobs = options.after.split(",")
         if any(not job.replace("_", "", 1).isdigit() for job in jobs):
             raise UserError(f"--after {options.after}: is not a job's number, or several with commas")
-        if options.submit and (unknown := [job for job in jobs if not client.job_state(job)]):
-            print(
-                f"--after {', '.join(unknown)}: Slurm knows no such job, and will not wait for it",
-                file=sys.stderr,
-            )
         # Without this Slurm keeps a job whose dependency failed in the queue for ever.
         extra_options += [("dependency", "afterok:" + ":".join(jobs)), ("kill-on-invalid-dep", "yes")]
     if options.mail:

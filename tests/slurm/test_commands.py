@@ -46,7 +46,7 @@ def test_what_the_cluster_would_not_start_is_refused(cluster: Cluster, tmp_path:
 
 
 def test_a_job_from_the_queue_to_its_cancellation(cluster: Cluster, tmp_path: Path) -> None:
-    flags = ["--nodes", "2", "--steps", "900", "--eval-every", "1000", "--sbatch", "--hold"]
+    flags = ["--steps", "900", "--eval-every", "1000", "--sbatch", "--hold"]
     job = cluster.submit("Slow", *flags, cwd=tmp_path)
     row = listed(job)
     waits = ("queued", "PENDING", "JobHeldUser", None, 900)
@@ -54,7 +54,7 @@ def test_a_job_from_the_queue_to_its_cancellation(cluster: Cluster, tmp_path: Pa
     ask = cluster.environment
     assert "PENDING (JobHeldUser)" in launch("logs", str(job.run), cwd=tmp_path, **ask).stderr
     again = [*flags[:-2], "--name", "r", "--ledger"]
-    for words in (["auto", "--task", f"{TASKS}:Slow", *again[2:]], ["resume", str(job.run)]):
+    for words in (["auto", "--task", f"{TASKS}:Slow", *again], ["resume", str(job.run)]):
         refused = launch(*words, cwd=tmp_path, **ask)
         assert refused.returncode == 2
         assert f"is in job {job.number} already (PENDING (JobHeldUser)): isobatch cancel" in refused.stderr

@@ -202,6 +202,9 @@ def test_logs_are_the_runs_or_a_nodes(tmp_path: Path, slurm: Slurm, say: Say) ->
     run = make_run(tmp_path / "r")
     slurm(squeue=queued("7", "PENDING", "Priority"))
     assert say(logs.logs, str(run.folder)) == (0, "", f"{run.folder}: job 7 is PENDING (Priority)\n")
+    slurm(squeue=FORGOTTEN)
+    (run.folder / "slurm" / "7.out").write_text("first\nn2 does not see /data\n\n")
+    assert say(logs.logs, str(run.folder))[2].endswith("has no log; job 7 said: n2 does not see /data\n")
     with pytest.raises(
         UserError, match=r"--node n1: .* has no log of that node; no node has written one yet"
     ):
