@@ -138,7 +138,8 @@ def job_statuses(jobs: Sequence[str]) -> dict[str, JobStatus]:
 
 
 def _status(state: str, restarts: str, reason: str = "") -> JobStatus:
-    said = "" if reason.strip() == "None" else reason.strip()
+    # Why a job waited stays with one that was cancelled.
+    said = "" if reason.strip() == "None" or state in ("CANCELLED", "COMPLETED") else reason.strip()
     return JobStatus(state, said, int(restarts) if restarts.isdigit() else 0)
 
 

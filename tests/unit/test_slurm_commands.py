@@ -140,6 +140,7 @@ def test_all_jobs_are_asked_for_at_once(tmp_path: Path, slurm: Slurm) -> None:
         (queued("7", "FAILED", "NonZeroExitCode"), "stopped", "stopped", "job 7 FAILED (NonZeroExitCode)"),
         (queued("7", "OUT_OF_MEMORY", "OutOfMemory"), "", "unfinished", "OUT_OF_MEMORY (OutOfMemory)"),
         (queued("7", "NODE_FAIL", "NodeDown"), "", "unfinished", "job 7 NODE_FAIL (NodeDown)"),
+        (queued("7", "CANCELLED", "Resources"), "", "unfinished", "job 7 CANCELLED\n"),
         (FORGOTTEN, "stopped", "stopped", "job 7"),
         (FORGOTTEN, "failed", "failed", "it is NaN"),
         (FORGOTTEN, "done", "done", "5/300 steps"),
