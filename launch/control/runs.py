@@ -57,9 +57,25 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['folder']:<42}  {row['state']:<12}{steps:>12} steps"
         + (f"  loss {loss:.4f}" if isinstance(loss, float | int) else "")
         + ("" if row["seconds_left"] is None else f"  ETA {format_duration(row['seconds_left'])}")
-        + (f"  job {row['job']} {row['job_shown']}".rstrip() if row["job"] else "")
+        + _job_text(row)
         + (f"  {row['reason']}" if row["state"] == "failed" and row["reason"] else "")
     )
+
+
+def _reason(state: str, status: JobStatus | None, summary: dict[str, Any]) -> str:
+    """Why a run is in this state: Slurm's word where a job waits or was ended, else the run's own."""
+    if state in ("queued", "unfinished"):
+        return status.reason if status else ""
+    return str(summary.get("reason", "")) if state in ("failed", "stopped") else ""
+
+
+def _job_text(row: dict[str, Any]) -> str:
+    if not row["job"]:
+        return ""
+    if row["job_state"] is None:
+        return f"  job {row['job']} (Slurm does not answer)"
+    status = JobStatus(row["job_state"], row["job_reason"], (row["leg"] or 1) - 1)
+    return f"  job {row['job']} {status}".rstrip()
 
 
 def _job_or_none(run: RunFolder) -> str:
@@ -86,7 +102,7 @@ def _row_or_unreadable(run: RunFolder, job: str, statuses: dict[str, JobStatus] 
         print(printable(f"isobatch: {error}"), file=sys.stderr)
         nothing = dict.fromkeys(("task", "steps", "step", "steps_total", "seconds_left"))
         unreadable = {"status": "unreadable", "state": "unreadable", "reason": str(error)}
-        job_fields = {"job": "", "job_state": "", "job_shown": ""}
+        job_fields = {"job": "", "job_state": "", "job_reason": "", "leg": None}
         return {"folder": str(run.folder), **nothing, **unreadable, "metrics": {}, **job_fields}
 
 
@@ -96,13 +112,13 @@ def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dic
     status = (statuses or {}).get(job)
     found = run_progress(run)
     state = run_state(run, found, status)
-    silent = "(Slurm does not answer)" if job and statuses is None else ""
+    silent = job and statuses is None
     return {
         "folder": str(run.folder),
         "task": run.recipe.task,
         "status": run.status(),
         "state": state,
-        "reason": (status.reason if status and state == "queued" else "") or summary.get("reason", ""),
+        "reason": _reason(state, status, summary),
         "steps": summary.get("steps"),
         "step": found.step,
         "steps_total": found.total,
@@ -110,5 +126,6 @@ def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dic
         "metrics": metrics if isinstance(metrics, dict) else {},
         "job": job,
         "job_state": None if silent else status.state if status else "",
-        "job_shown": silent or (str(status) if status else ""),
+        "job_reason": status.reason if status else "",
+        "leg": status.restarts + 1 if status else None,
     }

@@ -76,7 +76,8 @@ def test_a_job_from_the_queue_to_its_cancellation(cluster: Cluster, tmp_path: Pa
     assert f"saved at step {listed(job)['step']}; `resume" in done.stdout
     assert "train 1/900" in followed.communicate(timeout=30)[0]
     assert followed.returncode == 75
-    assert listed(job)["state"] == "stopped"
+    row = listed(job)
+    assert (row["state"], row["job_state"], row["leg"]) == ("stopped", "CANCELLED", 1)
     assert launch("cancel", str(job.run), cwd=tmp_path, **ask).stdout.endswith("nothing to cancel\n")
 
 

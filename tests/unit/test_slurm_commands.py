@@ -22,7 +22,7 @@ from isobatch.engine.runs.slurm_queue import JobStatus, refuse_if_in_a_job
 from isobatch.launch.commands.auto import resume
 from isobatch.launch.control import cancel, logs
 from isobatch.launch.control.runs import runs
-from isobatch.launch.local import launch_run
+from isobatch.launch.local import launch_run, run_setup, worker
 from isobatch.launch.local.arguments import parse_request
 from isobatch.tests.unit.fake_slurm import AWAY, FORGOTTEN, NO_CLUSTER, Say, Slurm, queued
 
@@ -116,7 +116,13 @@ def test_nobody_trains_here_what_a_job_will_train(
     monkeypatch.setattr(launch_run, "prepare_facts", lambda _: FACTS)
     monkeypatch.setattr(launch_run, "find_run", lambda *_: run)
     request = parse_request(["--task", "causal-lm"], "auto")
-    for train in (lambda: launch_run.find_or_train(request), lambda: resume([str(run.folder)])):
+    monkeypatch.setattr(run_setup, "prepare_facts", lambda _: FACTS)
+    monkeypatch.setattr(run_setup, "find_run", lambda *_: run)
+    for train in (
+        lambda: launch_run.find_or_train(request),
+        lambda: resume([str(run.folder)]),
+        lambda: worker.main(["--task", "causal-lm"]),  # under accelerate launch
+    ):
         with pytest.raises(UserError, match=r"in job 7 already \(PENDING\): isobatch cancel .*/r first"):
             train()
 
