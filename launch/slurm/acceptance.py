@@ -6,6 +6,7 @@ words; sinfo tells which. Where EnforcePartLimits is off it accepts what will wa
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import sys
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 WATCH_SECONDS, WATCH_EVERY_SECONDS = 1.5, 0.3
 """How long after its submission a job's reason is looked for."""
+SHORT_OPTIONS = {"partition": "-p", "account": "-A", "qos": "-q", "constraint": "-C"}
 NODE_FORMAT = "%N|%R|%P|%c|%m|%G|%T|%l|%a"
 FLAGS_OF_ERRORS = {
     "Invalid partition": "partition",
@@ -203,8 +205,18 @@ def _asked(script: JobScript, name: str) -> str:
         "gpus-per-node": str(script.gpus),
         **dict(script.extra_options),
     }
-    given = [word.partition("=")[2] for word in script.raw_options if word.startswith(f"--{name}=")]
-    return own.get(name) or (given[-1] if given else "")
+    return own.get(name) or _in_raw_options(script.raw_options, name)
+
+
+def _in_raw_options(words: Sequence[str], name: str) -> str:
+    """The value of --name=VALUE, --name VALUE, -n VALUE or -nVALUE; empty without one."""
+    short = SHORT_OPTIONS.get(name, "--" + name)
+    for word, following in itertools.pairwise([*words, ""]):
+        if word in (f"--{name}", short):
+            return following
+        if word.startswith((f"--{name}=", short)):
+            return word.removeprefix(f"--{name}=") if word.startswith("--") else word[2:]
+    return ""
 
 
 def _hint(flag: str) -> str:

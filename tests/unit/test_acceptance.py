@@ -50,6 +50,8 @@ def job_script(**changes: object) -> JobScript:
         ({"extra_options": (("qos", "no"),)}, "Invalid qos specification", "--qos no: Invalid qos spec"),
         ({}, "Invalid account or account/partition combination specified", "--account: Invalid account or"),
         ({"raw_options": ("--account=me",)}, "Invalid account or account/partition", "--account me: Invalid"),
+        ({"raw_options": ("-Anobody",)}, "Invalid account or account/partition", "--account nobody: Invalid"),
+        ({"raw_options": ("-q", "no", "-H")}, "Invalid qos specification", "--qos no: Invalid qos"),
         ({}, UNAVAILABLE, f"Slurm refuses the job: {UNAVAILABLE}"),
     ],
 )
