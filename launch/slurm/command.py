@@ -74,6 +74,8 @@ def slurm(words: Sequence[str]) -> int:
         print(note, file=sys.stderr)
     runs = _runs_to_submit(requests, asked.run.name if in_array else None, in_array)
     if not runs:
+        if options.json:
+            print(atomic_files.json_text({"job": None, "script": None, "path": None, "runs": []}))
         return DONE
     script = _script(runs, asked, options, in_array)
     text = sbatch_script.render(script)

@@ -50,6 +50,18 @@ def test_nodes_that_cannot(state: str) -> None:
         (["--cpu", "--time", "5", "--array", "9-1"], "--array 9-1"),
         (["--cpu", "--time", "5", "--seed", "1", "--array", "0-1"], "--seed"),
         (["--cpu", "--time", "5", "--partiton", "x"], "(did you mean --partition?)"),
+        (["--cpu", "--time", "5", "--srun", "--nodes=3"], "--srun --nodes=3"),
+        (["--cpu", "--time", "5", "--sbatch", "--exclusive : -N2"], "a heterogeneous job"),
+        (["--cpu", "--time", "5", "--mpi", "a b"], "--mpi a b"),
+        (["--cpu", "--time", "5", "--mail", "me"], "--mail me: is not an address"),
+        (["--cpu", "--time", "5", "--signal", "TERM"], "--signal TERM: is not one of USR1, USR2, HUP"),
+        (["--cpu", "--time", "5", "--max-legs", "0"], "--max-legs 0"),
+        (["--cpu", "--time", "5", "--container", "./no.sif"], "--container ./no.sif: there is no such file"),
+        (["--cpu", "--time", "5", "--container-python", "python"], "says nothing without --container"),
+        (["--cpu", "--time", "5", "--parallel", "2"], "--parallel 2: limits the runs of an array"),
+        (["--cpu", "--time", "5", "--lr", "1e-3,x"], "--lr x: is not a number"),
+        (["--cpu", "--time", "5", "--seed", "1-2", "--array", "0-1"], "--seed"),
+        (["--cpu", "--time", "5", "--workers", "1,2"], "--workers 1,2: is not an integer"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_made(

@@ -120,6 +120,8 @@ def validated(request: Request, options: SlurmOptions) -> Request:
         raise UserError(f"--mail {options.mail}: is not an address")
     if not re.fullmatch(r"\w+", options.mpi):
         raise UserError(f"--mpi {options.mpi}: is not a type that `srun --mpi=list` shows")
+    if options.container is None and options.container_python != "python3":
+        raise UserError(f"--container-python {options.container_python}: says nothing without --container")
     step_words(options)
     return (
         dataclasses.replace(request, plan=dataclasses.replace(request.plan, device="cpu")) if cpu else request
