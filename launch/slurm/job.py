@@ -27,7 +27,7 @@ from isobatch.launch.local import restarts
 from isobatch.launch.local.run_setup import locate_data, store_plan
 from isobatch.launch.slurm import client, job_record, rendezvous, time_limit
 from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
-from isobatch.launch.slurm.requeue import furthest_checkpoint, requeue_or_stop
+from isobatch.launch.slurm.requeue import furthest_checkpoint, requeue_or_stop, was_preempted
 from isobatch.launch.slurm.step import (
     NO_ANSWER,
     Step,
@@ -66,21 +66,14 @@ def job(words: Sequence[str]) -> int:
         refuse_if_in_a_job(run, allocation.job)
         with run.lock("launch"):
             restarts.wait_for_orphans(run)
-            job_record.update(run, job=allocation.job)
+            job_record.update(run, job=allocation.job, cancel=None)
             steps = StepRunner(run, allocation, request, stop)
-            _say_start(run, allocation, steps.nodes)
             verdict = restarts.train_with_restarts(run, steps)
         if verdict.code == STOPPED:
             requeue_or_stop(run, allocation, stop.reason, request.max_legs, steps.clock.left)
         elif verdict.code != DONE:
             print(f"failed: {verdict.reason}", flush=True)
         return verdict.code
-
-
-def _say_start(run: RunFolder, allocation: client.Allocation, nodes: Sequence[str]) -> None:
-    saved = furthest_checkpoint(run)
-    where = f"from step {saved[1]}" if saved else "from the beginning"
-    print(f"job {allocation.job}, leg {allocation.restarts + 1}: {', '.join(nodes)}, {where}", flush=True)
 
 
 class JobStop:
@@ -170,11 +163,18 @@ class StepRunner:
         folder.mkdir(parents=True)
         try:
             rendezvous.announce(folder, self.nodes, self._listener.getsockname()[1])
-            step = Step(srun_command(run, self.nodes, self.allocation, self.request, nonce))
+            command = srun_command(run, self.nodes, self.allocation, self.request, nonce)
+            step = Step(command, self._heading(run))
             self._watch(run, step, nonce)
             return self._verdict(run, nonce, step.said()), step.said()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _heading(self, run: RunFolder) -> str:
+        saved = furthest_checkpoint(run)
+        where = f"from step {saved[1]}" if saved else "from the beginning"
+        leg = self.allocation.restarts + 1
+        return f"job {self.allocation.job}, leg {leg}: {', '.join(self.nodes)}, {where}"
 
     def _watch(self, run: RunFolder, step: Step, nonce: str) -> None:
         """Wait for the end of the step; repeat a stop until it ends: srun may not be ready for the first."""
@@ -202,14 +202,21 @@ class StepRunner:
         if self.stop.reason:
             rendezvous.wait_for(lambda: run.read_exit(nonce) is not None, VERDICT_WAIT_SECONDS)
         verdict = run.read_exit(nonce)
-        if verdict and verdict.code in (DONE, STOPPED):
+        if verdict and verdict.code == DONE:
             return verdict
-        if self.stop.reason:
+        if self.stop.reason or self._is_ended_by_slurm():
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
-        if (verdict is None or verdict.cause == WorkerLostError.cause) and (why := self._loss(said)):
+        # Where a launcher is lost, srun asks the others to stop.
+        is_lost = verdict is None or verdict.cause == WorkerLostError.cause or verdict.code == STOPPED
+        if is_lost and (why := self._loss(said)):
             return why
         atomic_files.write_text(run.folder / "launcher.log", node_logs(run, self.nodes))
         return verdict
+
+    def _is_ended_by_slurm(self) -> bool:
+        """Whether Slurm, or somebody through it, stops the job: it is preempted, requeued or cancelled."""
+        shown = client.show_job(self.allocation.job)
+        return was_preempted(shown) or shown.get("JobState", "RUNNING") != "RUNNING"
 
     def _loss(self, said: str) -> Verdict | None:
         """What Slurm knows about the end of a step in which a process was lost."""

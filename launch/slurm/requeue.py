@@ -39,10 +39,6 @@ class Leg:
     """What Slurm shows of the job; empty where it does not answer."""
 
     @property
-    def was_preempted(self) -> bool:
-        return self.job.get("PreemptTime", "None") not in ("None", "Unknown")
-
-    @property
     def is_requeued_by_slurm(self) -> bool:
         """Its number of restarts counts up at once; its state is COMPLETING, as after any end."""
         return int(self.job.get("Restarts", 0)) >= self.number
@@ -54,7 +50,7 @@ class Leg:
             return "Slurm does so itself"
         if state and state not in REQUEUEABLE_STATES:
             return "the job was cancelled" if state in ("CANCELLED", "COMPLETING") else f"the job is {state}"
-        if self.reason not in ("limit", "term") and not self.was_preempted:
+        if self.reason not in ("limit", "term") and not was_preempted(self.job):
             return "a signal asked for a stop, not the time limit"
         if self.max_legs and self.number >= self.max_legs:
             return f"this was leg {self.number} of --max-legs {self.max_legs}"
@@ -63,6 +59,11 @@ class Leg:
                 "no checkpoint was added since the last start: a longer --time gives it the time to reach one"
             )
         return ""
+
+
+def was_preempted(job: dict[str, str]) -> bool:
+    """Whether Slurm, by what it shows of a job, took its nodes for another, at once or after a grace time."""
+    return job.get("PreemptTime", "None") not in ("None", "Unknown")
 
 
 def requeue_or_stop(
@@ -92,7 +93,7 @@ def requeue_or_stop(
         print(f"stopped at step {step} and not requeued: {why_not}", flush=True)
         return
     job_record.update(run, requeued_at=now)
-    print(f"{'preempted: ' * leg.was_preempted}requeueing at step {step} (leg {leg.number})", flush=True)
+    print(f"{'preempted: ' * was_preempted(leg.job)}requeueing at step {step} (leg {leg.number})", flush=True)
     if problem := requeue(allocation.job, seconds_left):
         print(f"Slurm does not requeue the job: {problem}", flush=True)
 

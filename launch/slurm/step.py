@@ -44,14 +44,19 @@ MEMORY = r"exceeded (?:job |step )?memory limit|oom[-_ ]?kill|Out Of Memory"
 NOT_STARTED = r"Task launch for \S+ failed on node (\S+?):"
 ENDED_BY_SIGNAL = r"srun: error: (\S+): tasks? \S+: (?!Exited|Terminated)(\w[\w ]+)"
 REFUSED = r"^isobatch: (\S+ does not see .+)$"
+SLURMS_OWN = ("srun:", "slurmstepd")
 NO_ANSWER = "Unable to contact slurm controller"
 """What Slurm's commands say while slurmctld is away."""
 
 
 class Step:
-    """A running srun. What it says is printed, and its last lines are kept."""
+    """A running srun. What its nodes say is printed below `heading`, and its last lines are kept.
 
-    def __init__(self, command: Sequence[str]) -> None:
+    What Slurm itself says comes after: the first line is to tell what is wrong.
+    """
+
+    def __init__(self, command: Sequence[str], heading: str) -> None:
+        self._heading = heading
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._relay = threading.Thread(target=self._print_lines, daemon=True)
@@ -59,11 +64,17 @@ class Step:
 
     def _print_lines(self) -> None:
         assert self._process.stderr is not None
+        noise: list[str] = []
         for line in self._process.stderr:
             text = line.decode(errors="replace")
             self._lines.append(text)
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            if text.startswith(SLURMS_OWN):
+                noise.append(text)
+                continue
+            if self._heading and not re.match(REFUSED, text):
+                text, self._heading = f"{self._heading}\n{text}", ""
+            _print(text)
+        _print("".join(noise[-LINES_KEPT:]))
 
     @property
     def runs(self) -> bool:
@@ -86,6 +97,11 @@ class Step:
         self._process.wait()
         self._relay.join(timeout=5)
         return "".join(self._lines)
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def explain_end(said: str) -> Verdict | None:
