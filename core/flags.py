@@ -256,7 +256,7 @@ def _convert_union(arguments: tuple[Any, ...], value: Any) -> Any:
 
 def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:
     for choice in choices:
-        if str(value).lower() == str(choice):
+        if str(value).lower() == str(choice).lower():
             return choice
     # People also write `--compile` and `--no-compile` where a switch has more than two positions.
     switch = {"true": "on", "false": "off"}.get(str(value).lower())

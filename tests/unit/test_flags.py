@@ -39,6 +39,7 @@ class Sample(Base):
     text: str = "x"
     maybe: str | None = None
     choice: Literal["auto", "on", "off"] = "auto"
+    capitals: Literal["USR1", "HUP"] = "USR1"
     bits: Literal[16, 8] = 16
     several: tuple[Positive, ...] | None = None
     interval: Interval = Interval(1, "steps")
@@ -72,6 +73,8 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("maybe", None, None),
     ("maybe", 'it\'s "ünï" 日本', 'it\'s "ünï" 日本'),
     ("choice", "ON", "on"),
+    ("capitals", "HUP", "HUP"),
+    ("capitals", "hup", "HUP"),
     ("choice", "True", "on"),
     ("choice", "false", "off"),
     ("bits", "8", 8),
