@@ -161,6 +161,7 @@ def test_types_are_described_in_words() -> None:
         "text": "text",
         "maybe": "text",
         "choice": "auto|on|off",
+        "capitals": "USR1|HUP",
         "bits": "16|8",
         "several": "integer, at least 1 (or several: a,b)",
         "interval": "interval",
