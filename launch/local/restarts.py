@@ -42,9 +42,7 @@ def train_with_restarts(run: RunFolder, attempt: Attempt) -> Verdict:
     while True:
         verdict = _verdict_of(run, attempt(run), run.folder / "launcher.log")
         if verdict.cause == JobMemoryError.cause and reduced:
-            return _fail(
-                run, f"{verdict.reason} with smaller micro-batches, too: give the job more with --mem"
-            )
+            return _fail(run, f"{verdict.reason}, with smaller micro-batches, too: ask for more with --mem")
         if verdict.cause in (OutOfMemoryError.cause, JobMemoryError.cause):
             reduced = True
             try:
