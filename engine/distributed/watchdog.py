@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_AFTER_SIGNAL_SECONDS = 30.0
 """The timeout after a stop signal: then a process without progress waits for one that has exited."""
+SUSPENDED_SECONDS = 5.0
+"""A thread that wakes so much later than it asked for was suspended with its process: no rank stood still."""
 WAITING_RANK_DELAY_SECONDS = 2.0
 """Ranks blocked in a collective wait this much longer, so that the rank causing the stall reports first."""
 
@@ -63,7 +65,11 @@ class Watchdog:
         self._stopped.set()
 
     def _run(self) -> None:
+        looked = time.monotonic()
         while not self._stopped.wait(self._period):
+            since, looked = time.monotonic() - looked, time.monotonic()
+            if since > self._period + SUSPENDED_SECONDS:
+                self.world.moved_at = looked
             if os.getppid() != self._parent and self.world.size > 1:
                 self.stop.request("the launcher that started it is gone")
             self._publish_position()

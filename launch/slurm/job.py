@@ -46,6 +46,8 @@ EARLY_SIGNAL_SECONDS = 65.0
 """Slurm may send its signal this much earlier than --signal asks."""
 VERDICT_WAIT_SECONDS = 25.0
 """How long to wait for exit.json after srun, which may end before its tasks where Slurm ends the job."""
+MEASURE_SECONDS = 10.0
+"""Between two looks at how long a stop of this run takes."""
 LINGER_SECONDS = 60.0
 """How long srun may go on after a verdict: it waits for a node that died until Slurm has noticed."""
 NO_ANSWER_PAUSE_SECONDS = 10.0
@@ -115,6 +117,7 @@ class StepRunner:
     ) -> None:
         self.allocation, self.request, self.stop = allocation, request, stop
         self.clock = time_limit.LegClock(lambda: client.seconds_left(allocation.job), request.seconds)
+        self._seconds_to_stop = self._measure_again = 0.0
         self.unreachable: set[str] = set()
         """Nodes on which srun could start nothing; Slurm may not have noticed yet."""
         self._listener = socket.create_server(("", 0))
@@ -193,9 +196,12 @@ class StepRunner:
             time.sleep(0.5)
 
     def _stop_where_it_is_time(self, run: RunFolder) -> None:
-        limit = math.inf if self.clock.limit is None else self.clock.limit
-        measured = min(time_limit.seconds_to_stop(run) or 0, limit / 2)
-        if should_save_now(self.clock.left(), self.stop.warned, self.request.lead, measured):
+        now = time.monotonic()
+        if now >= self._measure_again:
+            self._measure_again = now + MEASURE_SECONDS
+            limit = math.inf if self.clock.limit is None else self.clock.limit
+            self._seconds_to_stop = min(time_limit.seconds_to_stop(run) or 0.0, limit / 2)
+        if should_save_now(self.clock.left(), self.stop.warned, self.request.lead, self._seconds_to_stop):
             self.stop.request("limit")
 
     def _verdict(self, run: RunFolder, nonce: str, said: str) -> Verdict | None:

@@ -68,6 +68,26 @@ def test_the_stuck_rank_is_named_whatever_the_clocks_say(monkeypatch: pytest.Mon
     assert "rank 2 is at step 2, in " in reason
 
 
+@pytest.mark.parametrize(("waits", "ends"), [([1.0, 600.0, 1.0, 1.0], 0), ([1.0] * 12, 1)])
+def test_a_suspension_is_no_standstill(
+    waits: list[float], ends: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm may suspend a job for an hour: then all threads slept, and none stood still."""
+    clocks, dog, ended = Clocks(monkeypatch), watch(0, Store()), []
+    passing = iter(waits)
+
+    def wait(_: float) -> bool:
+        seconds = next(passing, 0.0)
+        clocks.seconds += seconds
+        return not seconds
+
+    dog.end = lambda reason: ended.append(reason) or setattr(dog.world, "moved_at", clocks.seconds)
+    dog._stopped = SimpleNamespace(wait=wait, is_set=lambda: False)  # noqa: SLF001
+    monkeypatch.setattr("faulthandler.dump_traceback", lambda *_, **__: None)
+    dog._run()  # noqa: SLF001
+    assert len(ended) == ends
+
+
 def test_ranks_that_all_wait_blame_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     Clocks(monkeypatch)
     store = Store()
