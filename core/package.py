@@ -11,6 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN_SCRIPT = ROOT / "launch" / "train.py"
 """The script that accelerate and torchrun start in every process."""
 
+TORCHRUN_SCRIPT = ROOT / "launch" / "torchrun.py"
+"""The script that starts the workers of a Slurm node."""
+
 LOOPBACK_SCRIPT = ROOT / "launch" / "loopback.py"
 """The script that starts launchers of one machine's processes."""
 

@@ -22,15 +22,13 @@ from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping, Sequence
+    from collections.abc import Sequence
 
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.launch.local.arguments import Request
 
 RANK_0_REPORTS_FIRST_SECONDS = 3
-NODE_RANK = "ISOBATCH_NODE_RANK"
-"""Environment variable with the number of this machine in its world, where a launcher has its own order."""
 
 
 def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> int:
@@ -133,7 +131,6 @@ def _quiet_libraries(options: RunOptions) -> None:
 
 def main(words: Sequence[str]) -> int:
     """`--run FOLDER` from `auto`, `--redo FOLDER` from `verify`, or a task's flags under a launcher."""
-    _number_by_node(os.environ)
     if list(words[:1]) == ["--redo"] and len(words) == 2:
         from isobatch.launch.local.redo_steps import redo_task_file
 
@@ -144,13 +141,6 @@ def main(words: Sequence[str]) -> int:
         run = open_run(words[1])
         return train_run(run, run.options())
     return _train_from_flags(words)
-
-
-def _number_by_node(environment: MutableMapping[str, str]) -> None:
-    """Number the ranks by their nodes: rank 0 belongs on the first, beside the job's script."""
-    if node := environment.get(NODE_RANK):
-        local, size = environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]
-        environment["RANK"] = str(int(node) * int(size) + int(local))
 
 
 def _train_from_flags(words: Sequence[str]) -> int:

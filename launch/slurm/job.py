@@ -212,10 +212,13 @@ class StepRunner:
             return verdict
         if self.stop.reason or self._is_ended_by_slurm():
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
-        # Where a launcher is lost, srun asks the others to stop.
-        is_lost = verdict is None or verdict.cause == WorkerLostError.cause or verdict.code == STOPPED
+        is_stopped = verdict is not None and verdict.code == STOPPED
+        is_lost = verdict is None or is_stopped or verdict.cause == WorkerLostError.cause
         if is_lost and (why := self._loss(said)):
             return why
+        if is_stopped:
+            # srun where it loses a launcher; Slurm, which repeats the signals that a lost node has missed.
+            return Verdict(FAILED, "a signal stopped the step, and not the job", WorkerLostError.cause)
         atomic_files.write_text(run.folder / "launcher.log", node_logs(run, self.nodes))
         return verdict
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
-from isobatch.core.package import LOOPBACK_SCRIPT, TRAIN_SCRIPT
+from isobatch.core.package import TORCHRUN_SCRIPT, TRAIN_SCRIPT
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import relay_output
-from isobatch.launch.local.worker import NODE_RANK
 from isobatch.launch.slurm import client
 from isobatch.launch.slurm.rendezvous import (
     StepNode,
@@ -64,9 +63,9 @@ def _train(run: RunFolder, nonce: str, this_node: StepNode, stop: StopFlag) -> i
         rendezvous(this_node, run.folder, nonce, data) as (host, port),
         (run.folder / "slurm" / f"node-{this_node.name}.log").open("ab", buffering=0) as log,
     ):
-        local = local_address(host, port)
-        command = _torchrun_command(run.plan, this_node, host, port, local, nonce, run.folder)
-        return _run_torchrun(command, _environment(run.plan, this_node, local), log, stop)
+        command = _torchrun_command(run.plan, this_node, host, port, nonce, run.folder)
+        environment = _environment(run.plan, local_address(host, port), len(this_node.nodes) == 1)
+        return _run_torchrun(command, environment, log, stop)
 
 
 def _requeue_if_orphaned(this_node: StepNode) -> None:
@@ -85,21 +84,18 @@ def _requeue_if_orphaned(this_node: StepNode) -> None:
 
 
 def _torchrun_command(
-    plan: Plan, this_node: StepNode, host: str, port: int, local: str, nonce: str, folder: Path
+    plan: Plan, this_node: StepNode, host: str, port: int, nonce: str, folder: Path
 ) -> list[str]:
     """The torchrun command. accelerate would probe the port and find it in use, by our own rendezvous."""
-    alone = len(this_node.nodes) == 1
     return [
-        sys.executable,
-        *(["-P", str(LOOPBACK_SCRIPT)] if alone else ["-m"]),
-        "torch.distributed.run",
+        *(sys.executable, "-P", str(TORCHRUN_SCRIPT)),
         f"--nnodes={len(this_node.nodes)}",
+        f"--node-rank={this_node.rank}",
         f"--nproc-per-node={plan.processes // len(this_node.nodes)}",
-        "--rdzv-backend=c10d",
+        "--rdzv-backend=static",
         f"--rdzv-endpoint={host}:{port}",
         f"--rdzv-id={nonce}",
-        f"--rdzv-conf=is_host=0,join_timeout={JOIN_SECONDS}",
-        *([] if is_loopback(local) and not alone else [f"--local-addr={local}"]),
+        f"--rdzv-conf=timeout={JOIN_SECONDS}",
         "--",  # else torchrun takes --run for an abbreviation of two of its own flags
         str(TRAIN_SCRIPT),
         "--run",
@@ -107,15 +103,12 @@ def _torchrun_command(
     ]
 
 
-def _environment(plan: Plan, this_node: StepNode, local: str) -> dict[str, str]:
-    alone = len(this_node.nodes) == 1
+def _environment(plan: Plan, local: str, alone: bool) -> dict[str, str]:
     # Gloo would listen at the address of the host name, which may be a loopback.
     interface = {} if is_loopback(local) and not alone else {"GLOO_SOCKET_IFNAME": _interface(local)}
     return {
         **interface,
         **os.environ,
-        # torchrun numbers its nodes by their addresses.
-        NODE_RANK: str(this_node.rank),
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
         "PET_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
         # Slurm signals every process of a step; at any of these torchrun would end its workers.

@@ -84,13 +84,19 @@ class Cluster:
 
     def kill_node(self, name: str) -> None:
         """As when its power fails: its daemon, its step daemons and all they started, at once."""
-        found = [p for p in psutil.process_iter() if _node_of(p) == name]
+        found = [p for p in psutil.process_iter() if self._has(p) and _node_of(p) == name]
         found += [p for p in {child.parent() for child in found} if p and p.name().startswith("slurmstepd")]
         daemon = self.folder / f"slurmd.{name}.pid"
         for process in [psutil.Process(int(daemon.read_text())), *found]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         daemon.unlink()
+
+    def _has(self, process: psutil.Process) -> bool:
+        """Whether a process belongs to a job here: other clusters may be up on this machine."""
+        with contextlib.suppress(psutil.Error):
+            return process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]
+        return False
 
     def start_node(self, name: str) -> None:
         self.ask("slurmd", "-N", name)

@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from isobatch.tests.integration.helpers import launch, rows, summary
-from isobatch.tests.slurm.nodes import Cluster, Job, launchers, refuse_wrong_end, wait_for
+from isobatch.tests.slurm.nodes import TASKS, Cluster, Job, launchers, refuse_wrong_end, wait_for
 
 pytestmark = pytest.mark.slurm
 STEPS = 120
@@ -113,13 +114,21 @@ def test_slurmctld_is_away(cluster: Cluster, tmp_path: Path) -> None:
     try:
         job.reach(job.steps() + 10)
         os.kill(job.script().pid, signal.SIGUSR1)
-        wait_for(lambda: "Slurm does not answer" in job.output(), 60)
-        refused = launch("resume", str(job.run), cwd=tmp_path, **cluster.environment)
-        assert refused.returncode == 2
-        assert len(refused.stderr.splitlines()) == 1
+        wait_for(lambda: "stopped at step" in job.output(), 60)
+        other = ["slurm", "--task", f"{TASKS}:Line", "--cpu", "--time", "5", "--name", "other", "--submit"]
+        with ThreadPoolExecutor() as pool:
+            tries = [
+                pool.submit(launch, *words, cwd=tmp_path, **cluster.environment)
+                for words in (["resume", str(job.run)], other)
+            ]
+        for refused in (one.result() for one in tries):
+            assert refused.returncode == 2
+            assert "Slurm does not answer" in refused.stderr.splitlines()[-1]
+        assert not (tmp_path / "runs" / "other").exists()
     finally:
         cluster.start_controller()
     job.finish(150)
+    assert "Slurm does not answer" in job.output()
     assert job.shown("Restarts") == "1"
     refuse_wrong_end(job, STEPS)
 
