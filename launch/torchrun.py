@@ -17,10 +17,8 @@ from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 class ClientStore(distributed.TCPStore):
     """A TCPStore that serves nobody, whatever its rank."""
 
-    def __init__(
-        self, host: str, port: int, world_size: int, is_master: bool, *more: Any, **names: Any
-    ) -> None:
-        super().__init__(host, port, world_size, False, *more, **names)
+    def __init__(self, host: str, port: int, nodes: int, _is_master: bool, *more: Any, **names: Any) -> None:
+        super().__init__(host, port, nodes, False, *more, **names)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def address_of(node: str) -> str:
 
 def show_job(job: str) -> dict[str, str]:
     """What `scontrol show job` tells of a job, such as JobState and Restarts; empty where it does not say."""
-    return dict(re.findall(r"(\w+)=(\S*)", run_slurm("scontrol", "show", "job", job).out))
+    return dict(re.findall(r"(\w+)=(\S*)", run_slurm("scontrol", "show", "job", job, seconds=10).out))
 
 
 def job_state(job: str) -> str:
