@@ -48,6 +48,8 @@ VERDICT_WAIT_SECONDS = 25.0
 """How long to wait for exit.json after srun, which may end before its tasks where Slurm ends the job."""
 MEASURE_SECONDS = 10.0
 """Between two looks at how long a stop of this run takes."""
+SILENT_SECONDS = 30.0
+"""Slurm's own lines are printed after so long, where no node has said anything."""
 LINGER_SECONDS = 60.0
 """How long srun may go on after a verdict: it waits for a node that died until Slurm has noticed."""
 NO_ANSWER_PAUSE_SECONDS = 10.0
@@ -74,6 +76,7 @@ def job(words: Sequence[str]) -> int:
         if verdict.code == STOPPED:
             requeue_or_stop(run, allocation, stop.reason, request.max_legs, steps.clock.left)
         elif verdict.code != DONE:
+            run.mark_failed(verdict.reason)
             print(f"failed: {verdict.reason}", flush=True)
         return verdict.code
 
@@ -183,8 +186,11 @@ class StepRunner:
         """Wait for the end of the step; repeat a stop until it ends: srun may not be ready for the first."""
         last_sent = last_read = time.monotonic() - REPEAT_SIGNAL_SECONDS
         ended: float | None = None
+        began = time.monotonic()
         while step.runs:
             now = time.monotonic()
+            if now - began > SILENT_SECONDS:
+                step.print_held_lines()
             self._stop_where_it_is_time(run)
             if self.stop.reason and now - last_sent >= REPEAT_SIGNAL_SECONDS:
                 step.signal(signal.SIGUSR1)

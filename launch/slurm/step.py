@@ -52,29 +52,37 @@ NO_ANSWER = "Unable to contact slurm controller"
 class Step:
     """A running srun. What its nodes say is printed below `heading`, and its last lines are kept.
 
-    What Slurm itself says comes after: the first line is to tell what is wrong.
+    Slurm's own first lines wait for those of the nodes, which tell what is wrong.
     """
 
     def __init__(self, command: Sequence[str], heading: str) -> None:
         self._heading = heading
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self._held: list[str] | None = []
+        """Slurm's lines until a node has said something; None from then on."""
         self._relay = threading.Thread(target=self._print_lines, daemon=True)
         self._relay.start()
 
     def _print_lines(self) -> None:
         assert self._process.stderr is not None
-        noise: list[str] = []
         for line in self._process.stderr:
             text = line.decode(errors="replace")
             self._lines.append(text)
-            if text.startswith(SLURMS_OWN):
-                noise.append(text)
+            is_slurms = text.startswith(SLURMS_OWN)
+            if is_slurms and self._held is not None:
+                self._held.append(text)
                 continue
-            if self._heading and not re.match(REFUSED, text):
+            if self._heading and not (is_slurms or re.match(REFUSED, text)):
                 text, self._heading = f"{self._heading}\n{text}", ""
             _print(text)
-        _print("".join(noise[-LINES_KEPT:]))
+            self.print_held_lines()
+        self.print_held_lines()
+
+    def print_held_lines(self) -> None:
+        """Print what Slurm said at first, and hold nothing from now on."""
+        held, self._held = self._held, None
+        _print("".join(held or []))
 
     @property
     def runs(self) -> bool:

@@ -142,6 +142,7 @@ def test_what_a_node_does_not_see_is_the_first_line(cluster: Cluster, tmp_path: 
         wait_for(lambda: job.shown("JobState") == "FAILED", 60)
     assert job.output().startswith(f"isobatch: n2 does not see {missing}"), job.said()
     assert job.shown("ExitCode") == "2:0"
+    assert f"n2 does not see {missing}" in summary(job.run)["reason"]
     again = cluster.submit("Slow", *FLAGS, cwd=tmp_path)
     again.finish(60)
 

@@ -23,7 +23,7 @@ from isobatch.launch.slurm.rendezvous import (
     wait_for_answers,
 )
 from isobatch.launch.slurm.requeue import Leg, requeue
-from isobatch.launch.slurm.step import STEP_SHELL, explain_end
+from isobatch.launch.slurm.step import STEP_SHELL, Step, explain_end
 from isobatch.launch.slurm.submission import sbatch_script
 from isobatch.launch.slurm.time_limit import LegClock
 
@@ -239,3 +239,10 @@ def test_a_rendezvous_that_cannot_be_reached_is_named(
     assert not local_address("127.0.0.1", 1)
     with pytest.raises(UserError, match=r"n2 cannot reach n1 at 127\.0\.0\.1:1"):
         join(StepNode(rank=1, nodes=("n1", "n2")), tmp_path, tmp_path)
+
+
+def test_the_first_line_of_a_step_is_a_nodes(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["srun: error: n2: task 1", "isobatch: n2 does not see /x: mend it", "srun: done", "loss 1.0"]
+    step = Step(["/bin/sh", "-c", 'printf "%s\\n" "$@" >&2', "sh", *words], "job 7, leg 1")
+    assert step.said().splitlines() == words
+    assert capfd.readouterr().err.splitlines() == [words[1], words[0], words[2], "job 7, leg 1", words[3]]
