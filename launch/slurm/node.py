@@ -76,11 +76,10 @@ def _requeue_if_orphaned(this_node: StepNode) -> None:
     if job_is_there(this_node):
         return
     job = os.environ["SLURM_JOB_ID"]
-    print(
-        f"isobatch: {this_node.nodes[0]} is gone, and the job's script with it: requeueing", file=sys.stderr
-    )
-    if problem := client.requeue(job):
-        print(f"isobatch: Slurm does not requeue job {job}: {problem}", file=sys.stderr)
+    problem = client.requeue(job)
+    with contextlib.suppress(OSError):  # srun, which reads what is printed, is gone as well
+        how = f"Slurm does not requeue job {job}: {problem}" if problem else "requeued"
+        print(f"isobatch: {this_node.nodes[0]} is gone, with the job's script: {how}", file=sys.stderr)
 
 
 def _torchrun_command(

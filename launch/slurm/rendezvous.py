@@ -24,7 +24,7 @@ ANSWER_SECONDS = 90.0
 JOIN_EXTRA_SECONDS = 30.0
 """The other nodes wait longer, so that the first node reports which are missing."""
 REACH_SECONDS = 30.0
-JOB_GONE_SECONDS = 8.0
+JOB_GONE_SECONDS = 4.0
 """So long nothing answers where the job runs, before it is taken for gone."""
 STEP_FILE = "step.json"
 

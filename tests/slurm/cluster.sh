@@ -42,7 +42,7 @@ SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min
 JobRequeue=1
 MailProg=$base/mail
 KillWait=20
-SlurmdTimeout=5
+SlurmdTimeout=10
 BatchStartTimeout=30
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=task=1

@@ -25,6 +25,7 @@ def _up() -> Iterator[Cluster]:
 def cluster(_up: Cluster) -> Iterator[Cluster]:
     """With both nodes up, and no job left behind."""
     yield _up
+    _up.start_missing_daemons()
     _up.ask("scancel", "--full", "--user=root")
     _up.ask("scontrol", "update", "nodename=n[1-2]", "state=resume")
     wait_for(lambda: not _up.ask("squeue", "-h"), 40)

@@ -101,6 +101,14 @@ class Cluster:
     def start_node(self, name: str) -> None:
         self.ask("slurmd", "-N", name)
 
+    def start_missing_daemons(self) -> None:
+        """What a test that failed has left dead."""
+        if not (self.folder / "slurmctld.pid").exists():
+            self.start_controller()
+        for name in ("n1", "n2"):
+            if not (self.folder / f"slurmd.{name}.pid").exists():
+                self.start_node(name)
+
     def stop_controller(self) -> None:
         pid = self.folder / "slurmctld.pid"
         os.kill(int(pid.read_text()), signal.SIGTERM)
