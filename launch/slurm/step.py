@@ -42,7 +42,8 @@ exec "$@"
 
 MEMORY = r"exceeded (?:job |step )?memory limit|oom[-_ ]?kill|Out Of Memory"
 NOT_STARTED = r"Task launch for \S+ failed on node (\S+?):"
-ENDED_BY_SIGNAL = r"srun: error: (\S+): tasks? \S+: (?!Exited|Terminated)(\w[\w ]+)"
+ENDED = r"srun: error: (\S+): tasks? \S+: (\w[\w ]+)"
+BY_ITSELF = ("Exited", "Terminated")
 REFUSED = r"^isobatch: (\S+ does not see .+)$"
 SLURMS_OWN = ("srun:", "slurmstepd")
 NO_ANSWER = "Unable to contact slurm controller"
@@ -120,8 +121,9 @@ def explain_end(said: str) -> Verdict | None:
         return Verdict(WRONG_INPUT, refused[0])
     if nodes := unreachable_nodes(said):
         return Verdict(FAILED, f"Slurm cannot reach {', '.join(nodes)}", WorkerLostError.cause)
-    if killed := re.findall(ENDED_BY_SIGNAL, said):
-        node, how = killed[0]
+    # The first one that ends: srun kills the others then.
+    node, how = next(iter(re.findall(ENDED, said)), ("", ""))
+    if how and not how.startswith(BY_ITSELF):
         return Verdict(FAILED, f"the launcher on {node} was ended by a signal ({how})", WorkerLostError.cause)
     return None
 

@@ -135,6 +135,7 @@ def test_a_requeue_is_tried_until_slurm_answers(monkeypatch: pytest.MonkeyPatch)
         ("isobatch: n2 does not see the run's folder /x: choose", "", "n2 does not see"),
         ("isobatch: rank 1 is lost\nsrun: error: n1: task 0: Exited with exit code 1", None, ""),
         ("srun: error: n1: task 0: Terminated", None, ""),
+        ("srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed", None, ""),
     ],
 )
 def test_what_srun_says_tells_what_ended_a_step(said: str, cause: str | None, reason: str) -> None:
