@@ -114,7 +114,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self, role: str) -> Iterator[None]:
-        """Hold the run's lock for a role (launch, train, export); it is released when the process ends.
+        """Hold the run's lock for a role (launch, train, export, submit); it ends with the process.
 
         Raises UserError where another process holds it.
         """
@@ -124,8 +124,9 @@ class RunFolder:
             with FileLock(self.folder / f".{role}.lock", timeout=0):
                 yield
         except Timeout:
-            if role == "export":
-                raise UserError(f"{self.folder} is being exported by another process: wait for it") from None
+            if role in ("export", "submit"):
+                doing = {"export": "exported", "submit": "submitted"}[role]
+                raise UserError(f"{self.folder} is being {doing} by another process: wait for it") from None
             raise UserError(
                 f"{self.folder} is being trained by another process (one whose command was killed saves and"
                 " ends within a minute: try again then)"

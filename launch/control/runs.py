@@ -111,8 +111,8 @@ def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dic
     metrics = summary.get("metrics")
     status = (statuses or {}).get(job)
     found = run_progress(run)
-    state = run_state(run, found, status)
     silent = job and statuses is None
+    state = "unknown" if silent and run.status() != "done" else run_state(run, found, status)
     return {
         "folder": str(run.folder),
         "task": run.recipe.task,

@@ -5,6 +5,7 @@ The script runs `job` (job.py) on the first node, which runs `node` (node.py) on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -72,11 +73,24 @@ def slurm(words: Sequence[str]) -> int:
     _warn_of_unknown_jobs(options)
     for note in dict.fromkeys(note for request in requests.values() for note in request.notes):
         print(note, file=sys.stderr)
-    runs = _runs_to_submit(requests, asked.run.name if in_array else None, in_array)
-    if not runs:
-        if options.json:
-            print(atomic_files.json_text({"job": None, "script": None, "path": None, "runs": []}))
-        return DONE
+    with contextlib.ExitStack() as locks:  # two submissions at once would make two jobs for a run
+        family = asked.run.name if in_array else None
+        runs = _runs_to_submit(requests, family, in_array, locks)
+        if runs:
+            return _make_job(runs, requests, asked, options, in_array)
+    if options.json:
+        print(atomic_files.json_text({"job": None, "script": None, "path": None, "runs": []}))
+    return DONE
+
+
+def _make_job(
+    runs: dict[int, RunFolder],
+    requests: dict[int, Request],
+    asked: Request,
+    options: SlurmOptions,
+    in_array: bool,
+) -> int:
+    """Write the script of these runs, and submit it where that is asked for."""
     script = _script(runs, asked, options, in_array)
     text = sbatch_script.render(script)
     for number, run in runs.items():
@@ -101,7 +115,9 @@ def _warn_of_unknown_jobs(options: SlurmOptions) -> None:
             )
 
 
-def _runs_to_submit(requests: dict[int, Request], family: str | None, in_array: bool) -> dict[int, RunFolder]:
+def _runs_to_submit(
+    requests: dict[int, Request], family: str | None, in_array: bool, locks: contextlib.ExitStack
+) -> dict[int, RunFolder]:
     """Number -> run, of those with something left to train. An array leaves runs in the jobs they are in."""
     runs = {}
     for number, request in requests.items():
@@ -109,6 +125,7 @@ def _runs_to_submit(requests: dict[int, Request], family: str | None, in_array: 
         if run.status() == "done":
             print(f"{run.folder} has this recipe and is done (--again for a new run)", file=sys.stderr)
             continue
+        locks.enter_context(run.lock("submit"))
         try:
             refuse_if_in_a_job(run)
         except InAJobError as error:

@@ -172,7 +172,7 @@ class StepRunner:
             command = srun_command(run, self.nodes, self.allocation, self.request, nonce)
             step = Step(command, self._heading(run))
             self._watch(run, step, nonce)
-            return self._verdict(run, nonce, step.said()), step.said()
+            return self._verdict(run, nonce, step), step.said()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -187,8 +187,10 @@ class StepRunner:
         last_sent = last_read = time.monotonic() - REPEAT_SIGNAL_SECONDS
         ended: float | None = None
         began = time.monotonic()
+        self.clock.begin_watch()
         while step.runs:
             now = time.monotonic()
+            self.clock.watch()
             if now - began > SILENT_SECONDS:
                 step.print_held_lines()
             self._stop_where_it_is_time(run)
@@ -210,7 +212,7 @@ class StepRunner:
         if should_save_now(self.clock.left(), self.stop.warned, self.request.lead, self._seconds_to_stop):
             self.stop.request("limit")
 
-    def _verdict(self, run: RunFolder, nonce: str, said: str) -> Verdict | None:
+    def _verdict(self, run: RunFolder, nonce: str, step: Step) -> Verdict | None:
         if self.stop.reason:
             rendezvous.wait_for(lambda: run.read_exit(nonce) is not None, VERDICT_WAIT_SECONDS)
         verdict = run.read_exit(nonce)
@@ -220,8 +222,10 @@ class StepRunner:
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
         is_stopped = verdict is not None and verdict.code == STOPPED
         is_lost = verdict is None or is_stopped or verdict.cause == WorkerLostError.cause
-        if is_lost and (why := self._loss(said)):
+        if is_lost and (why := self._loss(step.said())):
             return why
+        if verdict is None and step.was_killed:
+            return Verdict(FAILED, "srun was ended by a signal", WorkerLostError.cause)
         if is_stopped:
             # srun where it loses a launcher; Slurm, which repeats the signals that a lost node has missed.
             return Verdict(FAILED, "a signal stopped the step, and not the job", WorkerLostError.cause)

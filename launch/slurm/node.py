@@ -17,7 +17,6 @@ from isobatch.core.package import TORCHRUN_SCRIPT, TRAIN_SCRIPT
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import relay_output
-from isobatch.launch.slurm import client
 from isobatch.launch.slurm.rendezvous import (
     StepNode,
     is_loopback,
@@ -25,6 +24,7 @@ from isobatch.launch.slurm.rendezvous import (
     local_address,
     rendezvous,
 )
+from isobatch.launch.slurm.step import ORPHANED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,9 +52,11 @@ def node(words: Sequence[str]) -> int:
             with contextlib.suppress(UserError, OSError):  # a node that does not see the folder cannot say so
                 run.write_exit(Verdict(WRONG_INPUT, str(error)))
             raise
-    if code != DONE and not stop.requested and this_node.rank:
-        _requeue_if_orphaned(this_node)
-    return code
+    if code == DONE or this_node.rank == 0 or job_is_there(this_node):
+        return code
+    with contextlib.suppress(OSError):  # srun, which reads what is printed, is gone as well
+        print(f"isobatch: {this_node.nodes[0]} is gone, and the job's script with it", file=sys.stderr)
+    return ORPHANED
 
 
 def _train(run: RunFolder, nonce: str, this_node: StepNode, stop: StopFlag) -> int:
@@ -66,20 +68,6 @@ def _train(run: RunFolder, nonce: str, this_node: StepNode, stop: StopFlag) -> i
         command = _torchrun_command(run.plan, this_node, host, port, nonce, run.folder)
         environment = _environment(run.plan, local_address(host, port), len(this_node.nodes) == 1)
         return _run_torchrun(command, environment, log, stop)
-
-
-def _requeue_if_orphaned(this_node: StepNode) -> None:
-    """Put the job back into the queue where its first node died, and with it what could do so.
-
-    With --no-kill Slurm leaves such a job without its script, and idle until its time limit.
-    """
-    if job_is_there(this_node):
-        return
-    job = os.environ["SLURM_JOB_ID"]
-    problem = client.requeue(job)
-    with contextlib.suppress(OSError):  # srun, which reads what is printed, is gone as well
-        how = f"Slurm does not requeue job {job}: {problem}" if problem else "requeued"
-        print(f"isobatch: {this_node.nodes[0]} is gone, with the job's script: {how}", file=sys.stderr)
 
 
 def _torchrun_command(

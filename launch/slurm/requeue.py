@@ -78,7 +78,8 @@ def requeue_or_stop(
     record = job_record.read(run)
     step = now[1] if now else 0
     if record.get("cancel"):
-        print(f"saved at step {step} and cancelled: `resume` goes on", flush=True)
+        saved = f"saved at step {step} and cancelled: `resume` goes on"
+        print(saved if now else "cancelled before anything was saved", flush=True)
         client.run_slurm("scancel", allocation.job)
         return
     leg = Leg(

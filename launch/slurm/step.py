@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from isobatch.launch.slurm import client
     from isobatch.launch.slurm.job_request import JobRequest
 
+ORPHANED = 96
+"""Exit code of a launcher that finds the job's script gone."""
 LOG_TAIL_CHARACTERS = 2500
 LINES_KEPT = 200
 """Of what srun says."""
@@ -36,14 +38,23 @@ STEP_SHELL = """trap '' USR1 USR2 TERM INT HUP
 refuse() { echo "isobatch: $SLURMD_NODENAME does not see $1: $2" >&2; exit 2; }
 [ -d "$0" ] || refuse "the run's folder ${0%/slurm}" "choose an --out on a file system that all nodes share"
 command -v -- "$1" >/dev/null || refuse "the Python environment $1" "make it where all nodes see it"
-exec "$@"
+"$@"
+code=$?
+[ $code -gt 128 ] && kill -$((code - 128)) $$
+until [ $code -ne {orphaned} ] || scontrol requeue "$SLURM_JOB_ID"; do sleep 5; done
+exit $code
+""".replace("{orphaned}", str(ORPHANED))
+"""Signals are ignored while Python starts; the job repeats them until the workers handle them.
+
+Where the job's script died with the first node, this shell puts the job back into the queue: with --no-kill
+Slurm leaves it idle until its time limit. It tries until Slurm answers, and stands outside of apptainer.
 """
-"""Signals are ignored while Python starts; the job repeats them until the workers handle them."""
 
 MEMORY = r"exceeded (?:job |step )?memory limit|oom[-_ ]?kill|Out Of Memory"
 NOT_STARTED = r"Task launch for \S+ failed on node (\S+?):"
 ENDED = r"srun: error: (\S+): tasks? \S+: (\w[\w ]+)"
 BY_ITSELF = ("Exited", "Terminated")
+NOT_CREATED = r"^srun: (?:error: )?((?:unrecognized|invalid) option.*|Unable to create step.*)$"
 REFUSED = r"^isobatch: (\S+ does not see .+)$"
 SLURMS_OWN = ("srun:", "slurmstepd")
 NO_ANSWER = "Unable to contact slurm controller"
@@ -89,6 +100,11 @@ class Step:
     def runs(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal from outside ended srun itself."""
+        return (self._process.poll() or 0) < 0
+
     def signal(self, number: int) -> None:
         """srun forwards SIGUSR1 to every process of the step; at SIGTERM and SIGINT it ends the step."""
         self._process.send_signal(number)
@@ -119,6 +135,8 @@ def explain_end(said: str) -> Verdict | None:
         return Verdict(FAILED, "the job's memory limit was exceeded", JobMemoryError.cause)
     if refused := re.findall(REFUSED, said, re.MULTILINE):
         return Verdict(WRONG_INPUT, refused[0])
+    if refused := re.findall(NOT_CREATED, said, re.MULTILINE):
+        return Verdict(WRONG_INPUT, f"srun starts no step: {refused[-1].strip()} (words of --srun?)")
     if nodes := unreachable_nodes(said):
         return Verdict(FAILED, f"Slurm cannot reach {', '.join(nodes)}", WorkerLostError.cause)
     # The first one that ends: srun kills the others then.

@@ -81,13 +81,20 @@ class LegClock:
 
     def left(self) -> float | None:
         """Seconds that are left; None without a limit."""
+        return None if self._end is None else self._end - self._now()
+
+    def begin_watch(self) -> None:
+        """Begin to call `watch`, twice a second: other work of this process was no suspension."""
+        self._looked = self._now()
+
+    def watch(self) -> None:
+        """Notice suspensions, and ask Slurm where it is time to."""
         now = self._now()
         suspended, self._looked = now - self._looked, now
         if suspended > SUSPENDED_SECONDS and self._end is not None:
             self._end += suspended
         if suspended > SUSPENDED_SECONDS or now - self._asked > ASK_AGAIN_SECONDS:
             self._ask_slurm()
-        return None if self._end is None else self._end - self._now()
 
     def _ask_slurm(self) -> None:
         left = self._ask()

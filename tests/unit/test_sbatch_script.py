@@ -262,17 +262,24 @@ def test_the_warning_signal_is_chosen() -> None:
     ("text", "way_out"),
     [
         ("--gpus-per-task=1", "--gpus-per-node"),
-        ("--cpu-bind=cores -n5", "one launcher"),
-        ("-N 3", "one launcher"),
+        ("--cpu-bind=cores --ntask=5", "one launcher"),
+        ("--nodes 3", "one launcher"),
         ("--mpi=pmix", "--mpi"),
         ("--container-image=x", "--container"),
         ("--exp=NONE", "environment"),
-        ("-o x", "log"),
+        ("--output x", "log"),
         ("--overl", "share a node"),
     ],
 )
 def test_options_that_a_step_sets_are_refused(text: str, way_out: str) -> None:
     with pytest.raises(UserError, match=f"--srun .*: each step sets this itself; .*{way_out}"):
+        slurm_words.parse_srun_options(text)
+
+
+@pytest.mark.parametrize("text", ["-n5", "-lN1", "--cpu-bind=cores -K0"])
+def test_options_of_a_step_are_written_out(text: str) -> None:
+    """Letters in one word may hide one that a step sets itself."""
+    with pytest.raises(UserError, match="write srun's options out"):
         slurm_words.parse_srun_options(text)
 
 

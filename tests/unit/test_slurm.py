@@ -53,7 +53,7 @@ def test_nodes_that_cannot(state: str) -> None:
         (["--cpu", "--time", "5", "--srun", "--nodes=3"], "--srun --nodes=3"),
         (["--cpu", "--time", "5", "--sbatch", "--exclusive : -N2"], "a heterogeneous job"),
         (["--cpu", "--time", "5", "--mpi", "a b"], "--mpi a b"),
-        (["--cpu", "--time", "5", "--mail", "me"], "--mail me: is not an address"),
+        (["--cpu", "--time", "5", "--mail", "me"], "--mail me: is not one address"),
         (["--cpu", "--time", "5", "--signal", "TERM"], "--signal TERM: is not one of USR1, USR2, HUP"),
         (["--cpu", "--time", "5", "--max-legs", "0"], "--max-legs 0"),
         (["--cpu", "--time", "5", "--container", "./no.sif"], "--container ./no.sif: there is no such file"),

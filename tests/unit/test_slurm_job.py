@@ -135,6 +135,8 @@ def test_a_requeue_is_tried_until_slurm_answers(monkeypatch: pytest.MonkeyPatch)
         ("isobatch: n2 does not see the run's folder /x: choose", "", "n2 does not see"),
         ("isobatch: rank 1 is lost\nsrun: error: n1: task 0: Exited with exit code 1", None, ""),
         ("srun: error: n1: task 0: Terminated", None, ""),
+        ("srun: unrecognized option '--bogus'\nTry \"srun --help\"", "", "unrecognized option '--bogus'"),
+        ("srun: error: Unable to create step for job 46: Requested nodes are busy", "", "nodes are busy"),
         ("srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed", None, ""),
     ],
 )
@@ -170,11 +172,25 @@ def test_a_suspended_job_has_its_time_later() -> None:
     assert (clock.left(), clock.limit) == (100.0, 180.0)
     now[0] = 1.0
     assert clock.left() == 99.0
+    clock.watch()
     now[0] = 63.0  # it was suspended, and Slurm does not answer
+    clock.watch()
     assert clock.left() == 99.0
     for now[0] in range(64, 190, 2):
+        clock.watch()
         left = clock.left()
     assert left == 60.0 - (now[0] - 184)  # asked again after two minutes
+
+
+def test_waiting_for_slurm_takes_of_the_time_that_is_left() -> None:
+    now = [0.0]
+    clock = LegClock(lambda: None, 100.0, lambda: now[0])
+    for now[0] in (60.0, 90.0):
+        assert clock.left() == 100.0 - now[0]
+    clock.begin_watch()
+    now[0] = 90.5
+    clock.watch()
+    assert clock.left() == 9.5
 
 
 def test_a_clock_without_an_answer_takes_what_was_asked_for() -> None:

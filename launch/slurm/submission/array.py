@@ -26,6 +26,8 @@ def numbered(points: Sequence[tuple[Request, tuple[str, ...]]], array: str | Non
 
     A task has its seed as its number where only seeds differ, else they are counted from 0.
     """
+    points = list({request.recipe.hash(): (request, swept) for request, swept in reversed(points)}.values())
+    points.reverse()  # of equal values, however they are spelt, the first stays
     if array is None and len(points) == 1:
         return {0: points[0][0]}
     if array is not None and not points[0][1]:

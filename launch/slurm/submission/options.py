@@ -117,7 +117,9 @@ def validated(request: Request, options: SlurmOptions) -> Request:
     if options.setup is not None and not Path(options.setup).expanduser().is_file():
         raise UserError(f"--setup {options.setup}: there is no such file")
     if options.mail is not None and not re.fullmatch(r"[^\s,=]+@[^\s,=]+", options.mail):
-        raise UserError(f"--mail {options.mail}: is not an address")
+        raise UserError(f"--mail {options.mail}: is not one address")
+    if options.mail is not None and "--mail" in (options.sbatch or ""):
+        raise UserError(f"--mail {options.mail}: and --sbatch says something about mail, too; leave one out")
     if not re.fullmatch(r"\w+", options.mpi):
         raise UserError(f"--mpi {options.mpi}: is not a type that `srun --mpi=list` shows")
     if options.container is None and options.container_python != "python3":

@@ -57,8 +57,6 @@ RESERVED_STEP_OPTIONS = {
     **dict.fromkeys(("container", "container-image", "container-workdir"), "use --container"),
 }
 """Options of srun that each step sets itself -> why, or the flag of `slurm` to use instead."""
-SHORT_STEP_OPTIONS = {"N": "nodes", "n": "ntasks", "w": "nodelist", "c": "cpus-per-task", "o": "output"}
-SHORT_STEP_OPTIONS |= {"e": "error", "i": "input", "u": "unbuffered"}
 SWITCHES = "HhkOQsvV"
 """Short options of sbatch without a value, which others may follow in one word (-Hn2)."""
 
@@ -83,7 +81,9 @@ def parse_srun_options(text: str) -> tuple[str, ...]:
     """The words of --srun. Raises UserError for options that each step sets itself."""
     words = _option_words("--srun", text, "--cpu-bind=cores")
     for word in words:
-        if name := _reserved_option(word, RESERVED_STEP_OPTIONS, SHORT_STEP_OPTIONS):
+        if re.match(r"-[A-Za-z]", word):
+            raise UserError(f"--srun {word}: write srun's options out, as in --cpu-bind=cores")
+        if name := _reserved_option(word, RESERVED_STEP_OPTIONS, {}):
             raise UserError(f"--srun {word}: each step sets this itself; {RESERVED_STEP_OPTIONS[name]}")
     return words
 
