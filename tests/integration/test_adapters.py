@@ -142,6 +142,7 @@ def test_an_adapter_is_for_its_base_alone(home: Path) -> None:
         assert wanted in refused.stderr
 
 
+@pytest.mark.slow
 def test_processes_learn_the_same_with_an_adapters_dropout(home: Path) -> None:
     flags = ["--lora-dropout", "0.3"]
     one = trained(home, "lora", "one", *flags, "--processes", "1")

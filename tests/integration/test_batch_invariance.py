@@ -92,7 +92,7 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-SOAKED = ("three processes",)
+SOAKED = ("three processes", "five processes, overlapped", "two processes, overlapped, recomputed")
 
 
 @pytest.mark.parametrize(

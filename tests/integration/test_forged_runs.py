@@ -420,6 +420,7 @@ def test_a_forged_run_is_not_verified(
     assert (found.problems == []) == unproven  # not proven is not the same as wrong
 
 
+@pytest.mark.slow
 def test_a_forgery_of_unkept_steps_is_found_by_a_full_replay(honest: Fixtures, tmp_path: Path) -> None:
     """The limit of the default level: no checkpoint is kept near these steps."""
     forged = copy(honest.plain, tmp_path)

@@ -87,6 +87,7 @@ def test_with_a_remedy_it_stays_healthy(remedy: dict[str, Any], sequences: Path,
     assert run.metrics["kl"] > 0.5
 
 
+@pytest.mark.slow
 def test_a_remedy_is_switched_on_and_verified(unrelated: Path, tmp_path: Path) -> None:
     """Steps after the remedy are redone from a checkpoint before it: they meet it again."""
     run = train(unrelated, tmp_path, {"epochs": 5, "on_collapse": "remedy"}, save_every="25", keep=100)
