@@ -145,7 +145,9 @@ def parse_array(array: str) -> list[int]:
         if match is None or (limit and not re.fullmatch(r"[1-9]\d*", limit)) or array.endswith("%"):
             raise UserError(f"--array {array}: is not a list of seeds such as 0-4 or 1,3,7 or 0-99%8")
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
-        if not (first <= last < first + 1000 and step > 0):
-            raise UserError(f"--array {array}: counts up, and has 1,000 tasks at most")
+        if first > last:
+            raise UserError(f"--array {array}: {first} is above {last}; turn them round")
+        if not (last < first + 1000 and step > 0):
+            raise UserError(f"--array {array}: has 1,000 tasks at most, in steps of 1 or more")
         found += range(first, last + 1, step)
     return sorted(set(found))
