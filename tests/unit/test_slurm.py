@@ -95,6 +95,15 @@ def test_the_script_is_printed_and_its_run_is_ready(cli: Cli, tmp_path: Path) ->
     assert "there is no sbatch here" in refused.err
 
 
+def test_one_submission_of_a_run_at_a_time(cli: Cli, tmp_path: Path) -> None:
+    words = ["slurm", "--task", LINE, "--cpu", "--time", "00:03:00", "--name", "r"]
+    assert cli(*words, env={"PATH": "/usr/bin/nowhere"}).code == 0
+    with RunFolder(tmp_path / "runs" / "r").lock("submit"):
+        refused = cli(*words, env={"PATH": "/usr/bin/nowhere"})
+    assert refused.code == 2
+    assert "is being submitted by another process" in refused.err
+
+
 def test_every_flag_says_what_it_is_for() -> None:
     from isobatch.core.flags import flags_of
 

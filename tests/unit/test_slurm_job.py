@@ -23,7 +23,7 @@ from isobatch.launch.slurm.rendezvous import (
     wait_for_answers,
 )
 from isobatch.launch.slurm.requeue import Leg, requeue
-from isobatch.launch.slurm.step import STEP_SHELL, Step, explain_end
+from isobatch.launch.slurm.step import ORPHANED, STEP_SHELL, Step, explain_end
 from isobatch.launch.slurm.submission import sbatch_script
 from isobatch.launch.slurm.time_limit import LegClock
 
@@ -263,3 +263,37 @@ def test_the_first_line_of_a_step_is_a_nodes(capfd: pytest.CaptureFixture[str]) 
     step = Step(["/bin/sh", "-c", 'printf "%s\\n" "$@" >&2', "sh", *words], "job 7, leg 1")
     assert step.said().splitlines() == words
     assert capfd.readouterr().err.splitlines() == [words[1], words[0], words[2], "job 7, leg 1", words[3]]
+
+
+def test_the_shell_of_an_orphaned_node_requeues_the_job_until_slurm_answers(tmp_path: Path) -> None:
+    """It stands outside of a container, which has none of Slurm's commands, and slurmctld may be away."""
+    (tmp_path / "slurm").mkdir()
+    asked = tmp_path / "asked"
+    stand_ins = {
+        "launcher": f"exit {ORPHANED}",
+        "scontrol": f'echo "$@" >>{asked}; [ $(wc -l <{asked}) = 3 ]',
+        "sleep": "exit 0",
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"SLURMD_NODENAME": "n2", "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    words = ["/bin/bash", "-c", STEP_SHELL, str(tmp_path / "slurm"), "launcher"]
+    done = subprocess.run(words, env=environment, timeout=20, check=False)
+    assert done.returncode == ORPHANED
+    assert asked.read_text().splitlines() == ["requeue 7"] * 3
+
+
+def test_the_shell_ends_as_its_launcher_does(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    for script, code in (("exit 3", 3), ("kill -9 $$", -9)):
+        words = ["/bin/bash", "-c", STEP_SHELL, str(tmp_path / "slurm"), "/bin/sh", "-c", script]
+        done = subprocess.run(words, env={"SLURMD_NODENAME": "n2"}, timeout=20, check=False)
+        assert done.returncode == code
+
+
+def test_a_killed_srun_is_seen() -> None:
+    killed = Step(["/bin/sh", "-c", "kill -9 $$"], "")
+    assert (killed.said(), killed.was_killed) == ("", True)
+    failed = Step(["/bin/sh", "-c", "exit 1"], "")
+    assert (failed.said(), failed.was_killed) == ("", False)
