@@ -54,7 +54,7 @@ MEMORY = r"exceeded (?:job |step )?memory limit|oom[-_ ]?kill|Out Of Memory"
 NOT_STARTED = r"Task launch for \S+ failed on node (\S+?):"
 ENDED = r"srun: error: (\S+): tasks? \S+: (\w[\w ]+)"
 BY_ITSELF = ("Exited", "Terminated")
-NOT_CREATED = r"^srun: (?:error: )?((?:unrecognized|invalid) option.*|Unable to create step.*)$"
+NOT_CREATED = r"^srun: (?:error: )?((?:unrecognized|invalid) option.*|Unable to create step(?!.*contact).*)$"
 REFUSED = r"^isobatch: (\S+ does not see .+)$"
 SLURMS_OWN = ("srun:", "slurmstepd")
 NO_ANSWER = "Unable to contact slurm controller"
@@ -82,8 +82,8 @@ class Step:
             text = line.decode(errors="replace")
             self._lines.append(text)
             is_slurms = text.startswith(SLURMS_OWN)
-            if is_slurms and self._held is not None:
-                self._held.append(text)
+            if is_slurms and (held := self._held) is not None:  # the job's thread may end that
+                held.append(text)
                 continue
             if self._heading and not (is_slurms or re.match(REFUSED, text)):
                 text, self._heading = f"{self._heading}\n{text}", ""
@@ -94,7 +94,8 @@ class Step:
     def print_held_lines(self) -> None:
         """Print what Slurm said at first, and hold nothing from now on."""
         held, self._held = self._held, None
-        _print("".join(held or []))
+        if held:
+            _print("".join(held))
 
     @property
     def runs(self) -> bool:

@@ -136,6 +136,7 @@ def test_a_requeue_is_tried_until_slurm_answers(monkeypatch: pytest.MonkeyPatch)
         ("isobatch: rank 1 is lost\nsrun: error: n1: task 0: Exited with exit code 1", None, ""),
         ("srun: error: n1: task 0: Terminated", None, ""),
         ("srun: unrecognized option '--bogus'\nTry \"srun --help\"", "", "unrecognized option '--bogus'"),
+        ("srun: error: Unable to create step for job 4: Unable to contact slurm controller", None, ""),
         ("srun: error: Unable to create step for job 46: Requested nodes are busy", "", "nodes are busy"),
         ("srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed", None, ""),
     ],
