@@ -64,7 +64,7 @@ def logged(run: Path) -> int:
     return path.read_text().count('"lr"') if path.exists() else 0
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_kills_change_nothing(kills: int, undisturbed: Path, tmp_path: Path) -> None:
     run, generator = tmp_path / "runs" / "killed", random.Random(7)
     words = ["auto", *SETTINGS, "--name", "killed", "--processes", "1"]
