@@ -16,7 +16,7 @@ test: $(STAMP)
 # On two Slurms of two nodes each on this machine: root, and Debian's packages slurm-wlm and munge. A test
 # waits more than it computes.
 test-slurm: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist load -m slurm tests/slurm
+	$(BIN)/python -m pytest -n 2 --dist load -m "slurm and not slow" tests/slurm
 
 # On a GPU, with what is there: installs nothing. QUICK=1 tries it on any machine, PART=3 runs one part,
 # AGAIN=1 measures anew what is there already.
