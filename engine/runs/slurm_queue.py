@@ -27,6 +27,8 @@ SQUEUE_SECONDS = 5
 """Slurm's own commands try for 18 s where the controller is away."""
 PATIENCE_SECONDS, FIRST_PAUSE_SECONDS = 20.0, 1.0
 """How long `refuse_if_in_a_job` asks again where Slurm does not answer."""
+NO_ANSWER = "Unable to contact slurm controller"
+"""What Slurm's commands say while slurmctld is away."""
 FINISHED_STATES = (
     "COMPLETED",
     "FAILED",
@@ -63,7 +65,7 @@ class CommandResult:
     def silent(self) -> bool:
         """Whether the controller did not answer."""
         late = self.code == 127 and "no answer within" in self.err
-        return late or (self.code != 0 and "Unable to contact slurm controller" in self.err)
+        return late or (self.code != 0 and NO_ANSWER in self.err)
 
     @property
     def no_cluster(self) -> bool:

@@ -18,18 +18,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, FAILED, STOPPED, UserError, WorkerLostError
+from isobatch.core.errors import DONE, FAILED, STOPPED, JobMemoryError, UserError, WorkerLostError
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
-from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
+from isobatch.engine.runs.slurm_queue import NO_ANSWER, refuse_if_in_a_job
 from isobatch.launch.local import restarts
 from isobatch.launch.local.run_setup import locate_data, store_plan
 from isobatch.launch.slurm import client, job_record, rendezvous, time_limit
 from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
 from isobatch.launch.slurm.requeue import furthest_checkpoint, requeue_or_stop, was_preempted
 from isobatch.launch.slurm.step import (
-    NO_ANSWER,
     Step,
     explain_end,
     node_logs,
@@ -241,7 +240,7 @@ class StepRunner:
         """What Slurm knows about the end of a step in which a process was lost."""
         self.unreachable |= set(unreachable_nodes(said))
         found = explain_end(said)
-        if found and found.cause != WorkerLostError.cause:
+        if found and found.cause == JobMemoryError.cause:
             return found
         left = self._available_nodes()
         if lost := [node for node in self.nodes if node not in left]:

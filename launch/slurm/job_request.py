@@ -36,7 +36,6 @@ class JobRequest:
     """Starts of the job at most; None for no limit."""
     srun: tuple[str, ...] = ("--mpi=none",)
     """Further words of every srun."""
-
     container: dict[str, Any] | None = None
     """The fields of `containers.Container`; None for no container."""
 

@@ -41,7 +41,8 @@ command -v -- "$1" >/dev/null || refuse "the Python environment $1" "make it whe
 "$@"
 code=$?
 [ $code -gt 128 ] && kill -$((code - 128)) $$
-until [ $code -ne {orphaned} ] || scontrol requeue "$SLURM_JOB_ID"; do sleep 5; done
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+until [ $code -ne {orphaned} ] || scontrol requeue "${job:-$SLURM_JOB_ID}"; do sleep 5; done
 exit $code
 """.replace("{orphaned}", str(ORPHANED))
 """Signals are ignored while Python starts; the job repeats them until the workers handle them.
@@ -57,8 +58,6 @@ BY_ITSELF = ("Exited", "Terminated")
 NOT_CREATED = r"^srun: (?:error: )?((?:unrecognized|invalid) option.*|Unable to create step(?!.*contact).*)$"
 REFUSED = r"^isobatch: (\S+ does not see .+)$"
 SLURMS_OWN = ("srun:", "slurmstepd")
-NO_ANSWER = "Unable to contact slurm controller"
-"""What Slurm's commands say while slurmctld is away."""
 
 
 class Step:

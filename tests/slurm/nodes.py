@@ -83,13 +83,17 @@ class Cluster:
         return command(list(words), self.folder, 30, **self.environment).stdout
 
     def kill_node(self, name: str) -> None:
-        """As when its power fails: its daemon, its step daemons and all they started, at once."""
+        """As when its power fails: its daemon, its step daemons and all they started.
+
+        All stand still before the first is killed: srun, or a step's daemon, would tell others of its end.
+        """
         found = [p for p in psutil.process_iter() if self._has(p) and _node_of(p) == name]
         found += [p for p in {child.parent() for child in found} if p and p.name().startswith("slurmstepd")]
         daemon = self.folder / f"slurmd.{name}.pid"
-        for process in [psutil.Process(int(daemon.read_text())), *found]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        for end in (psutil.Process.suspend, psutil.Process.kill):
+            for process in [psutil.Process(int(daemon.read_text())), *found]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    end(process)
         daemon.unlink()
 
     def _has(self, process: psutil.Process) -> bool:

@@ -40,7 +40,6 @@ def test_both_nodes_die_one_after_the_other(cluster: Cluster, tmp_path: Path) ->
     refuse_wrong_end(job, STEPS)
 
 
-@pytest.mark.slow
 def test_a_job_whose_first_node_dies_is_put_back_by_the_others(cluster: Cluster, tmp_path: Path) -> None:
     """Slurm itself leaves it without its script, and idle until the time limit."""
     job = cluster.submit("Slow", *FLAGS, cwd=tmp_path)

@@ -266,7 +266,12 @@ def test_the_first_line_of_a_step_is_a_nodes(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr().err.splitlines() == [words[1], words[0], words[2], "job 7, leg 1", words[3]]
 
 
-def test_the_shell_of_an_orphaned_node_requeues_the_job_until_slurm_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("array", "job"), [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "7_2")]
+)
+def test_the_shell_of_an_orphaned_node_requeues_the_job_until_slurm_answers(
+    array: dict[str, str], job: str, tmp_path: Path
+) -> None:
     """It stands outside of a container, which has none of Slurm's commands, and slurmctld may be away."""
     (tmp_path / "slurm").mkdir()
     asked = tmp_path / "asked"
@@ -278,11 +283,11 @@ def test_the_shell_of_an_orphaned_node_requeues_the_job_until_slurm_answers(tmp_
     for name, text in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {"SLURMD_NODENAME": "n2", "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    environment = {"SLURMD_NODENAME": "n2", "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:/usr/bin:/bin"} | array
     words = ["/bin/bash", "-c", STEP_SHELL, str(tmp_path / "slurm"), "launcher"]
     done = subprocess.run(words, env=environment, timeout=20, check=False)
     assert done.returncode == ORPHANED
-    assert asked.read_text().splitlines() == ["requeue 7"] * 3
+    assert asked.read_text().splitlines() == [f"requeue {job}"] * 3
 
 
 def test_the_shell_ends_as_its_launcher_does(tmp_path: Path) -> None:
