@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.prepare import prepare
-from isobatch.engine.planning.detect import detect
+from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
 from isobatch.engine.training.session import Session

@@ -90,7 +90,7 @@ def _has_gpu() -> bool:
 
 def _calibration(results: Results) -> dict[str, float]:
     from isobatch.benchmarks.gpu.calibration import calibration
-    from isobatch.engine.planning.detect import detect
+    from isobatch.engine.machine.detect import detect
 
     gpu, rows = detect().gpu, results.parts.get("7", [])
     peak = gpu.peak_flops["bf16"]

@@ -109,7 +109,7 @@ def _losses_in_session(strategy: str) -> list[float]:
     from isobatch.benchmarks.sessions import prepare_workload
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.planning.detect import detect
+    from isobatch.engine.machine.detect import detect
     from isobatch.engine.planning.planner import make_plan
     from isobatch.engine.training.session import Session
 

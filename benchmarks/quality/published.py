@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
+from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
-from isobatch.engine.planning.hardware import parse_hardware
 from isobatch.engine.planning.memory_model import ExecutionChoices, kept_bytes_per_token, memory_footprint
 from isobatch.models.causal_lm.adapter_sizes import BYTES_PER_WEIGHT
 from isobatch.models.causal_lm.known_models import KNOWN_MODELS

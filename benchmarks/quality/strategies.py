@@ -156,7 +156,7 @@ def _session(strategy: Any, precision: Precision = "fp32") -> Session:
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
     from isobatch.engine.loading.prepare import prepare
-    from isobatch.engine.planning import hardware
+    from isobatch.engine.machine import hardware
     from isobatch.engine.planning.planner import make_plan
     from isobatch.engine.registry import workload
     from isobatch.engine.training.session import Session

@@ -30,8 +30,8 @@ from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import make_micro_batches, padding_fraction
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.planning.detect import detect
-from isobatch.engine.planning.hardware import parse_hardware
+from isobatch.engine.machine.detect import detect
+from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder

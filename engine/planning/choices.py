@@ -13,7 +13,7 @@ from isobatch.models.flops import layers_and_width
 if TYPE_CHECKING:
     from isobatch.core.plan import Invariance, PlanOptions, Precision
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.planning.hardware import Hardware
+    from isobatch.engine.machine.hardware import Hardware
     from isobatch.engine.planning.memory_model import ExecutionChoices
 
 DeviceKind = Literal["cpu", "cuda", "mps"]

@@ -15,8 +15,8 @@ from isobatch.core.facts import Facts
 from isobatch.core.plan import Precision
 from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.microbatching import MicroBatchBudget, make_micro_batches, padding_fraction
+from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.planning import calibration
-from isobatch.engine.planning.hardware import Hardware
 from isobatch.engine.planning.memory_model import ExecutionChoices, held_weight_bytes, kept_bytes_per_token
 from isobatch.models.base import ModelSize
 from isobatch.models.flops import flops_per_token, layers_and_width

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.flags import flags_of
 from isobatch.core.plan import PRECISION_WORDS, Plan, PlanOptions
-from isobatch.engine.planning.hardware import GIB
+from isobatch.engine.machine.hardware import GIB
 from isobatch.engine.planning.parallel_layout import (
     ParallelLayout,
     device_memory,

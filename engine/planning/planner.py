@@ -42,7 +42,7 @@ from isobatch.models.head_chunks import chunk_bytes
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.planning.hardware import Hardware
+    from isobatch.engine.machine.hardware import Hardware
     from isobatch.engine.planning.memory_model import ExecutionChoices
     from isobatch.models.base import ModelSize
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isobatch.engine.planning.hardware import find_gpu_model
+from isobatch.engine.machine.hardware import find_gpu_model
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.flops import flops_per_token
 

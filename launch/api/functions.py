@@ -58,8 +58,8 @@ def plan(recipe: Recipe, *, hardware: str | None = None, **options: Any) -> Plan
     `options`: fields of `isobatch.PlanOptions`, such as micro_batch=4. Raises UserError.
     """
     from isobatch.engine.loading.prepare import prepare
-    from isobatch.engine.planning.detect import detect
-    from isobatch.engine.planning.hardware import parse_hardware
+    from isobatch.engine.machine.detect import detect
+    from isobatch.engine.machine.hardware import parse_hardware
     from isobatch.engine.planning.planner import make_plan
 
     request = _request(recipe, options, (PlanOptions,))

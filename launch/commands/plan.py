@@ -11,9 +11,9 @@ from isobatch.core.measures import format_bytes, format_duration
 from isobatch.core.number_ranges import Positive
 from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.loading.prepare import prepare as prepare_data
-from isobatch.engine.planning import hardware
+from isobatch.engine.machine import hardware
+from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.alternatives import memory_alternatives
-from isobatch.engine.planning.detect import detect
 from isobatch.engine.planning.explanations import fixed_loader_settings
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan
 from isobatch.launch.local.arguments import Request, parse_request

@@ -15,7 +15,7 @@ from isobatch.core.plan import INVARIANCES
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CHECK_SECONDS, cache_folder, prepare
-from isobatch.engine.planning.detect import detect
+from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.explanations import unmet_wishes
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of

@@ -12,8 +12,8 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES, Plan, PlanOptions, StrategyChoice
+from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
-from isobatch.engine.planning.detect import detect
 from isobatch.engine.registry import workload_of
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.engine.verification.proof import Proof, wrong_metrics

@@ -149,7 +149,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
         check_world,
         rank_and_world_size,
     )
-    from isobatch.engine.planning.detect import detect
+    from isobatch.engine.machine.detect import detect
     from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
     from isobatch.engine.runs.witness import use_witness
     from isobatch.launch.local.arguments import parse_request

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import printable
-from isobatch.engine.planning.detect import detect
+from isobatch.engine.machine.detect import detect
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.flags import build_options
 from isobatch.core.plan import PlanOptions
-from isobatch.engine.planning.detect import detect
+from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 

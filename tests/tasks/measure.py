@@ -40,7 +40,7 @@ def measure(settings: dict[str, Any]) -> None:
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
     from isobatch.engine.loading.prepare import prepare
-    from isobatch.engine.planning import hardware
+    from isobatch.engine.machine import hardware
     from isobatch.engine.planning.planner import make_plan
     from isobatch.engine.registry import workload
     from isobatch.engine.training.session import Session

@@ -8,8 +8,8 @@ from transformers import GPT2Config
 from isobatch.core.facts import Facts
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
+from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.alternatives import memory_alternatives
-from isobatch.engine.planning.hardware import parse_hardware
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
 

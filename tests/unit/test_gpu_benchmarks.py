@@ -18,9 +18,9 @@ from isobatch.benchmarks.gpu.runner import GPU, Part, Results, Trial, run_part
 from isobatch.benchmarks.gpu.suite import figures
 from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
+from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.calibration import MEASURED, GpuConstants
 from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
-from isobatch.engine.planning.hardware import parse_hardware
 from isobatch.engine.planning.memory_model import ExecutionChoices
 from isobatch.models.causal_lm import model_sizes
 

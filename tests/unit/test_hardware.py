@@ -1,4 +1,4 @@
-"""Tests of engine/planning/hardware.py and detect.py: the machine table, and detection on fixture folders."""
+"""Tests of engine/machine/hardware.py and detect.py: the machine table, and detection on fixture folders."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
-from isobatch.engine.planning import detect, detect_nvidia
+from isobatch.engine.machine import detect, detect_nvidia
+from isobatch.engine.machine.gpu_table import MACHINES, find_gpu_model
+from isobatch.engine.machine.hardware import GIB, MIB, parse_hardware
 from isobatch.engine.planning.choices import choose_device
-from isobatch.engine.planning.gpu_table import MACHINES, find_gpu_model
-from isobatch.engine.planning.hardware import GIB, MIB, parse_hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,10 +13,10 @@ from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.strategies import STRATEGIES, StrategyTraits
+from isobatch.engine.machine.gpu_table import MACHINES
+from isobatch.engine.machine.hardware import GIB, Hardware, parse_hardware
 from isobatch.engine.planning.calibration import MEASURED, GpuConstants
 from isobatch.engine.planning.explanations import fixed_loader_settings, unmet_wishes
-from isobatch.engine.planning.gpu_table import MACHINES
-from isobatch.engine.planning.hardware import GIB, Hardware, parse_hardware
 from isobatch.engine.planning.planner import batch_size_frontier, make_plan, with_smaller_budget
 from isobatch.models.base import ModelSize
 from isobatch.models.causal_lm.adapter_sizes import BYTES_PER_WEIGHT

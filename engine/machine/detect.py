@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobatch.engine.planning.detect_nvidia import CommandRunner, detect_gpus, positive, run_command
-from isobatch.engine.planning.hardware import MIB, Hardware, apple_machine
+from isobatch.engine.machine.detect_nvidia import CommandRunner, detect_gpus, positive, run_command
+from isobatch.engine.machine.hardware import MIB, Hardware, apple_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

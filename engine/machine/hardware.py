@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
-from isobatch.engine.planning.gpu_table import (
+from isobatch.engine.machine.gpu_table import (
     MACHINES,
     PCIE,
     SLICE,

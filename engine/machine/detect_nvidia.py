@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isobatch.engine.planning.gpu_table import PCIE, find_gpu_model, is_mobile
-from isobatch.engine.planning.hardware import MIB, Gpu
+from isobatch.engine.machine.gpu_table import PCIE, find_gpu_model, is_mobile
+from isobatch.engine.machine.hardware import MIB, Gpu
 
 CommandRunner = Callable[[list[str]], str | None]
 """Command line -> its standard output, or None where it fails."""

@@ -1,0 +1,1 @@
+"""The machine: cores, memory and GPUs that are here, or that a name means."""
