@@ -107,6 +107,8 @@ UNITS = {"gb": GIB, "tb": 1024 * GIB}
 SIZE = r"(\d+(?:\.\d+)?)(gb|tb)"
 EXAMPLES = ("h100", "8xh100", "4x8xa100-80gb", "cpu:2x24gb", "mps:16gb")
 MOST_OFFERS = 8
+MOST_NODES, MOST_GPUS, MOST_CORES = 10_000, 72, 4096
+"""The largest machines that are believed: nodes, GPUs of one node (an NVL72), cores."""
 
 
 def parse_hardware(text: str) -> Hardware:
@@ -116,7 +118,8 @@ def parse_hardware(text: str) -> Hardware:
     """
     word = text.strip().lower()
     if match := re.fullmatch(r"cpu:(\d+)x" + SIZE, word):
-        return Hardware(kind="cpu", cpus=_count(text, match[1]), ram_bytes=_ram(text, match[2], match[3]))
+        cores, ram = _count(text, match[1], MOST_CORES), _ram(text, match[2], match[3])
+        return Hardware(kind="cpu", cpus=cores, ram_bytes=ram)
     if match := re.fullmatch(rf"mps(?::{SIZE})?", word):
         return apple_machine(_ram(text, match[1] or "16", match[2] or "gb"), cpus=8)
     match = re.fullmatch(r"(?:(\d+) ?x ?)?(?:(\d+) ?x ?)?(.*)", word, re.DOTALL)
@@ -124,7 +127,7 @@ def parse_hardware(text: str) -> Hardware:
     first, second, name = match.groups()
     model = _model(text, name)
     nodes, gpus = (first, second) if second else ("1", first or "1")
-    return make_machine(model, _count(text, nodes), _count(text, gpus))
+    return make_machine(model, _count(text, nodes, MOST_NODES), _count(text, gpus, MOST_GPUS))
 
 
 def _model(text: str, name: str) -> GpuModel:
@@ -177,9 +180,9 @@ def apple_machine(ram_bytes: int, cpus: int, source: Literal["detected", "asked"
     return Hardware(kind="mps", gpus=(gpu,), cpus=cpus, ram_bytes=ram_bytes, source=source)
 
 
-def _count(text: str, digits: str) -> int:
-    if int(digits) < 1:
-        raise UserError(f"--hardware {text}: counts start at 1")
+def _count(text: str, digits: str, most: int) -> int:
+    if not 1 <= int(digits) <= most:
+        raise UserError(f"--hardware {text}: {int(digits):,} is no count of a machine's parts: 1 to {most:,}")
     return int(digits)
 
 

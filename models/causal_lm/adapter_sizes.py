@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.models import hub
-from isobatch.models.causal_lm.adapters import add_adapter, block_matrices
-
 if TYPE_CHECKING:
-    from torch import nn
-
     from isobatch.models.base import ModelSize
+    from isobatch.models.causal_lm.adapter_counts import AdapterCounts
 
 BYTES_PER_WEIGHT = {16: 4.0, 8: 1.0 + 4 / 1024, 4: 0.5 + 4 / 64}
 """Bits -> bytes of a frozen weight: 4 bits have a float scale per 64 weights, 8 bits about one per row."""
@@ -34,47 +27,10 @@ def memory_saving_flags(options: Any) -> dict[str, dict[str, Any]]:
     return {k: v for k, v in flags.items() if v.get("load_bits", 16) < options.load_bits}
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterCounts:
-    """What an adapter adds to a model and trains, in numbers of weights."""
-
-    trainable: int
-    targets: Mapping[str, int]
-    """Last part of a module's name -> how many modules of this name have an adapter."""
-    frozen_matrices: int
-    """Weights in the matrices that --load-bits rounds."""
-    frozen_tables: int
-    """Weights in the embeddings and the head."""
-    added: int
-    """Weights that the model has more with the adapter."""
-    inputs: int
-    """Widths of what the adapted matrices read, added up over the model."""
-
-
-def count_adapter(config: Any, options: Any) -> AdapterCounts:
-    """Count on the model with this config, built without storage (device meta)."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **hub.remote_code_kwargs(options.remote_code))
-        matrices = sum(m.weight.numel() for m in block_matrices(model).values())
-        tables = sum(p.numel() for p in _tables(model))
-        add_adapter(model, options, "", None)
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    return AdapterCounts(
-        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        targets=Counter(name.rpartition(".")[2] for name in adapted),
-        frozen_matrices=matrices,
-        frozen_tables=tables,
-        added=sum(p.numel() for name, p in model.named_parameters() if "lora_" in name),
-        inputs=sum(module.in_features for module in adapted.values()),
-    )
-
-
-def adapted_model_size(full_model: ModelSize, config: Any, options: Any, optimizer: str) -> ModelSize:
+def adapted_model_size(
+    full_model: ModelSize, found: AdapterCounts, options: Any, optimizer: str
+) -> ModelSize:
     """The size of `full_model` with an adapter; its remark says what a user should know of the choice."""
-    found = count_adapter(config, options)
     frozen = full_model.parameters + found.added - found.trainable
     of_tables = 2.0 if options.frozen_dtype == "bf16" else 4.0
     of_matrices = of_tables if options.load_bits == 16 else BYTES_PER_WEIGHT[options.load_bits]
@@ -122,10 +78,3 @@ def memory_remark(full_model: ModelSize, optimizer: str) -> str:
         f" {10 * billions:.2f}, --adapter lora {4 * billions:.2f}, on a GPU --adapter qlora"
         f" {BYTES_PER_WEIGHT[4] * billions:.2f}"
     )
-
-
-def _tables(model: Any) -> list[nn.Parameter]:
-    """The weights of embeddings and the head, a tied one once."""
-    layers = [m for m in model.modules() if "Embedding" in type(m).__name__] + [model.get_output_embeddings()]
-    weights = {id(m.weight): m.weight for m in layers if getattr(m, "weight", None) is not None}
-    return list(weights.values())

@@ -201,7 +201,7 @@ def add_adapter(model: nn.Module, options: Any, base: str, revision: str | None)
         use_dora=options.adapter == "dora",
         target_modules=_target_modules(model, options.lora_targets),
     )
-    _check_targets(model, options.lora_targets)
+    check_targets(block_matrices(model), options.lora_targets)
     # The magnitudes of DoRA are the norms of the matrices, and peft gives them the matrices' number format.
     whole = matrices_in_fp32(model) if options.adapter == "dora" else contextlib.nullcontext()
     with whole:
@@ -209,14 +209,13 @@ def add_adapter(model: nn.Module, options: Any, base: str, revision: str | None)
     hold_in_fp32(p for p in model.parameters() if p.requires_grad)
 
 
-def _check_targets(model: Any, wanted: str) -> None:
-    """Raise UserError unless each name of --lora-targets is a matrix in the transformer blocks.
+def check_targets(matrices: Iterable[str], wanted: str) -> None:
+    """Raise UserError unless each name of --lora-targets is one of `matrices`, those of the blocks.
 
     Embeddings and head are refused: they may be one tied table.
     """
     if wanted in ("auto", "all-linear"):
         return
-    matrices = block_matrices(model)
     for name in (name.strip() for name in wanted.split(",")):
         if not any(f".{matrix}".endswith(f".{name}") for matrix in matrices):
             known = sorted({matrix.rpartition(".")[2] for matrix in matrices})
@@ -243,13 +242,20 @@ def _is_matrix(module: nn.Module) -> bool:
 
 def _target_modules(model: Any, wanted: str) -> Any:
     """Names of the modules that get an adapter; None lets peft choose for the model types that it knows."""
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN_TARGETS
-
     if wanted not in ("auto", "all-linear"):
         return [name.strip() for name in wanted.split(",")]
-    if wanted == "auto" and model.config.model_type in KNOWN_TARGETS:
+    if wanted == "auto" and usual_targets(model.config.model_type):
         return None
     return sorted(block_matrices(model))
+
+
+def usual_targets(model_type: str) -> list[str] | None:
+    """The names that peft adapts in models of this type; None where it knows none."""
+    quiet_bitsandbytes()
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN_TARGETS
+
+    names = KNOWN_TARGETS.get(model_type)
+    return list(names) if names else None
 
 
 def save_adapter(model: Any, folder: Path) -> None:

@@ -111,12 +111,7 @@ def _llama_biases(
 
 def size_by_building(config: Any, remote_code: bool = False) -> ModelSize:
     """The size of any decoder that transformers opens, counted on a model without storage."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    config = config.get_text_config()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **hub.remote_code_kwargs(remote_code))
+    model, config = model_without_storage(config, remote_code), config.get_text_config()
     hidden, heads, kind = config.hidden_size, config.num_attention_heads, config.model_type
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     shared = 1 if getattr(config, "multi_query", False) else heads
@@ -136,6 +131,23 @@ def size_by_building(config: Any, remote_code: bool = False) -> ModelSize:
         query_width=heads * head_dim,
         key_width=(getattr(config, "num_key_value_heads", None) or shared) * head_dim,
     )
+
+
+def model_without_storage(config: Any, remote_code: bool = False) -> Any:
+    """A model on the device meta, for counting: built once for a config, and not to be changed."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = config.get_text_config()
+    key = config.to_json_string()
+    if key not in _BUILT:
+        with torch.device("meta"):
+            _BUILT[key] = AutoModelForCausalLM.from_config(config, **hub.remote_code_kwargs(remote_code))
+    return _BUILT[key]
+
+
+_BUILT: dict[str, Any] = {}
+"""Text config as JSON -> its model without storage."""
 
 
 def _first(config: Any, *names: str) -> int | None:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
-from isobatch.models.causal_lm import adapter_sizes, adapters, known_models, model_sizes, perplexity
+from isobatch.models.causal_lm import (
+    adapter_counts,
+    adapter_sizes,
+    adapters,
+    known_models,
+    model_sizes,
+    perplexity,
+)
 from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.causal_lm.model_sizes import PRESETS
 
@@ -235,9 +242,12 @@ class CausalLM(Task):
             if self.options.resize_embeddings and not facts.extra.get("assumed"):
                 remarks.append(self._resize_remark(facts))
             return dataclasses.replace(size, remark="; ".join(filter(None, remarks)))
-        return adapter_sizes.adapted_model_size(
-            size, self._transformers_config(facts), self.options, self.recipe.optimizer
-        )
+        shapes = adapter_counts.shapes_from_config(self._raw_config(facts))
+        if shapes is None:
+            config = self._transformers_config(facts)
+            shapes = adapter_counts.shapes_by_building(config, self.options.remote_code)
+        counts = adapter_counts.adapter_counts(shapes, self.options)
+        return adapter_sizes.adapted_model_size(size, counts, self.options, self.recipe.optimizer)
 
     def _token_id_map(self, facts: Facts) -> dict[int, int] | None:
         """New token id -> the model's own id of the same token, for --resize-embeddings."""

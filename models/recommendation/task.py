@@ -115,6 +115,12 @@ class Recommender(Task):
         "lora_blocks": 1,
     }
     fast: ClassVar[Mapping[str, Any]] = {"train_fraction": 0.3, "eval_fraction": 0.5, "min_delta": 0.002}
+    schemes: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "frozen": {"text": "frozen", "text_cache": "off"},
+        "cached": {"text": "frozen", "text_cache": "on"},
+        "lora": {"text": "lora"},
+        "full": {"text": "full"},
+    }
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "ids": {  # Rendle et al. 2020: a product of vectors, logistic loss, regularized, wide
             "text": "off",

@@ -148,3 +148,53 @@ def test_what_is_not_known_is_one_line_with_near_names(
     lines = [line for line in done.stderr.splitlines() if line.startswith("isobatch: ")]
     assert len(lines) == 1
     assert hint in lines[0]
+
+
+GPT2 = ("plan", "--task", "causal-lm", "--model", "gpt2-124m", "--assume-length", "256", "--batch-size", "8")
+
+
+def test_machines_side_by_side(tmp_path: Path) -> None:
+    names = "rtx4080-laptop,8xa100-80gb,4x8xh100,t4,cpu:2x24gb"
+    began = time.monotonic()
+    done = launch(*GPT2, "--compare", names, "--price", "1/h", "--deadline", "2h", "--json", cwd=tmp_path)
+    assert time.monotonic() - began < 10
+    found = json.loads(done.stdout)["machines"]
+    assert ",".join(row["name"] for row in found["rows"]) == names
+    cheapest = min((row for row in found["rows"] if row["meets_deadline"]), key=lambda row: row["cost"])
+    assert found["cheapest"] == cheapest["name"]
+    assert found["rows"][4]["meets_deadline"] is False
+
+
+def test_the_first_line_says_what_idle_gpus_would_bring(tmp_path: Path) -> None:
+    done = launch(*GPT2, "--hardware", "8xh100", "--price", "2/h", cwd=tmp_path)
+    first = done.stdout.splitlines()[0]
+    assert "of 8 GPUs idle: --scale-batch" in first
+    assert first.endswith("another recipe")
+    assert "at 16.00 an hour" in done.stdout
+
+
+def test_modes_and_schemes_side_by_side(tmp_path: Path) -> None:
+    done = launch("plan", "--task", "recommender", "--compare", "full,fast", "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert [row["name"] for row in found["modes"]["rows"]] == ["full", "fast"]
+    schemes = found["schemes"]["rows"]
+    assert {row["name"] for row in schemes} == {"frozen", "cached", "lora", "full"}
+    assert [row["run_seconds"] for row in schemes] == sorted(row["run_seconds"] for row in schemes)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--compare", "h10"), "--compare h10: did you mean h100"),
+        (("--compare", "h100,"), "give names of machines"),
+        (("--compare", "h100,fast"), "machines or modes"),
+        (("--compare", "h100", "--hardware", "t4"), "--compare names the machines"),
+        (("--compare", "h100", "--deadline", "soon"), "--deadline soon: is no time such as 6h"),
+        (("--price", "free"), "--price free: is neither a price"),
+    ],
+)
+def test_wrong_words_of_a_comparison(words: tuple[str, ...], hint: str, tmp_path: Path) -> None:
+    done = launch(*GPT2, *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert hint in done.stderr
+    assert len(done.stderr.splitlines()) <= 2  # the demo's note may stand above

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.core.errors import ExportError, UserError
-from isobatch.models.causal_lm import adapter_sizes, adapters, chunked_cross_entropy, model_sizes
+from isobatch.models.causal_lm import (
+    adapter_counts,
+    adapter_sizes,
+    adapters,
+    chunked_cross_entropy,
+    model_sizes,
+)
 from isobatch.models.causal_lm.task import CausalLMOptions
 
 if TYPE_CHECKING:
@@ -37,7 +44,8 @@ def config_of(family: str) -> Any:
 def adapted(family: str, **asked: Any) -> Any:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config_of(family))
-    adapters.add_adapter(model, CausalLMOptions(adapter="lora", **asked), "base", None)
+    options = CausalLMOptions(**{"adapter": "lora", **asked})
+    adapters.add_adapter(model, options, "base", None)
     chunked_cross_entropy.make_head_bypassable(model)
     return model
 
@@ -51,7 +59,7 @@ def test_only_adapters_train_and_merging_keeps_the_logits(family: str) -> None:
     model = adapted(family)
     before = copy.deepcopy(model.state_dict())
     trained = [p for p in model.parameters() if p.requires_grad]
-    found = adapter_sizes.count_adapter(config_of(family), CausalLMOptions(adapter="lora"))
+    found = counts(family)
     assert found.targets == FAMILIES[family][1]
     assert found.trainable == sum(p.numel() for p in trained)
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -84,8 +92,7 @@ def merge(model: Any) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_linear_leaves_only_the_head_and_the_embeddings(family: str) -> None:
-    options = CausalLMOptions(adapter="lora", lora_targets="all-linear")
-    found = adapter_sizes.count_adapter(config_of(family), options)
+    found = counts(family, lora_targets="all-linear")
     assert sum(found.targets.values()) >= 2 * 4  # at least attention in and out, and two of the MLP, a layer
     assert not {"lm_head", "embed_out", "wte", "embed_tokens"} & set(found.targets)
 
@@ -93,8 +100,49 @@ def test_all_linear_leaves_only_the_head_and_the_embeddings(family: str) -> None
 def test_lora_on_gpt2_has_its_known_number_of_parameters() -> None:
     """811,008, not the 524,288 that is often quoted for rank 8 on c_attn and c_proj of GPT-2."""
     options = CausalLMOptions(adapter="lora", lora_targets="c_attn,c_proj")
-    found = adapter_sizes.count_adapter(AutoConfig.for_model("gpt2"), options)
+    shapes = adapter_counts.shapes_by_building(AutoConfig.for_model("gpt2"))
+    found = adapter_counts.adapter_counts(shapes, options)
     assert (found.trainable, found.targets) == (811_008, {"c_attn": 12, "c_proj": 24})
+
+
+def counts(family: str, **asked: Any) -> adapter_counts.AdapterCounts:
+    shapes = adapter_counts.shapes_by_building(config_of(family))
+    return adapter_counts.adapter_counts(shapes, CausalLMOptions(**{"adapter": "lora", **asked}))
+
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"lora_targets": "all-linear", "lora_bias": "all"},
+    {"adapter": "dora", "lora_r": 3, "lora_bias": "lora_only"},
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("asked", ASKED)
+def test_the_arithmetic_is_what_peft_builds(family: str, asked: dict[str, Any]) -> None:
+    model = adapted(family, **asked)
+    found = counts(family, **asked)
+    parameters = dict(model.named_parameters())
+    assert found.trainable == sum(p.numel() for p in parameters.values() if p.requires_grad)
+    assert found.added == sum(p.numel() for name, p in parameters.items() if "lora_" in name)
+    layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    assert found.inputs == sum(m.in_features for m in layers.values())
+    assert found.targets == Counter(name.rpartition(".")[2] for name in layers)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "biased"])
+def test_the_shapes_of_a_config_are_those_of_its_model(family: str) -> None:
+    more = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    biased = AutoConfig.for_model("llama", vocab_size=67, **FAMILIES["llama"][0], **more)
+    config = biased if family == "biased" else config_of(family)
+    assert adapter_counts.shapes_from_config(config.to_dict()) == adapter_counts.shapes_by_building(config)
+
+
+def test_what_auto_adapts_is_what_peft_adapts() -> None:
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+
+    usual = adapter_counts.USUAL_TARGETS
+    assert {kind: list(names) for kind, names in usual.items()} == {kind: USUAL[kind] for kind in usual}
 
 
 def test_a_merge_that_changes_the_model_is_refused() -> None:
@@ -138,7 +186,8 @@ def test_only_matrices_of_the_blocks_are_adapted(target: str) -> None:
 def test_biases_that_train_are_counted_once() -> None:
     options = CausalLMOptions(adapter="lora", lora_bias="all")
     whole = model_sizes.make_model_size(1000, 2, 64, 4, 96, 67)
-    shape = adapter_sizes.adapted_model_size(whole, config_of("gpt2"), options, "adamw")
+    found = counts("gpt2", lora_bias="all")
+    shape = adapter_sizes.adapted_model_size(whole, found, options, "adamw")
     model = adapted("gpt2", lora_bias="all")
     added = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
     assert shape.parameters == 1000 + added

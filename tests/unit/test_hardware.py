@@ -141,7 +141,9 @@ def test_cpu_and_apple_machines() -> None:
         ("h10", "h100"),
         ("8xrtx480", "rtx4080"),
         ("cpu:2", "cpu:2x24gb"),
-        ("0xh100", "start at 1"),
+        ("0xh100", "1 to 72"),
+        ("9999999999xh100", "1 to 72"),
+        ("cpu:0x2gb", "1 to 4,096"),
     ],
 )
 def test_a_wrong_name_is_answered_with_the_nearest(text: str, hint: str) -> None:

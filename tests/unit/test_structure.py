@@ -107,6 +107,10 @@ ROOMS: dict[str, set[str]] = {
         *("core", "engine", "engine.optimization", "engine.planning", "engine.runs", "launch.local"),
         "launch.slurm",
     },
+    "launch.planning": {
+        *("core", "models", "engine", "engine.loading", "engine.machine", "engine.optimization"),
+        *("engine.planning", "launch.local"),
+    },
     "launch.commands": {
         *(
             "core",
@@ -115,7 +119,6 @@ ROOMS: dict[str, set[str]] = {
             "models.causal_lm",
             "engine",
             "engine.loading",
-            "engine.machine",
             "engine.planning",
         ),
         *(
@@ -124,6 +127,7 @@ ROOMS: dict[str, set[str]] = {
             "engine.verification",
             "launch.local",
             "launch.local.words",
+            "launch.planning",
             "launch.report",
         ),
     },

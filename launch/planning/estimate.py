@@ -1,0 +1,179 @@
+"""What a recipe takes on a machine: whether it fits, the hours of the whole run, and its cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.core.optimizers import OPTIMIZERS
+from isobatch.core.plan import Plan, PlanOptions
+from isobatch.core.recipe import Recipe
+from isobatch.engine.machine.hardware import Hardware
+from isobatch.engine.planning.planner import make_plan
+from isobatch.engine.registry import Workload
+from isobatch.launch.planning.run_time import run_seconds, training_steps
+from isobatch.models.base import ModelSize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from isobatch.launch.planning.prices import Prices
+    from isobatch.models.base import Task
+
+SHORTEST = 16
+"""Tokens below which nobody would cut a sample to make it fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A recipe with its data's facts, for one machine."""
+
+    name: str
+    """The machine, or the mode: what tells it from those beside it."""
+    workload: Workload
+    recipe: Recipe
+    facts: Facts
+    hardware: Hardware
+    asked: PlanOptions
+
+    @property
+    def task(self) -> Task:
+        """The task object of the recipe."""
+        return self.workload.make(self.recipe)[0]
+
+    def plan(self, model_size: ModelSize | None = None) -> Plan:
+        """The plan. Raises UserError where none fits."""
+        size = model_size or self.task.model_size(self.facts)
+        return make_plan(self.recipe, self.facts, size, self.hardware, self.asked)
+
+    def scaled(self, factor: float, rule: Any = "none") -> Target:
+        """The same with `factor` times the global batch: another recipe."""
+        return dataclasses.replace(self, recipe=self.recipe.scaled(factor, rule))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """The prediction for a target; all but the name, the machine and `why_not` are None where none fits."""
+
+    target: Target
+    model_size: ModelSize | None = None
+    plan: Plan | None = None
+    why_not: str = ""
+    steps: int | None = None
+    seconds: float | None = None
+    """Of the whole run."""
+    price: float | None = None
+    """Of the machine for an hour; None where it is not known."""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the device that a process trains on."""
+        hardware = self.target.hardware
+        on_gpu = hardware.gpus and (self.plan is None or self.plan.device != "cpu")
+        return hardware.gpu.memory_bytes if on_gpu else hardware.ram_bytes
+
+    @property
+    def cost(self) -> float | None:
+        """Price of the whole run."""
+        return None if self.price is None or self.seconds is None else self.price * self.seconds / 3600
+
+    def meets(self, deadline: float | None) -> bool:
+        """Whether the run ends within `deadline` seconds, or at all where there is no deadline."""
+        return self.seconds is not None and (deadline is None or self.seconds <= deadline)
+
+    def to_dict(self, deadline: float | None) -> dict[str, Any]:
+        """The row of the JSON answer."""
+        plan = self.plan
+        return {
+            "name": self.target.name,
+            "machine": self.target.hardware.describe(),
+            "recipe": self.target.recipe.hash(),
+            "global_batch": self.target.recipe.batch_size,
+            "fits": self.fits,
+            "why_not": self.why_not,
+            "devices": self.target.hardware.devices,
+            "devices_used": plan and plan.processes,
+            "steps": self.steps,
+            "step_seconds": plan and plan.predicted_step_seconds,
+            "run_seconds": self.seconds,
+            "peak_memory_bytes": plan and plan.predicted_peak_memory_bytes,
+            "memory_bytes": self.memory,
+            "price_per_hour": self.price,
+            "cost": self.cost,
+            "meets_deadline": None if deadline is None else self.meets(deadline),
+            "calibrated": plan and plan.calibrated,
+            "strategy": plan and plan.strategy,
+        }
+
+
+def estimate(target: Target, prices: Prices | None, model_size: ModelSize | None = None) -> Estimate:
+    """The estimate of a target; what keeps it from fitting stands in `why_not`."""
+    price = prices.per_hour(target.hardware) if prices else None
+    task = target.task
+    try:
+        model_size = model_size or task.model_size(target.facts)
+        plan = target.plan(model_size)
+    except UserError as error:
+        return Estimate(target=target, model_size=model_size, why_not=str(error), price=price)
+    return Estimate(
+        target=target,
+        model_size=model_size,
+        plan=plan,
+        steps=training_steps(target.recipe, target.facts, task),
+        seconds=run_seconds(plan, target.recipe, target.facts, task),
+        price=price,
+    )
+
+
+def what_would_fit(target: Target) -> list[str]:
+    """Flags under which a recipe that does not fit on the target would; each is another recipe."""
+    return [flags for flags, other in _smaller(target) if _fits(other)]
+
+
+def with_what_would_fit(found: Estimate) -> str:
+    """The error of an estimate that does not fit, with the flags under which it would."""
+    smaller = what_would_fit(found.target)
+    return found.why_not + (f"; it fits with {' or '.join(smaller)}" if smaller else "")
+
+
+def _fits(target: Target) -> bool:
+    try:
+        target.plan()
+    except UserError:
+        return False
+    return True
+
+
+def _smaller(target: Target) -> Iterator[tuple[str, Target]]:
+    """Recipes that need less memory: (flags, target); of sample lengths only the longest that fits."""
+    recipe = target.recipe
+    for flags, values in target.task.memory_saving_flags().items():
+        other = dataclasses.replace(recipe, options={**recipe.options, **values})
+        yield flags, dataclasses.replace(target, recipe=other)
+    if recipe.optimizer == "adamw":
+        for name in (name for name, traits in OPTIMIZERS.items() if traits.remark):
+            yield (
+                f"--optimizer {name}",
+                dataclasses.replace(target, recipe=dataclasses.replace(recipe, optimizer=name)),
+            )
+    length = target.facts.longest // 2
+    while length >= SHORTEST and not _fits(cut := _with_length(target, length)):
+        length //= 2
+    if length >= SHORTEST:
+        yield f"--max-length {length}", cut
+
+
+def _with_length(target: Target, length: int) -> Target:
+    lengths = tuple(min(length, found) for found in target.facts.lengths)
+    return dataclasses.replace(
+        target,
+        recipe=dataclasses.replace(target.recipe, max_length=length),
+        facts=dataclasses.replace(target.facts, lengths=lengths),
+    )

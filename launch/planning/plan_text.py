@@ -1,0 +1,86 @@
+"""A plan with its reasons as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core.measures import format_bytes, format_duration
+from isobatch.engine.planning.explanations import fixed_loader_settings
+from isobatch.launch.planning.comparison import format_cost, short_duration
+from isobatch.launch.planning.prices import MEANING
+
+if TYPE_CHECKING:
+    from isobatch.launch.planning.estimate import Estimate
+    from isobatch.launch.planning.idle_gpus import IdleGpus
+
+
+def format_plan(
+    found: Estimate,
+    idle: IdleGpus | None,
+    deadline: float | None,
+    frontier: list[dict[str, Any]],
+    alternatives: list[dict[str, Any]],
+) -> str:
+    """The answer of `plan`. What idle GPUs would bring comes first."""
+    recipe, facts, chosen = found.target.recipe, found.target.facts, found.plan
+    assert chosen is not None
+    lines = [idle.sentence(), ""] if idle else []
+    lines += [
+        f"recipe {recipe.hash()}: {recipe.task}, global batch {recipe.batch_size},"
+        f" {facts.samples['train']:,} samples of up to {facts.longest} tokens",
+        "",
+    ]
+    shown: dict[str, tuple[Any, str]] = {}
+    for name, value in chosen.to_dict().items():
+        if name in chosen.reasons:
+            shown[name] = (value, chosen.reasons[name])
+        if name == "pin_memory":  # the last of the loader's fields
+            shown |= fixed_loader_settings(chosen)
+    width = max(map(len, shown), default=0)
+    lines += [f"  {name:<{width}}  {_format_value(v)!s:<12}  {why}" for name, (v, why) in shown.items()]
+    lines += [
+        "",
+        f"predicted: {chosen.predicted_step_seconds:.3g} s a step,"
+        f" {format_bytes(chosen.predicted_peak_memory_bytes)} per process"
+        + (
+            ""
+            if chosen.calibrated
+            else " (uncalibrated: no measurement on this kind of device stands behind it)"
+        ),
+        *_whole_run(found, deadline),
+        "",
+        "the same micro-batch in other ways would take (all but the first flag are other recipes):",
+        *_format_alternatives(alternatives),
+        "",
+        "other global batches would be other recipes (--scale-batch K --lr-rule sqrt|linear|none):",
+    ]
+    for row in frontier:
+        lines.append(
+            f"  {row['batch_size']:>7}  {row['processes']} processes  {row['step_seconds']:.3g} s a step"
+            f"  {format_duration(row['epoch_hours'] * 3600)} an epoch"
+            f"  {row['updates_per_epoch']:,} updates an epoch"
+        )
+    return "\n".join(lines)
+
+
+def _whole_run(found: Estimate, deadline: float | None) -> list[str]:
+    """Lines on the time of the whole run, its cost and its deadline."""
+    seconds = found.seconds or 0.0
+    text = f"the whole run: {found.steps:,} steps, {short_duration(seconds)}"
+    if found.cost is not None and found.price is not None:
+        text += f", {format_cost(found.cost)} at {found.price:.2f} an hour"
+    if deadline is not None:
+        text += f"; {'within' if found.meets(deadline) else 'NOT within'} {format_duration(deadline)}"
+    return [text, *([f"prices: {MEANING}"] if found.price is not None else [])]
+
+
+def _format_alternatives(rows: list[dict[str, Any]]) -> list[str]:
+    width = max(len(row["flags"]) for row in rows)
+    return [
+        f"  {row['flags']:<{width}}  {format_bytes(row['peak_memory_bytes']):>8}  {row['remark']}".rstrip()
+        for row in rows
+    ]
+
+
+def _format_value(value: Any) -> Any:
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
