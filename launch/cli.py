@@ -66,6 +66,10 @@ COMMANDS = {
     "reconstruct": ("commands.latent:reconstruct", "a text through the latent vector of a VAE and back"),
     "interpolate": ("commands.latent:interpolate", "texts between two texts, by a VAE"),
     "sample": ("commands.latent:sample", "texts from the prior of a VAE"),
+    "doctor": (
+        "doctor.command:doctor",
+        "what is wrong with this machine, or why a run failed or hangs; exit 3 where something is broken",
+    ),
     "tasks": ("commands.describe:tasks", "the workloads there are"),
     "runs": ("control.runs:runs", "the runs in a folder: state, progress, Slurm jobs"),
     "logs": ("control.logs:logs", "what a run says, or a node of its job; -f follows it"),

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -46,6 +47,7 @@ class Watchdog:
         self.world, self.stop, self.timeout = world, stop, timeout
         self.end = end
         """`end(reason)` ends this process."""
+        self._process = f"{os.getpid()} on {socket.gethostname()}"
         self._parent = os.getppid()
         self._main_thread = threading.get_ident()
         self._stopped = threading.Event()
@@ -99,13 +101,17 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):
             beat = store.add(BEATS, 1)
             self._beats.append((beat, time.monotonic()))
-            position = {
-                "place": self.world.position,
-                "waiting": self.world.waiting,
-                "code": self._innermost_line(),
-                "beat": beat,
-            }
-            store.set(_key(self.world.rank), json.dumps(position))
+            store.set(position_key(self.world.rank), json.dumps({**self.position(), "beat": beat}))
+
+    def position(self) -> dict[str, Any]:
+        """What this process is doing: its place, the collective that it waits in, its line, since when."""
+        return {
+            "process": self._process,
+            "place": self.world.position,
+            "waiting": self.world.waiting,
+            "code": self._innermost_line(),
+            "still_seconds": round(time.monotonic() - self.world.moved_at, 1),
+        }
 
     def _reason(self, idle_seconds: float) -> str:
         here = f"rank {self.world.rank} has stood still for {idle_seconds:.0f} s"
@@ -121,9 +127,9 @@ class Watchdog:
         if rank == self.world.rank or store is None:
             return ""
         try:
-            if not store.check([_key(rank)]):
+            if not store.check([position_key(rank)]):
                 return f"rank {rank} was never heard of"
-            position: dict[str, Any] = json.loads(store.get(_key(rank)))
+            position: dict[str, Any] = json.loads(store.get(position_key(rank)))
         except RuntimeError:
             return "the store is gone"
         silent_seconds = self._seconds_since(position["beat"])
@@ -151,5 +157,6 @@ BEATS = "isobatch/beats"
 """Key of the store that counts the beats of all ranks."""
 
 
-def _key(rank: int) -> str:
+def position_key(rank: int) -> str:
+    """Key of the store under which a rank says what it is doing."""
     return f"isobatch/at/{rank}"

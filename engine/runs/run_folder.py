@@ -82,13 +82,22 @@ class RunFolder:
     def decisions(self) -> Path:
         return self.folder / "decisions.jsonl"
 
+    @property
+    def rank_record(self) -> Path:
+        """Where every rank is; there while the run trains, and after an error."""
+        return self.folder / "ranks.json"
+
+    def ranks(self) -> dict[str, Any] | None:
+        """The content of ranks.json; None where there is none."""
+        return atomic_files.read_json(self.rank_record) if self.rank_record.exists() else None
+
     @classmethod
     def open(cls, folder: str | Path) -> RunFolder:
         """An existing run. Raises UserError where the folder is none, or links to files elsewhere."""
         path = Path(folder).expanduser()
         if not (path / "recipe.json").is_file():
             raise UserError(f"{path} is not a run: it has no recipe.json (`runs` lists the runs here)")
-        _refuse_links(path)
+        refuse_links(path)
         return cls(path)
 
     @classmethod
@@ -214,6 +223,13 @@ class RunFolder:
         summary = self.summary()
         return str(summary.get("status")) if summary else "unfinished"
 
+    def status_or_none(self) -> str | None:
+        """`status`; None where summary.json is damaged."""
+        try:
+            return self.status()
+        except UserError:
+            return None
+
     def write_exit(self, verdict: Verdict) -> None:
         """Record how this attempt ended, for the parent process that started it.
 
@@ -232,13 +248,22 @@ class RunFolder:
 
     def read_exit(self, nonce: str) -> Verdict | None:
         """The verdict in exit.json, if the launch with this nonce wrote it."""
+        found = self._exit_record()
+        return found[1] if found and found[0] == nonce else None
+
+    def last_verdict(self) -> Verdict | None:
+        """The verdict of the last attempt that wrote one, whoever waits for it."""
+        found = self._exit_record()
+        return found[1] if found else None
+
+    def _exit_record(self) -> tuple[str, Verdict] | None:
+        """The nonce and the verdict in exit.json; None where there is none, or it is damaged."""
         try:
-            verdict = atomic_files.read_json(self.folder / "exit.json")
-        except UserError:
+            said = atomic_files.read_json(self.folder / "exit.json")
+            verdict = Verdict(int(said["code"]), str(said["reason"]), str(said.get("cause", "")))
+        except (UserError, KeyError, TypeError, ValueError):
             return None
-        if verdict.get("nonce") != nonce:
-            return None
-        return Verdict(int(verdict["code"]), str(verdict["reason"]), str(verdict.get("cause", "")))
+        return str(said.get("nonce")), verdict
 
     def truncate_rows(self, phase_order: list[str], phase: str, step: int) -> None:
         """Remove the rows after `step` of `phase` from metrics.jsonl: a resumed run writes them again."""
@@ -315,7 +340,7 @@ def free_folder(out: Path, name: str) -> Path:
     return folder
 
 
-def _refuse_links(folder: Path) -> None:
+def refuse_links(folder: Path) -> None:
     """Raise UserError where a link leads out of a run's folder: what is written and removed must be its own.
 
     So it does for pipes, sockets and devices, which no run has: to read one may never end.

@@ -14,6 +14,7 @@ from isobatch.core.measures import format_duration
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
+from isobatch.engine.distributed.rank_record import RankRecord
 from isobatch.engine.distributed.watchdog import Watchdog
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.optimization.schedule import remarks
@@ -50,7 +51,8 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
         for line in (_headline(context), *seldom_meant, *session.facts.extra.get("notes", [])):
             context.console.say(line)
     watchdog = Watchdog(world, context.stop, context.options.hang_timeout, end_process)
-    with context.stop, watchdog, context.gpu_monitor, contextlib.closing(context.log), session:
+    record = RankRecord(watchdog, run.rank_record)
+    with context.stop, watchdog, record, context.gpu_monitor, contextlib.closing(context.log), session:
         if world.is_main:
             checkpoint.remove_leftovers(run.checkpoints)
         saved = newest_checkpoint(run, session, context.console.say)

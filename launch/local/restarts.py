@@ -104,7 +104,7 @@ def wait_for_orphans(run: RunFolder) -> None:
 def _verdict_of(run: RunFolder, verdict: Verdict | None, log: Path) -> Verdict:
     """The verdict, or one from the disk's state and the launcher's log where the attempt wrote none."""
     if verdict is None:
-        verdict = _full_disk(run) or _dead_process(log)
+        verdict = _full_disk(run) or dead_process(log)
     if verdict is None or verdict.code == BUG:
         sys.stderr.write(log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if log.exists() else "")
         return verdict or Verdict(BUG, "no process left a verdict")
@@ -120,7 +120,7 @@ def _full_disk(run: RunFolder) -> Verdict | None:
     return Verdict(WRONG_INPUT, reason)
 
 
-def _dead_process(log: Path) -> Verdict | None:
+def dead_process(log: Path) -> Verdict | None:
     """A verdict on the process that a signal ended first, from the end of torchrun's log."""
     text = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if log.exists() else ""
     found = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+)", text.rpartition("Root Cause")[2])

@@ -111,6 +111,10 @@ ROOMS: dict[str, set[str]] = {
         *("core", "models", "engine", "engine.loading", "engine.machine", "engine.optimization"),
         *("engine.planning", "launch.local"),
     },
+    "launch.doctor": {
+        *("core", "engine.checkpointing", "engine.distributed", "engine.loading", "engine.machine"),
+        *("engine.runs", "launch.local", "launch.slurm", "launch.control"),
+    },
     "launch.commands": {
         *(
             "core",

@@ -1,0 +1,74 @@
+"""`doctor`: tries what training needs on this machine, or says why a run failed or hangs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import DONE, FAILED, UserError
+from isobatch.core.measures import printable
+from isobatch.launch.doctor.machine import check_machine
+from isobatch.launch.doctor.run_checks import check_run
+from isobatch.launch.local.arguments import command_options, split_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from isobatch.launch.doctor.check import Check
+
+NAME_WIDTH, STATE_WIDTH = 22, 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorOptions:
+    """Flags of `doctor`."""
+
+    json: bool = False
+    """One JSON object on standard output."""
+    out: str = "runs"
+    """Folder that holds the runs: its disk is tried."""
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Usage: doctor [--out FOLDER] [--json]: what is wrong with this machine; each check really tries.
+    doctor RUN [--json]: why a run failed or hangs, and whether its files are whole.
+
+    Each line is ok, warning or broken, with what mends it. Exit 3 where something is broken.
+    """
+    positional, flags = split_words(words)
+    options = command_options(flags, DoctorOptions, "doctor")
+    if len(positional) > 1:
+        raise UserError("doctor: give the folder of one run, or none to look at this machine")
+    checks = check_run(Path(positional[0]).expanduser()) if positional else check_machine(Path(options.out))
+    found = list(checks) if options.json else _shown(checks)
+    if options.json:
+        print(atomic_files.json_text({"checks": [asdict(check) for check in found]}))
+    else:
+        print(_verdict(found))
+    return FAILED if any(check.state == "broken" for check in found) else DONE
+
+
+def _shown(checks: Iterator[Check]) -> list[Check]:
+    """All of them, each printed as soon as it is known."""
+    found = []
+    for check in checks:
+        print(printable(line(check)), flush=True)
+        found.append(check)
+    return found
+
+
+def line(check: Check) -> str:
+    """A check as aligned text; what mends it stands under it."""
+    state = check.state.ljust(STATE_WIDTH)
+    text = " ".join(check.text.split())
+    remedy = f"\n{'':<{STATE_WIDTH + NAME_WIDTH}}-> {check.remedy}" if check.remedy else ""
+    return f"{state}{check.name:<{NAME_WIDTH}}{text}{remedy}"
+
+
+def _verdict(found: list[Check]) -> str:
+    counts = {state: sum(check.state == state for check in found) for state in ("broken", "warning")}
+    if not any(counts.values()):
+        return f"all {len(found)} checks are well"
+    return f"{counts['broken']} broken, {counts['warning']} warnings, of {len(found)} checks"

@@ -1,0 +1,276 @@
+"""Tests of `doctor RUN`: why a run failed or hangs, who waits for whom, which of its files are damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.recipe import Recipe
+from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.launch.doctor import run_checks
+from isobatch.launch.doctor.command import doctor
+from isobatch.launch.doctor.ranks import check_ranks, describe_ranks
+from isobatch.tests.unit.fake_slurm import AWAY, Say, Slurm, queued
+from isobatch.tests.unit.test_checkpoint import save
+from isobatch.tests.unit.test_slurm_commands import make_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from isobatch.launch.doctor.check import Check
+
+HERE = {"code": "read (mine.py:7)", "waiting": "", "still_seconds": 400.0, "silent_seconds": 0.0}
+STEP_12 = {**HERE, "place": "step 12, micro-batch 1 of 2", "process": "4242 on n1"}
+WAITS = {**STEP_12, "place": "step 12", "waiting": "an all-reduce", "process": "4243 on n1"}
+
+
+def found_in(run: RunFolder) -> dict[str, Check]:
+    """Name -> check; of several with one name the last."""
+    return {check.name: check for check in run_checks.check_run(run.folder)}
+
+
+def run_of(folder: Path, **made: Any) -> RunFolder:
+    return make_run(folder / "r", **{"job": "", "steps": 7, **made})
+
+
+def test_a_finished_run_is_well(tmp_path: Path) -> None:
+    found = found_in(run_of(tmp_path, status="done"))
+    assert {check.state for check in found.values()} == {"ok"}, found
+    assert found["state"].text == "done, step 7 of 300"
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("the loss became nan at step 8 of train: lower --lr", "lower --lr"),
+        ("out of memory: CUDA out of memory. Tried to allocate 2 GiB", "--memory-limit 80%"),
+        ("no space left on device to write metrics.jsonl", "make space"),
+        ("rank 1 was ended by signal 9", "dmesg"),
+        ("rank 0 has stood still for 1800 s at step 8", "isobatch logs"),
+        ("something else", "isobatch logs"),
+    ],
+)
+def test_why_a_run_failed(reason: str, remedy: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, status="failed", reason=reason)
+    found = found_in(run)
+    assert (found["state"].state, reason in found["state"].text) == ("broken", True)
+    assert remedy in found["state"].remedy
+    assert "{}" not in found["state"].remedy
+
+
+def test_a_run_that_was_killed(tmp_path: Path) -> None:
+    found = found_in(run_of(tmp_path))
+    assert "how it ended nobody wrote" in found["state"].text
+    assert "none was saved" in found["checkpoints"].text
+    assert "isobatch resume" in found["state"].remedy
+
+
+LOG = """\
+Traceback (most recent call last):
+  File "mine.py", line 7, in read
+[rank1]: ValueError: row 12 has no label
+[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4410
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-23_00:10:11
+  host      : n1
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 4242)
+"""
+
+
+def test_the_last_error_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    (run.folder / "launcher.log").write_text(LOG)
+    found = found_in(run)
+    assert found["last error"].text == "rank 1: ValueError: row 12 has no label"
+    assert found["last attempt"].text == "exit code 3: rank 1 was ended by signal 9"
+    assert "dmesg" in found["last attempt"].remedy
+    run.write_exit(Verdict(1, "a bug: see the traceback"))
+    assert found_in(run)["last attempt"].text == "exit code 1: a bug: see the traceback"
+
+
+def test_what_slurm_wrote_when_it_ended_a_job(tmp_path: Path, slurm: Slurm) -> None:
+    run = run_of(tmp_path, job="7")
+    slurm(squeue=queued("7", "TIMEOUT"))
+    (run.folder / "slurm" / "7.out").write_text(
+        "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 0 DUE TO TIME LIMIT"
+    )
+    found = found_in(run)
+    assert "DUE TO TIME LIMIT" in found["last error"].text
+    assert (found["Slurm job"].state, found["Slurm job"].text) == ("broken", "7 TIMEOUT")
+
+
+@pytest.mark.parametrize(
+    ("squeue", "state", "text"),
+    [
+        (queued("7", "PENDING", "DependencyNeverSatisfied"), "broken", "never starts"),
+        (queued("7", "PENDING", "Priority"), "ok", "PENDING (Priority)"),
+        (AWAY, "warning", "does not answer"),
+        ("exit 0", "ok", "does not know it"),
+    ],
+)
+def test_the_job_of_a_run(squeue: str, state: str, text: str, tmp_path: Path, slurm: Slurm) -> None:
+    run = run_of(tmp_path, job="7")
+    slurm(squeue=squeue)
+    check = found_in(run)["Slurm job"]
+    assert (check.state, text in check.text) == (state, True), check
+
+
+def test_restarts_are_told(tmp_path: Path) -> None:
+    run = run_of(tmp_path, status="done")
+    for _ in range(2):
+        run.log_decision("restart", reason="rank 1 is lost", what="attempt 2")
+    assert found_in(run)["restarts"].text == "2 times, the last: rank 1 is lost"
+
+
+@pytest.mark.parametrize("record", ["recipe.json", "facts.json", "plan.json", "run.json", "summary.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": {"b": "\\ud800"}}', "\x00\xff"])
+def test_damaged_records_are_shown_with_what_there_is(record: str, content: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, status="done")
+    (run.folder / record).write_text(content, encoding="latin-1")
+    found = found_in(run)
+    readable = content.startswith('{"') and record in ("run.json", "summary.json")  # fields are ignored
+    assert readable or found[record].state == "broken", found
+    assert "disk space" in found, "the rest is shown"
+
+
+@pytest.mark.parametrize("record", ["recipe.json", "facts.json", "run.json"])
+def test_a_record_that_is_missing(record: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    (run.folder / record).unlink()
+    assert found_in(run)[record].state == "broken"
+
+
+def test_a_recipe_that_was_changed(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    changed = {**atomic_files.read_json(run.folder / "recipe.json"), "seed": 5}
+    atomic_files.write_json(run.folder / "recipe.json", changed)
+    assert "was changed after the run was made" in found_in(run)["recipe.json"].text
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        list(run_checks.check_run(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="none of a run's files"):
+        list(run_checks.check_run(tmp_path))
+
+
+def test_a_run_that_links_elsewhere_is_refused(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    (run.folder / "launcher.log").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="is a link to"):
+        found_in(run)
+
+
+def saved_checkpoint(run_ranks: Any, run: RunFolder, step: int) -> Path:
+    folder = save(run_ranks, run.checkpoints / f"train-{step}")
+    os.utime(folder, (step, step))
+    return folder
+
+
+def test_damaged_checkpoints(tmp_path: Path, run_ranks: Any) -> None:
+    run = run_of(tmp_path)
+    first, second = (saved_checkpoint(run_ranks, run, step) for step in (3, 6))
+    assert found_in(run)["checkpoints"].text == "train-3, train-6: whole"
+    weights = second / "rank-00000.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-3] ^= 1
+    weights.write_bytes(content)
+    os.utime(second, (6, 6))
+    check = found_in(run)["checkpoint"]
+    assert (check.state, check.text.startswith("train-6: ")) == ("warning", True)
+    assert "goes on from train-3" in check.text
+    (first / "index.json").unlink()
+    os.utime(first, (3, 3))
+    assert found_in(run)["checkpoint"].state == "broken"
+    assert "begins anew" in found_in(run)["checkpoint"].text
+
+
+def test_data_that_is_gone(tmp_path: Path) -> None:
+    run = run_of(tmp_path, recipe=Recipe(task="causal-lm", steps=(300,), data=str(tmp_path / "texts")))
+    facts = atomic_files.read_json(run.folder / "facts.json")
+    atomic_files.write_json(run.folder / "facts.json", {**facts, "folder": str(tmp_path / "prepared")})
+    assert (found_in(run)["data"].state, "--data" in found_in(run)["data"].remedy) == ("broken", True)
+    (tmp_path / "texts").mkdir()
+    assert "prepared again" in found_in(run)["data"].text
+    (tmp_path / "prepared").mkdir()
+    assert "data" not in found_in(run)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (
+            [WAITS, {**WAITS, "rank": 1}, {**STEP_12, "rank": 2}, {**WAITS, "rank": 3}],
+            "rank 2 at step 12, micro-batch 1 of 2, in read (mine.py:7); "
+            "ranks 0-1, 3 at step 12, waiting in an all-reduce",
+        ),
+        (
+            [WAITS, {**STEP_12, "rank": 1, "silent_seconds": 300.0}],
+            "rank 1 says nothing for 300 s; it was at step 12, micro-batch 1 of 2, in read (mine.py:7); "
+            "rank 0 at step 12, waiting in an all-reduce",
+        ),
+        ([WAITS, {"rank": 1}], "rank 1 was never heard of; rank 0 at step 12, waiting in an all-reduce"),
+        (
+            [WAITS, {**WAITS, "rank": 1}],
+            "ranks 0-1 at step 12, waiting in an all-reduce; each waits for the others",
+        ),
+    ],
+)
+def test_who_waits_for_whom(ranks: list[dict[str, Any]], text: str) -> None:
+    ranks = [{"rank": 0, **rank} for rank in ranks]
+    assert describe_ranks(ranks) == text
+    check = check_ranks({"ranks": ranks}, 3.0, True, "runs/r")
+    assert check.state == "broken"
+    assert check.text == f"no step for 403 s: {text}"
+    assert "isobatch cancel runs/r --now" in check.remedy
+
+
+def test_a_run_that_moves_is_well() -> None:
+    record = {
+        "ranks": [{**STEP_12, "rank": 0, "still_seconds": 2.0}, {**WAITS, "rank": 1, "still_seconds": 9.0}]
+    }
+    assert check_ranks(record, 3.0, True, "r").state == "ok"
+    slow = {"ranks": [{**STEP_12, "rank": 0, "still_seconds": 100.0}]}
+    assert check_ranks(slow, 3.0, True, "r").state == "broken"
+    assert check_ranks(slow, 3.0, True, "r", step_seconds=30.0).state == "ok", "its steps are that long"
+    assert check_ranks(record, 300.0, True, "r").text.startswith(
+        "rank 0 (4242 on n1) wrote nothing for 300 s"
+    )
+    assert check_ranks(record, 300.0, False, "r").text.startswith("when it ended: ")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"ranks": 3}', '{"ranks": []}', '{"ranks": [{}]}', "x"])
+def test_a_damaged_record_of_ranks(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path)
+    run.rank_record.write_text(content)
+    for training in (True, False):
+        monkeypatch.setattr(RunFolder, "is_training", lambda _, value=training: value)
+        assert found_in(run)["ranks"].state in ("warning", "ok", "broken")
+
+
+def test_a_run_without_a_record_of_ranks_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path)
+    monkeypatch.setattr(RunFolder, "is_training", lambda _: True)
+    assert "ranks" not in found_in(run)
+    os.utime(run.metrics, (time.time() - 900, time.time() - 900))
+    assert "no step was logged for 9" in found_in(run)["ranks"].text
+
+
+def test_exit_codes_and_json(tmp_path: Path, say: Say) -> None:
+    run = run_of(tmp_path, status="failed", reason="a \x1b[2J reason")
+    code, out, _ = say(doctor, str(run.folder), "--json")
+    checks = json.loads(out)["checks"]
+    assert code == 3
+    assert all(check.keys() == {"name", "state", "text", "remedy"} for check in checks)
+    assert all(check["remedy"] for check in checks if check["state"] != "ok")
+    _, out, _ = say(doctor, str(run.folder))
+    assert "\x1b" not in out
+    assert say(doctor, str(run_of(tmp_path / "2", status="done").folder))[0] == 0
