@@ -31,6 +31,7 @@ class Between:
 Positive = typing.Annotated[int, Between(1)]
 Count = typing.Annotated[int, Between(0)]
 Seed = typing.Annotated[int, Between(0, 2**63 - 1)]
+PortNumber = typing.Annotated[int, Between(0, 65535)]
 Rate = typing.Annotated[float, Between(0)]
 Temperature = typing.Annotated[float, Between(0, above=True)]
 Fraction = typing.Annotated[float, Between(0, 1, above=True)]

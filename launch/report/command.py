@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
+from isobatch.core.number_ranges import PortNumber
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.report.contents import Contents, collect
 from isobatch.launch.report.html import render_page
 from isobatch.launch.report.tables import format_value, metrics_of, runs_table
+from isobatch.launch.report.watch import DRAW_SECONDS, LOCAL, make_server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,12 +32,17 @@ class ReportOptions(TrustOptions):
     """Folder for report.md, report.json and report.html; by default report/ in the last run's folder."""
     json: bool = False
     """report.json on standard output."""
+    watch: bool = False
+    """Serve the page on this machine and draw it anew while the run trains; Ctrl-C ends."""
+    port: PortNumber | None = None
+    """Of --watch; by default any that is free."""
 
 
 def report(words: Sequence[str]) -> int:
-    """Usage: report RUN... [--to FOLDER] [--json]: Markdown, JSON and one HTML page that opens offline.
+    """Usage: report RUN... [--to FOLDER] [--json], or report RUN --watch [--port N]
 
-    The first run is the baseline that the others are compared with.
+    Markdown, JSON and one HTML page that opens offline. The first run is the baseline that the others are
+    compared with. Of a run that is not done the page shows what there is; --watch follows it while it trains.
     """
     positional, flags = split_words(words)
     options = command_options(flags, ReportOptions, "report")
@@ -43,6 +51,10 @@ def report(words: Sequence[str]) -> int:
     runs = [RunFolder.open(place) for place in positional]
     if options.trust:
         runs = [open_run(run.folder, trust=True) for run in runs]
+    if options.watch:
+        return watch(runs, options)
+    if options.port is not None:
+        raise UserError(f"--port {options.port}: means nothing without --watch")
     folder = Path(options.to).expanduser() if options.to else runs[-1].folder / "report"
     contents = write_report(runs, folder)
     text = printable(f"{markdown(contents)}\n\n{folder}/report.html")
@@ -50,12 +62,30 @@ def report(words: Sequence[str]) -> int:
     return 0
 
 
+def watch(runs: Sequence[RunFolder], options: ReportOptions) -> int:
+    """Serve the page of the runs until Ctrl-C. Raises UserError where the port is taken."""
+    if options.to or options.json:
+        raise UserError("--watch serves a page: it writes no files, so leave --to and --json out")
+    with (
+        make_server(lambda: live_page(runs), options.port or 0) as server,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        print(f"http://{LOCAL}:{server.server_address[1]}/ (Ctrl-C ends)", flush=True)
+        server.serve_forever()
+    return 0
+
+
+def live_page(runs: Sequence[RunFolder]) -> str:
+    """The page of the runs as they stand now; a browser asks for it again while one of them trains."""
+    contents = collect([RunFolder.open(run.folder) for run in runs], measure=False)
+    trains = any(run["state"] == "training" for run in contents.runs)
+    return render_page(contents, refresh=int(DRAW_SECONDS) if trains else None)
+
+
 def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:
-    """Measure and compare finished runs; write report.json, report.md and report.html. Raises UserError."""
-    if unfinished := [r for r in runs if r.status() != "done"]:
-        raise UserError(
-            f"report: {unfinished[0].folder} is {unfinished[0].status()}: finish it with `resume`"
-        )
+    """Measure and compare runs that are done; write report.json, report.md and report.html. Of other runs
+    only the records are shown. Raises UserError.
+    """
     contents = collect(runs)
     with atomic_files.explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +109,8 @@ def markdown(contents: Contents) -> str:
         shown = {k: v for k, v in metrics_of(run).items() if isinstance(v, float | int | list)}
         lines += ["", f"## {_escaped(run['run'])} ({_escaped(run['task'])})", ""]
         lines += [f"- {_escaped(name)}: {_escaped(format_value(value))}" for name, value in shown.items()]
+        if run["use"]:
+            lines += ["", *_markdown_table([["machine", "measured", "target", "is"], *run["use"]])]
         if run["sample"]:
             lines += ["", "What it writes:", "", *(f"    {line}" for line in str(run["sample"]).splitlines())]
     return printable("\n".join(lines))

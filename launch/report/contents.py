@@ -68,12 +68,12 @@ class Contents:
         return [report.curves if report else () for report in self.reports]
 
 
-def collect(runs: Sequence[RunFolder]) -> Contents:
-    """Read the runs' records; measure and compare their models on this machine."""
+def collect(runs: Sequence[RunFolder], measure: bool = True) -> Contents:
+    """Read the runs' records; with `measure`, compare the models of those that are done on this machine."""
     reports = [report_of(run) for run in runs]
     measured: dict[type[ModelComparison], tuple[ModelComparison, list[ReportRow]]] = {}
     for run, report in zip(runs, reports, strict=True):
-        if isinstance(report, ModelComparison):
+        if measure and isinstance(report, ModelComparison) and run.status() == "done":
             measured.setdefault(type(report), (report, []))[1].extend(_measure(run, report))
     groups = [ComparedModels(report, report.compare(rows)) for report, rows in measured.values() if rows]
     records = [read_records(run, report) for run, report in zip(runs, reports, strict=True)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.measures import printable
 from isobatch.core.package import ROOT
 from isobatch.launch.report.figures import draw_figure, training_curves
+from isobatch.launch.report.machine_use import use_drawings
 from isobatch.launch.report.tables import runs_table
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 TEMPLATE = ROOT / "launch" / "report" / "page.html.jinja"
 
 
-def render_page(contents: Contents) -> str:
-    """The text of report.html."""
+def render_page(contents: Contents, refresh: int | None = None) -> str:
+    """The text of report.html. `refresh`: seconds after which a browser should ask for it again."""
     from jinja2 import Environment, StrictUndefined
 
     groups = [
@@ -39,6 +40,9 @@ def render_page(contents: Contents) -> str:
         groups=groups,
         runs_table=runs_table(contents.unmeasured()),
         sections=sections,
+        refresh=refresh,
+        runs=contents.runs,
+        machine_curves=[_machine_curves(run) for run in contents.runs],
         curves=[_curves(run, names) for run, names in zip(contents.runs, contents.curves(), strict=True)],
         written=[run for run in contents.runs if run["sample"]],
     )
@@ -61,6 +65,12 @@ def _svg(draw: Any, width: float, height: float, columns: int = 1) -> str:
         draw_figure(draw, width, height, columns).savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
+
+
+def _machine_curves(run: dict[str, Any]) -> list[str]:
+    """How the run used its machine over the steps; nothing before the first logged one."""
+    drawings = use_drawings(run["machine"], run["predicted_peak_memory_bytes"])
+    return [_svg(drawing.draw, drawing.width, drawing.height) for drawing in drawings]
 
 
 def _curves(run: dict[str, Any], names: tuple[str, ...]) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.measures import printable
+from isobatch.core.measures import format_bytes, printable
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.log_reader import thinned_rows
+from isobatch.engine.runs.log_reader import newest_rows, thinned_rows
+from isobatch.launch.report.machine_use import CURVES, memory_table, use_table
+from isobatch.launch.report.tables import format_value
 from isobatch.models.protocols import Reports, TaskReport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from isobatch.engine.runs.run_folder import RunFolder
 
 POINTS = 400
@@ -23,31 +28,101 @@ SUMMARY_FIELDS = (
 )  # fmt: skip
 
 
+EVENTS = 200
+"""Most decisions that are shown, the newest."""
+NO_EVENT = ("decision", "phase", "step")
+"""Fields of a decision that stand in columns of their own."""
+
+
 def report_of(run: RunFolder) -> TaskReport | None:
     """The report of the run's task; None where it makes none, or would execute code not agreed to."""
     try:
         consent.require(run.recipe, run.folder)
+        task, _ = workload_of(run.recipe).make(run.recipe)
     except UserError as error:
         print(f"{run.folder} without its task's own part: {error}", file=sys.stderr)
         return None
-    task, _ = workload_of(run.recipe).make(run.recipe)
     return task.report() if isinstance(task, Reports) else None
 
 
 def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
-    """Run, task, the fields of its summary, `training` and `evaluations` (columns), `reported` (rows)."""
-    summary, curves = run.summary() or {}, report.curves if report else ()
+    """Run, task, the fields of its summary, `training` and `evaluations` (columns), `reported` (rows).
+
+    And how it used its machine: `machine` (columns), `use`, `memory`, `plan` and `events` (tables). `notes`
+    are on files that cannot be read: the run is shown with what there is.
+    """
+    notes: list[str] = []
+    summary = _readable(run.summary, notes) or {}
+    plan = _readable(lambda: run.plan.to_dict(), notes) or {}
+    task = _readable(lambda: run.recipe.task, notes) or ""
+    curves = report.curves if report else ()
     wanted = ("seal", "split", *(report.reported if report else ()))  # phases end with a seal
     rows = [row for row in thinned_rows(run.metrics, 4 * POINTS, wanted) if _is_placed(row)]
     steps, starts = [r for r in rows if "lr" in r], _phase_starts(rows)
     return {
         "run": printable(run.folder.name),
-        "task": printable(run.recipe.task),
+        "task": printable(task),
+        "state": _state(run, summary),
         **{name: summary.get(name) for name in SUMMARY_FIELDS},
         "training": _curve(steps, ("loss", *curves), starts),
         "evaluations": _curve([r for r in rows if "split" in r], ("loss", *curves), starts),
         "reported": _reported(steps, report.reported if report else (), starts),
+        "machine": (machine := _curve(steps, CURVES, starts)),
+        "predicted_peak_memory_bytes": plan.get("predicted_peak_memory_bytes"),
+        "use": use_table(machine, summary, plan),
+        "memory": memory_table(machine, summary, plan),
+        "plan": _plan_table(plan),
+        "events": _events(run),
+        "notes": notes,
     }
+
+
+def _readable(read: Callable[[], Any], notes: list[str]) -> Any:
+    """What `read` returns; None, and a note, where a file is missing or damaged."""
+    try:
+        return read()
+    except UserError as error:
+        notes.append(printable(error))
+        return None
+
+
+def _state(run: RunFolder, summary: dict[str, Any]) -> str:
+    """done, stopped, failed, training or unfinished, with the reason where there is one."""
+    status = "training" if run.is_training() else str(summary.get("status") or "unfinished")
+    reason = summary.get("reason")
+    return printable(f"{status}: {reason}" if reason and status != "training" else status)
+
+
+def _plan_table(plan: dict[str, Any]) -> list[list[str]]:
+    """Rows (field, value, reason)."""
+    reasons = plan.get("reasons") or {}
+    shown = {name: plan[name] for name in plan if name in reasons}
+    return [[name, _plan_value(name, value), printable(reasons[name])] for name, value in shown.items()]
+
+
+def _plan_value(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return format_bytes(value) if name.endswith("_bytes") else format_value(value)
+
+
+def _events(run: RunFolder) -> list[list[str]]:
+    """Rows (where, decision, its facts) of decisions.jsonl, the oldest first."""
+    rows = newest_rows(run.decisions)[-EVENTS:]
+    return [
+        [
+            printable(f"{row['phase']} {row.get('step', '')}".strip() if row.get("phase") else "launch"),
+            printable(row.get("decision", "")),
+            printable(", ".join(f"{k} {_plain(v)}" for k, v in row.items() if k not in NO_EVENT)),
+        ]
+        for row in rows
+    ]
+
+
+def _plain(value: Any) -> str:
+    """A value of a decision in few characters."""
+    text = format_value(value) if isinstance(value, float | int | str) else json.dumps(value)
+    return text if len(text) <= 200 else text[:200] + " ..."
 
 
 def _is_placed(row: dict[str, Any]) -> bool:

@@ -1,0 +1,203 @@
+"""The report page: what it says of a run, also of one that trains or is damaged, and how it looks."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.engine.registry import workload
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.report.command import live_page, report, write_report
+from isobatch.launch.report.machine_use import memory_table, use_table
+from isobatch.launch.report.watch import LOCAL, make_server
+from isobatch.tests.unit.helpers import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+LONG = "a reason of many words that a narrow window has to break into several lines; " * 3
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run on a GPU that was ended after 60 steps: its loader is too slow."""
+    recipe, _ = workload("causal-lm").complete({"steps": [100]})
+    facts = Facts(fingerprint="f", folder="", samples={"train": 100}, lengths=(8, 16))
+    made = RunFolder.create(tmp_path / "a run", recipe, facts, RunOptions())
+    device = "detected: 1 x h100 (80 GiB each)"
+    reasons = {"device": device, "strategy": LONG, "predicted_peak_memory_bytes": "x" * 300}
+    made.write_plan(plan(device="cuda", predicted_peak_memory_bytes=20 * 10**9, reasons=reasons))
+    with made.metrics.open("w") as stream:
+        for step in range(1, 61):
+            row = {"phase": "train", "step": step, "loss": 3 - step / 50, "lr": 1e-3, "step_seconds": 0.2}
+            row |= {"data_seconds": 0.05, "samples_per_second": 160.0, "memory_bytes": 10**10 + step}
+            stream.write(json.dumps({**row, "gpu_utilisation": 70.0, "power_watts": 300.0}) + "\n")
+    made.log_decision("restart", reason="<script>document.title = 'gone'</script> " + "y" * 400)
+    return made
+
+
+def records(run: RunFolder, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = write_report([run], folder).to_dict()["runs"][0]
+    return found
+
+
+def test_figures_stand_beside_their_targets(run: RunFolder, tmp_path: Path) -> None:
+    found = records(run, tmp_path)
+    rows = {name: (value, verdict) for name, value, _, verdict in found["use"]}
+    assert rows["GPU use"] == ("70 %", "missed")
+    assert rows["memory"] == ("12 % of 85.90 GB", "met")  # 10 of 80 x 1.0737 GB
+    assert rows["data wait"] == ("25.0 %", "missed")
+    assert rows["power"] == ("300 W", "")
+    assert found["memory"] == [["whole run", "20.00 GB", "10.00 GB", "+100 %"]]
+    assert found["state"] == "unfinished"
+    assert found["plan"][1] == ["strategy", "single", LONG]
+    assert found["events"][0][1] == "restart"
+
+
+def test_stages_are_shown_where_the_run_has_them() -> None:
+    summary = {"peak_memory_by_stage": {"train": 2e9, "save": 3e9}, "peak_memory_bytes": 3e9}
+    planned = {"peak_memory_by_stage": {"train": 1e9, "save": 3.3e9}, "predicted_peak_memory_bytes": 3.3e9}
+    assert [row[0] for row in memory_table({}, summary, planned)] == ["train", "save", "whole run"]
+    assert memory_table({}, summary, planned)[0] == ["train", "1.00 GB", "2.00 GB", "-50 %"]
+
+
+def test_what_was_not_measured_has_no_row() -> None:
+    assert use_table({}, {}, {}) == []
+    assert memory_table({}, {"peak_memory_by_stage": "??", "peak_memory_bytes": "much"}, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("plan.json", None),
+        ("plan.json", "{"),
+        ("summary.json", "[]"),
+        ("metrics.jsonl", None),
+        ("metrics.jsonl", '{"step": '),
+        ("decisions.jsonl", "\x00\n[1]\n"),
+        ("facts.json", None),
+    ],
+)
+def test_a_damaged_run_is_shown_with_what_there_is(
+    run: RunFolder, file: str, content: str | None, tmp_path: Path
+) -> None:
+    path = run.folder / file
+    path.unlink() if content is None and path.exists() else path.write_text(content or "")
+    found = records(RunFolder.open(run.folder), tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    noted = file in ("plan.json", "summary.json")
+    assert any(file in note for note in found["notes"]) == noted
+    assert bool(found["use"]) == (file != "metrics.jsonl")
+    assert ("No step is logged yet" in page) == (file == "metrics.jsonl")
+
+
+def test_a_page_asks_again_only_while_a_run_trains(run: RunFolder) -> None:
+    assert 'http-equiv="refresh"' not in live_page([run])
+    with run.lock("train"):
+        page = live_page([run])
+    assert 'http-equiv="refresh"' in page
+    assert ": training<" in page
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    drawn: list[str] = []
+
+    def draw() -> str:
+        drawn.append("x")
+        return f"<p>{len(drawn)}"
+
+    with make_server(draw, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://{LOCAL}:{server.server_address[1]}"
+        server.shutdown()
+
+
+def ask(address: str, **headers: str) -> str:
+    with urllib.request.urlopen(urllib.request.Request(address, headers=headers)) as answer:
+        return str(answer.read().decode())
+
+
+def test_the_page_is_served_and_drawn_once_for_requests_at_once(address: str) -> None:
+    assert [ask(address + "/"), ask(address + "/")] == ["<p>1", "<p>1"]
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "code"), [("/", "evil.example", 403), ("/../x", LOCAL, 404), ("/plan.json", LOCAL, 404)]
+)
+def test_nothing_else_is_served(address: str, path: str, host: str, code: int) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask(address + path, Host=host)
+    assert caught.value.code == code
+
+
+def test_a_port_that_is_taken_is_one_line(address: str, run: RunFolder) -> None:
+    port = address.rpartition(":")[2]
+    with pytest.raises(UserError, match=f"--port {port}: Address already in use; leave it out"):
+        report([str(run.folder), "--watch", "--port", port])
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--port", "8000"], "--port 8000: means nothing without --watch"),
+        (["--watch", "--json"], "leave --to and --json out"),
+        (["--watch", "--port", "70000"], "must be at least 0 and at most 65535"),
+    ],
+)
+def test_wrong_words(run: RunFolder, words: list[str], hint: str) -> None:
+    with pytest.raises(UserError, match=hint):
+        report([str(run.folder), *words])
+
+
+MEASURE = """
+const frame = document.querySelector("iframe"), page = frame.contentDocument, view = frame.contentWindow;
+const boxes = [...page.querySelectorAll("table, figure, pre, svg")].map(e => e.getBoundingClientRect());
+document.body.innerHTML = "<pre>" + JSON.stringify({
+  title: page.title, fetched: view.performance.getEntriesByType("resource").length,
+  scroll: page.documentElement.scrollWidth, width: view.innerWidth,
+  right: Math.max(...boxes.map(b => b.right)), left: Math.min(...boxes.map(b => b.left)),
+  clipped: [...page.querySelectorAll("table, td, th")].filter(e => e.scrollWidth > e.clientWidth + 1).length,
+  tables: page.querySelectorAll("table").length,
+  curves: [...page.querySelectorAll("svg path[clip-path]")].filter(e => e.getBBox().width > 50).length,
+}) + "</pre>";
+"""
+"""Replaces the page by what it measured of the page in its frame."""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_in_a_browser_nothing_is_cut_missing_or_fetched(run: RunFolder, width: int, tmp_path: Path) -> None:
+    write_report([run], tmp_path)
+    page = html.escape((tmp_path / "report.html").read_text())
+    frame = f'<iframe style="width: {width}px; height: 9000px; border: 0" srcdoc="{page}"></iframe>'
+    (tmp_path / "test.html").write_text(
+        f'<meta charset="utf-8"><body>{frame}<script>onload = () => {{{MEASURE}}}</script>'
+    )
+    words = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    words += ["--virtual-time-budget=5000", "--dump-dom", (tmp_path / "test.html").as_uri()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(html.unescape(re.findall("<pre>(.*?)</pre>", done.stdout, re.S)[-1]))
+    assert (found["title"], found["fetched"]) == ("Report", 0)
+    assert found["scroll"] <= found["width"] == width
+    assert found["right"] <= width
+    assert found["left"] >= 0
+    assert found["clipped"] == 0
+    assert found["tables"] >= 4
+    assert found["curves"] >= 5
+    assert "CONSOLE" not in done.stderr
