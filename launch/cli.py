@@ -30,6 +30,10 @@ COMMANDS = {
         "commands.plan:plan",
         "show the plan and its reasons, for this machine or another; trains nothing",
     ),
+    "profile": (
+        "measuring.profile:profile",
+        "where a step's time and memory go, and what is worth changing, tried here",
+    ),
     "prepare": ("commands.plan:prepare", "fetch, clean, tokenize and measure the data, once"),
     "resume": ("commands.auto:resume", "go on with a run on this machine, whatever it is"),
     "slurm": (
@@ -83,16 +87,21 @@ INTERNAL = {
     "job": "slurm.job:job",
     "node": "slurm.node:node",
     "call": "report.child_process:call",
+    "measure": "measuring.setup:measure_as_worker",
 }
-"""Commands that the sbatch script, its steps and `report` start."""
+"""Commands that the sbatch script, its steps, `report` and `profile` start."""
 ALIASES = {"train": "auto"}
 TRAINS = ("auto", "resume")
-BEFORE_TORCH = {"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1", **allocator_settings(os.environ)}
+BEFORE_TORCH = {
+    **{"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1", "KINETO_LOG_LEVEL": "5"},
+    **allocator_settings(os.environ),
+}
 """Environment variables that must be set before torch is imported; the user's own values stay.
 
 OpenMP threads that wait soon sleep: with small operations 1.5 times faster than spinning beside another busy
 program, and 1.3 times faster than sleeping at once without one. Large tensors lie in huge pages: with GPT-2's
 vocabulary 1.6 times faster on a CPU, in less memory. On a GPU the allocator's segments grow.
+torch's profiler says nothing on the terminal.
 """
 
 USAGE = """isobatch: the recipe decides what is learnt, the plan decides how fast

@@ -93,6 +93,29 @@ def _register_without_mask(kernel: str) -> None:
         _registered.add(name)
 
 
+def registered_attention() -> dict[str, tuple[Any, Any]]:
+    """Name -> (attention function, mask function) of all that is registered here."""
+    if not _registered:
+        return {}
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    functions: Any = AttentionInterface._global_mapping  # noqa: SLF001  no public way to read it
+    masks: Any = AttentionMaskInterface._global_mapping  # noqa: SLF001
+    return {name: (functions.get(name), masks.get(name)) for name in _registered}
+
+
+def register_again(found: dict[str, tuple[Any, Any]]) -> None:
+    """Register what `registered_attention` found: another model may have taken the names since."""
+    from transformers import AttentionInterface
+
+    for name, (attention, mask) in found.items():
+        if mask is None:
+            AttentionInterface.register(name, attention)
+            _registered.add(name)
+        else:
+            register_attention(name, attention, mask)
+
+
 def unregister_attention() -> None:
     """Unregister everything that was registered here in this process."""
     if "transformers" not in sys.modules:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.engine.distributed.device_memory import forbid_spilling
+from isobatch.engine.profiling.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -108,6 +109,8 @@ class Communicator:
 
     waiting = ""
     """The collective that this process is in; empty where it is in none."""
+    recorder = Recorder()
+    """Times the parts of this process's steps; off unless somebody profiles them."""
 
     def __init__(
         self, plan: Plan, hang_timeout: int = 1800, tracker: str = "none", folder: str = "."
@@ -120,6 +123,7 @@ class Communicator:
             check_world(size, self.accelerator.num_processes)
         self.device: torch.device = self.accelerator.device
         forbid_spilling(self.device)
+        self.recorder = Recorder()
         self.position = "the start"
         """What this process is doing, for the watchdog's message."""
         self.moved_at = time.monotonic()
@@ -198,7 +202,7 @@ class Communicator:
         if self.size > 1:
             import torch.distributed as dist
 
-            with self.waiting_for("an all-reduce"):
+            with self.waiting_for("an all-reduce"), self.recorder.part("communication"):
                 dist.all_reduce(values)
         return values
 
@@ -251,7 +255,7 @@ class Communicator:
         import torch.distributed as dist
 
         gathered = [torch.empty_like(values) for _ in range(self.size)]
-        with self.waiting_for("an all-gather"):
+        with self.waiting_for("an all-gather"), self.recorder.part("communication"):
             dist.all_gather(gathered, values.contiguous())
         return torch.cat(gathered)
 
@@ -262,7 +266,7 @@ class Communicator:
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * self.size
-        with self.waiting_for("an all-gather of objects"):
+        with self.waiting_for("an all-gather of objects"), self.recorder.part("communication"):
             dist.all_gather_object(gathered, value)
         return gathered
 

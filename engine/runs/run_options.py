@@ -9,6 +9,7 @@ from typing import Literal
 from isobatch.core.errors import UserError
 from isobatch.core.flags import NOT_RECORDED, Interval, check_fields
 from isobatch.core.number_ranges import Count, Positive
+from isobatch.engine.profiling.step_profiler import step_window
 
 MOST_NAME_BYTES = 200
 """File systems take 255, and a folder that is being made has a longer name."""
@@ -44,6 +45,9 @@ class RunOptions:
     """Seconds without an answer from another process after which the run ends."""
     max_restarts: Count = 3
     """How often a run goes on by itself after a process died or stood still."""
+    profile: str | None = None
+    """Profile these steps of each phase, the first and the last as in 20:24: parts, trace and flame graph are
+    in the run's folder profile/."""
     debug: bool = False
     """Show tracebacks of the user's errors too."""
     quiet: bool = False
@@ -51,6 +55,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.profile is not None:
+            step_window(self.profile)
         if self.save_every.value == 0:
             raise UserError(f"--save-every {self.save_every}: must be above 0")
         if self.name is not None and (self.name.startswith(".") or {"/", os.sep} & set(self.name)):

@@ -67,7 +67,7 @@ class ActivePhase:
             session.task.cohort,
             self.strategy.equal_counts,
         )
-        return loader.steps(start, stop)
+        return session.world.recorder.waiting_for_data(loader.steps(start, stop))
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of optimizer step `step` (from 0) of this phase."""

@@ -16,6 +16,7 @@ from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import CLOSING_STEPS, SaveTimer
+from isobatch.engine.profiling.profile_of_run import ProfileOfRun
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.training.step_metrics import step_row, tracked_values
 from isobatch.models import fused_kernels
@@ -76,8 +77,11 @@ class PhaseLoop:
         self.step_began = now()
         pending: StepResult | None = None
         last = start if self.early_stopping.should_stop else schedule.steps
+        profile = ProfileOfRun.of(self.context, self.phase, start, last)
         for loaded in self.phase.batches(start, last):
             result = self.phase.step(loaded, self._rank_flags())
+            if profile is not None:
+                profile.step_ended(loaded.work)
             result.seconds, self.step_began = now() - self.step_began, now()
             requests, pending = self._read_metrics(pending), result
             if requests or self._something_is_due(loaded.work.step + 1):

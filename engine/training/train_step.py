@@ -98,7 +98,8 @@ class Stepper:
         norm = None
         while norm is None:
             names, sums = self.backward(loaded)
-            norm = self.strategy.step_optimizer(rate, observe)
+            with self.world.recorder.part("optimizer"):
+                norm = self.strategy.step_optimizer(rate, observe)
         flags = numbers_to_device(rank_flags, sums.dtype, sums.device)
         packed_metrics = self.world.all_reduce_sum(torch.cat([sums, flags]))
         recorded = self._unpack_recorded(packed_metrics)
@@ -111,7 +112,7 @@ class Stepper:
         Returns (names of the losses, 1-d tensor of this rank's share of each loss over its global weight,
         followed by what loss() recorded).
         """
-        work = loaded.work
+        work, recorder = loaded.work, self.world.recorder
         parts: dict[str, Tensor] = {}
         self._recorded = {}
         with self.strategy.accumulate_gradients(), self._caching_transforms():
@@ -124,8 +125,11 @@ class Stepper:
                 )
                 self._bind(work.step, host, number)
                 with self.strategy.forward_backward(number == len(work.micro_batches) - 1):
-                    losses = self._losses(host, work.step, micro.positions, 0.0 if dummy else 1.0)
-                    self.strategy.backward(self._total(losses, work, parts, 0.0 if dummy else 1.0))
+                    with recorder.part("forward"):
+                        losses = self._losses(host, work.step, micro.positions, 0.0 if dummy else 1.0)
+                        total = self._total(losses, work, parts, 0.0 if dummy else 1.0)
+                    with recorder.part("backward"):
+                        self.strategy.backward(total)
                 if number == 0 and self.findings.names is None:
                     self._refuse_means(losses, micro, host, work.step)
         if self.packing is not None:

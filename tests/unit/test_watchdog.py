@@ -149,7 +149,9 @@ COLLECTIVES: dict[str, Any] = {
     "broadcast_object": lambda world: world.broadcast_object(1),
     "barrier": lambda world: world.barrier(),
 }
-NO_COLLECTIVES = {"mark_progress", "waiting_for", "waiting", "store", "is_main", "close", "exit_process"}
+NO_COLLECTIVES = {
+    *("mark_progress", "waiting_for", "waiting", "store", "is_main", "close", "exit_process", "recorder"),
+}
 
 
 def test_every_collective_is_tried() -> None:

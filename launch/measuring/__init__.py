@@ -1,0 +1,1 @@
+"""`profile` and `tune`: what a step spends, and what each measure is worth here, by trials."""

@@ -1,0 +1,132 @@
+"""What a variant is worth beside a base: rounds of both in turn, and the median of their ratios."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+from isobatch.core.measures import now
+from isobatch.engine.runs.classify_errors import classify
+from isobatch.launch.measuring.trial import FILL_STEPS, WARM_STEPS, Round, TrialSession, Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROUND_SECONDS = 0.4
+"""A round has as many steps as fit into this, and at least one."""
+MOST_STEPS = 50
+LEAST_ROUNDS, MOST_ROUNDS = 3, 9
+Unit = Literal["samples", "tokens"]
+
+
+@dataclass(slots=True)
+class Comparison:
+    """A variant beside the base: `ratios` above 1 are faster."""
+
+    ratios: list[float] = field(default_factory=list)
+    """Of each round: time of the base over that of the variant, for a sample (or a token)."""
+    base: list[Round] = field(default_factory=list)
+    variant: list[Round] = field(default_factory=list)
+    warm_seconds: float = 0.0
+    """Of the variant's first steps, with its compilation."""
+    problem: str = ""
+    """Why there is no figure."""
+
+    @property
+    def ratio(self) -> float:
+        """The median over the rounds; 0 without any."""
+        return median(self.ratios) if self.ratios else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Median distance of a round's ratio from the median, as a share of it."""
+        return median(abs(r - self.ratio) for r in self.ratios) / self.ratio if self.ratios else 0.0
+
+    @property
+    def helps(self) -> bool:
+        """Whether it is faster, beyond the noise of the rounds."""
+        return bool(self.ratios) and self.ratio > 1 + max(LEAST_GAIN, 2 * self.spread)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        if self.problem:
+            return {"problem": self.problem}
+        return {
+            "ratio": self.ratio,
+            "spread": self.spread,
+            "helps": self.helps,
+            "rounds": len(self.ratios),
+            "base_step_seconds": median(r.step_seconds for r in self.base),
+            "step_seconds": median(r.step_seconds for r in self.variant),
+            "warm_seconds": self.warm_seconds,
+        }
+
+
+LEAST_GAIN = 0.02
+"""What is less than this faster counts as the same."""
+
+
+def compare(
+    base: TrialSession,
+    variant: Variant,
+    end: float,
+    unit: Unit = "samples",
+    limit: float = math.inf,
+    least_rounds: int = LEAST_ROUNDS,
+) -> Comparison:
+    """Rounds of the base, which is open and warm, and of a variant, until about `end` (as of `now`).
+
+    At least `least_rounds`, but none begins after `limit`. What goes wrong with the variant is told and not
+    raised: others are measured after it.
+    """
+    found = Comparison()
+    try:
+        with TrialSession(variant, base.world) as trial:
+            trial.warm_up()
+            found.warm_seconds = trial.warm_seconds
+
+            def enough(next_end: float) -> bool:
+                rounds = len(found.ratios)
+                return rounds >= MOST_ROUNDS or next_end > (end if rounds >= least_rounds else limit)
+
+            _alternate(base, trial, found, unit, enough)
+    except Exception as error:
+        found.problem = explain(error)
+    if not found.ratios and not found.problem:
+        found.problem = "no time was left to measure it"
+    return found
+
+
+def _alternate(
+    base: TrialSession, trial: TrialSession, found: Comparison, unit: Unit, enough: Callable[[float], bool]
+) -> None:
+    steps, length = steps_per_round(base), 0.0
+    # Every rank takes as many rounds as rank 0's clock allows.
+    while not trial.world.broadcast_object(enough(now() + length)):
+        began = now()
+        order = (base, trial) if len(found.ratios) % 2 == 0 else (trial, base)
+        rounds = {one: one.round(steps) for one in order}
+        found.base.append(rounds[base])
+        found.variant.append(rounds[trial])
+        found.ratios.append(_cost(rounds[base], unit) / _cost(rounds[trial], unit))
+        length = now() - began
+
+
+def _cost(some: Round, unit: Unit) -> float:
+    return some.seconds / max(1, some.samples if unit == "samples" else some.tokens)
+
+
+def steps_per_round(base: TrialSession) -> int:
+    """As many steps as fit into ROUND_SECONDS by the base's warm steps; the same on every rank."""
+    step = base.warm_seconds / WARM_STEPS
+    steps = int(max(1, min(MOST_STEPS, base.active.schedule.steps - FILL_STEPS, ROUND_SECONDS / step)))
+    return int(base.world.broadcast_object(max(1, steps)))
+
+
+def explain(error: Exception) -> str:
+    """A problem in one line."""
+    known = classify(error)
+    text = str(known if known is not None else error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

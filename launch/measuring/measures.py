@@ -1,0 +1,213 @@
+"""The measures that training guides name, as changes of a plan or a recipe that can be tried here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isobatch.engine.machine.detect import allowed_cpus
+from isobatch.launch.measuring.compare import Unit
+from isobatch.launch.measuring.setup import Setup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One way to take a measure."""
+
+    flags: str
+    """As typed; what is no flag in words."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the plan -> values; `threads` is a field of it."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the recipe, or of the task's options -> values."""
+    fused: bool = True
+    """Whether the optimizer may use its fused kernel."""
+    takes_away: bool = False
+    """The base has the measure, and this is the base without it: the worth is the inverse of the ratio."""
+
+    @property
+    def kept_by_plan(self) -> bool:
+        """Whether options of the plan alone make it, so that it can be remembered."""
+        return bool(self.plan) and not (self.recipe or self.takes_away or "threads" in self.plan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measure:
+    """A speed-up that is commonly named."""
+
+    name: str
+    quoted: tuple[float, float] | None
+    """Least and largest factor that is commonly quoted; None where none is."""
+    changes: Callable[[Setup], list[Setting]]
+    """Ways to take it in this setup; none where it does not apply."""
+    unit: Unit = "samples"
+    """What it makes faster: a sample or, where a change draws other samples, a token."""
+    slow: bool = False
+    """Whether its first steps take minutes."""
+
+
+def _batch(setup: Setup) -> list[Setting]:
+    sizes = [setup.recipe.batch_size * factor for factor in (2, 4)]
+    most = setup.facts.samples["train"]
+    return [Setting(flags=f"--batch-size {n}", recipe={"batch_size": n}) for n in sizes if n <= most]
+
+
+def _accumulation(setup: Setup) -> list[Setting]:
+    """Twice the batch in micro-batches of the same size: half as many updates."""
+    batch, samples = 2 * setup.recipe.batch_size, setup.usual_samples()
+    if batch > setup.facts.samples["train"]:
+        return []
+    flags = f"--batch-size {batch} --micro-batch {samples}"
+    return [Setting(flags=flags, recipe={"batch_size": batch}, plan={"micro_batch": samples})]
+
+
+def _micro_batch(setup: Setup) -> list[Setting]:
+    now, most = setup.usual_samples(), math.ceil(setup.recipe.batch_size / setup.plan.processes)
+    if setup.request.plan.micro_batch:
+        return [Setting(flags="no --micro-batch", plan={"micro_batch": None})]
+    sizes = sorted({min(most, 2 * now), max(1, now // 2)} - {now}, reverse=True)
+    return [Setting(flags=f"--micro-batch {n}", plan={"micro_batch": n}) for n in sizes]
+
+
+def _precision(setup: Setup) -> list[Setting]:
+    if setup.plan.precision != "fp32":
+        return [Setting(flags="--precision fp32", plan={"precision": "fp32"}, takes_away=True)]
+    if setup.plan.device == "cuda":
+        native = setup.hardware.gpu.native_bf16
+        name = "bf16" if native else "fp16"
+        return [Setting(flags=f"--precision {name}", plan={"precision": name})]
+    return [Setting(flags="--precision bf16", plan={"precision": "bf16"})] if setup.hardware.cpu_bf16 else []
+
+
+def _compile(setup: Setup) -> list[Setting]:
+    if setup.plan.compile != "off":
+        return [Setting(flags="--compile off", plan={"compile": "off"}, takes_away=True)]
+    modes = ["on", *(["reduce-overhead"] if setup.plan.device == "cuda" else [])]
+    return [Setting(flags=f"--compile {mode}", plan={"compile": mode}) for mode in modes]
+
+
+def _loading(setup: Setup) -> list[Setting]:
+    cores = max(1, setup.hardware.cpus // setup.plan.processes)
+    counts = sorted({min(2, cores), min(4, cores)} - {setup.plan.workers})
+    changes = [Setting(flags=f"--workers {n}", plan={"workers": n}) for n in counts]
+    return [*changes, Setting(flags="--prefetch 8", plan={"prefetch": 8})]
+
+
+def _pinning(setup: Setup) -> list[Setting]:
+    if setup.plan.device != "cuda":
+        return []
+    wanted = "off" if setup.plan.pin_memory else "on"
+    return [
+        Setting(flags=f"--pin-memory {wanted}", plan={"pin_memory": wanted}, takes_away=setup.plan.pin_memory)
+    ]
+
+
+def _length_grouping(setup: Setup) -> list[Setting]:
+    if setup.recipe.group_by_length:
+        flags = "--group-by-length off"
+        return [Setting(flags=flags, recipe={"group_by_length": False}, takes_away=True)]
+    if setup.facts.longest <= min(setup.facts.lengths):
+        return []
+    return [Setting(flags="--group-by-length on", recipe={"group_by_length": True})]
+
+
+def _packing(setup: Setup) -> list[Setting]:
+    if setup.plan.pack:
+        return [Setting(flags="--pack off", plan={"pack": "off"}, takes_away=True)]
+    if not setup.size.packs or setup.facts.longest <= min(setup.facts.lengths):
+        return []
+    return [Setting(flags="--pack on", plan={"pack": "on"})]
+
+
+def _checkpointing(setup: Setup) -> list[Setting]:
+    on = setup.plan.activation_checkpointing
+    wanted = "off" if on else "on"
+    return [Setting(flags=f"--activation-checkpointing {wanted}", plan={"activation_checkpointing": wanted})]
+
+
+def _fused(setup: Setup) -> list[Setting]:
+    if setup.recipe.optimizer in FUSED:
+        return [Setting(flags="its kernel off", fused=False, takes_away=True)]
+    return [Setting(flags="--optimizer adamw", recipe={"optimizer": "adamw"})]
+
+
+def _eight_bit(setup: Setup) -> list[Setting]:
+    if setup.recipe.optimizer == "adamw8bit":
+        return [Setting(flags="--optimizer adamw", recipe={"optimizer": "adamw"}, takes_away=True)]
+    return [Setting(flags="--optimizer adamw8bit", recipe={"optimizer": "adamw8bit"})]
+
+
+def _text_cache(setup: Setup) -> list[Setting]:
+    known = setup.options.get("text_cache")
+    if known is None or setup.options.get("text") != "frozen":
+        return []
+    wanted = "on" if known == "off" else "off"
+    return [
+        Setting(flags=f"--text-cache {wanted}", recipe={"text_cache": wanted}, takes_away=wanted == "off")
+    ]
+
+
+def _monitoring(setup: Setup) -> list[Setting]:
+    if setup.options.get("monitor") != "full":
+        return []
+    return [Setting(flags=f"--monitor {pace}", recipe={"monitor": pace}) for pace in ("fast", "off")]
+
+
+def _length(setup: Setup) -> list[Setting]:
+    half = min(setup.recipe.max_length, setup.facts.longest) // 2
+    return [Setting(flags=f"--max-length {half}", recipe={"max_length": half})] if half >= 8 else []
+
+
+def _attention(setup: Setup) -> list[Setting]:
+    if setup.size.heads <= 1:
+        return []
+    if setup.plan.attention == "eager":
+        return [Setting(flags="--attention sdpa", plan={"attention": "sdpa"})]
+    return [Setting(flags="--attention eager", plan={"attention": "eager"}, takes_away=True)]
+
+
+def _threads(setup: Setup) -> list[Setting]:
+    plan, cores = setup.plan, usable_cores()
+    if plan.device != "cpu" or plan.processes > 1:
+        return []
+    if plan.threads < cores:
+        flags = f"{cores} threads (SLURM_CPUS_PER_TASK={cores})"
+        return [Setting(flags=flags, plan={"threads": cores})]
+    return [Setting(flags="one thread", plan={"threads": 1}, takes_away=True)] if cores > 1 else []
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, by affinity and quota, whatever a scheduler says it granted."""
+    return allowed_cpus(Path("/"), {})
+
+
+FUSED = ("adamw",)
+"""Optimizers that are made with torch's fused kernel."""
+MEASURES = (
+    Measure(name="batch", quoted=(1.3, 2.0), changes=_batch),
+    Measure(name="accumulation", quoted=(1.1, 1.5), changes=_accumulation),
+    Measure(name="micro-batch", quoted=None, changes=_micro_batch),
+    Measure(name="loading", quoted=(1.2, 1.5), changes=_loading),
+    Measure(name="pinned memory", quoted=None, changes=_pinning),
+    Measure(name="mixed precision", quoted=(1.2, 2.0), changes=_precision),
+    Measure(name="length limit", quoted=(1.2, 1.4), changes=_length),
+    Measure(name="length grouping", quoted=None, changes=_length_grouping, unit="tokens"),
+    Measure(name="packing", quoted=None, changes=_packing),
+    Measure(name="attention kernel", quoted=None, changes=_attention),
+    Measure(name="activation checkpointing", quoted=None, changes=_checkpointing),
+    Measure(name="fused optimizer", quoted=(1.1, 1.3), changes=_fused),
+    Measure(name="8-bit optimizer", quoted=None, changes=_eight_bit),
+    Measure(name="embedding cache", quoted=None, changes=_text_cache),
+    Measure(name="monitoring interval", quoted=(1.05, 1.15), changes=_monitoring),
+    Measure(name="threads", quoted=None, changes=_threads),
+    Measure(name="compile", quoted=(1.1, 2.0), changes=_compile, slow=True),
+)
+"""Quoted factors are those of common guides for one GPU; `tune` puts what it measures beside them."""
+
+
+def measure_named(name: str) -> Measure:
+    """The measure of this name."""
+    return next(measure for measure in MEASURES if measure.name == name)

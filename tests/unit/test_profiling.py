@@ -1,0 +1,327 @@
+"""The recorder of a step's parts, memory by kind, the flame graph, and what a profile advises."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import xml.etree.ElementTree as ET
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from isobatch.core.errors import UserError
+from isobatch.engine.profiling import advice, flame_graph, recorder
+from isobatch.engine.profiling.memory import MemoryWatch, peak_of_tensors
+from isobatch.engine.profiling.recorder import PARTS, Recorder
+from isobatch.engine.profiling.step_profiler import StepProfiler, is_fused, step_window
+from isobatch.engine.profiling.trace import Trace, covered
+from isobatch.launch.commands.auto import auto
+from isobatch.launch.measuring import measures
+from isobatch.launch.measuring import profile as profile_command
+from isobatch.launch.measuring.profile import profile
+from isobatch.tests.paths import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from isobatch.tests.unit.conftest import Say
+
+CPU = torch.device("cpu")
+RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def wait(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(recorder, "now", made.now)
+    return made
+
+
+def test_an_inner_part_is_not_the_outer_ones(clock: Clock) -> None:
+    found = Recorder()
+    found.start(CPU)
+    clock.wait(1)
+    with found.part("optimizer"):
+        clock.wait(2)
+        with found.part("communication"):
+            clock.wait(4)
+        clock.wait(8)
+    clock.wait(16)
+    found.end_step()
+    with found.part("forward"):
+        clock.wait(32)
+    found.end_step()
+    clock.wait(64)  # a step that did not end
+    found.stop()
+    first, second = found.steps()
+    assert first == {**dict.fromkeys(PARTS, 0.0), "host": 17.0, "optimizer": 10.0, "communication": 4.0}
+    assert second == {**dict.fromkeys(PARTS, 0.0), "forward": 32.0}
+
+
+def test_off_it_records_nothing_and_makes_no_context() -> None:
+    found = Recorder()
+    assert found.part("forward") is found.part("backward")
+    found.end_step()
+    assert list(found.waiting_for_data(iter([1, 2]))) == [1, 2]
+    assert found.steps() == []
+
+
+def test_waiting_for_data_is_a_part(clock: Clock) -> None:
+    def slow() -> Any:
+        for number in range(2):
+            clock.wait(3)
+            yield number
+
+    found = Recorder()
+    found.start(CPU)
+    for _ in found.waiting_for_data(slow()):
+        clock.wait(1)
+        found.end_step()
+    assert [(step["data wait"], step["host"]) for step in found.steps()] == [(3.0, 1.0), (3.0, 1.0)]
+
+
+def test_what_fails_in_a_part_leaves_it(clock: Clock) -> None:
+    found = Recorder()
+    found.start(CPU)
+    with pytest.raises(ValueError, match="no"), found.part("forward"):
+        raise ValueError("no")
+    clock.wait(1)
+    found.end_step()
+    assert found.steps()[0]["host"] == 1.0
+
+
+def test_a_flame_graph_is_svg_whose_widths_are_seconds() -> None:
+    stacks = {("forward", "module <a>", "mm"): 3.0, ("forward", "module <a>"): 1.0, ("backward",): 4.0}
+    picture = ET.fromstring(flame_graph.flame_graph(stacks, "a & b"))
+    boxes = {g[0].text: float(g[1].get("width", 0)) for g in picture if g.tag.endswith("}g")}
+    assert boxes == {
+        "forward: 4e+03 ms, 50.0%": 600.0,
+        "module <a>: 4e+03 ms, 50.0%": 600.0,
+        "mm: 3e+03 ms, 37.5%": 450.0,
+        "backward: 4e+03 ms, 50.0%": 600.0,
+    }
+    folded = flame_graph.folded_text({("a;b", "c"): 0.5, ("d",): 1e-9})
+    assert folded == "a:b;c 500000\n"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 512), nn.Linear(512, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.narrow(self.wide(x).relu())
+        return out
+
+
+def step(net: nn.Module, found: Recorder, x: torch.Tensor) -> None:
+    with found.part("forward"):
+        loss = net(x).square().sum()
+    with found.part("backward"):
+        loss.backward()
+
+
+def test_the_backward_pass_belongs_to_the_modules_of_the_forward_pass(tmp_path: Path) -> None:
+    net, found = Net(), Recorder()
+    found.start(CPU)
+    with Trace(net, found, "cpu") as trace:
+        step(net, found, torch.ones(64, 64))
+    found.stop()
+    rows = {row["module"]: row for row in trace.modules(5)}
+    assert set(rows) == {"wide", "narrow"}
+    assert all(row["forward"] > 0 and row["backward"] > 0 for row in rows.values())
+    assert {stack[0] for stack in trace.stacks()} <= {"forward", "backward", "host"}
+    files = trace.write(tmp_path, "a step")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert "module wide" in (tmp_path / "stacks.txt").read_text()
+    assert ET.parse(files["flame_graph"]).getroot().tag.endswith("svg")
+    assert not net.wide._forward_hooks, "hooks stay behind"  # noqa: SLF001
+    assert not net.wide._forward_pre_hooks  # noqa: SLF001
+
+
+def test_intervals_that_overlap_count_once() -> None:
+    assert covered([(0, 2), (1, 3), (5, 6)]) == 4
+
+
+def test_memory_by_kind_counts_what_is_there() -> None:
+    net, found = Net(), Recorder()
+    optimizer = torch.optim.AdamW(net.parameters())
+    weights = 4 * sum(p.numel() for p in net.parameters())
+    x = torch.ones(64, 64)
+    found.start(CPU)
+    with MemoryWatch(SimpleNamespace(unwrapped=net, optimizer=optimizer), found, CPU) as watch:
+        step(net, found, x)
+        with found.part("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    found.stop()
+    forward, backward, update = watch.rows
+    # the input, what relu returned, and the output that is squared
+    assert forward["activations"] == 4 * 64 * (64 + 512 + 4)
+    assert (forward["weights"], forward["gradients"]) == (weights, 0)
+    assert (backward["activations"], backward["gradients"]) == (0, weights)
+    assert update["gradients"] == 0
+    assert update["optimizer states"] == 2 * weights + 4 * len(list(net.parameters()))
+    assert all(row["in use"] > weights for row in watch.rows)
+    assert 4 * 64 * 512 <= peak_of_tensors(lambda: step(net, found, x), CPU) < 40 * 64 * 512
+
+
+def test_a_window_has_a_first_and_a_last_step() -> None:
+    assert step_window("20:24") == (20, 24)
+    for wrong in ("20", "0:5", "5:6", "9:4", "a:b", "3:"):
+        with pytest.raises(UserError, match=f"--profile {wrong}: "):
+            step_window(wrong)
+
+
+def test_a_fused_optimizer_is_known() -> None:
+    parameters = [nn.Parameter(torch.ones(1))]
+    assert is_fused(torch.optim.AdamW(parameters, fused=True)) is True
+    assert is_fused(torch.optim.AdamW(parameters)) is False
+    assert is_fused(None) is None
+
+
+def test_most_steps_are_timed_one_is_watched_one_traced() -> None:
+    net, found = Net(), Recorder()
+    active = SimpleNamespace(
+        strategy=SimpleNamespace(unwrapped=net), session=SimpleNamespace(plan=SimpleNamespace(compile="off"))
+    )
+    profiler = StepProfiler(active, found, CPU, 2, 6, cores=1)
+    work = SimpleNamespace(micro_batches=[SimpleNamespace(positions=[0, 1])] * 2, padding=0.25)
+    ended = []
+    for number in range(1, 8):
+        with found.part("data wait"):
+            time.sleep(0.01)
+        step(net, found, torch.ones(64, 64))
+        ended.append(profiler.step_ended(number, work))
+    assert ended == [False] * 5 + [True, False]
+    findings = profiler.findings
+    assert findings["steps"] == 3
+    assert findings["parts"]["data wait"] >= 0.01
+    assert sum(findings["parts"].values()) == pytest.approx(findings["step_seconds"], rel=0.05)
+    assert (findings["micro_batches"], findings["samples_per_micro_batch"]) == (2, 2)
+    assert findings["memory"]["rows"][0]["after"] == "forward"
+    assert findings["modules"]
+    assert not found.active
+
+
+HEALTHY: dict[str, Any] = {
+    "parts": {**dict.fromkeys(PARTS, 0.0), "forward": 0.4, "backward": 0.5, "optimizer": 0.04},
+    "device": "cpu",
+    "device_use": 0.95,
+    "cores": 4,
+    "padding": 0.02,
+    "micro_batches": 1.0,
+    "samples_per_micro_batch": 32.0,
+    "fused_optimizer": True,
+    "memory": {"share": 0.5},
+}
+SLOW_UPDATE = {**HEALTHY["parts"], "optimizer": 0.3}
+PLAN = {
+    **{"device": "cpu", "threads": 4, "processes": 1, "attention": "sdpa", "compile": "off"},
+    **{"precision": "bf16", "activation_checkpointing": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("found", "plan", "measures"),
+    [
+        ({}, {}, []),
+        ({"parts": {**HEALTHY["parts"], "data wait": 0.5}}, {}, ["loading"]),
+        ({"padding": 0.4}, {}, ["packing", "length grouping"]),
+        ({"micro_batches": 32.0, "samples_per_micro_batch": 1.0}, {}, ["micro-batch"]),
+        ({}, {"attention": "eager"}, ["attention kernel"]),
+        (
+            {"fused_optimizer": False, "parts": {**HEALTHY["parts"], "optimizer": 0.3}},
+            {},
+            ["fused optimizer"],
+        ),
+        ({"fused_optimizer": False}, {}, []),
+        ({}, {"threads": 1}, ["threads"]),
+        ({}, {"precision": "fp32"}, ["mixed precision"]),
+        ({"device_use": 0.5}, {"device": "cuda"}, ["compile"]),
+        ({}, {"activation_checkpointing": True}, ["activation checkpointing"]),
+    ],
+)
+def test_each_bottleneck_is_found(found: dict[str, Any], plan: dict[str, Any], measures: list[str]) -> None:
+    advised = advice.worth_a_trial(HEALTHY | found, PLAN | plan)
+    assert [name for name, _ in advised] == measures
+    assert all(sentence for _, sentence in advised)
+
+
+def test_targets_are_named_met_or_missed() -> None:
+    slow = {"device_use": 0.4, "parts": {**HEALTHY["parts"], "data wait": 0.94}, "memory": {"share": 0.9}}
+    assert [(row["name"], row["met"]) for row in advice.targets(HEALTHY)] == [
+        *(("device use", True), ("memory", True), ("data wait", True))
+    ]
+    assert [row["met"] for row in advice.targets(HEALTHY | slow)] == [False, False, False]
+
+
+@pytest.fixture
+def _one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait would take the cores from other tests."""
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    for module in (measures, profile_command):
+        monkeypatch.setattr(module, "usable_cores", lambda: 1)
+
+
+@pytest.mark.usefixtures("_one_core")
+@pytest.mark.parametrize("trials", ["on", "off"])
+def test_profile_on_a_task(trials: str, say: Say, tmp_path: Path) -> None:
+    words = ("--task", RAGGED, "--out", str(tmp_path), "--device", "cpu", "--quiet", "--json")
+    more = ("--trials", trials, "--trial-seconds", "1", "--timed-steps", "4", "--micro-batch", "2")
+    code, out, _ = say(profile, *words, *more)
+    found = json.loads(out)
+    assert code == 0
+    assert sum(found["parts"].values()) == pytest.approx(found["step_seconds"], rel=0.05)
+    assert {row["measure"] for row in found["advice"]} >= {"micro-batch"}
+    if trials == "on":
+        first = found["advice"][0]
+        assert first["ratio"] > 1.2, "micro-batches of 2 samples are slower"
+        assert first["flags"] in first["text"]
+    for file in ("trace.json", "stacks.txt", "flame.svg", "profile.json"):
+        assert list(tmp_path.glob(f"profiles/*/{file}"))
+
+
+@pytest.mark.usefixtures("_one_core")
+def test_profile_for_a_person(say: Say, tmp_path: Path) -> None:
+    words = ("--task", RAGGED, "--out", str(tmp_path), "--trials", "off", "--timed-steps", "3", "--quiet")
+    _, out, _ = say(profile, *words, "--device", "cpu")
+    assert "a step takes" in out
+    assert "target: below 10 %" in out
+    assert "flame.svg" in out
+
+
+@pytest.mark.usefixtures("_one_core")
+def test_steps_of_a_run_are_profiled_and_learn_the_same(
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY"):  # set where a run begins
+        monkeypatch.setenv(name, os.environ.get(name, "false" if name.startswith("TOK") else "error"))
+    words = ("--task", RAGGED, "--epochs", "2", "--quiet", "--device", "cpu", "--out", str(tmp_path))
+    assert say(auto, *words, "--name", "plain")[0] == 0
+    assert say(auto, *words, "--name", "profiled", "--again", "--profile", "2:5")[0] == 0
+    found = json.loads(next((tmp_path / "profiled/profile").glob("*/profile.json")).read_text())
+    assert found["steps"] == 2
+    assert (tmp_path / "profiled/profile/train/trace.json").exists()
+    losses = [
+        [json.loads(line).get("loss") for line in (tmp_path / name / "metrics.jsonl").open()]
+        for name in ("plain", "profiled")
+    ]
+    assert losses[0] == losses[1]
