@@ -22,7 +22,7 @@ Unit = Literal["samples", "tokens"]
 
 
 @dataclass(slots=True)
-class Comparison:
+class PairedRounds:
     """A variant beside the base: `ratios` above 1 are faster."""
 
     ratios: list[float] = field(default_factory=list)
@@ -75,13 +75,13 @@ def compare(
     unit: Unit = "samples",
     limit: float = math.inf,
     least_rounds: int = LEAST_ROUNDS,
-) -> Comparison:
+) -> PairedRounds:
     """Rounds of the base, which is open and warm, and of a variant, until about `end` (as of `now`).
 
     At least `least_rounds`, but none begins after `limit`. What goes wrong with the variant is told and not
     raised: others are measured after it.
     """
-    found = Comparison()
+    found = PairedRounds()
     try:
         with TrialSession(variant, base.world) as trial:
             trial.warm_up()
@@ -100,7 +100,7 @@ def compare(
 
 
 def _alternate(
-    base: TrialSession, trial: TrialSession, found: Comparison, unit: Unit, enough: Callable[[float], bool]
+    base: TrialSession, trial: TrialSession, found: PairedRounds, unit: Unit, enough: Callable[[float], bool]
 ) -> None:
     steps, length = steps_per_round(base), 0.0
     # Every rank takes as many rounds as rank 0's clock allows.
