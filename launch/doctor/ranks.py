@@ -37,8 +37,8 @@ def check_ranks(
     still = min((float(r["still_seconds"]) for r in ranks if "still_seconds" in r), default=0.0) + age
     silent = any(float(r.get("silent_seconds", 0.0)) > SILENT_SECONDS for r in ranks)
     if still < max(STILL_SECONDS, STILL_STEPS * step_seconds) and not silent:
-        return ok("ranks", f"all move: {where}")
-    look = [f"py-spy dump --pid {r['process']}" for r in stuck if "process" in r][:1]
+        return ok("ranks", f"moved {still:.0f} s ago: {where}")
+    look = [f"py-spy dump --pid {r['process'].replace(' ', ' (', 1)})" for r in stuck if "process" in r][:1]
     return broken("ranks", f"no step for {still:.0f} s: {where}", "; ".join([*look, mend]))
 
 

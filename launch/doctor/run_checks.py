@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.atomic_files import rows_in
-from isobatch.core.errors import TrainingError, UserError, WorkerLostError
+from isobatch.core.errors import DONE, STOPPED, TrainingError, UserError, WorkerLostError
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
@@ -51,7 +51,7 @@ REMEDIES = (
     ("became", "isobatch auto with a lower --lr or a longer --warmup; --anomaly names the operation"),
     ("no space left", "make space, then: isobatch resume {}"),
     ("signal 9", "dmesg | grep -i oom says whether memory ran out; then: isobatch resume {}"),
-    ("stood still", "isobatch logs {} --lines 100 shows where; then: isobatch resume {}"),
+    ("stood still", "less {}/launcher.log shows the lines of all threads; then: isobatch resume {}"),
     ("lost", "look at the node that was lost (sinfo -R); then: isobatch resume {}"),
 )
 """Part of a reason -> what helps."""
@@ -126,7 +126,7 @@ def check_state(run: RunFolder, training: bool) -> Check:
     done = f"step {seen.progress.step or 0} of {seen.progress.total or '?'}"
     resume = f"isobatch resume {run.folder}"
     if seen.state == "failed":
-        reason = str((run.summary() or {}).get("reason") or "no reason was written")
+        reason = _reason(run) or "no reason was written"
         return broken("state", f"failed at {done}: {reason}", remedy_of(reason, run.folder))
     if seen.state == "unfinished":
         text = f"{done}; nobody trains it, and how it ended nobody wrote: killed, or the machine went down"
@@ -140,6 +140,14 @@ def check_state(run: RunFolder, training: bool) -> Check:
     return ok("state", f"{seen.state}, {done}")
 
 
+def _reason(run: RunFolder) -> str:
+    """Why the run failed, by summary.json; empty where it does not say."""
+    try:
+        return str((run.summary() or {}).get("reason") or "")
+    except UserError:
+        return ""
+
+
 def remedy_of(reason: str, folder: Path) -> str:
     """What helps against a failure, by its reason."""
     known = next((way for word, way in REMEDIES if word in reason.lower()), "isobatch logs {} --lines 100")
@@ -150,10 +158,10 @@ def check_end(run: RunFolder, training: bool) -> Iterator[Check]:
     """What the last attempt wrote when it ended, and how often it began anew."""
     if not training and run.status_or_none() not in ("done", "stopped"):
         verdict = run.last_verdict() or dead_process(run.folder / "launcher.log")
-        if verdict is not None and verdict.code:
+        if verdict is not None and verdict.code not in (DONE, STOPPED) and verdict.reason not in _reason(run):
             text = f"exit code {verdict.code}: {verdict.reason}"
             yield broken("last attempt", text, remedy_of(verdict.reason, run.folder))
-        if found := last_error(run.folder):
+        if found := last_error(run.folder, explained=verdict is not None):
             yield broken("last error", found[0], f"less {found[1]}")
     restarts = [row for row in rows_in(run.decisions) if row.get("decision") in RESTARTS]
     if restarts:
@@ -261,16 +269,17 @@ def logs_of(folder: Path) -> Iterator[Path]:
         yield from sorted((folder / "slurm").glob(pattern), key=lambda p: p.stat().st_mtime, reverse=True)
 
 
-def last_error(folder: Path) -> tuple[str, Path] | None:
+def last_error(folder: Path, explained: bool = False) -> tuple[str, Path] | None:
     """The last error that the run's processes wrote, and its file; None where there is none.
 
-    Lost connections follow from another rank's error: they are told only where there is no other.
+    Lost connections follow from what ended another rank: they are told only where nothing else is, and not
+    where the end is `explained`.
     """
     for path in logs_of(folder):
         text = _tail(path)
         found = list(ERROR.finditer(text))
         own = [match for match in found if not _is_lost_connection(match["error"])]
-        if chosen := (own or found)[-1:]:
+        if chosen := (own or ([] if explained else found))[-1:]:
             rank = f"rank {chosen[0]['rank']}: " if chosen[0]["rank"] else ""
             return f"{rank}{chosen[0]['error'][:300]}", path
         if killed := KILLED.findall(text):

@@ -52,7 +52,7 @@ def test_a_finished_run_is_well(tmp_path: Path) -> None:
         ("out of memory: CUDA out of memory. Tried to allocate 2 GiB", "--memory-limit 80%"),
         ("no space left on device to write metrics.jsonl", "make space"),
         ("rank 1 was ended by signal 9", "dmesg"),
-        ("rank 0 has stood still for 1800 s at step 8", "isobatch logs"),
+        ("rank 0 has stood still for 1800 s at step 8", "launcher.log"),
         ("something else", "isobatch logs"),
     ],
 )
@@ -94,6 +94,16 @@ def test_the_last_error_is_that_of_the_rank_that_failed_first(tmp_path: Path) ->
     assert "dmesg" in found["last attempt"].remedy
     run.write_exit(Verdict(1, "a bug: see the traceback"))
     assert found_in(run)["last attempt"].text == "exit code 1: a bug: see the traceback"
+    run.mark_failed("a bug: see the traceback")
+    assert "last attempt" not in found_in(run), "it says what the state says"
+
+
+def test_a_lost_connection_is_told_where_nothing_else_is(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    (run.folder / "launcher.log").write_text("\n".join(LOG.splitlines()[3:4]))
+    assert "Connection closed by peer" in found_in(run)["last error"].text
+    run.write_exit(Verdict(3, "rank 1 is lost", "lost"))
+    assert "last error" not in found_in(run)
 
 
 def test_what_slurm_wrote_when_it_ended_a_job(tmp_path: Path, slurm: Slurm) -> None:
