@@ -7,6 +7,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from isobatch.engine.machine.slowdowns import gpu_handle
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -66,7 +68,7 @@ class GpuMonitor:
                 self._remarks.append(f"metrics have no GPU utilisation or power: {error}")
             return
         try:
-            self._read_until_end(nvml, _handle(nvml, self._uuid))
+            self._read_until_end(nvml, gpu_handle(nvml, self._uuid))
         except Exception as error:
             self._remarks.append(f"metrics have no GPU utilisation or power: {error}")
         finally:
@@ -92,11 +94,3 @@ class GpuMonitor:
             why = "; ".join(sorted({failed[name] for name in new}))
             self._remarks.append(f"this GPU does not report {names} ({why}): metrics leave them out")
         return figures
-
-
-def _handle(nvml: Any, uuid: str) -> Any:
-    """NVML's handle of the GPU, or of the MIG slice, with torch's UUID."""
-    try:
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except nvml.NVMLError:
-        return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")

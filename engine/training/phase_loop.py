@@ -208,6 +208,7 @@ class PhaseLoop:
     def _log(self, result: StepResult, losses: dict[str, float], norm: float, values: list[float]) -> None:
         context, progress, schedule = self.context, self.progress, self.schedule
         context.peak_memory.observe("train")
+        context.tell_slowdowns()
         row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
         if result.recorded:
             row |= context.task.step_figures(_recorded_arrays(result, values))

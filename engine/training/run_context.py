@@ -9,7 +9,9 @@ import torch
 
 from isobatch.core.errors import StopRequestedError
 from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.distributed.device_memory import spills_to_host_memory
 from isobatch.engine.distributed.stop_signals import StopFlag
+from isobatch.engine.machine.slowdowns import SlowdownMonitor
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
@@ -70,7 +72,9 @@ class RunContext:
         """{name of the checkpoint from which `verify` redoes the last steps of the run}."""
         self.checkpoints_to_keep: Callable[[], set[str]] = set
         """Returns the names of those that early stopping needs; set by the phase loop."""
-        self.gpu_monitor = GpuMonitor(gpu_uuid(world.device) if world.is_main else "", console.say)
+        uuid = gpu_uuid(world.device)
+        self.gpu_monitor = GpuMonitor(uuid if world.is_main else "", console.say)
+        self.slowdowns = SlowdownMonitor(uuid, spills_to_host_memory(), computer=world.is_main)
         self.flop_utilisation = self._flop_utilisation()
 
     def _flop_utilisation(self) -> FlopUtilisation | None:
@@ -87,6 +91,15 @@ class RunContext:
         self.log.log_metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
         self.console.say(f"{split} after step {step}: {format_metrics(metrics, '.4f')}")
         return metrics
+
+    def tell_slowdowns(self) -> None:
+        """Say what slows this machine down since the last call; the main rank records what it noticed."""
+        for cause, sentence in self.slowdowns.new():
+            rank = "" if self.world.is_main else f"rank {self.world.rank}: "
+            self.console.say(rank + sentence, always=not self.world.is_main)
+            if self.world.is_main:
+                where = {"at_phase": self.progress.phase, "at_step": self.progress.step}
+                self.run.log_decision("slowed down", cause=cause, reason=sentence, **where)
 
     def check_data(self) -> None:
         """Say and record which prepared files were written to; all ranks call this where they save.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.measures import format_bytes
 from isobatch.engine.machine.detect import cgroup_values
 from isobatch.engine.machine.detect_nvidia import positive
-from isobatch.engine.machine.throttling import battery_percent, throttled_by
+from isobatch.engine.machine.slowdowns import battery_percent, throttled_by
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.software import pip
 

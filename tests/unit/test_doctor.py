@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.engine.machine import throttling
+from isobatch.engine.machine import slowdowns
 from isobatch.engine.machine.detect_nvidia import make_gpu
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.launch.doctor import (
@@ -362,8 +362,8 @@ def test_throttled_gpus(
 @pytest.mark.parametrize("plugged", [True, None])
 def test_a_battery_that_is_charged_is_no_fault(plugged: bool | None) -> None:
     full = SimpleNamespace(percent=80.0, power_plugged=plugged)
-    assert throttling.battery_percent(lambda: full) is None
-    assert throttling.battery_percent(lambda: None) is None
+    assert slowdowns.battery_percent(lambda: full) is None
+    assert slowdowns.battery_percent(lambda: None) is None
 
 
 SLURM_FAULTS = {

@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.machine": {"core"},
     "engine.profiling": {"core", "engine.machine"},
     "engine.distributed": {"core", "engine.profiling"},
-    "engine.runs": {"core", "engine.profiling"},
+    "engine.runs": {"core", "engine.machine", "engine.profiling"},
     "engine.checkpointing": {"core", "engine.distributed"},
     "engine.optimization": {"core", "models"},
     "engine.loading": {"core", "data"},
