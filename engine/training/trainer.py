@@ -51,8 +51,16 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
         for line in (_headline(context), *seldom_meant, *session.facts.extra.get("notes", [])):
             context.console.say(line)
     watchdog = Watchdog(world, context.stop, context.options.hang_timeout, end_process)
-    record, monitors = RankRecord(watchdog, run.rank_record), (context.gpu_monitor, context.slowdowns)
-    with context.stop, watchdog, record, monitors[0], monitors[1], contextlib.closing(context.log), session:
+    record = RankRecord(watchdog, run.rank_record)
+    with (
+        context.stop,
+        watchdog,
+        record,
+        context.gpu_monitor,
+        context.slowdowns,
+        contextlib.closing(context.log),
+        session,
+    ):
         if world.is_main:
             checkpoint.remove_leftovers(run.checkpoints)
         saved = newest_checkpoint(run, session, context.console.say)
