@@ -65,6 +65,10 @@ BENCHMARKS = {
         "quality.texts",
         "whether texts help a recommender, where, and what each way of using them costs",
     ),
+    "predictions": (
+        "quality.predictions",
+        "memory and time as predicted beside what 32 recipes took",
+    ),
     "published": (
         "quality.published",
         "the planner's memory and time beside published figures; needs no GPU",

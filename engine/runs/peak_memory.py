@@ -1,4 +1,4 @@
-"""Peak memory of this process, and the stage of the run in which it was reached."""
+"""Peak memory of this process, in each stage of the run."""
 
 from __future__ import annotations
 
@@ -17,26 +17,38 @@ RESET_PEAK = "5"
 
 
 class PeakMemory:
-    """Follows the peak. The stage that last raised it is the stage of the peak."""
+    """The peak of each stage of a run: load, train, save, evaluate, export."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.bytes = 0
-        self.stage = "start"
+        self.by_stage: dict[str, int] = {}
         reset_peak(device)  # preparing data may have taken more, in this process
 
-    def observe(self, stage: str) -> None:
-        """At the end of a stage (start, train, save, evaluate, export): take in the peak until now."""
-        if (found := peak_bytes(self.device)) > self.bytes:
-            self.bytes, self.stage = found, stage
+    @property
+    def bytes(self) -> int:
+        """The largest peak."""
+        return max(self.by_stage.values(), default=0)
 
-    def merge(self, ranks: list[tuple[int, str]]) -> None:
-        """Take in the (bytes, stage) of every rank."""
-        self.bytes, self.stage = max(ranks)
+    @property
+    def stage(self) -> str:
+        """The stage of the largest peak."""
+        return max(self.by_stage, key=lambda stage: self.by_stage[stage], default="load")
+
+    def observe(self, stage: str) -> None:
+        """At the end of a stage, or of a part of one: take in the peak since the last call."""
+        self.by_stage[stage] = max(self.by_stage.get(stage, 0), peak_bytes(self.device))
+        reset_peak(self.device)
+
+    def merge(self, ranks: list[dict[str, int]]) -> None:
+        """Take in `by_stage` of every rank."""
+        for found in ranks:
+            for stage, peak in found.items():
+                self.by_stage[stage] = max(self.by_stage.get(stage, 0), peak)
 
     def fields(self) -> dict[str, Any]:
         """The fields of summary.json."""
-        return {"peak_memory_bytes": self.bytes, "peak_memory_stage": self.stage}
+        peaks = {"peak_memory_bytes": self.bytes, "peak_memory_stage": self.stage}
+        return {**peaks, "peak_memory_by_stage": dict(self.by_stage)}
 
 
 def peak_bytes(device: torch.device) -> int:

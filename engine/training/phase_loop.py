@@ -73,7 +73,7 @@ class PhaseLoop:
         """Train until the phase ends. A step's metrics are read while the next one runs, without a wait."""
         schedule, start = self.schedule, self.progress.step
         self.context.console.start_phase(schedule.name, start, schedule.steps)
-        self.context.peak_memory.observe("start")
+        self.context.peak_memory.observe("load")
         self.step_began = now()
         pending: StepResult | None = None
         last = start if self.early_stopping.should_stop else schedule.steps

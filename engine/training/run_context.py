@@ -150,7 +150,7 @@ class RunContext:
     ) -> dict[str, Any]:
         """The content of summary.json. All ranks call this."""
         session, peak = self.session, self.peak_memory
-        peak.merge(self.world.all_gather_objects((peak.bytes, peak.stage)))
+        peak.merge(self.world.all_gather_objects(peak.by_stage))
         return {
             "status": status,
             "reason": reason,
