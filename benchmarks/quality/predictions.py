@@ -6,7 +6,6 @@ is the median of the steps after the first two.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from isobatch.core import atomic_files
 from isobatch.core.package import own_command
 
 LONG = "--max-length 128 --batch-size 8 --micro-batch 8"
+WIDE = "--head mlp --dim 256 --layers 512,256 --batch-size 4096"
 RECIPES: dict[str, tuple[str, str]] = {
     "lm tiny": ("causal-lm", "--model tiny"),
     "lm small": ("causal-lm", "--model small --max-length 256"),
@@ -30,10 +30,10 @@ RECIPES: dict[str, tuple[str, str]] = {
     "lm wide vocabulary": ("causal-lm", f"--model wide {LONG}"),
     "lm llama": ("causal-lm", f"--model llama {LONG}"),
     "lm llama adafactor": ("causal-lm", f"--model llama {LONG} --optimizer adafactor"),
-    "lm gpt2 lora": ("causal-lm", f"--model gpt2 --adapter lora {LONG}"),
-    "lm gpt2 lora bf16": ("causal-lm", f"--model gpt2 --adapter lora --precision bf16 {LONG}"),
-    "lm gpt2 8-bit lora": ("causal-lm", f"--model gpt2 --adapter lora --load-bits 8 {LONG}"),
-    "lm gpt2 qlora": ("causal-lm", f"--model gpt2 --adapter qlora {LONG}"),
+    "lm gpt2 lora": ("causal-lm", f"--model gpt2-shape --adapter lora {LONG}"),
+    "lm gpt2 lora bf16": ("causal-lm", f"--model gpt2-shape --adapter lora --precision bf16 {LONG}"),
+    "lm gpt2 8-bit lora": ("causal-lm", f"--model gpt2-shape --adapter lora --load-bits 8 {LONG}"),
+    "lm gpt2 qlora": ("causal-lm", f"--model gpt2-shape --adapter qlora {LONG}"),
     "lm llama lora": ("causal-lm", f"--model llama --adapter lora {LONG}"),
     "classifier tiny": ("classifier", "--model tiny"),
     "classifier 22M": ("classifier", "--model bert"),
@@ -44,21 +44,24 @@ RECIPES: dict[str, tuple[str, str]] = {
     "qat tiny": ("qat", "--model tiny"),
     "qat 22M": ("qat", "--model bert"),
     "recommender ids": ("recommender", "--text off"),
-    "recommender ids wide": ("recommender", "--text off --head mlp --dim 256 --layers 512,256 --batch-size 4096"),
+    "recommender ids wide": (
+        "recommender",
+        "--text off --head mlp --dim 256 --layers 512,256 --batch-size 4096",
+    ),
     "recommender frozen": ("recommender", "--text frozen"),
     "recommender lora": ("recommender", "--text lora"),
     "recommender full": ("recommender", "--text full --model small"),
     "vae gru": ("sequence-vae", ""),
     "vae gru wide": ("sequence-vae", "--hidden 512 --latent 64 --batch-size 64"),
     "vae transformer": ("sequence-vae", "--backbone transformer --hidden 256 --layers 2"),
-    "lm 124M two processes": ("causal-lm", f"--model small --max-length 256 --processes 2 --strategy ddp"),
+    "lm small two processes": ("causal-lm", "--model small --max-length 256 --processes 2 --strategy ddp"),
 }
 QUICK = ("lm tiny", "classifier tiny")
-STEPS = 10
+STEPS = 8
 
 
 def measure(quick: bool, only: str = "") -> list[dict[str, Any]]:
-    """A row per recipe: predicted and measured bytes of each stage, predicted and measured seconds of a step."""
+    """A row per recipe: predicted and measured bytes of each stage, and seconds of a step."""
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         make_models(home)
@@ -98,9 +101,9 @@ def make_models(home: Path) -> None:
     import torch
     from transformers import (
         BertConfig,
-        BertForSequenceClassification,
+        BertModel,
         DistilBertConfig,
-        DistilBertForSequenceClassification,
+        DistilBertModel,
         GPT2Config,
         GPT2LMHeadModel,
         LlamaConfig,
@@ -120,15 +123,13 @@ def make_models(home: Path) -> None:
         vocab_size=32000, hidden_size=512, intermediate_size=1408, num_hidden_layers=8,
         num_attention_heads=8, num_key_value_heads=2, **ends,
     )  # fmt: skip
-    bert = BertConfig(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
-    )
+    bert = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
     models = {
-        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**ends)),
+        "gpt2-shape": lambda: GPT2LMHeadModel(GPT2Config(**ends)),
         "wide": lambda: GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=256, n_head=4, **ends)),
         "llama": lambda: LlamaForCausalLM(llama),
-        "bert": lambda: BertForSequenceClassification(bert),
-        "distilbert": lambda: DistilBertForSequenceClassification(DistilBertConfig()),
+        "bert": lambda: BertModel(bert),
+        "distilbert": lambda: DistilBertModel(DistilBertConfig()),
     }
     for name, make in models.items():
         make().save_pretrained(home / name)

@@ -85,10 +85,11 @@ def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
 
 
 def _from_dict(values: dict[str, Any]) -> Ceilings:
-    lists = {name: tuple(map(float, values.pop(name))) for name in ("matmul", "matmul_bf16")}
+    lists: dict[str, Any] = {name: tuple(map(float, values.pop(name))) for name in ("matmul", "matmul_bf16")}
     if any(len(rates) != len(WIDTHS) for rates in lists.values()):
         raise ValueError("measured at other widths")
-    return Ceilings(**lists, **{name: float(value) for name, value in values.items()})
+    rates: dict[str, Any] = {name: float(value) for name, value in values.items()}
+    return Ceilings(**lists, **rates)
 
 
 def machine_key(hardware: Hardware) -> str:
@@ -131,7 +132,7 @@ def measure(hardware: Hardware) -> Ceilings:
 
 
 def _fastest(kernels: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of each kernel: the best of rounds over all, so that a moment's load hits no kernel's every trial."""
+    """Seconds of each kernel: the best of several rounds over all, as other load comes and goes."""
     repeats = {}
     for name, kernel in kernels.items():
         kernel()

@@ -6,14 +6,28 @@ result file has them as a row of the fields of `GpuConstants`.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-CORE_FLOPS = 40e9
-"""fp32 FLOP/s of a CPU core in training (measured: 21 to 77, growing with the width of the model)."""
-CPU_BF16_SPEEDUP = 2.0
-"""Measured with AVX512_BF16: 1.8 to 2.5 times fp32; without it bf16 is 5 times slower than fp32."""
-CPU_MEMORY_BANDWIDTH = 10e9
-"""Bytes/s (measured on two cores)."""
+from isobatch.engine.machine.ceilings import Ceilings
+
+TYPICAL_CORE = Ceilings(
+    matmul=(19e9, 35e9, 44e9, 47e9, 47e9),
+    matmul_bf16=(45e9, 115e9, 180e9, 210e9, 220e9),
+    bandwidth=18e9,
+    cached_bandwidth=18e9,
+    gelu=2.8e8,
+    call_seconds=7e-6,
+    recurrent_seconds=4e-4,
+    adamw=9e8,
+)
+"""Of a core, for machines that are only named (measured on two cores of an AMD EPYC with AVX512_BF16)."""
+EMULATED_BF16 = 0.2
+"""Of the fp32 rate, where a processor has no bf16 (measured)."""
+CPU_TRAFFIC = 8.0
+"""How often each byte that the backward pass needs is moved by operations that are no matrix products."""
+LAYER_CALLS, MODEL_CALLS = 60.0, 150.0
+"""Operations of a layer, and of the rest of a model, forward and backward."""
 HOST_CORE_BANDWIDTH, HOST_BANDWIDTH = 5e9, 100e9
 """Bytes/s of a host's memory for a core, and at most: for an update of offloaded state (uncalibrated)."""
 HOST_LINK = 12e9
@@ -24,9 +38,8 @@ HIDDEN = 0.6
 """Share of an overlapped exchange that runs beside the arithmetic as long as that lasts (uncalibrated)."""
 MOBILE_SUSTAINED = 0.8
 """Share of its peak rate that a mobile GPU sustains when warm (uncalibrated)."""
-RECURRENT_STEP_SECONDS = {"cpu": 4e-4, "cuda": 5e-5, "mps": 5e-5}
-"""Forward and backward pass of one token of a recurrent layer, however many rows there are (CPU measured: 0.3
-to 0.8 ms; GPUs uncalibrated)."""
+RECURRENT_STEP_SECONDS = 5e-5
+"""Forward and backward pass of one token of a recurrent layer on a GPU, however many rows (uncalibrated)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,3 +74,14 @@ MEASURED: dict[str, GpuConstants] = {}
 def gpu_constants(card: str | None) -> GpuConstants:
     """The constants of a card of the GPU table, or those fitted to published figures."""
     return MEASURED.get(card or "", PUBLISHED)
+
+
+def typical_ceilings(cores: int) -> Ceilings:
+    """Ceilings of a processor that was not measured: those of a typical core times their number."""
+    core = TYPICAL_CORE
+    rates = {
+        "matmul": tuple(cores * rate for rate in core.matmul),
+        "matmul_bf16": tuple(cores * rate for rate in core.matmul_bf16),
+        **{name: cores * getattr(core, name) for name in ("bandwidth", "cached_bandwidth", "gelu", "adamw")},
+    }
+    return dataclasses.replace(core, **rates)

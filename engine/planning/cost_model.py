@@ -6,8 +6,8 @@ Its constants are in calibration.py.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -16,10 +16,14 @@ from isobatch.core.plan import Precision
 from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.microbatching import MicroBatchBudget, make_micro_batches, padding_fraction
 from isobatch.engine.machine.hardware import Hardware
+from isobatch.engine.machine.history import MachineRecord
 from isobatch.engine.planning import calibration
 from isobatch.engine.planning.memory_model import ExecutionChoices, held_weight_bytes, kept_bytes_per_token
 from isobatch.models.base import ModelSize
-from isobatch.models.flops import flops_per_token, layers_and_width
+from isobatch.models.flops import flops_per_token, intermediate_width, layers_and_width
+
+if TYPE_CHECKING:
+    from isobatch.engine.machine.ceilings import Ceilings
 
 BUCKET_BYTES = 25e6
 """Gradients are reduced in buckets of this size (DDP's default)."""
@@ -42,6 +46,13 @@ class PlanningCase:
     compile: bool = False
     world_nodes: int | None = None
     """Number of nodes where the processes were started already; else None."""
+    measured: MachineRecord = field(default_factory=MachineRecord)
+    """What was measured on this machine."""
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """Rates of the processor, all cores together: measured, or those of a typical one."""
+        return self.measured.ceilings or calibration.typical_ceilings(self.hardware.cpus)
 
     @property
     def longest(self) -> int:
@@ -73,9 +84,10 @@ class PlanningCase:
 def flop_rate(case: PlanningCase, processes: int) -> float:
     """FLOP/s of one process in matrix products. Unequal GPUs count as the one with the least memory."""
     if case.device == "cpu":
-        native = calibration.CPU_BF16_SPEEDUP if case.hardware.cpu_bf16 else 0.2
-        cores = case.hardware.cpus / case.local(processes)
-        return calibration.CORE_FLOPS * cores * (1.0 if case.precision == "fp32" else native)
+        native = case.precision != "fp32" and case.hardware.cpu_bf16
+        rate = case.ceilings.matmul_rate(layers_and_width(case.model_size)[1], native)
+        emulated = case.precision != "fp32" and not native
+        return rate / case.local(processes) * (calibration.EMULATED_BF16 if emulated else 1.0)
     gpu = case.hardware.gpu
     peak = gpu.peak_flops.get(case.precision) or gpu.peak_flops["fp32"] or 1e12
     return peak * case.constants.matmul_share * (calibration.MOBILE_SUSTAINED if gpu.mobile else 1.0)
@@ -83,13 +95,13 @@ def flop_rate(case: PlanningCase, processes: int) -> float:
 
 def memory_bandwidth(case: PlanningCase) -> float:
     """Bytes/s of the training device's memory."""
-    return calibration.CPU_MEMORY_BANDWIDTH if case.device == "cpu" else case.hardware.gpu.memory_bandwidth
+    return case.ceilings.bandwidth if case.device == "cpu" else case.hardware.gpu.memory_bandwidth
 
 
 def host_bandwidth(case: PlanningCase) -> float:
     """Bytes/s of a node's own memory."""
     if case.device == "cpu":
-        return calibration.CPU_MEMORY_BANDWIDTH
+        return case.ceilings.bandwidth
     return min(calibration.HOST_CORE_BANDWIDTH * case.hardware.cpus, calibration.HOST_BANDWIDTH)
 
 
@@ -100,13 +112,15 @@ def micro_batch_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     A recurrent layer is launched for every token of the longest row.
     """
     fixed = 12.0 * case.model_size.trainable / memory_bandwidth(case)
-    steps = case.model_size.recurrent_layers * case.facts.mean_length
-    fixed += steps * calibration.RECURRENT_STEP_SECONDS[case.device]
     fixed += (1 - _hidden_share(case)) * gather_seconds(case, choices)
+    layers, _ = layers_and_width(case.model_size)
+    steps = case.model_size.recurrent_layers * case.facts.mean_length
     if case.device == "cpu":
-        return 1e-3 + fixed
+        calls = calibration.MODEL_CALLS + calibration.LAYER_CALLS * layers
+        return fixed + calls * case.ceilings.call_seconds + steps * case.ceilings.recurrent_seconds
+    fixed += steps * calibration.RECURRENT_STEP_SECONDS
     known = case.constants
-    launch = known.launch_seconds + known.layer_launch_seconds * layers_and_width(case.model_size)[0]
+    launch = known.launch_seconds + known.layer_launch_seconds * layers
     return launch * (known.compiled_launch if _compiled(case, choices) else 1.0) + fixed
 
 
@@ -122,13 +136,21 @@ def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     length = case.facts.mean_length
     flops = flops_per_token(case.model_size, length, choices.activation_checkpointing)
     seconds = max(flops, 1.0) / flop_rate(case, choices.processes)
+    passes = 4 / 3 if choices.activation_checkpointing else 1.0
+    kept = passes * kept_bytes_per_token(case.model_size, choices, round(length))
     if case.device == "cpu":
-        return seconds
+        moved = calibration.CPU_TRAFFIC * kept / memory_bandwidth(case)
+        return seconds + case.local(choices.processes) * (moved + passes * _activation_seconds(case))
     known = case.constants
     moves = known.compiled_traffic if _compiled(case, choices) else known.traffic
-    passes = 4 / 3 if choices.activation_checkpointing else 1.0
-    kept = kept_bytes_per_token(case.model_size, choices, round(length))
-    return seconds + moves * passes * kept / memory_bandwidth(case)
+    return seconds + moves * kept / memory_bandwidth(case)
+
+
+def _activation_seconds(case: PlanningCase) -> float:
+    """Seconds of a token's activation functions on a processor, forward and backward."""
+    size = case.model_size
+    layers, _ = layers_and_width(size)
+    return layers * intermediate_width(size) / case.ceilings.gelu
 
 
 def fixed_tokens(case: PlanningCase, choices: ExecutionChoices) -> float:
@@ -241,6 +263,8 @@ def update_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     Offloaded state is updated by the host.
     """
     sharded = choices.processes if choices.traits.shards else 1
+    if case.device == "cpu":
+        return case.model_size.trainable * case.local(choices.processes) / sharded / case.ceilings.adamw
     rate = memory_bandwidth(case)
     if choices.traits.offloads:
         rate = host_bandwidth(case) / case.local(choices.processes)

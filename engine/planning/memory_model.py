@@ -29,6 +29,10 @@ CONTEXT_BYTES = {"cuda": 1.2e9, "mps": 0.8e9, "cpu": 0.45e9}
 """CUDA context, cuBLAS and NCCL buffers (uncalibrated); on a CPU, the process itself (measured: 0.38 GB)."""
 FRAGMENTATION = {"cuda": 1.1, "mps": 1.2, "cpu": 1.3}
 """Allocator overhead on activations (CPU measured 1.25 to 1.3; the others uncalibrated)."""
+EXPORT_COPIES = 1.0
+"""Copies of the weights that are alive while a model is written (measured)."""
+HELD_BACK = 0.85
+"""On a CPU (measured: 0.7 to 1)."""
 ZERO_BUCKET_BYTES = 4 * 50e6 * 2
 """Of the buckets in configs/deepspeed: one is filled while the other is reduced."""
 
@@ -69,6 +73,12 @@ class MemoryFootprint:
     """On a CPU: what a checkpoint is written from, kept from the first save on."""
     update: float
     """Temporaries of the optimizer step, after activations are freed."""
+    evaluation: float
+    """Activations and logits of a forward pass without a backward pass."""
+    exported: float
+    """Copies of the weights that an export makes on the training device."""
+    held_back: float
+    """Share of a step's freed memory that stays with the process."""
 
     @property
     def resident(self) -> float:
@@ -81,9 +91,30 @@ class MemoryFootprint:
         return self.weights + self.gradients + self.moments
 
     @property
-    def peak(self) -> int:
+    def step(self) -> float:
         """The larger of the peaks of forward/backward and of the optimizer step, which do not overlap."""
-        return math.ceil(self.resident + max(self.activations + self.logits + self.tables, self.update))
+        return self.resident + max(self.activations + self.logits + self.tables, self.update)
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """Stage of a run -> its peak.
+
+        On a CPU what a step has freed stays with the process, where it serves what comes after.
+        """
+        kept = self.held_back * (self.step - self.resident)
+        peaks = {
+            "load": self.workspace + self.weights,
+            "train": self.step,
+            "save": self.resident + kept,
+            "evaluate": self.resident + max(kept, self.evaluation),
+            "export": self.resident + max(kept, self.exported),
+        }
+        return {stage: math.ceil(peak) for stage, peak in peaks.items()}
+
+    @property
+    def peak(self) -> int:
+        """The largest peak of all stages."""
+        return max(self.stages.values())
 
 
 def memory_footprint(
@@ -103,7 +134,17 @@ def memory_footprint(
         workspace=CONTEXT_BYTES[choices.device],
         host_copy=_host_copy_bytes(recipe, size, choices),
         update=size.trainable * _update_bytes(recipe, choices) / shards["moments"],
+        evaluation=slack * tokens * _evaluation_bytes_per_token(size, choices, length)
+        + slack * logits_bytes(size, choices, tokens) / 3,
+        exported=EXPORT_COPIES * 4.0 * size.parameters if choices.device == "cpu" else 0.0,
+        held_back=HELD_BACK if choices.device == "cpu" else 0.0,
     )
+
+
+def _evaluation_bytes_per_token(size: ModelSize, choices: ExecutionChoices, length: int) -> float:
+    """Bytes per padded token that a forward pass has at a time: one layer's."""
+    _, hidden = layers_and_width(size)
+    return _layer_bytes(size, hidden, choices, length)
 
 
 def held_weight_bytes(size: ModelSize, choices: ExecutionChoices) -> float:

@@ -11,6 +11,8 @@ from isobatch.core.errors import UserError
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import MEMORY_LIMIT, PlanOptions, StrategyName
 from isobatch.core.strategies import STRATEGIES, traits_of
+from isobatch.engine.machine.history import Correction
+from isobatch.engine.planning.corrections import correction_for, uncorrected_limit
 from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
 from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
 
@@ -40,9 +42,11 @@ class ParallelLayout:
     """Padded tokens of the largest micro-batch."""
     samples: int
     seconds: float
-    """Per optimizer step."""
-    peak: int
-    """Predicted peak bytes per process."""
+    """Per optimizer step, before the correction."""
+    stages: dict[str, int]
+    """Stage -> predicted peak bytes per process, before the correction."""
+    correction: Correction
+    """What this machine's history makes of the predictions."""
     bound: str
     """What limits the token budget: a key of the reasons in `explanations.why_tokens`."""
 
@@ -141,7 +145,8 @@ def _layout(
         tokens=tokens,
         samples=samples,
         seconds=step_seconds(case, choices, samples, tokens),
-        peak=memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest).peak,
+        stages=memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest).stages,
+        correction=correction_for(case, choices),
         bound=bound,
     )
 
@@ -166,6 +171,7 @@ def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoic
     A budget below the length of the longest sample means that it does not fit.
     """
     limit = memory_limit(case, asked, choices.processes)
+    limit = uncorrected_limit(case, limit, correction_for(case, choices))
     empty = memory_footprint(case.recipe, case.model_size, choices, 0, case.longest)
     per_token = memory_footprint(case.recipe, case.model_size, choices, 1, case.longest)
     full = memory_footprint(case.recipe, case.model_size, choices, MANY, case.longest)
@@ -173,7 +179,7 @@ def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoic
     token_bytes = per_token.activations - empty.activations
     # Logits grow with the tokens, up to one chunk of them where the head computes in chunks.
     most = max(free / max(token_bytes + per_token.logits, 1.0), (free - full.logits) / max(token_bytes, 1.0))
-    memory = -1.0 if empty.peak > limit else most
+    memory = -1.0 if max(empty.stages["load"], empty.step) > limit else most
     bounds = [(math.floor(memory), "memory"), *_other_bounds(case, asked, choices.processes)]
     return min(bounds)
 

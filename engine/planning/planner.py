@@ -6,13 +6,16 @@ parallel_layout.py sizes the micro-batch; choices.py makes the choices that need
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.strategies import traits_of
+from isobatch.engine.machine.history import MachineRecord
 from isobatch.engine.planning import choices as choose
 from isobatch.engine.planning.calibration import MEASURED
+from isobatch.engine.planning.corrections import correct_bytes, history_key
 from isobatch.engine.planning.cost_model import (
     PlanningCase,
     expected_padding,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
     from isobatch.engine.machine.hardware import Hardware
+    from isobatch.engine.machine.history import Correction
     from isobatch.engine.planning.memory_model import ExecutionChoices
     from isobatch.models.base import ModelSize
 
@@ -59,13 +63,16 @@ def make_plan(
     *,
     world: int | None = None,
     foreign_noise: bool = False,
+    measured: MachineRecord | None = None,
 ) -> Plan:
     """How to run this recipe on this hardware, with a reason for every field.
 
     `world`: the number of processes, where a launcher started them already. `foreign_noise`: the model draws
-    noise from torch's generators. Raises UserError where the recipe or an option cannot be met.
+    noise from torch's generators. `measured`: what was measured on this hardware, if anything. Raises
+    UserError where the recipe or an option cannot be met.
     """
     case, fields = _case(recipe, facts, model_size, hardware, asked, world)
+    case = dataclasses.replace(case, measured=measured or MachineRecord())
     _check_processes(case, asked, world)
     eager = _layouts(case, asked, world)
     with_compile, _ = _with_compile(case, True)
@@ -239,18 +246,44 @@ def _runtime_fields(
 
 
 def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields:
-    card = case.hardware.gpu.card if case.device != "cpu" else None
-    measured = case.device == "cpu" or card in MEASURED
-    basis = (
-        f"constants were measured on {card or 'a CPU'}"
-        if measured
-        else "uncalibrated: fitted to published figures, no measurement of ours stands behind it"
-    )
-    return {
-        "predicted_peak_memory_bytes": (chosen.peak, f"weights, gradients, moments and activations; {basis}"),
-        "predicted_step_seconds": (chosen.seconds, f"arithmetic, launches, exchange and update; {basis}"),
-        "calibrated": (measured, basis),
+    correction = chosen.correction
+    measured, basis = _basis(case, correction)
+    stages = {stage: math.ceil(correct_bytes(case, b, correction)) for stage, b in chosen.stages.items()}
+    key, kind, size = history_key(case, chosen.choices)
+    kept = {
+        "memory": correction.memory,
+        "seconds": correction.seconds,
+        "key": key,
+        "kind": kind,
+        "size": size,
     }
+    worst = max(stages, key=lambda stage: stages[stage])
+    return {
+        "predicted_peak_memory_bytes": (stages[worst], f"the peak of the stage {worst}; {basis}"),
+        "predicted_memory_by_stage": (stages, "the peak of each stage by itself"),
+        "predicted_step_seconds": (
+            chosen.seconds * correction.seconds,
+            f"arithmetic, launches, exchange and update; {basis}",
+        ),
+        "calibrated": (measured, basis),
+        "correction": (kept, basis),
+    }
+
+
+def _basis(case: PlanningCase, correction: Correction) -> tuple[bool, str]:
+    """(whether measurements on this kind of device stand behind the predictions, in words)."""
+    card = case.hardware.gpu.card if case.device != "cpu" else None
+    if correction.basis:
+        return True, correction.basis
+    if case.device == "cpu":
+        return True, (
+            "by this processor's measured rates"
+            if case.measured.ceilings
+            else "by a typical processor's rates"
+        )
+    if card in MEASURED:
+        return True, f"constants were measured on {card}"
+    return False, "uncalibrated: fitted to published figures, no measurement of ours stands behind it"
 
 
 def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:

@@ -17,6 +17,7 @@ from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import CLOSING_STEPS, SaveTimer
 from isobatch.engine.profiling.profile_of_run import ProfileOfRun
+from isobatch.engine.runs.peak_memory import trim_heap
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.training.step_metrics import step_row, tracked_values
 from isobatch.models import fused_kernels
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from isobatch.engine.training.train_step import StepResult
     from isobatch.models.base import Change
 
+TRIM_EVERY = 8
+"""Steps between two calls of `trim_heap`."""
 VERSIONED = ("torch", "accelerate", "transformers")
 
 
@@ -74,6 +77,7 @@ class PhaseLoop:
         schedule, start = self.schedule, self.progress.step
         self.context.console.start_phase(schedule.name, start, schedule.steps)
         self.context.peak_memory.observe("load")
+        trim_heap(self.world.device)
         self.step_began = now()
         pending: StepResult | None = None
         last = start if self.early_stopping.should_stop else schedule.steps
@@ -84,6 +88,8 @@ class PhaseLoop:
                 profile.step_ended(loaded.work)
             result.seconds, self.step_began = now() - self.step_began, now()
             requests, pending = self._read_metrics(pending), result
+            if loaded.work.step % TRIM_EVERY == 0:
+                trim_heap(self.world.device)
             if requests or self._something_is_due(loaded.work.step + 1):
                 requests |= self._read_metrics(pending)
                 pending = None

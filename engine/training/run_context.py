@@ -16,7 +16,7 @@ from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.metrics_log import MetricsLog
-from isobatch.engine.runs.peak_memory import PeakMemory
+from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
 from isobatch.engine.runs.summary import Progress, startup_seconds, summarize
 from isobatch.engine.runs.witness import Witness
 from isobatch.engine.training.session import Session
@@ -88,6 +88,7 @@ class RunContext:
         """Evaluate a split, log and show its metrics; `step`: the step of the weights."""
         metrics = self.session.evaluate(split, fraction)
         self.peak_memory.observe("evaluate")
+        trim_heap(self.world.device)
         self.log.log_metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
         self.console.say(f"{split} after step {step}: {format_metrics(metrics, '.4f')}")
         return metrics

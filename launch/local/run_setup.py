@@ -16,6 +16,7 @@ from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CHECK_SECONDS, cache_folder, prepare
 from isobatch.engine.machine.detect import detect
+from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.explanations import unmet_wishes
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
@@ -138,7 +139,9 @@ def plan_for_this_machine(
 ) -> Plan:
     """The plan for this machine; `world`: number of processes, if given. Raises UserError."""
     task, _ = workload_of(recipe).make(recipe)
-    return make_plan(recipe, facts, task.model_size(facts), detect(), options, world=world)
+    machine = detect()
+    record = machine_record(machine, cache_folder())
+    return make_plan(recipe, facts, task.model_size(facts), machine, options, world=world, measured=record)
 
 
 def plan_with_remarks(

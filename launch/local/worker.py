@@ -72,6 +72,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     from isobatch.engine.runs.console import LINE_MARK, Console
     from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.trainer import train
+    from isobatch.launch.local.measured_run import remember_run
     from isobatch.launch.local.plotter import Plotter, track_plots
 
     # Under `auto` a mark distinguishes the run's own lines from the launcher's.
@@ -94,6 +95,8 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         with lookout, torch.autograd.set_detect_anomaly(options.anomaly):
             context = RunContext(run, world, options, console, owns_process, plotter.start)
             train(context, end_process)
+        if world.is_main:
+            remember_run(run)
         if context.task.plot_every:
             plotter.finish()
             track_plots(run, world, context.progress.step)

@@ -176,7 +176,15 @@ ROOMS: dict[str, set[str]] = {
         *("benchmarks", "benchmarks.speed"),
     },
     "benchmarks.quality": {
-        *("core", "data.interactions", "models", "models.causal_lm", "models.recommendation", "engine"),
+        *(
+            "core",
+            "data",
+            "data.interactions",
+            "models",
+            "models.causal_lm",
+            "models.recommendation",
+            "engine",
+        ),
         "engine.checkpointing",
         *(
             "engine.distributed",

@@ -1,0 +1,42 @@
+"""Keeps what a run took, so that this machine's next prediction is corrected by it."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from isobatch.core import atomic_files
+from isobatch.engine.loading.prepare import cache_folder
+from isobatch.engine.machine import history
+from isobatch.engine.machine.detect import detect
+from isobatch.engine.planning.corrections import measured_run
+
+if TYPE_CHECKING:
+    from isobatch.engine.runs.run_folder import RunFolder
+
+WARM_UP_STEPS = 2
+"""First steps of a process, which compile, allocate and read files for the first time."""
+LEAST_STEPS = 3
+MOST_STEPS = 1000
+
+
+def remember_run(run: RunFolder) -> None:
+    """Add a finished run's peak memory and median step to the history of this machine."""
+    summary = run.summary() or {}
+    seconds = _step_seconds(run)
+    if len(seconds) < LEAST_STEPS or not summary.get("peak_memory_bytes"):
+        return
+    row = measured_run(run.plan, summary["peak_memory_bytes"], median(seconds))
+    if row is not None:
+        history.append(history.history_file(cache_folder(), detect()), row)
+
+
+def _step_seconds(run: RunFolder) -> list[float]:
+    """Seconds of the run's first steps after the warm-up."""
+    found: list[float] = []
+    for row in atomic_files.rows_in(run.metrics):
+        if "step_seconds" in row:
+            found.append(float(row["step_seconds"]))
+        if len(found) >= MOST_STEPS:
+            break
+    return found[WARM_UP_STEPS:]
