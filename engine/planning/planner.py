@@ -313,21 +313,32 @@ def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
 
 
 def batch_size_frontier(
-    recipe: Recipe, facts: Facts, model_size: ModelSize, hardware: Hardware, asked: PlanOptions
+    recipe: Recipe,
+    facts: Facts,
+    model_size: ModelSize,
+    hardware: Hardware,
+    asked: PlanOptions,
+    measured: MachineRecord | None = None,
 ) -> list[dict[str, Any]]:
     """Cost of larger global batches: processes, step seconds, hours and updates per epoch.
 
     A larger batch is another recipe (--scale-batch), so the planner only lists it.
     """
     return [
-        _frontier_row(recipe.scaled(scale, "none"), facts, model_size, hardware, asked) for scale in SCALES
+        _frontier_row(recipe.scaled(scale, "none"), facts, model_size, hardware, asked, measured)
+        for scale in SCALES
     ]
 
 
 def _frontier_row(
-    recipe: Recipe, facts: Facts, model_size: ModelSize, hardware: Hardware, asked: PlanOptions
+    recipe: Recipe,
+    facts: Facts,
+    model_size: ModelSize,
+    hardware: Hardware,
+    asked: PlanOptions,
+    measured: MachineRecord | None,
 ) -> dict[str, Any]:
-    plan = make_plan(recipe, facts, model_size, hardware, asked)
+    plan = make_plan(recipe, facts, model_size, hardware, asked, measured=measured)
     updates = steps_per_epoch(recipe, facts)
     return {
         "batch_size": recipe.batch_size,

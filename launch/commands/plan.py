@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.engine.loading.prepare import cache_folder
 from isobatch.engine.loading.prepare import prepare as prepare_data
+from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.explanations import fixed_loader_settings
 from isobatch.engine.planning.planner import batch_size_frontier
@@ -51,7 +53,10 @@ def plan(words: Sequence[str]) -> int:
     if found.plan is None or (model_size := found.model_size) is None:
         raise UserError(with_what_would_fit(found))
     idle = find_idle_gpus(target, found.plan, model_size)
-    frontier = batch_size_frontier(target.recipe, target.facts, model_size, target.hardware, target.asked)
+    record = machine_record(target.hardware, cache_folder())
+    frontier = batch_size_frontier(
+        target.recipe, target.facts, model_size, target.hardware, target.asked, record
+    )
     alternatives = memory_alternatives(
         lambda recipe: request.workload.make(recipe)[0], target.recipe, target.facts, model_size, found.plan
     )

@@ -11,7 +11,9 @@ from isobatch.core.facts import Facts
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
+from isobatch.engine.loading.prepare import cache_folder
 from isobatch.engine.machine.hardware import Hardware
+from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import Workload
 from isobatch.launch.planning.run_time import run_seconds, training_steps
@@ -47,7 +49,8 @@ class Target:
     def plan(self, model_size: ModelSize | None = None) -> Plan:
         """The plan. Raises UserError where none fits."""
         size = model_size or self.task.model_size(self.facts)
-        return make_plan(self.recipe, self.facts, size, self.hardware, self.asked)
+        record = machine_record(self.hardware, cache_folder())
+        return make_plan(self.recipe, self.facts, size, self.hardware, self.asked, measured=record)
 
     def scaled(self, factor: float, rule: Any = "none") -> Target:
         """The same with `factor` times the global batch: another recipe."""

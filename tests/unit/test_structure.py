@@ -129,6 +129,7 @@ ROOMS: dict[str, set[str]] = {
             "models.causal_lm",
             "engine",
             "engine.loading",
+            "engine.machine",
             "engine.planning",
         ),
         *(
