@@ -84,7 +84,9 @@ def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
     return found
 
 
-def _from_dict(values: dict[str, Any]) -> Ceilings:
+def _from_dict(values: Any) -> Ceilings:
+    if not isinstance(values, dict):
+        raise TypeError("is no object")
     lists: dict[str, Any] = {name: tuple(map(float, values.pop(name))) for name in ("matmul", "matmul_bf16")}
     if any(len(rates) != len(WIDTHS) for rates in lists.values()):
         raise ValueError("measured at other widths")

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from isobatch.engine.machine.ceilings import Ceilings, ceilings_of, machine_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from isobatch.engine.machine.hardware import Hardware
@@ -56,11 +55,11 @@ class Correction:
     """Why; empty where nothing like it has run here."""
 
 
+@dataclass(frozen=True, slots=True)
 class RunHistory:
     """The measured runs of one machine, oldest first."""
 
-    def __init__(self, rows: Sequence[Measured] = ()) -> None:
-        self.rows = rows
+    rows: tuple[Measured, ...] = ()
 
     @classmethod
     def read(cls, file: Path) -> RunHistory:
@@ -69,7 +68,7 @@ class RunHistory:
             lines = file.read_text(errors="replace").splitlines()[-KEPT:]
         except OSError:
             return cls()
-        return cls([row for line in lines if (row := _parse(line)) is not None])
+        return cls(tuple(row for line in lines if (row := _parse(line)) is not None))
 
     def correction(self, key: str, kind: str, size: float) -> Correction:
         """The newest run of this key; else the median of the runs of this kind that are nearest in size."""

@@ -12,7 +12,7 @@ from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import MEMORY_LIMIT, PlanOptions, StrategyName
 from isobatch.core.strategies import STRATEGIES, traits_of
 from isobatch.engine.machine.history import Correction
-from isobatch.engine.planning.corrections import correction_for, uncorrected_limit
+from isobatch.engine.planning.corrections import correct_bytes, correction_for, uncorrected_limit
 from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
 from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
 
@@ -179,7 +179,7 @@ def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoic
     token_bytes = per_token.activations - empty.activations
     # Logits grow with the tokens, up to one chunk of them where the head computes in chunks.
     most = max(free / max(token_bytes + per_token.logits, 1.0), (free - full.logits) / max(token_bytes, 1.0))
-    memory = -1.0 if max(empty.stages["load"], empty.step) > limit else most
+    memory = -1.0 if empty.peak > limit else most
     bounds = [(math.floor(memory), "memory"), *_other_bounds(case, asked, choices.processes)]
     return min(bounds)
 
@@ -239,10 +239,13 @@ def fastest_layout(layouts: list[ParallelLayout]) -> ParallelLayout:
 
 def least_memory(case: PlanningCase, asked: PlanOptions, processes: int) -> int:
     """Peak bytes per process of a micro-batch of one longest sample under the setting that needs least."""
-    needs = [
-        memory_footprint(
-            case.recipe, case.model_size, make_choices(case, processes, *measure), case.longest, case.longest
-        ).peak
-        for measure in strategies_to_try(case, asked, processes)
+    settings = [
+        make_choices(case, processes, *measure) for measure in strategies_to_try(case, asked, processes)
     ]
-    return min(needs)
+    return min(_least_peak(case, choices) for choices in settings)
+
+
+def _least_peak(case: PlanningCase, choices: ExecutionChoices) -> int:
+    """Corrected peak bytes of a micro-batch of one longest sample."""
+    footprint = memory_footprint(case.recipe, case.model_size, choices, case.longest, case.longest)
+    return math.ceil(correct_bytes(case, footprint.peak, correction_for(case, choices)))
