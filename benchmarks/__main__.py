@@ -30,6 +30,7 @@ BENCHMARKS = {
     "compression": ("speed.compression", "pruning and 4-bit training: steps, file sizes, latency"),
     "scaling": ("speed.scaling", "one process of one thread against two on two cores, the same recipe"),
     "startup": ("components.startup", "--help, and from the command to the first optimizer step"),
+    "doctor": ("components.doctor", "seconds and false alarms of doctor, and the planted faults it finds"),
     "sampler": ("components.sampler", "rows a second from the sampler's order and the vectorised fetch"),
     "long-log": (
         "components.long_log",

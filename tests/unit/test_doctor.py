@@ -293,6 +293,44 @@ def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
     assert "\n" not in check.text
 
 
+WELL: dict[str, Callable[[], Any]] = {
+    "a GPU": gpu_checks,
+    "an old GPU that this torch was built for": lambda: gpu_checks(capability=(8, 0)),
+    "several GPUs": lambda: network.check_all_reduce("nccl", answer("all_reduce", bytes_per_second=9e9)),
+    "one GPU": lambda: network.check_all_reduce(
+        "nccl", answer("all_reduce", processes=1, bytes_per_second=1e6)
+    ),
+    "a GPU that was chosen": lambda: variables_of(CUDA_VISIBLE_DEVICES="0", NCCL_DEBUG="INFO"),
+    "a rank of torchrun": lambda: variables_of(
+        RANK="1", WORLD_SIZE="2", TORCHELASTIC_RUN_ID="a", OMP_NUM_THREADS="1"
+    ),
+    "interfaces that are there": lambda: variables_of(
+        GLOO_SOCKET_IFNAME="eth", NCCL_SOCKET_IFNAME="^lo,docker"
+    ),
+    "switches that are off": lambda: variables_of(CUDA_LAUNCH_BLOCKING="0", NCCL_P2P_DISABLE="0"),
+    "as many threads as cores": lambda: variables_of(OMP_NUM_THREADS="8"),
+    "a small machine": lambda: devices.check_cores(1, 1),
+    "half a machine": lambda: devices.check_cores(8, 64, 3.0),
+    "a Hub that is not there": lambda: network.check_hub(False, {}),
+    "a Hub that is not wanted": lambda: network.check_hub(False, {"HF_HUB_OFFLINE": "1", "HTTPS_PROXY": "x"}),
+    "a slow compilation": lambda: software.check_compile(Answer(error="no answer within 14 s", late=True)),
+    "many files": lambda: variables.check_limits(1 << 20, -1),
+}
+"""What is no fault, though it looks a little like one."""
+
+
+@pytest.mark.parametrize("case", WELL)
+def test_what_is_no_fault_raises_no_alarm(case: str) -> None:
+    found = WELL[case]()
+    (check,) = found if isinstance(found, list) else [found]
+    assert check.state == "ok", check
+
+
+def test_memory_that_is_free_raises_no_alarm(tmp_path: Path) -> None:
+    assert memory(tmp_path).state == "ok"
+    assert memory(tmp_path, used=15, swap=(8, 7)).state == "ok", "2 GB of them are files, which give way"
+
+
 @pytest.mark.parametrize(
     ("function", "error"), [("replace", errno.EXDEV), ("mmap", errno.ENODEV), ("mkdtemp", errno.EROFS)]
 )
