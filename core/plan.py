@@ -64,8 +64,15 @@ class PlanOptions:
     )
     """Options that the recipe's preset asks for, and not the user -> the preset's name."""
 
+    measured_options: dict[str, str] = field(
+        default_factory=dict, compare=False, metadata={"derived": True, **ADDED_LATER}
+    )
+    """Options that `tune` measured to be faster here -> what it measured."""
+
     def why(self, option: str) -> str:
         """Who asks for an option, as the plan's reason for it."""
+        if option in self.measured_options:
+            return self.measured_options[option]
         preset = self.preset_options.get(option)
         return f"the preset {preset} asks for it" if preset else "you asked for it"
 

@@ -34,6 +34,10 @@ COMMANDS = {
         "measuring.profile:profile",
         "where a step's time and memory go, and what is worth changing, tried here",
     ),
+    "tune": (
+        "measuring.tune:tune",
+        "what each speed-up is worth on this machine, measured; keeps the plan's best choices",
+    ),
     "prepare": ("commands.plan:prepare", "fetch, clean, tokenize and measure the data, once"),
     "resume": ("commands.auto:resume", "go on with a run on this machine, whatever it is"),
     "slurm": (
@@ -93,7 +97,7 @@ INTERNAL = {
 ALIASES = {"train": "auto"}
 TRAINS = ("auto", "resume")
 BEFORE_TORCH = {
-    **{"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1", "KINETO_LOG_LEVEL": "5"},
+    **{"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1", "KINETO_LOG_LEVEL": "6"},
     **allocator_settings(os.environ),
 }
 """Environment variables that must be set before torch is imported; the user's own values stay.

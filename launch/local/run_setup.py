@@ -18,6 +18,7 @@ from isobatch.engine.loading.prepare import CHECK_SECONDS, cache_folder, prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.explanations import unmet_wishes
+from isobatch.engine.planning.kept_choices import measured_lines, plan_with_kept
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
@@ -139,9 +140,13 @@ def plan_for_this_machine(
 ) -> Plan:
     """The plan for this machine; `world`: number of processes, if given. Raises UserError."""
     task, _ = workload_of(recipe).make(recipe)
-    machine = detect()
+    size, machine = task.model_size(facts), detect()
     record = machine_record(machine, cache_folder())
-    return make_plan(recipe, facts, task.model_size(facts), machine, options, world=world, measured=record)
+
+    def make(asked: PlanOptions) -> Plan:
+        return make_plan(recipe, facts, size, machine, asked, world=world, measured=record)
+
+    return plan_with_kept(recipe, machine, options, world, make)
 
 
 def plan_with_remarks(
@@ -149,7 +154,7 @@ def plan_with_remarks(
 ) -> Plan:
     """`plan_for_this_machine`, and a line for each option that the plan could not follow."""
     plan = plan_for_this_machine(recipe, facts, options, world)
-    for line in unmet_wishes(options, plan):
+    for line in (*unmet_wishes(options, plan), *measured_lines(plan)):
         print_unless_quiet(line, quiet)
     return plan
 

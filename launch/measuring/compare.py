@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import signal
+import threading
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.measures import now
+from isobatch.engine.distributed.communicator import rank_and_world_size
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.launch.measuring.trial import FILL_STEPS, WARM_STEPS, Round, TrialSession, Variant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROUND_SECONDS = 0.4
 """A round has as many steps as fit into this, and at least one."""
@@ -31,6 +36,8 @@ class PairedRounds:
     variant: list[Round] = field(default_factory=list)
     warm_seconds: float = 0.0
     """Of the variant's first steps, with its compilation."""
+    peak: int = 0
+    """Most bytes of tensors at once in a step of the variant, beyond those between steps; 0 if not asked."""
     problem: str = ""
     """Why there is no figure."""
 
@@ -47,7 +54,7 @@ class PairedRounds:
     @property
     def helps(self) -> bool:
         """Whether it is faster, beyond the noise of the rounds."""
-        return bool(self.ratios) and self.ratio > 1 + max(LEAST_GAIN, 2 * self.spread)
+        return len(self.ratios) >= LEAST_ROUNDS and self.ratio > 1 + max(LEAST_GAIN, 2 * self.spread)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -61,10 +68,11 @@ class PairedRounds:
             "base_step_seconds": median(r.step_seconds for r in self.base),
             "step_seconds": median(r.step_seconds for r in self.variant),
             "warm_seconds": self.warm_seconds,
+            "peak": self.peak,
         }
 
 
-LEAST_GAIN = 0.02
+LEAST_GAIN = 0.03
 """What is less than this faster counts as the same."""
 
 
@@ -74,29 +82,60 @@ def compare(
     end: float,
     unit: Unit = "samples",
     limit: float = math.inf,
-    least_rounds: int = LEAST_ROUNDS,
+    memory: bool = False,
 ) -> PairedRounds:
     """Rounds of the base, which is open and warm, and of a variant, until about `end` (as of `now`).
 
-    At least `least_rounds`, but none begins after `limit`. What goes wrong with the variant is told and not
-    raised: others are measured after it.
+    At least LEAST_ROUNDS, but nothing goes on after `limit`. What goes wrong with the variant is told and not
+    raised: others are measured after it. `memory`: take the peak of a step, too.
     """
     found = PairedRounds()
     try:
-        with TrialSession(variant, base.world) as trial:
+        with _ends_at(limit), TrialSession(variant, base.world) as trial:
             trial.warm_up()
             found.warm_seconds = trial.warm_seconds
 
             def enough(next_end: float) -> bool:
                 rounds = len(found.ratios)
-                return rounds >= MOST_ROUNDS or next_end > (end if rounds >= least_rounds else limit)
+                return rounds >= MOST_ROUNDS or next_end > (end if rounds >= LEAST_ROUNDS else limit)
 
             _alternate(base, trial, found, unit, enough)
+            if memory and found.ratios:
+                found.peak = trial.peak_of_step()
+    except _TimeIsOverError:
+        pass
     except Exception as error:
         found.problem = explain(error)
     if not found.ratios and not found.problem:
         found.problem = "no time was left to measure it"
     return found
+
+
+class _TimeIsOverError(BaseException):
+    """The time of a comparison is over; no library may catch it as an error of its own."""
+
+
+@contextlib.contextmanager
+def _ends_at(limit: float) -> Iterator[None]:
+    """Inside, _TimeIsOverError is raised at `limit`: a compilation cannot be asked to stop.
+
+    Only in the main thread of a process that trains alone: others would wait for it.
+    """
+    alone = rank_and_world_size(os.environ)[1] == 1
+    if limit == math.inf or not alone or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _TimeIsOverError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(1e-3, limit - now()))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _alternate(

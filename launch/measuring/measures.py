@@ -66,7 +66,7 @@ def _accumulation(setup: Setup) -> list[Setting]:
 
 def _micro_batch(setup: Setup) -> list[Setting]:
     now, most = setup.usual_samples(), math.ceil(setup.recipe.batch_size / setup.plan.processes)
-    if setup.request.plan.micro_batch:
+    if setup.asked.micro_batch:
         return [Setting(flags="no --micro-batch", plan={"micro_batch": None})]
     sizes = sorted({min(most, 2 * now), max(1, now // 2)} - {now}, reverse=True)
     return [Setting(flags=f"--micro-batch {n}", plan={"micro_batch": n}) for n in sizes]

@@ -13,7 +13,6 @@ from isobatch.core.measures import now, printable
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES
 from isobatch.engine.profiling.advice import profile_lines, targets, worth_a_trial
-from isobatch.engine.profiling.memory import peak_of_tensors
 from isobatch.engine.profiling.step_profiler import LEAST_STEPS, StepProfiler
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.run_folder import run_name
@@ -47,7 +46,8 @@ class ProfileOptions:
     """About how long a trial's rounds take, with those of the recipe as it is."""
 
 
-OPTIONS = ProfileOptions
+OPTIONS, KEPT = ProfileOptions, True
+"""What a worker of this command reads its words with."""
 
 
 def profile(words: Sequence[str]) -> int:
@@ -98,7 +98,7 @@ def _profile_steps(setup: Setup, base: TrialSession, options: ProfileOptions) ->
     found["memory"] |= {
         "capacity": capacity,
         "share": found["memory"]["in_use"] / capacity,
-        "step_peak": peak_of_tensors(lambda: _one_step(base), base.world.device),
+        "step_peak": base.peak_of_step(),
     }
     folder = Path(setup.request.run.out).expanduser() / FOLDER / _name(setup)
     if base.world.is_main:
@@ -115,11 +115,6 @@ def _profile_steps(setup: Setup, base: TrialSession, options: ProfileOptions) ->
         "plan": setup.plan.to_dict(),
         "folder": str(folder),
     }
-
-
-def _one_step(trial: TrialSession) -> None:
-    for loaded in trial.batches(1):
-        trial.active.step(loaded)
 
 
 def _name(setup: Setup) -> str:

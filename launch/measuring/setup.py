@@ -18,9 +18,11 @@ from isobatch.core.facts import Facts
 from isobatch.core.flags import flags_of
 from isobatch.core.package import ROOT
 from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
-from isobatch.engine.loading.prepare import prepare
+from isobatch.engine.loading.prepare import cache_folder, prepare
 from isobatch.engine.machine.detect import detect
+from isobatch.engine.machine.history import machine_record
 from isobatch.engine.machine.hardware import Hardware
+from isobatch.engine.planning.kept_choices import with_kept
 from isobatch.engine.planning.planner import make_plan
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.arguments import Request, parse_request
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
+from isobatch.core.plan import PlanOptions
 
 NO_VALUES: Mapping[str, Any] = {}
 
@@ -46,6 +49,8 @@ class Setup:
     size: ModelSize
     hardware: Hardware
     base: Variant
+    asked: PlanOptions
+    """What the plan of the base was asked for."""
     world: int | None
 
     @property
@@ -69,7 +74,7 @@ class Setup:
         `plan` may name `threads`, which is no option. Raises UserError where the planner refuses it.
         """
         threads = plan.get("threads")
-        asked = dataclasses.replace(self.request.plan, **{k: v for k, v in plan.items() if k != "threads"})
+        asked = dataclasses.replace(self.asked, **{k: v for k, v in plan.items() if k != "threads"})
         changed, facts, size = self.recipe, self.facts, self.size
         if recipe:
             common = {k: v for k, v in recipe.items() if k in flags_of(type(changed), "recipe")}
@@ -79,7 +84,8 @@ class Setup:
             task.check()
             facts = prepare(data)
             size = task.model_size(facts)
-        made = make_plan(changed, facts, size, self.hardware, asked, world=self.world)
+        record = machine_record(self.hardware, cache_folder())
+        made = make_plan(changed, facts, size, self.hardware, asked, world=self.world, measured=record)
         if threads is not None:
             made = dataclasses.replace(made, threads=threads)
         return Variant(changed, made, facts, **how)
@@ -91,8 +97,11 @@ class Setup:
         return int(max(1, min(share, self.plan.micro_batch_samples, self.plan.micro_batch_tokens // mean)))
 
 
-def read_setup(words: Sequence[str], command: str, options: type) -> Setup:
-    """The setup of a command's words, in whatever world this process is in. Raises UserError."""
+def read_setup(words: Sequence[str], command: str, options: type, kept: bool = True) -> Setup:
+    """The setup of a command's words, in whatever world this process is in. Raises UserError.
+
+    `kept`: the base has the choices that `tune` kept, as a run would.
+    """
     request = parse_request(words, command, options)
     rank, size = rank_and_world_size(os.environ)
     for note in request.notes if rank == 0 else ():
@@ -102,8 +111,12 @@ def read_setup(words: Sequence[str], command: str, options: type) -> Setup:
     task.fetch()
     model_size, hardware = task.model_size(facts), detect()
     world = size if size > 1 else None
-    plan = make_plan(request.recipe, facts, model_size, hardware, request.plan, world=world)
-    return Setup(request, facts, model_size, hardware, Variant(request.recipe, plan, facts), world)
+    recipe, asked = request.recipe, request.plan
+    if kept:
+        asked = with_kept(recipe, hardware, asked, world)
+    record = machine_record(hardware, cache_folder())
+    plan = make_plan(recipe, facts, model_size, hardware, asked, world=world, measured=record)
+    return Setup(request, facts, model_size, hardware, Variant(recipe, plan, facts), asked, world)
 
 
 def measure_in_world(
@@ -131,7 +144,7 @@ def measure_as_worker(words: Sequence[str]) -> int:
     folder = Path(words[0])
     task = atomic_files.read_json(folder / "task.json")
     module: Any = importlib.import_module(f"isobatch.launch.measuring.{task['command']}")
-    setup = read_setup(task["words"], task["command"], module.OPTIONS)
+    setup = read_setup(task["words"], task["command"], module.OPTIONS, module.KEPT)
     world = Communicator(setup.plan)
     found = module.measure(setup, world)
     if world.is_main:

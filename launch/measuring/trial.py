@@ -21,6 +21,7 @@ import torch
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
+from isobatch.engine.profiling.memory import peak_of_tensors
 from isobatch.engine.training.session import Session
 from isobatch.models.attention_functions import register_again, registered_attention
 
@@ -139,6 +140,15 @@ class TrialSession:
                 yield next(stream)
             stream.close()
             self._step, count = (self._step + taken) % whole, count - taken
+
+    def peak_of_step(self) -> int:
+        """Most bytes of tensors at once in a step, beyond those between steps."""
+
+        def step() -> None:
+            for loaded in self.batches(1):
+                self.active.step(loaded)
+
+        return peak_of_tensors(step, self.world.device)
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -14,6 +14,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.prepare import cache_folder
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.machine.history import machine_record
+from isobatch.engine.planning.kept_choices import plan_with_kept
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import Workload
 from isobatch.launch.planning.run_time import run_seconds, training_steps
@@ -50,7 +51,11 @@ class Target:
         """The plan. Raises UserError where none fits."""
         size = model_size or self.task.model_size(self.facts)
         record = machine_record(self.hardware, cache_folder())
-        return make_plan(self.recipe, self.facts, size, self.hardware, self.asked, measured=record)
+
+        def make(asked: PlanOptions) -> Plan:
+            return make_plan(self.recipe, self.facts, size, self.hardware, asked, measured=record)
+
+        return plan_with_kept(self.recipe, self.hardware, self.asked, None, make)
 
     def scaled(self, factor: float, rule: Any = "none") -> Target:
         """The same with `factor` times the global batch: another recipe."""

@@ -76,13 +76,13 @@ ROOMS: dict[str, set[str]] = {
         ),
         "launch.local.words",
     },
-    "launch.measuring": {
-        *("core", "models", "engine.distributed", "engine.loading", "engine.machine", "engine.planning"),
-        *("engine.profiling", "engine.runs", "engine.training", "launch.local"),
-    },
     "launch": {"core", "engine.distributed", "engine.runs", "launch.local"},
     "launch.report": {
         *("core", "models", "engine", "engine.machine", "engine.runs", "engine.training", "launch.local"),
+    },
+    "launch.measuring": {
+        *("core", "models", "engine.distributed", "engine.loading", "engine.machine", "engine.planning"),
+        *("engine.profiling", "engine.runs", "engine.training", "launch.local", "launch.report"),
     },
     "launch.api": {
         *(

@@ -1,0 +1,208 @@
+"""What `tune` tries, measures and keeps, and how a plan takes what was kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.core.plan import PlanOptions
+from isobatch.core.recipe import Recipe
+from isobatch.engine.machine.hardware import parse_hardware
+from isobatch.engine.planning import kept_choices
+from isobatch.engine.planning.planner import make_plan
+from isobatch.launch.measuring import compare as comparing
+from isobatch.launch.measuring import measures, tune
+from isobatch.launch.measuring.compare import PairedRounds
+from isobatch.launch.measuring.measures import MEASURES, Setting, measure_named
+from isobatch.launch.measuring.setup import Setup
+from isobatch.launch.measuring.trial import Round, Variant
+from isobatch.models.base import ModelSize
+from isobatch.tests.paths import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from isobatch.tests.unit.conftest import Say
+
+RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
+HERE = dataclasses.replace(parse_hardware("cpu:2x24gb"), source="detected", cpu_bf16=True)
+SIZE = ModelSize(parameters=10**6, trainable=10**6, layers=2, hidden=64, heads=4, vocabulary=500, packs=True)
+FACTS = Facts(fingerprint="", folder="", samples={"train": 1000}, lengths=[8, 20, 60, 128])
+RECIPE = Recipe(task="causal-lm", rules=2)
+
+
+def setup(asked: PlanOptions = PlanOptions(), recipe: Recipe = RECIPE, **changes: Any) -> Setup:  # noqa: B008
+    plan = dataclasses.replace(make_plan(recipe, FACTS, SIZE, HERE, asked), **changes)
+    request: Any = SimpleNamespace(plan=asked, workload=None)
+    return Setup(request, FACTS, SIZE, HERE, Variant(recipe, plan, FACTS), asked, None)
+
+
+def flags(name: str, where: Setup) -> list[str]:
+    return [setting.flags for setting in measure_named(name).changes(where)]
+
+
+def test_a_measure_is_tried_only_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measures, "usable_cores", lambda: 2)
+    plain = setup()
+    assert flags("batch", plain) == ["--batch-size 64", "--batch-size 128"]
+    assert flags("pinned memory", plain) == []
+    assert flags("monitoring interval", plain) == []
+    assert flags("embedding cache", plain) == []
+    assert flags("packing", plain) == ["--pack on"]
+    assert flags("compile", plain) == ["--compile on"]
+    assert flags("micro-batch", setup(PlanOptions(micro_batch=1))) == ["no --micro-batch"]
+    vae = dataclasses.replace(RECIPE, options={"monitor": "full"})
+    assert flags("monitoring interval", setup(recipe=vae)) == ["--monitor fast", "--monitor off"]
+    assert flags("threads", plain) == ["one thread"]
+    assert flags("threads", setup(threads=1)) == ["2 threads (SLURM_CPUS_PER_TASK=2)"]
+
+
+def test_what_the_plan_has_is_taken_away_to_measure_it() -> None:
+    there = setup(attention="sdpa", pack=True)
+    for name in ("attention kernel", "packing", "fused optimizer"):
+        assert [s.takes_away for s in measure_named(name).changes(there)] == [True]
+        assert not any(s.kept_by_plan for s in measure_named(name).changes(there))
+
+
+def test_every_measure_says_what_it_changes() -> None:
+    for where in (setup(), setup(PlanOptions(precision="bf16", attention="eager", micro_batch=4))):
+        for measure in MEASURES:
+            for setting in measure.changes(where):
+                assert setting.plan or setting.recipe or not setting.fused, measure.name
+                if setting.kept_by_plan:
+                    assert where.variant(setting.plan).recipe == RECIPE
+
+
+class Steps:
+    """A trial whose rounds take the seconds that a test names."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds, self.warm_seconds = iter(seconds), 0.02
+        self.active = SimpleNamespace(schedule=SimpleNamespace(steps=100))
+        self.world = SimpleNamespace(broadcast_object=lambda value: value)
+
+    def round(self, steps: int) -> Round:
+        return Round(next(self.seconds), steps, samples=8, tokens=80)
+
+
+def test_rounds_are_paired_and_their_median_counts() -> None:
+    found = PairedRounds()
+    base: Any = Steps([2.0, 20.0, 2.0])  # another program took the cores in the second round
+    variant: Any = Steps([1.0, 10.0, 1.1])
+    comparing._alternate(base, variant, found, "samples", lambda _: len(found.ratios) == 3)  # noqa: SLF001
+    assert found.ratios == pytest.approx([2.0, 2.0, 2 / 1.1])
+    assert found.ratio == 2.0
+    assert found.helps
+    assert not PairedRounds(ratios=[1.5, 0.9, 1.1]).helps, "the noise is larger than the gain"
+    assert not PairedRounds(ratios=[1.5, 1.5]).helps, "two rounds show no noise"
+
+
+def test_a_comparison_ends_at_its_limit_whatever_it_does() -> None:
+    began = time.perf_counter()
+
+    def busy() -> None:
+        with comparing._ends_at(began + 0.1):  # noqa: SLF001
+            try:
+                time.sleep(20)
+            except Exception:  # a library that goes on after errors
+                time.sleep(20)
+
+    with pytest.raises(comparing._TimeIsOverError):  # noqa: SLF001
+        busy()
+    assert time.perf_counter() - began < 2
+
+
+def rounds(ratio: float) -> PairedRounds:
+    return PairedRounds(ratios=[ratio] * 3)
+
+
+def test_only_plan_choices_that_learn_as_exactly_are_kept() -> None:
+    where = setup()
+    exact, rough = where.variant({"micro_batch": 8}), where.variant({"precision": "bf16"})
+    other = Variant(dataclasses.replace(RECIPE, batch_size=64), where.plan, FACTS)
+    tried: list[tune.Tried] = [
+        (measure_named("micro-batch"), Setting(flags="m8", plan={"micro_batch": 8}), exact, rounds(1.3)),
+        (measure_named("micro-batch"), Setting(flags="m4", plan={"micro_batch": 4}), exact, rounds(1.2)),
+        (measure_named("mixed precision"), Setting(flags="b", plan={"precision": "bf16"}), rough, rounds(2)),
+        (measure_named("batch"), Setting(flags="r", recipe={"batch_size": 64}), other, rounds(1.5)),
+        (measure_named("threads"), Setting(flags="t", plan={"threads": 2}), exact, rounds(3)),
+        (measure_named("loading"), Setting(flags="w", plan={"workers": 2}), exact, rounds(0.9)),
+    ]
+    assert [s.flags for s, _ in tune.best_settings(where, tried, False)] == ["m8"]
+    assert [s.flags for s, _ in tune.best_settings(where, tried, True)] == ["t", "b", "r", "m8"]
+
+
+@pytest.fixture
+def _kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path))
+    why = f"{kept_choices.MARK}: 1.30 times as fast"
+    kept_choices.keep(RECIPE, HERE, 1, {"prefetch": 8, "pack": "on"}, {"prefetch": why, "pack": why})
+
+
+def plan_of(
+    asked: PlanOptions, recipe: Recipe = RECIPE, world: int | None = None, machine: Any = HERE
+) -> Any:
+    return kept_choices.plan_with_kept(
+        recipe, machine, asked, world, lambda options: make_plan(recipe, FACTS, SIZE, machine, options)
+    )
+
+
+@pytest.mark.usefixtures("_kept")
+def test_a_plan_takes_what_was_kept_and_says_so() -> None:
+    plan = plan_of(PlanOptions())
+    assert (plan.prefetch, plan.pack) == (8, True)
+    assert "1.30 times as fast" in plan.reasons["prefetch"]
+    assert any("prefetch 8" in line for line in kept_choices.measured_lines(plan))
+
+
+@pytest.mark.usefixtures("_kept")
+def test_flags_other_recipes_machines_and_worlds_take_nothing_that_was_kept() -> None:
+    assert plan_of(PlanOptions(prefetch=3)).prefetch == 3
+    assert plan_of(PlanOptions(pack="off")).pack is False
+    assert plan_of(PlanOptions(), dataclasses.replace(RECIPE, seed=1)).prefetch == 2
+    assert plan_of(PlanOptions(), machine=dataclasses.replace(HERE, cpus=4)).prefetch == 2
+    assert plan_of(PlanOptions(), machine=dataclasses.replace(HERE, source="asked")).prefetch == 2
+    assert plan_of(PlanOptions(), world=2).prefetch == 2
+    # --pack on and --compile on exclude each other: the user's flag comes first
+    assert plan_of(PlanOptions(compile="on")).compile == "on"
+
+
+@pytest.mark.usefixtures("_kept")
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"options": {"prefetch": "x"}, "why": {}, "processes": 1}']
+)
+def test_a_damaged_file_counts_as_none(text: str) -> None:
+    kept_choices.kept_file(RECIPE, HERE).write_text(text)
+    assert plan_of(PlanOptions()).prefetch == 2
+
+
+def test_tune_on_a_task(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    monkeypatch.setenv("ISOBATCH_STARTED", str(time.time()))
+    monkeypatch.setattr(measures, "usable_cores", lambda: 1)
+    few = [measure_named(name) for name in ("micro-batch", "packing")]
+    monkeypatch.setattr(tune, "MEASURES", few)
+    monkeypatch.setattr(comparing, "ROUND_SECONDS", 0.05)
+    began = time.time()
+    words = ("--task", RAGGED, "--out", str(tmp_path), "--device", "cpu", "--quiet", "--micro-batch", "1")
+    code, out, _ = say(tune.tune, *words, "--minutes", "0.4", "--json")
+    assert code == 0
+    assert time.time() - began < 1.1 * 24
+    found = json.loads(out)
+    worth = {row["measure"]: row.get("worth") for row in found["rows"]}
+    assert worth["micro-batch"] > 1.2
+    assert list(tmp_path.glob("tuned/*/tune.png"))
+    assert os.path.exists(found["remembered"])  # noqa: PTH110
+
+
+def test_minutes_are_a_number(say: Say) -> None:
+    with pytest.raises(UserError, match="--minutes"):
+        say(tune.tune, "--task", RAGGED, "--minutes", "soon")
