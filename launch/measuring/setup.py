@@ -20,8 +20,8 @@ from isobatch.core.package import ROOT
 from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
 from isobatch.engine.loading.prepare import cache_folder, prepare
 from isobatch.engine.machine.detect import detect
-from isobatch.engine.machine.history import machine_record
 from isobatch.engine.machine.hardware import Hardware
+from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.kept_choices import with_kept
 from isobatch.engine.planning.planner import make_plan
 from isobatch.launch.local.accelerate_launcher import launch_workers
