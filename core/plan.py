@@ -119,6 +119,8 @@ class Plan:
     predicted_step_seconds: float
     calibrated: bool
     """Whether the predictions rest on measurements of this kind of device."""
+    memory_bound_bytes: int = 0
+    """Predicted peak bytes per process with micro-batches as large as the budget allows."""
     predicted_memory_by_stage: dict[str, int] = field(default_factory=dict)
     """Stage (load, train, save, evaluate, export) -> predicted peak bytes per process."""
     correction: dict[str, Any] = field(default_factory=dict)

@@ -196,6 +196,8 @@ class ModelSize:
     """Widths of what the adapters of a layer read, added up."""
     frozen_bytes: float = 4.0
     """Mean bytes of a frozen weight. Those that train have 4."""
+    cached_bytes: float = 0.0
+    """What the model holds beside weights and the micro-batch: caches, a text encoder's own batch."""
     packs: bool = False
     """Whether attention can be told where a sample ends and the next begins."""
     rounds: bool = False

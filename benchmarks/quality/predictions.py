@@ -17,7 +17,7 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.package import own_command
 
-LONG = "--max-length 128 --batch-size 8 --micro-batch 8"
+LONG = "--max-length 128 --batch-size 8 --micro-batch 8 --data words.txt"
 WIDE = "--head mlp --dim 256 --layers 512,256 --batch-size 4096"
 RECIPES: dict[str, tuple[str, str]] = {
     "lm tiny": ("causal-lm", "--model tiny"),
@@ -58,6 +58,8 @@ RECIPES: dict[str, tuple[str, str]] = {
 }
 QUICK = ("lm tiny", "classifier tiny")
 STEPS = 8
+TEXT_CHARACTERS = 50_000
+"""Of the data of large models: their evaluation is a matter of minutes else."""
 
 
 def measure(quick: bool, only: str = "") -> list[dict[str, Any]]:
@@ -117,6 +119,8 @@ def make_models(home: Path) -> None:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=tokenizers.END_OF_TEXT, pad_token=tokenizers.END_OF_TEXT
     )
+    texts = corpora.demo_corpus().splits["train"]()
+    (home / "words.txt").write_text("\n".join(texts)[:TEXT_CHARACTERS])
     torch.manual_seed(0)
     ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     llama = LlamaConfig(

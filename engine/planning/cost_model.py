@@ -182,6 +182,14 @@ def compute_seconds(
     return sum(times) * scale, sum(times) / len(times), len(times) * scale
 
 
+def largest_micro_batch(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> int:
+    """Padded tokens of the largest micro-batch of a typical batch, on the rank with the most samples."""
+    share = min(math.ceil(case.recipe.batch_size / choices.processes), MOST_SAMPLES)
+    lengths = np.array(typical_batch_lengths(case.facts, share))
+    micro_batches = make_micro_batches(lengths, 1, _budget(case, choices, samples, tokens))[0]
+    return max(m.width * len(m.positions) for m in micro_batches)
+
+
 def expected_padding(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> float:
     """Share of padding in the micro-batches of a typical batch on one process."""
     lengths = np.array(typical_batch_lengths(case.facts, min(case.recipe.batch_size, MOST_SAMPLES)))

@@ -13,7 +13,7 @@ from isobatch.core.plan import MEMORY_LIMIT, PlanOptions, StrategyName
 from isobatch.core.strategies import STRATEGIES, traits_of
 from isobatch.engine.machine.history import Correction
 from isobatch.engine.planning.corrections import correct_bytes, correction_for, uncorrected_limit
-from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
+from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batch, step_seconds
 from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
 
 CPU_TENSOR_BYTES = 24 * 2**20
@@ -44,7 +44,9 @@ class ParallelLayout:
     seconds: float
     """Per optimizer step, before the correction."""
     stages: dict[str, int]
-    """Stage -> predicted peak bytes per process, before the correction."""
+    """Stage -> predicted peak bytes per process with a typical batch, before the correction."""
+    most: int
+    """The same of the worst stage with micro-batches as large as the budget allows."""
     correction: Correction
     """What this machine's history makes of the predictions."""
     bound: str
@@ -140,12 +142,14 @@ def _layout(
     case: PlanningCase, asked: PlanOptions, choices: ExecutionChoices, tokens: int, bound: str
 ) -> ParallelLayout:
     samples = min(case.recipe.batch_size, asked.micro_batch or case.recipe.batch_size)
+    typical = largest_micro_batch(case, choices, samples, tokens)
     return ParallelLayout(
         choices=choices,
         tokens=tokens,
         samples=samples,
         seconds=step_seconds(case, choices, samples, tokens),
-        stages=memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest).stages,
+        stages=memory_footprint(case.recipe, case.model_size, choices, typical, case.longest).stages,
+        most=memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest).peak,
         correction=correction_for(case, choices),
         bound=bound,
     )

@@ -260,6 +260,10 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
     worst = max(stages, key=lambda stage: stages[stage])
     return {
         "predicted_peak_memory_bytes": (stages[worst], f"the peak of the stage {worst}; {basis}"),
+        "memory_bound_bytes": (
+            math.ceil(correct_bytes(case, chosen.most, correction)),
+            f"micro-batches of {chosen.tokens} tokens, the most that the budget allows",
+        ),
         "predicted_memory_by_stage": (stages, "the peak of each stage by itself"),
         "predicted_step_seconds": (
             chosen.seconds * correction.seconds,

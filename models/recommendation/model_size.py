@@ -45,14 +45,15 @@ def recommender_size(
     )
     shared = options.loss == "sampled-softmax"
     tables = (users + items) * dim + items + (0 if shared else users)
-    count, mlp_width, encoder = tables, 0, 0
+    count, mlp_width, encoder, cached = tables, 0, 0, 0.0
     if options.head != "dot":
         layers = parse_layer_widths(options.layers)
         all_widths = [2 * dim if options.head == "mlp" else dim, *layers, 1]
         count += sum(a * b + b for a, b in itertools.pairwise(all_widths))
         mlp_width = sum(layers)
     if config is not None:
-        encoder, hidden = _encoder_size(config)
+        encoder, layers_of_encoder, hidden = _encoder_size(config)
+        cached = _text_bytes(recipe, options, facts, layers_of_encoder, hidden)
         count += 2 * (hidden * dim + dim) + 2 * (2 * dim * dim + dim)
     scored = (options.cohort or num_negatives(options)) + 1
     pairs = 1 if shared and options.head == "dot" else scored
@@ -63,6 +64,7 @@ def recommender_size(
         hidden=DOT_HIDDEN if options.head == "dot" else dim,
         heads=1,
         intermediate=max(mlp_width, dim) * pairs,
+        cached_bytes=cached,
         vocabulary=(options.cohort or num_negatives(options)) if shared else 0,
         remark="; ".join(
             filter(None, [_tables_remark(recipe, options, tables), _few_items_remark(options, items)])
@@ -81,14 +83,26 @@ def _few_items_remark(options: Any, items: int) -> str:
     return f"--negatives {requested}: there are {items:,} items, so that some come several times for a pair"
 
 
-def _encoder_size(config: Mapping[str, Any]) -> tuple[int, int]:
-    """(parameters, hidden width) of a text encoder, estimated if its type has no exact formula."""
+def _text_bytes(recipe: Recipe, options: Any, facts: Facts, layers: int, hidden: int) -> float:
+    """Bytes of the texts' vectors, or of the states that enter the lowest trained block, and of a chunk of
+    texts in the blocks that train: 120 bytes a token and unit of width (8 h-wide and 5.5 4h-wide tensors).
+    """
+    texts = facts.extra.get("texts") or facts.extra.get("items", ASSUMED_COUNT)
+    tokens = texts * recipe.max_length / 2
+    trained = {"full": layers, "frozen": 0}.get(options.text, min(layers, options.lora_blocks or layers))
+    kept = 4.0 * hidden * (texts if trained == 0 else tokens if trained < layers else 0)
+    return kept + min(options.text_chunk, tokens) * 120.0 * hidden * max(trained, 1)
+
+
+def _encoder_size(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """(parameters, layers, hidden width) of a text encoder, estimated if its type has no exact formula."""
     if (size := model_sizes.size_from_config(config)) is not None:
-        return size.parameters, size.hidden
+        return size.parameters, size.layers, size.hidden
     hidden = int(config.get("hidden_size") or config.get("dim") or config["d_model"])
     layers = int(config.get("num_hidden_layers") or config.get("n_layers") or 12)
     intermediate = int(config.get("intermediate_size") or config.get("hidden_dim") or 4 * hidden)
-    return int(config["vocab_size"]) * hidden + layers * (4 * hidden**2 + 2 * hidden * intermediate), hidden
+    blocks = layers * (4 * hidden**2 + 2 * hidden * intermediate)
+    return int(config["vocab_size"]) * hidden + blocks, layers, hidden
 
 
 def _tables_remark(recipe: Recipe, options: Any, table_weights: int) -> str:
