@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import NOT_RECORDED, Interval, check_fields
+from isobatch.core.flags import ADDED_LATER, NOT_RECORDED, Interval, check_fields
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.engine.profiling.step_profiler import step_window
 
@@ -33,6 +33,9 @@ class RunOptions:
     """Checkpoints kept."""
     log_every: Positive = 1
     """Steps between rows of metrics.jsonl."""
+    noise_scale_every: Interval | None = field(default=None, metadata=ADDED_LATER)
+    """How often to measure the gradient noise scale, for `plan --critical-batch RUN` (steps, 5% or 0.1ep):
+    half a step's arithmetic each time, which changes nothing that is learnt."""
     tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = "none"
     """Also report metrics there."""
     witness: str | None = field(default=None, metadata=NOT_RECORDED)
@@ -59,6 +62,12 @@ class RunOptions:
             step_window(self.profile)
         if self.save_every.value == 0:
             raise UserError(f"--save-every {self.save_every}: must be above 0")
+        every = self.noise_scale_every
+        if every is not None and (every.value == 0 or every.unit == "minutes"):
+            raise UserError(
+                f"--noise-scale-every {every}: give steps above 0, or a share such as 5% or 0.1ep: minutes"
+                " differ between processes"
+            )
         if self.name is not None and (self.name.startswith(".") or {"/", os.sep} & set(self.name)):
             raise UserError(f"--name {self.name}: is a folder's name in --out, without / and no dot in front")
         if self.name is not None and (size := len(os.fsencode(self.name))) > MOST_NAME_BYTES:

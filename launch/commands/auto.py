@@ -25,6 +25,7 @@ from isobatch.launch.local.run_setup import (
     print_unless_quiet,
     store_plan,
 )
+from isobatch.launch.planning.batch_scaling import with_automatic_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,7 @@ def auto(words: Sequence[str]) -> int:
         from isobatch.launch.commands.compress import compress
 
         return compress(words)
-    request = parse_request(words, "auto", AutoOptions)
+    request = with_automatic_scale(parse_request(words, "auto", AutoOptions))
     options = AutoOptions(**request.extra)
     if options.seeds > 1:
         from isobatch.launch.commands.seeds import train_seeds

@@ -14,7 +14,9 @@ from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.explanations import fixed_loader_settings
 from isobatch.engine.planning.planner import batch_size_frontier
 from isobatch.launch.local.arguments import parse_request
+from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.compare import compare_targets
+from isobatch.launch.planning.critical_batch import print_critical_batch, run_of_critical_batch
 from isobatch.launch.planning.estimate import estimate, with_what_would_fit
 from isobatch.launch.planning.idle_gpus import find_idle_gpus
 from isobatch.launch.planning.machines import HERE, parse_machine
@@ -42,13 +44,19 @@ class PrepareOptions:
 
 def plan(words: Sequence[str]) -> int:
     """Usage: plan --task TASK [--hardware 8xh100 | --compare A,B] [--price P] [--deadline 6h] [--json]"""
+    if (place := run_of_critical_batch(words)) is not None:
+        return print_critical_batch(place, words)
     request = parse_request(words, "plan", PlanCommandOptions)
     options = PlanCommandOptions(**request.extra)
     prices, deadline = parse_prices(options.price), parse_deadline(options.deadline)
+    machine = parse_machine(options.hardware or HERE, "--hardware")
+    if request.automatic_scale and options.compare:
+        raise UserError("--scale-batch auto: finds the scale for one machine; leave out --compare")
+    request = with_automatic_scale(request, machine)
     print_notes(request)
     if options.compare:
         return compare_targets(words, request, options, prices, deadline)
-    target = target_of(request, options, parse_machine(options.hardware or HERE, "--hardware"))
+    target = target_of(request, options, machine)
     found = estimate(target, prices)
     if found.plan is None or (model_size := found.model_size) is None:
         raise UserError(with_what_would_fit(found))

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 class BatchScaling:
     """Flags that change the global batch of the recipe."""
 
-    scale_batch: number_ranges.Rate | None = None
-    """Train with this many times the global batch: a NEW recipe, which says what it was scaled from."""
+    scale_batch: number_ranges.Rate | Literal["auto"] | None = None
+    """Train with this many times the global batch: a NEW recipe, which says what it was scaled from. auto:
+    the most that a measured noise scale allows and this machine can use (`auto` and `plan` only)."""
     lr_rule: Literal["sqrt", "linear", "none"] = "sqrt"
     """How the learning rate follows a scaled batch: sqrt, linear or none."""
     per_device_batch_size: number_ranges.Positive | None = None
@@ -57,6 +58,8 @@ class Request:
     """The command's own flags."""
     notes: list[str]
     """Lines for the user on values that were derived, such as those of a preset."""
+    automatic_scale: Literal["sqrt", "linear", "none"] | None = None
+    """The --lr-rule of --scale-batch auto, until the scale is found; else None."""
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -193,11 +196,11 @@ def _request(chosen: Workload, flags: Mapping[str, str], command: str, options_c
     recipe, preset_notes = chosen.complete({**values["recipe"], **values["options"]})
     plan = chosen.plan_options(recipe.preset, values["plan"])
     processes = values["plan"].get("processes")
-    recipe, batch_notes = _with_batch_scaling(
-        recipe, BatchScaling(**values["scaling"]), processes, found.written
-    )
+    scaling = BatchScaling(**values["scaling"])
+    recipe, batch_notes = _with_batch_scaling(recipe, scaling, processes, found.written)
     notes = [*found.notes, *preset_notes, *batch_notes]
-    request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes)
+    rule = scaling.lr_rule if scaling.scale_batch == "auto" else None
+    request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes, rule)
     check_request(request)
     return request
 
@@ -270,6 +273,6 @@ def _with_batch_scaling(
             for k, v in given.items()
         )
         notes.append(f"{product} is a global batch of {recipe.batch_size}, on any number of processes")
-    if scaling.scale_batch is not None:
+    if isinstance(scaling.scale_batch, float):
         recipe = recipe.scaled(scaling.scale_batch, scaling.lr_rule)
     return recipe, notes

@@ -44,6 +44,8 @@ class TrustOptions:
 
 def prepare_facts(request: Request) -> Facts:
     """Prepare the request's data where it is not in the cache, and fetch its model. Raises UserError."""
+    if request.automatic_scale:
+        raise UserError("--scale-batch auto: `auto` and `plan` find the scale; give the number that they say")
     task, data = request.workload.make(request.recipe)
     facts = prepare(data, partial(print_unless_quiet, quiet=request.run.quiet))
     task.fetch()

@@ -83,4 +83,6 @@ def _format_alternatives(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_value(value: Any) -> Any:
+    if isinstance(value, dict):  # of stages and their peaks
+        return ", ".join(f"{stage} {format_bytes(peak)}" for stage, peak in value.items())
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value

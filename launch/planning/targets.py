@@ -39,6 +39,8 @@ class PlanCommandOptions:
     the price of an hour of that machine."""
     deadline: str | None = None
     """Within which time the run should end, as in 6h, 90m or 1d12h."""
+    critical_batch: str | None = None
+    """Alone: a run whose gradient noise says up to which global batch more devices would pay."""
     json: bool = False
     """One JSON object on standard output."""
 

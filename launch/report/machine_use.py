@@ -18,8 +18,8 @@ CURVES = (
 """Fields of metrics.jsonl that say how the machine was used."""
 GPU_USE, MEMORY, DATA_WAIT = 90.0, 80.0, 10.0
 """Targets in percent: GPU use above, memory and waiting for data below."""
-STAGES = "peak_memory_by_stage"
-"""Field of summary.json, and of the plan for its prediction: stage -> peak bytes of a process."""
+MEASURED_STAGES, PREDICTED_STAGES = "peak_memory_by_stage", "predicted_memory_by_stage"
+"""Field of summary.json and of the plan: stage -> peak bytes of a process."""
 
 
 def use_table(
@@ -54,7 +54,7 @@ def memory_table(
     curves: Mapping[str, list[Any]], summary: Mapping[str, Any], plan: Mapping[str, Any]
 ) -> list[list[str]]:
     """Rows (stage, predicted, measured, difference), by stage where the run has them, and the whole run's."""
-    measured, predicted = _stages(summary), _stages(plan)
+    measured, predicted = _stages(summary.get(MEASURED_STAGES)), _stages(plan.get(PREDICTED_STAGES))
     rows = [_memory_row(stage, predicted.get(stage), measured.get(stage)) for stage in measured | predicted]
     whole = plan.get("predicted_peak_memory_bytes")
     at = summary.get("peak_memory_stage")
@@ -63,8 +63,7 @@ def memory_table(
     return [row for row in rows if row[1] or row[2]]
 
 
-def _stages(record: Mapping[str, Any]) -> dict[str, float]:
-    found = record.get(STAGES)
+def _stages(found: Any) -> dict[str, float]:
     if not isinstance(found, dict):
         return {}
     return {str(stage): value for stage, value in found.items() if _number(value)}

@@ -103,6 +103,8 @@ def _plan_table(plan: dict[str, Any]) -> list[list[str]]:
 def _plan_value(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, dict):  # of stages and their peaks
+        return ", ".join(f"{stage} {format_bytes(peak)}" for stage, peak in value.items())
     return format_bytes(value) if name.endswith("_bytes") else format_value(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,9 +11,17 @@ from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.measures import parse_duration
 from isobatch.core.plan import PlanOptions
+from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.registry import workload
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.commands.plan import plan
+from isobatch.launch.local.arguments import parse_request
+from isobatch.launch.local.run_setup import prepare_facts
+from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.comparison import Comparison, compare, format_comparison
+from isobatch.launch.planning.critical_batch import critical_batch, format_critical_batch
 from isobatch.launch.planning.estimate import Target, estimate, what_would_fit
 from isobatch.launch.planning.idle_gpus import find_idle_gpus
 from isobatch.launch.planning.prices import Prices, parse_prices
@@ -175,3 +184,64 @@ def test_busy_machines_are_offered_nothing(machine: str, batch: int) -> None:
     assert found.plan
     assert found.model_size
     assert find_idle_gpus(busy, found.plan, found.model_size) is None
+
+
+def measured_run(folder: Path, squared: float, variance: float, batch: int = 32) -> Path:
+    """A run that measured this gradient 20 times."""
+    recipe, _ = CAUSAL_LM.complete({"batch_size": batch})
+    facts = prepare(CAUSAL_LM.make(recipe)[1])
+    made = RunFolder.create(folder / "measured", recipe, facts, RunOptions())
+    with made.metrics.open("w") as stream:
+        for step in range(20):
+            noise = 1 + (step % 5 - 2) / 10
+            row = {"gradient_squared": squared * noise, "gradient_variance": variance, "phase": "train"}
+            stream.write(json.dumps({**row, "step": step, "noise_scale_seconds": 0.5}) + "\n")
+    return made.folder
+
+
+def test_a_run_says_up_to_which_batch_devices_pay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """tr(Sigma) / |G|^2 = 600: four times 128 lies below it, eight times does not."""
+    run = measured_run(tmp_path, 0.5, 300.0, batch=128)
+    answer = critical_batch(str(run))
+    assert answer["noise_scale"]["value"] == pytest.approx(600, rel=0.05)
+    assert answer["noise_scale"]["low"] < answer["noise_scale"]["value"] < answer["noise_scale"]["high"]
+    assert answer["largest_scale"] == 4
+    assert answer["steps_at"]["512"] == pytest.approx((1 + 600 / 512) / (1 + 600 / 128), rel=0.05)
+    assert plan(["--critical-batch", str(run)]) == 0
+    assert "more devices pay up to a global batch of 512: --scale-batch 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("squared", "batch", "words"), [(0.0, 32, "beyond what"), (9.0, 64, "do not pay")])
+def test_ends_of_the_scale(squared: float, batch: int, words: str, tmp_path: Path) -> None:
+    answer = critical_batch(str(measured_run(tmp_path, squared, 300.0, batch)))
+    assert words in format_critical_batch(answer)
+    json.dumps(answer, allow_nan=False)
+
+
+def test_without_measurements_a_batch_stays(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a run"):
+        critical_batch(str(tmp_path))
+    words = ["--task", "causal-lm", "--scale-batch", "auto", "--out", str(tmp_path)]
+    request = parse_request(words, "auto")
+    with pytest.raises(UserError, match="`auto` and `plan` find the scale"):
+        prepare_facts(request)
+    found = with_automatic_scale(request)
+    assert found.recipe == request.recipe
+    assert "1, as no run of it" in found.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("machine", "squared", "scale"),
+    [("8xa100-80gb", 0.5, 16), ("8xa100-80gb", 30.0, 1), ("cpu:2x24gb", 0.5, 1)],
+)
+def test_the_scale_is_what_noise_allows_and_the_machine_can_use(
+    machine: str, squared: float, scale: int, tmp_path: Path
+) -> None:
+    """600 samples of noise allow 16 x 32; ten allow nothing; two cores are as fast with any batch."""
+    measured_run(tmp_path, squared, 300.0)
+    words = ["--task", "causal-lm", "--batch-size", "32", "--scale-batch", "auto", "--out", str(tmp_path)]
+    found = with_automatic_scale(parse_request(words, "auto"), parse_hardware(machine))
+    assert found.automatic_scale is None
+    assert found.recipe.batch_size == 32 * scale
+    assert found.recipe.lr == pytest.approx(parse_request(words, "auto").recipe.lr * scale**0.5)
+    assert f"--scale-batch auto: {scale}" in found.notes[-1]

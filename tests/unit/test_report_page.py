@@ -70,7 +70,10 @@ def test_figures_stand_beside_their_targets(run: RunFolder, tmp_path: Path) -> N
 
 def test_stages_are_shown_where_the_run_has_them() -> None:
     summary = {"peak_memory_by_stage": {"train": 2e9, "save": 3e9}, "peak_memory_bytes": 3e9}
-    planned = {"peak_memory_by_stage": {"train": 1e9, "save": 3.3e9}, "predicted_peak_memory_bytes": 3.3e9}
+    planned = {
+        "predicted_memory_by_stage": {"train": 1e9, "save": 3.3e9},
+        "predicted_peak_memory_bytes": 3.3e9,
+    }
     assert [row[0] for row in memory_table({}, summary, planned)] == ["train", "save", "whole run"]
     assert memory_table({}, summary, planned)[0] == ["train", "1.00 GB", "2.00 GB", "-50 %"]
 

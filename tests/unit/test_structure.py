@@ -115,7 +115,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "launch.planning": {
         *("core", "models", "engine", "engine.loading", "engine.machine", "engine.optimization"),
-        *("engine.planning", "launch.local"),
+        *("engine.planning", "engine.runs", "launch.local"),
     },
     "launch.doctor": {
         *("core", "engine.checkpointing", "engine.distributed", "engine.loading", "engine.machine"),
