@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, or turn the direction of text; not the tab and the line break."""
@@ -28,6 +32,15 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1000
     return f"{count:.2f} GB"
+
+
+def format_fields(values: Mapping[str, Any]) -> str:
+    """Names and their values in a line; whole numbers above 1,000,000 are bytes."""
+    shown = {k: format_bytes(v) if isinstance(v, int) and v > 1e6 else v for k, v in values.items()}
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in shown.items()
+    )
 
 
 def printable(text: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.measures import format_bytes, format_duration
+from isobatch.core.measures import format_bytes, format_duration, format_fields
 from isobatch.engine.planning.explanations import fixed_loader_settings
 from isobatch.launch.planning.comparison import format_cost, short_duration
 from isobatch.launch.planning.prices import MEANING
@@ -83,6 +83,6 @@ def _format_alternatives(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_value(value: Any) -> Any:
-    if isinstance(value, dict):  # of stages and their peaks
-        return ", ".join(f"{stage} {format_bytes(peak)}" for stage, peak in value.items())
+    if isinstance(value, dict):
+        return format_fields(value)
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.measures import format_bytes, printable
+from isobatch.core.measures import format_bytes, format_fields, printable
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import newest_rows, thinned_rows
@@ -103,8 +103,8 @@ def _plan_table(plan: dict[str, Any]) -> list[list[str]]:
 def _plan_value(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    if isinstance(value, dict):  # of stages and their peaks
-        return ", ".join(f"{stage} {format_bytes(peak)}" for stage, peak in value.items())
+    if isinstance(value, dict):
+        return format_fields(value)
     return format_bytes(value) if name.endswith("_bytes") else format_value(value)
 
 
