@@ -27,6 +27,8 @@ LARGEST_ERROR = {"fp32": 1e-3, "bf16": 5e-2}
 FREE_GPU_SHARE = 0.8
 FREE_RAM_SHARE, LEAST_FREE_RAM = 0.1, 2 * GIB
 SMALLEST_SHM = GIB
+SLOW_CORE = 3e9
+"""fp32 FLOP/s of a core, of which tens of 1e9 are usual."""
 INSTALL = f"{pip()} install --upgrade torch, with the --index-url that pytorch.org names for this machine"
 
 
@@ -127,6 +129,22 @@ def check_cores(usable: int, total: int, load: float = 0.0) -> Check:
     busy = f", load {load:.1f}" if load else ""
     limits = "" if usable >= total else " (affinity, quota or allocation)"
     return ok("cores", f"{usable} of {total}{limits}{busy}")
+
+
+def check_ceilings(answer: Answer) -> Check:
+    """Of `probes.ceilings`: how fast the processor is, as plans reckon."""
+    name = "speed"
+    if answer.late:
+        return ok(name, "not measured, others compute here: the next `plan` does")
+    if answer.error:
+        reinstall = f"{pip()} install --force-reinstall torch"
+        return warning(name, f"cannot be measured: {answer.error}", reinstall)
+    flops, traffic = max(answer.found["matmul"]), answer.found["bandwidth"]
+    text = f"{flops / 1e9:.0f} GFLOP/s in fp32, {traffic / 1e9:.1f} GB/s from memory"
+    if flops < SLOW_CORE * answer.found["cores"]:
+        remedy = "plug it in; sudo cpupower frequency-set -g performance; then rm ISOBATCH_CACHE/ceilings-*"
+        return warning(name, f"{text}: its clock is held low, or other programs have it", remedy)
+    return ok(name, text)
 
 
 def check_memory(root: Path, allowed: int) -> Check:

@@ -70,8 +70,21 @@ def product_error(device: str, dtype: Any) -> float:
     )
 
 
+def ceilings() -> dict[str, Any]:
+    """The measured rates of this processor, which plans reckon with; measured now where they are not kept."""
+    from isobatch.engine.loading.prepare import cache_folder
+    from isobatch.engine.machine.ceilings import ceilings_of
+    from isobatch.engine.machine.detect import detect
+
+    hardware = detect()
+    found = ceilings_of(hardware, cache_folder())
+    assert found is not None, "a machine that is here has rates"
+    return {**found.to_dict(), "cores": hardware.cpus}
+
+
 def compiled() -> dict[str, Any]:
     """torch.compile of a few operations, on the GPU where there is one, with a cache of its own."""
+    os.nice(10)  # it takes longest, and others are waited for
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = folder
         import torch

@@ -41,6 +41,7 @@ HEALTHY: dict[str, Any] = {
     "all_reduce": {"processes": 2, "bytes_per_second": 4e8},
     "quantised": {"version": "0.50", "device": "cpu", "error": 0.07},
     "deepspeed_step": {"version": "0.19", "moved": 0.1},
+    "ceilings": {"matmul": [5e9, 9e10], "bandwidth": 2e10, "cores": 2},
     "compiled": {"device": "cpu", "seconds": 8.0, "difference": 0.0},
 }
 """What probes find on a machine where all is well."""
@@ -169,6 +170,10 @@ FAULTS: dict[str, Fault] = {
         *("power supply", "warning", "plug it in"),
     ),
     "one core of many": (lambda _: devices.check_cores(1, 64), "cores", "warning", "--cpus-per-task"),
+    "a clock held low": (
+        lambda _: devices.check_ceilings(answer("ceilings", matmul=[1e8, 2e9])),
+        *("speed", "warning", "cpupower"),
+    ),
     "memory is held": (lambda tmp: memory(tmp, available=1), "memory", "warning", "ps aux"),
     "the cgroup is full": (lambda tmp: memory(tmp, used=17), "memory", "warning", "ps aux"),
     "memory is swapped out": (lambda tmp: memory(tmp, swap=(8, 2)), "memory", "warning", "swapoff"),
@@ -313,7 +318,8 @@ WELL: dict[str, Callable[[], Any]] = {
     "half a machine": lambda: devices.check_cores(8, 64, 3.0),
     "a Hub that is not there": lambda: network.check_hub(False, {}),
     "a Hub that is not wanted": lambda: network.check_hub(False, {"HF_HUB_OFFLINE": "1", "HTTPS_PROXY": "x"}),
-    "a slow compilation": lambda: software.check_compile(Answer(error="no answer within 14 s", late=True)),
+    "a slow compilation": lambda: software.check_compile(Answer(error="no answer within 10 s", late=True)),
+    "a busy machine": lambda: devices.check_ceilings(Answer(error="no answer within 3 s", late=True)),
     "many files": lambda: variables.check_limits(1 << 20, -1),
 }
 """What is no fault, though it looks a little like one."""
