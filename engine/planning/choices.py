@@ -11,10 +11,14 @@ from isobatch.engine.planning.cost_model import PlanningCase, run_steps
 from isobatch.models.flops import layers_and_width
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from isobatch.core.plan import Invariance, PlanOptions, Precision
     from isobatch.core.recipe import Recipe
     from isobatch.engine.machine.hardware import Hardware
+    from isobatch.engine.planning.calibration import GpuConstants
     from isobatch.engine.planning.memory_model import ExecutionChoices
+    from isobatch.models.base import ModelSize
 
 DeviceKind = Literal["cpu", "cuda", "mps"]
 AttentionKernel = Literal["sdpa", "eager", "flash"]
@@ -178,16 +182,16 @@ def choose_compile(
         return "off", "torch's compiler needs compute capability 7.0"
     if case.precision == "fp32":
         return "off", "fp32 was asked for, and compiled kernels round differently"
-    saved, spent = (eager - compiled) * run_steps(case.recipe, case.facts), compile_seconds(case)
+    saved = (eager - compiled) * run_steps(case.recipe, case.facts)
+    spent = compile_seconds(case.model_size, case.constants, {case.padded(n) for n in case.facts.lengths})
     what = f"compiling takes about {_duration(spent)} and saves {_duration(saved)} of this run"
     return ("on", what) if saved > spent else ("off", what)
 
 
-def compile_seconds(case: PlanningCase) -> float:
+def compile_seconds(size: ModelSize, constants: GpuConstants, lengths: Collection[int]) -> float:
     """Seconds to compile the forward and backward pass for every padded length of the data."""
-    shapes = len({case.padded(length) for length in case.facts.lengths})
-    known, layers = case.constants, layers_and_width(case.model_size)[0]
-    return shapes * (known.compile_seconds + layers * known.layer_compile_seconds)
+    layers, _ = layers_and_width(size)
+    return len(lengths) * (constants.compile_seconds + layers * constants.layer_compile_seconds)
 
 
 def _duration(seconds: float) -> str:

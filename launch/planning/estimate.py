@@ -17,7 +17,7 @@ from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.kept_choices import plan_with_kept
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import Workload
-from isobatch.launch.planning.run_time import run_seconds, training_steps
+from isobatch.launch.planning.run_time import RunTime, most_energy, run_time
 from isobatch.models.base import ModelSize
 
 if TYPE_CHECKING:
@@ -70,11 +70,26 @@ class Estimate:
     model_size: ModelSize | None = None
     plan: Plan | None = None
     why_not: str = ""
-    steps: int | None = None
-    seconds: float | None = None
-    """Of the whole run."""
+    time: RunTime | None = None
     price: float | None = None
     """Of the machine for an hour; None where it is not known."""
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of all phases."""
+        return self.time.steps if self.time else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole run, from the command to its end."""
+        return self.time.total if self.time else None
+
+    @property
+    def energy(self) -> float | None:
+        """kWh of the GPUs at their power limit, an upper bound; None where none is known."""
+        if self.plan is None or self.seconds is None:
+            return None
+        return most_energy(self.seconds, self.plan, self.target.hardware)
 
     @property
     def fits(self) -> bool:
@@ -111,6 +126,8 @@ class Estimate:
             "steps": self.steps,
             "step_seconds": plan and plan.predicted_step_seconds,
             "run_seconds": self.seconds,
+            "run_seconds_by_part": self.time and self.time.to_dict(),
+            "most_energy_kwh": self.energy,
             "peak_memory_bytes": plan and plan.predicted_peak_memory_bytes,
             "memory_bytes": self.memory,
             "price_per_hour": self.price,
@@ -134,8 +151,7 @@ def estimate(target: Target, prices: Prices | None, model_size: ModelSize | None
         target=target,
         model_size=model_size,
         plan=plan,
-        steps=training_steps(target.recipe, target.facts, task),
-        seconds=run_seconds(plan, target.recipe, target.facts, task),
+        time=run_time(plan, target.recipe, target.facts, task, model_size, target.hardware),
         price=price,
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.launch.planning.comparison import short_duration
-from isobatch.launch.planning.run_time import run_seconds
+from isobatch.launch.planning.run_time import run_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +76,7 @@ def find_idle_gpus(target: Target, plan: Plan, model_size: ModelSize) -> IdleGpu
     devices = target.hardware.devices
     if plan.device != "cuda" or plan.processes >= devices:
         return None
-    now = run_seconds(plan, target.recipe, target.facts, target.task)
+    now = _seconds(target, plan, model_size)
     best: IdleGpus | None = None
     for scaled, scale in _scaled_targets(target):
         try:
@@ -89,13 +89,17 @@ def find_idle_gpus(target: Target, plan: Plan, model_size: ModelSize) -> IdleGpu
                 used=plan.processes,
                 scale=scale,
                 seconds=now,
-                scaled_seconds=run_seconds(found, scaled.recipe, scaled.facts, scaled.task),
+                scaled_seconds=_seconds(scaled, found, model_size),
                 scaled_used=found.processes,
                 steps=scaled.recipe.steps,
             )
         if found.processes == devices:
             break
     return best if best and best.scaled_seconds * LEAST_GAIN <= now else None
+
+
+def _seconds(target: Target, plan: Plan, size: ModelSize) -> float:
+    return run_time(plan, target.recipe, target.facts, target.task, size, target.hardware).total
 
 
 def _scaled_targets(target: Target) -> Iterator[tuple[Target, int]]:

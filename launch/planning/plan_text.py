@@ -67,6 +67,11 @@ def _whole_run(found: Estimate, deadline: float | None) -> list[str]:
     """Lines on the time of the whole run, its cost and its deadline."""
     seconds = found.seconds or 0.0
     text = f"the whole run: {found.steps:,} steps, {short_duration(seconds)}"
+    if found.time is not None:
+        parts = {name: part for name, part in found.time.to_dict().items() if part >= 0.01 * seconds}
+        text += f" ({', '.join(f'{name} {short_duration(part)}' for name, part in parts.items())})"
+    if found.energy is not None:
+        text += f", at most {found.energy:.3g} kWh"
     if found.cost is not None and found.price is not None:
         text += f", {format_cost(found.cost)} at {found.price:.2f} an hour"
     if deadline is not None:
@@ -83,6 +88,8 @@ def _format_alternatives(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_value(value: Any) -> Any:
+    if isinstance(value, bool):
+        return "on" if value else "off"
     if isinstance(value, dict):
         return format_fields(value)
-    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+    return f"{value:.3g}" if isinstance(value, float) else value

@@ -1,25 +1,100 @@
-"""How long a whole run takes: the optimizer steps of its phases at the plan's predicted rate."""
+"""How long a whole run takes: start, training, evaluations, checkpoints and export; and its energy."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from isobatch.engine.optimization.schedule import phase_schedules
+from isobatch.engine.planning.calibration import gpu_constants
+from isobatch.engine.planning.choices import compile_seconds
 from isobatch.engine.planning.cost_model import steps_per_epoch
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
-    from isobatch.models.base import Task
+    from isobatch.engine.machine.hardware import Hardware
+    from isobatch.models.base import ModelSize, Task
+
+START_SECONDS, CHILDREN_SECONDS = 7.0, 6.0
+"""To import the libraries and build a small model; more where a launcher starts the processes (measured)."""
+EXPORT_SECONDS = 1.5
+"""To write final/ and its sample, apart from its bytes (measured)."""
+DISK_BANDWIDTH = 5e8
+"""Bytes/s of a checkpoint or an export (uncalibrated)."""
+FORWARD_SHARE = 1 / 3
+"""Of a step's arithmetic: an evaluation has no backward pass."""
 
 
-def training_steps(recipe: Recipe, facts: Facts, task: Task) -> int:
-    """Optimizer steps of all phases that the recipe trains."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunTime:
+    """Seconds of the parts of a run."""
+
+    steps: int
+    start: float
+    compile: float
+    train: float
+    evaluate: float
+    save: float
+    """What ends the run waits for the last checkpoint; the others are written beside the training."""
+    export: float
+
+    @property
+    def total(self) -> float:
+        """From the command to the end."""
+        return self.start + self.compile + self.train + self.evaluate + self.save + self.export
+
+    def to_dict(self) -> dict[str, Any]:
+        """Seconds by part, for --json."""
+        parts = ("start", "compile", "train", "evaluate", "save", "export")
+        return {name: round(getattr(self, name), 3) for name in parts}
+
+
+def run_time(
+    plan: Plan, recipe: Recipe, facts: Facts, task: Task, size: ModelSize, hardware: Hardware
+) -> RunTime:
+    """Predicted seconds of a run by its plan."""
     schedules = phase_schedules(recipe, task.phases(), steps_per_epoch(recipe, facts))
-    return sum(schedule.steps for schedule in schedules)
+    steps = sum(schedule.steps for schedule in schedules)
+    checkpoint = size.weight_bytes + 8.0 * size.trainable
+    return RunTime(
+        steps=steps,
+        start=START_SECONDS + (CHILDREN_SECONDS if plan.processes > 1 else 0.0),
+        compile=_compile_seconds(plan, facts, size, hardware) if plan.compile != "off" else 0.0,
+        train=steps * plan.predicted_step_seconds,
+        evaluate=_evaluated_samples(recipe, facts, task) * _sample_seconds(plan, recipe),
+        save=checkpoint / DISK_BANDWIDTH,
+        export=EXPORT_SECONDS + size.weight_bytes / DISK_BANDWIDTH,
+    )
 
 
-def run_seconds(plan: Plan, recipe: Recipe, facts: Facts, task: Task) -> float:
-    """Predicted seconds of training, from the first step to the last."""
-    return training_steps(recipe, facts, task) * plan.predicted_step_seconds
+def _compile_seconds(plan: Plan, facts: Facts, size: ModelSize, hardware: Hardware) -> float:
+    constants = gpu_constants(hardware.gpu.card if hardware.gpus else None)
+    return compile_seconds(size, constants, {math.ceil(n / plan.pad_multiple) for n in facts.lengths})
+
+
+def _sample_seconds(plan: Plan, recipe: Recipe) -> float:
+    """Seconds to evaluate a sample, on all processes together."""
+    return FORWARD_SHARE * plan.predicted_step_seconds / recipe.batch_size
+
+
+def _evaluated_samples(recipe: Recipe, facts: Facts, task: Task) -> float:
+    """Samples of all evaluations: of the validation split while training, of all held out at the end."""
+    schedules = phase_schedules(recipe, task.phases(), steps_per_epoch(recipe, facts))
+    often = sum(_evaluations(s.steps, s.eval_every) for s in schedules)
+    valid = math.ceil(facts.samples.get("valid", 0) * recipe.eval_fraction)
+    return often * valid + sum(facts.samples.get(split, 0) for split in HELD_OUT_SPLITS)
+
+
+def _evaluations(steps: int, every: int) -> int:
+    """Evaluations during a phase; the one at its end belongs to the run's end."""
+    return (steps - 1) // max(1, every)
+
+
+def most_energy(seconds: float, plan: Plan, hardware: Hardware) -> float | None:
+    """kWh of the GPUs at their power limit, an upper bound; None where no limit is known."""
+    watts = hardware.gpu.power_limit_watts if hardware.gpus and plan.device != "cpu" else None
+    return None if watts is None else plan.processes * watts * seconds / 3.6e6
