@@ -198,6 +198,8 @@ class ModelSize:
     """Mean bytes of a frozen weight. Those that train have 4."""
     cached_bytes: float = 0.0
     """What the model holds beside weights and the micro-batch: caches, a text encoder's own batch."""
+    needs_transformers: bool = True
+    """Whether the process imports transformers' models for it."""
     packs: bool = False
     """Whether attention can be told where a sample ends and the next begins."""
     rounds: bool = False

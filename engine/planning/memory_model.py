@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.models.base import ModelSize
 
-CONTEXT_BYTES = {"cuda": 1.2e9, "mps": 0.8e9, "cpu": 0.45e9}
-"""CUDA context, cuBLAS and NCCL buffers (uncalibrated); on a CPU, the process itself (measured: 0.38 GB)."""
-FRAGMENTATION = {"cuda": 1.1, "mps": 1.2, "cpu": 1.3}
-"""Allocator overhead on activations (CPU measured 1.25 to 1.3; the others uncalibrated)."""
+CONTEXT_BYTES = {"cuda": 1.2e9, "mps": 0.8e9, "cpu": 0.46e9}
+"""CUDA context, cuBLAS and NCCL buffers (uncalibrated); on a CPU the process (measured: 0.35 to 0.49)."""
+TRANSFORMERS_BYTES = 0.1e9
+"""Of a process on a CPU: transformers' models and what they import (measured)."""
+FRAGMENTATION = {"cuda": 1.1, "mps": 1.2, "cpu": 1.15}
+"""Allocator overhead on activations (CPU measured: 1.0 to 1.5; the others uncalibrated)."""
 EXPORT_COPIES = 1.0
 """Copies of the weights that are alive while a model is written (measured)."""
 HELD_BACK = 0.85
@@ -75,6 +77,8 @@ class MemoryFootprint:
     """On a CPU: what a checkpoint is written from, kept from the first save on."""
     update: float
     """Temporaries of the optimizer step, after activations are freed."""
+    rehearsal: float
+    """Of a phase that rounds: its first steps are computed under another cut before it begins."""
     evaluation: float
     """Activations and logits of a forward pass without a backward pass."""
     exported: float
@@ -105,7 +109,7 @@ class MemoryFootprint:
         """
         kept = self.held_back * (self.step - self.resident)
         peaks = {
-            "load": self.workspace + self.weights,
+            "load": self.step + self.rehearsal if self.rehearsal else self.workspace + self.weights,
             "train": self.step,
             "save": self.resident + kept,
             "evaluate": self.resident + max(kept, self.evaluation),
@@ -133,15 +137,30 @@ def memory_footprint(
         * (tokens * activation_bytes_per_token(size, choices, length) + _gathered_bytes(size, choices)),
         logits=slack * logits_bytes(size, choices, tokens),
         tables=table_bytes(size, choices),
-        workspace=CONTEXT_BYTES[choices.device],
+        workspace=_process_bytes(size, choices),
         caches=slack * size.cached_bytes,
         host_copy=_host_copy_bytes(recipe, size, choices),
         update=size.trainable * _update_bytes(recipe, choices) / shards["moments"],
+        rehearsal=_rehearsal_bytes(recipe, size, choices, tokens, length) if size.rounds else 0.0,
         evaluation=slack * tokens * _evaluation_bytes_per_token(size, choices, length)
         + slack * logits_bytes(size, choices, tokens) / 3,
         exported=EXPORT_COPIES * 4.0 * size.parameters if choices.device == "cpu" else 0.0,
         held_back=HELD_BACK if choices.device == "cpu" else 0.0,
     )
+
+
+def _process_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
+    """The process itself, or its context on a GPU."""
+    unused = 0.0 if size.needs_transformers or choices.device != "cpu" else TRANSFORMERS_BYTES
+    return CONTEXT_BYTES[choices.device] - unused
+
+
+def _rehearsal_bytes(
+    recipe: Recipe, size: ModelSize, choices: ExecutionChoices, tokens: float, length: int
+) -> float:
+    """A second model with its gradients and moments beside the run's own, and the activations of a step."""
+    states = size.trainable * (8.0 + 2 * _state_bytes(recipe, choices)) + held_weight_bytes(size, choices)
+    return states + FRAGMENTATION[choices.device] * tokens * activation_bytes_per_token(size, choices, length)
 
 
 def _evaluation_bytes_per_token(size: ModelSize, choices: ExecutionChoices, length: int) -> float:
@@ -164,6 +183,9 @@ def _copied_weight_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
         return 0.0
     if size.frozen_bytes < 2.0 and choices.device == "cpu":
         return 4.0 * size.parameters
+    if size.frozen_bytes < 2.5 and choices.device == "cpu":
+        # A copy lives as long as its product: the largest is the head's, forward and backward.
+        return 2 * 4.0 * size.vocabulary * size.hidden
     if not choices.half:
         return 0.0
     matrices = min(size.frozen, layers_and_width(size)[0] * layer_parameters(size))

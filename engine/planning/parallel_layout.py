@@ -28,6 +28,8 @@ INDEX_LIMIT = 2**31
 """Elements of one tensor: the most that kernels with 32-bit indices can address."""
 LEAST_SAVING = 0.02
 """Least share of weights, gradients and moments that sharding must save: with less it is only slower."""
+OVER_A_RUN = 1.25
+"""The largest micro-batch of a run over that of a typical batch (measured)."""
 AS_GOOD = 1.1
 """Layouts that take at most this times the fastest's time count as equal: predictions are no finer."""
 UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -142,7 +144,7 @@ def _layout(
     case: PlanningCase, asked: PlanOptions, choices: ExecutionChoices, tokens: int, bound: str
 ) -> ParallelLayout:
     samples = min(case.recipe.batch_size, asked.micro_batch or case.recipe.batch_size)
-    typical = largest_micro_batch(case, choices, samples, tokens)
+    typical = min(tokens, round(OVER_A_RUN * largest_micro_batch(case, choices, samples, tokens)))
     return ParallelLayout(
         choices=choices,
         tokens=tokens,

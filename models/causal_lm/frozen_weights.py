@@ -91,7 +91,10 @@ def _frozen_classes() -> dict[type, type]:
 
 @torch.no_grad()
 def hold_matrices_in_bf16(model: nn.Module) -> None:
-    """Round the matrices and tables to bf16 and hold them so; everything else is held in fp32."""
+    """Round the matrices and tables to bf16 and hold them so; everything else is held in fp32.
+
+    All are copied: one tensor that still lies in the mapped file keeps the whole file in memory.
+    """
     classes, held = _frozen_classes(), set()
     for module in model.modules():
         if type(module) in classes:
@@ -99,7 +102,7 @@ def hold_matrices_in_bf16(model: nn.Module) -> None:
             held.add(id(module.weight))
     for p in model.parameters():
         if p.is_floating_point():
-            p.data = p.data.to(HELD if id(p) in held else torch.float32)
+            p.data = p.data.to(HELD if id(p) in held else torch.float32, copy=True)
 
 
 @contextlib.contextmanager

@@ -124,7 +124,9 @@ class Pruning(DistilledClassifier):
         return encoders.sizes_from_config(config, self._model_name)
 
     def model_size(self, facts: Facts) -> ModelSize:
-        return dataclasses.replace(super().model_size(facts), why_unshardable=CHANGES_SHAPE)
+        """The teacher's weights stay in memory."""
+        size = super().model_size(facts)
+        return dataclasses.replace(size, why_unshardable=CHANGES_SHAPE, cached_bytes=size.weight_bytes)
 
     def begin_phase(
         self,

@@ -77,9 +77,10 @@ class QAT(DistilledClassifier):
             onnx_graph.check_activation(config)
 
     def model_size(self, facts: Facts) -> ModelSize:
-        """A run of two phases has two shapes, so its model cannot be sharded."""
+        """A run of two phases has two shapes, so its model cannot be sharded. A teacher stays in memory."""
         why = "" if self.teacher_name else CHANGES_SHAPE
-        return dataclasses.replace(super().model_size(facts), rounds=True, why_unshardable=why)
+        size = super().model_size(facts)
+        return dataclasses.replace(size, rounds=True, why_unshardable=why, cached_bytes=size.weight_bytes)
 
     def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Quantize the model, with activation ranges calibrated on the first training samples."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 DOT_HIDDEN = 8
 """Hidden width that the planner gets for the dot head, which has hardly any multiplications."""
+KEPT_BY_A_TRANSFORMER = 5.5
+"""Tensors that a transformer's MLP keeps for the backward pass, where this head's keeps one."""
 ASSUMED_COUNT = 10_000
 """Users and items if the data is not at hand."""
 
@@ -63,7 +65,7 @@ def recommender_size(
         layers=1,
         hidden=DOT_HIDDEN if options.head == "dot" else dim,
         heads=1,
-        intermediate=max(mlp_width, dim) * pairs,
+        intermediate=round(max(mlp_width, dim) * pairs / KEPT_BY_A_TRANSFORMER) or 1,
         cached_bytes=cached,
         vocabulary=(options.cohort or num_negatives(options)) if shared else 0,
         remark="; ".join(

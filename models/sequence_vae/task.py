@@ -178,6 +178,7 @@ class SequenceVAE(Task):
             recurrent_layers=2 * options.layers if is_gru else 0,
             vocabulary=facts.extra["vocabulary"],
             head_bytes=CHUNK_BYTES,
+            needs_transformers=False,
             why_unshardable="torch's GRU reads all of its weights at once" if is_gru else "",
         )
 
