@@ -120,7 +120,7 @@ class Plan:
     calibrated: bool
     """Whether the predictions rest on measurements of this kind of device."""
     memory_bound_bytes: int = 0
-    """Predicted peak bytes per process with micro-batches as large as the budget allows."""
+    """Most bytes per process: micro-batches as large as the budget allows, and the largest excess seen."""
     predicted_memory_by_stage: dict[str, int] = field(default_factory=dict)
     """Stage (load, train, save, evaluate, export) -> predicted peak bytes per process."""
     correction: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Predicted memory and time beside what was measured: `python -m benchmarks predictions`.
 
-Every recipe trains twice in processes of its own: predicted from this processor's rates alone (cold), and then
-corrected by the first run (calibrated). Memory is the process's peak (VmHWM) over all stages.
+Every recipe trains twice in processes of its own: predicted from this processor's rates alone (cold), and
+then corrected by the first run (calibrated). Memory is the process's peak (VmHWM) over all stages.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ RECIPES: dict[str, tuple[str, str]] = {
     "lm small": ("causal-lm", "--model small --max-length 256"),
     "lm small bf16": ("causal-lm", "--model small --max-length 256 --precision bf16"),
     "lm 124M": ("causal-lm", f"--model gpt2-124m {LONG}"),
-    "lm 124M checkpointing": ("causal-lm", f"--model gpt2-124m {LONG} --activation-checkpointing on"),
-    "lm 124M bf16": ("causal-lm", f"--model gpt2-124m {LONG} --precision bf16"),
-    "lm 124M 8-bit AdamW": ("causal-lm", f"--model gpt2-124m {LONG} --optimizer adamw8bit"),
+    "lm llama checkpointing": ("causal-lm", f"--model llama {LONG} --activation-checkpointing on"),
+    "lm llama bf16": ("causal-lm", f"--model llama {LONG} --precision bf16"),
+    "lm llama 8-bit AdamW": ("causal-lm", f"--model llama {LONG} --optimizer adamw8bit"),
     "lm wide vocabulary": ("causal-lm", f"--model wide {LONG}"),
     "lm llama": ("causal-lm", f"--model llama {LONG}"),
     "lm llama adafactor": ("causal-lm", f"--model llama {LONG} --optimizer adafactor"),
     "lm gpt2 lora": ("causal-lm", f"--model gpt2-shape --adapter lora {LONG}"),
-    "lm gpt2 lora bf16": ("causal-lm", f"--model gpt2-shape --adapter lora --precision bf16 {LONG}"),
-    "lm gpt2 8-bit lora": ("causal-lm", f"--model gpt2-shape --adapter lora --load-bits 8 {LONG}"),
-    "lm gpt2 qlora": ("causal-lm", f"--model gpt2-shape --adapter qlora {LONG}"),
+    "lm llama lora bf16": ("causal-lm", f"--model llama --adapter lora --precision bf16 {LONG}"),
+    "lm llama 8-bit lora": ("causal-lm", f"--model llama --adapter lora --load-bits 8 {LONG}"),
+    "lm llama qlora": ("causal-lm", f"--model llama --adapter qlora {LONG}"),
     "lm llama lora": ("causal-lm", f"--model llama --adapter lora {LONG}"),
     "classifier tiny": ("classifier", "--model tiny"),
     "classifier 22M": ("classifier", "--model bert"),
@@ -142,23 +142,14 @@ def _errors(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     def errors(what: str, measured: str) -> list[float]:
         return [abs(row[f"{kind} {what}"] / row[f"{kind} {measured}"] - 1) for row in rows]
 
-    memory, step, run = (
-        errors("MB", "measured MB"),
-        errors("step", "measured step"),
-        errors("run", "measured run"),
-    )
+    names = {"memory": "MB", "step": "step", "run": "run"}
+    found = {name: errors(what, f"measured {what}") for name, what in names.items()}
     above = [row["recipe"] for row in rows if row[f"{kind} measured MB"] > row[f"{kind} bound MB"]]
     return {
         "errors": kind,
         "recipes": len(rows),
-        **{
-            f"{name} median": round(median(found), 3)
-            for name, found in (("memory", memory), ("step", step), ("run", run))
-        },
-        **{
-            f"{name} worst": round(max(found), 3)
-            for name, found in (("memory", memory), ("step", step), ("run", run))
-        },
+        **{f"{name} median": round(median(each), 3) for name, each in found.items()},
+        **{f"{name} worst": round(max(each), 3) for name, each in found.items()},
         "above their bound": ", ".join(above) or "none",
     }
 

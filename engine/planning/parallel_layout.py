@@ -30,6 +30,8 @@ LEAST_SAVING = 0.02
 """Least share of weights, gradients and moments that sharding must save: with less it is only slower."""
 OVER_A_RUN = 1.25
 """The largest micro-batch of a run over that of a typical batch (measured)."""
+LARGEST_EXCESS = 1.15
+"""Measured peaks over predicted ones, at most (measured on CPUs: `python -m benchmarks predictions`)."""
 AS_GOOD = 1.1
 """Layouts that take at most this times the fastest's time count as equal: predictions are no finer."""
 UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -48,7 +50,7 @@ class ParallelLayout:
     stages: dict[str, int]
     """Stage -> predicted peak bytes per process with a typical batch, before the correction."""
     most: int
-    """The same of the worst stage with micro-batches as large as the budget allows."""
+    """The most of the worst stage, with micro-batches as large as the budget allows."""
     correction: Correction
     """What this machine's history makes of the predictions."""
     bound: str
@@ -151,10 +153,15 @@ def _layout(
         samples=samples,
         seconds=step_seconds(case, choices, samples, tokens),
         stages=memory_footprint(case.recipe, case.model_size, choices, typical, case.longest).stages,
-        most=memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest).peak,
+        most=_most_bytes(case, choices, tokens),
         correction=correction_for(case, choices),
         bound=bound,
     )
+
+
+def _most_bytes(case: PlanningCase, choices: ExecutionChoices, tokens: int) -> int:
+    footprint = memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest)
+    return math.ceil(LARGEST_EXCESS * footprint.peak)
 
 
 def make_choices(

@@ -32,6 +32,7 @@ from isobatch.engine.planning.explanations import (
     why_tokens,
 )
 from isobatch.engine.planning.parallel_layout import (
+    LARGEST_EXCESS,
     ParallelLayout,
     candidate_process_counts,
     fastest_layout,
@@ -262,7 +263,8 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
         "predicted_peak_memory_bytes": (stages[worst], f"the peak of the stage {worst}; {basis}"),
         "memory_bound_bytes": (
             math.ceil(correct_bytes(case, chosen.most, correction)),
-            f"micro-batches of {chosen.tokens} tokens, the most that the budget allows",
+            f"micro-batches of {chosen.tokens} tokens, the most that the budget allows, and"
+            f" {LARGEST_EXCESS - 1:.0%} for what no model foresees",
         ),
         "predicted_memory_by_stage": (stages, "the peak of each stage by itself"),
         "predicted_step_seconds": (

@@ -195,6 +195,8 @@ ROOMS: dict[str, set[str]] = {
             "engine.training",
             "benchmarks",
         ),
+        "engine.runs",
+        "launch.planning",
         WARM,
     },
     "benchmarks.soak": {"core", "engine.runs", CLUSTER},
