@@ -198,6 +198,10 @@ class ModelSize:
     """Mean bytes of a frozen weight. Those that train have 4."""
     cached_bytes: float = 0.0
     """What the model holds beside weights and the micro-batch: caches, a text encoder's own batch."""
+    step_flops: float = 0.0
+    """FLOPs of a step beside those of its tokens, such as a text encoder's."""
+    keyed_dropout: bool = False
+    """Whether its layers draw keyed noise for dropout."""
     needs_transformers: bool = True
     """Whether the process imports transformers' models for it."""
     packs: bool = False

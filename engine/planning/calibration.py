@@ -26,8 +26,12 @@ EMULATED_BF16 = 0.2
 """Of the fp32 rate, where a processor has no bf16 (measured)."""
 CPU_TRAFFIC = 8.0
 """How often each byte that the backward pass needs is moved by operations that are no matrix products."""
-LAYER_CALLS, MODEL_CALLS = 60.0, 150.0
-"""Operations of a layer, and of the rest of a model, forward and backward."""
+HALF_CPU_TRAFFIC = 1.5
+"""Traffic under autocast over that in fp32, on a CPU: casts cost more than narrow tensors save."""
+KEYED_DRAW = 12.0
+"""A keyed draw for dropout, over an element of GELU."""
+LAYER_CALLS, MODEL_CALLS, STEP_CALLS = 60.0, 150.0, 700.0
+"""Operations of a layer, of the rest of a model, forward and backward, and of a step beside them."""
 HOST_CORE_BANDWIDTH, HOST_BANDWIDTH = 5e9, 100e9
 """Bytes/s of a host's memory for a core, and at most: for an update of offloaded state (uncalibrated)."""
 HOST_LINK = 12e9

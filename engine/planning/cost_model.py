@@ -5,6 +5,7 @@ Its constants are in calibration.py.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -137,20 +138,26 @@ def token_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     flops = flops_per_token(case.model_size, length, choices.activation_checkpointing)
     seconds = max(flops, 1.0) / flop_rate(case, choices.processes)
     passes = 4 / 3 if choices.activation_checkpointing else 1.0
-    kept = passes * kept_bytes_per_token(case.model_size, choices, round(length))
     if case.device == "cpu":
-        moved = calibration.CPU_TRAFFIC * kept / memory_bandwidth(case)
-        return seconds + case.local(choices.processes) * (moved + passes * _activation_seconds(case))
+        return seconds + case.local(choices.processes) * passes * _elementwise_seconds(case, choices)
     known = case.constants
     moves = known.compiled_traffic if _compiled(case, choices) else known.traffic
-    return seconds + moves * kept / memory_bandwidth(case)
+    kept = kept_bytes_per_token(case.model_size, choices, round(length))
+    return seconds + moves * passes * kept / memory_bandwidth(case)
 
 
-def _activation_seconds(case: PlanningCase) -> float:
-    """Seconds of a token's activation functions on a processor, forward and backward."""
-    size = case.model_size
-    layers, _ = layers_and_width(size)
-    return layers * intermediate_width(size) / case.ceilings.gelu
+def _elementwise_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
+    """Seconds of a token on a processor for all that is no matrix product, forward and backward."""
+    size, length = case.model_size, round(case.facts.mean_length)
+    layers, hidden = layers_and_width(size)
+    full = dataclasses.replace(choices, precision="fp32")
+    moved = calibration.CPU_TRAFFIC * kept_bytes_per_token(size, full, length) / memory_bandwidth(case)
+    if choices.half:
+        moved *= calibration.HALF_CPU_TRAFFIC
+    elements = layers * intermediate_width(size)
+    if size.keyed_dropout:
+        elements += calibration.KEYED_DRAW * (layers * (2 * hidden + size.heads * length) + hidden)
+    return moved + elements / case.ceilings.gelu
 
 
 def fixed_tokens(case: PlanningCase, choices: ExecutionChoices) -> float:
@@ -282,7 +289,15 @@ def update_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
 def step_seconds(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> float:
     """Predicted seconds of one optimizer step of the whole global batch."""
     compute, one, count = compute_seconds(case, choices, samples, tokens)
-    return compute + exchange_seconds(case, choices, one, count) + update_seconds(case, choices)
+    beside = exchange_seconds(case, choices, one, count) + update_seconds(case, choices)
+    return compute + beside + _fixed_seconds(case, choices)
+
+
+def _fixed_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
+    """Seconds of a step whatever its tokens: the model's own arithmetic beside them, the loop's calls."""
+    arithmetic = case.model_size.step_flops / choices.processes / flop_rate(case, choices.processes)
+    calls = calibration.STEP_CALLS * case.ceilings.call_seconds if case.device == "cpu" else 0.0
+    return arithmetic + calls
 
 
 def steps_per_epoch(recipe: Recipe, facts: Facts) -> int:

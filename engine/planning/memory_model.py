@@ -33,8 +33,8 @@ FRAGMENTATION = {"cuda": 1.1, "mps": 1.2, "cpu": 1.15}
 """Allocator overhead on activations (CPU measured: 1.0 to 1.5; the others uncalibrated)."""
 EXPORT_COPIES = 1.0
 """Copies of the weights that are alive while a model is written (measured)."""
-HELD_BACK = 0.85
-"""On a CPU (measured: 0.7 to 1)."""
+HELD_BACK = 0.7
+"""On a CPU (measured: 0.5 to 1)."""
 ZERO_BUCKET_BYTES = 4 * 50e6 * 2
 """Of the buckets in configs/deepspeed: one is filled while the other is reduced."""
 
@@ -112,7 +112,7 @@ class MemoryFootprint:
             "load": self.step + self.rehearsal if self.rehearsal else self.workspace + self.weights,
             "train": self.step,
             "save": self.resident + kept,
-            "evaluate": self.resident + max(kept, self.evaluation),
+            "evaluate": self.resident + kept + self.evaluation,
             "export": self.resident + max(kept, self.exported),
         }
         return {stage: math.ceil(peak) for stage, peak in peaks.items()}
@@ -124,9 +124,18 @@ class MemoryFootprint:
 
 
 def memory_footprint(
-    recipe: Recipe, size: ModelSize, choices: ExecutionChoices, tokens: float, length: int
+    recipe: Recipe,
+    size: ModelSize,
+    choices: ExecutionChoices,
+    tokens: float,
+    length: int,
+    evaluated: float | None = None,
 ) -> MemoryFootprint:
-    """Bytes per process for micro-batches of `tokens` padded tokens in samples of `length` tokens."""
+    """Bytes per process for micro-batches of `tokens` padded tokens in samples of `length` tokens.
+
+    `evaluated`: tokens of a batch of an evaluation, where they are others.
+    """
+    evaluated = tokens if evaluated is None else evaluated
     shards = _shard_counts(choices)
     slack = FRAGMENTATION[choices.device]
     return MemoryFootprint(
@@ -142,8 +151,8 @@ def memory_footprint(
         host_copy=_host_copy_bytes(recipe, size, choices),
         update=size.trainable * _update_bytes(recipe, choices) / shards["moments"],
         rehearsal=_rehearsal_bytes(recipe, size, choices, tokens, length) if size.rounds else 0.0,
-        evaluation=slack * tokens * _evaluation_bytes_per_token(size, choices, length)
-        + slack * logits_bytes(size, choices, tokens) / 3,
+        evaluation=slack * evaluated * _evaluation_bytes_per_token(size, choices, length)
+        + slack * logits_bytes(size, choices, evaluated) / 3,
         exported=EXPORT_COPIES * 4.0 * size.parameters if choices.device == "cpu" else 0.0,
         held_back=HELD_BACK if choices.device == "cpu" else 0.0,
     )

@@ -152,7 +152,9 @@ def _layout(
         tokens=tokens,
         samples=samples,
         seconds=step_seconds(case, choices, samples, tokens),
-        stages=memory_footprint(case.recipe, case.model_size, choices, typical, case.longest).stages,
+        stages=memory_footprint(
+            case.recipe, case.model_size, choices, typical, case.longest, evaluated=tokens
+        ).stages,
         most=_most_bytes(case, choices, tokens),
         correction=correction_for(case, choices),
         bound=bound,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from isobatch.engine.machine.hardware import Hardware
     from isobatch.models.base import ModelSize, Task
 
-START_SECONDS, CHILDREN_SECONDS = 7.0, 6.0
+START_SECONDS, CHILDREN_SECONDS = 8.0, 6.0
 """To import the libraries and build a small model; more where a launcher starts the processes (measured)."""
 EXPORT_SECONDS = 1.5
 """To write final/ and its sample, apart from its bytes (measured)."""

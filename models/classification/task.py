@@ -164,6 +164,7 @@ class Classifier(Task):
             hidden=hidden,
             heads=config.num_attention_heads,
             intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
+            keyed_dropout=self.recipe.noise == "keyed" and _has_dropout(config),
         )
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
@@ -255,3 +256,8 @@ def onnx_variants(final: Path, exports: Path) -> list[ModelVariant]:
     }
     files = [(name, exports / kind / file) for kind, (name, file) in named.items()]
     return [ModelVariant(name, "onnx", file, file, final) for name, file in files if file.is_file()]
+
+
+def _has_dropout(config: Any) -> bool:
+    found = {name: value for name, value in vars(config).items() if "dropout" in name}
+    return any(isinstance(value, float) and value > 0 for value in found.values())

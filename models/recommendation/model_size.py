@@ -47,7 +47,7 @@ def recommender_size(
     )
     shared = options.loss == "sampled-softmax"
     tables = (users + items) * dim + items + (0 if shared else users)
-    count, mlp_width, encoder, cached = tables, 0, 0, 0.0
+    count, mlp_width, encoder, cached, flops = tables, 0, 0, 0.0, 0.0
     if options.head != "dot":
         layers = parse_layer_widths(options.layers)
         all_widths = [2 * dim if options.head == "mlp" else dim, *layers, 1]
@@ -56,8 +56,10 @@ def recommender_size(
     if config is not None:
         encoder, layers_of_encoder, hidden = _encoder_size(config)
         cached = _text_bytes(recipe, options, facts, layers_of_encoder, hidden)
+        flops = _text_flops(recipe, options, facts, layers_of_encoder, hidden)
         count += 2 * (hidden * dim + dim) + 2 * (2 * dim * dim + dim)
-    scored = (options.cohort or num_negatives(options)) + 1
+    negatives = options.cohort or num_negatives(options)
+    scored = 1 + (min(negatives, items) if shared else negatives)
     pairs = 1 if shared and options.head == "dot" else scored
     return ModelSize(
         parameters=count + encoder,
@@ -67,7 +69,8 @@ def recommender_size(
         heads=1,
         intermediate=round(max(mlp_width, dim) * pairs / KEPT_BY_A_TRANSFORMER) or 1,
         cached_bytes=cached,
-        vocabulary=(options.cohort or num_negatives(options)) if shared else 0,
+        step_flops=flops,
+        vocabulary=min(negatives, items) if shared else 0,
         remark="; ".join(
             filter(None, [_tables_remark(recipe, options, tables), _few_items_remark(options, items)])
         ),
@@ -85,13 +88,23 @@ def _few_items_remark(options: Any, items: int) -> str:
     return f"--negatives {requested}: there are {items:,} items, so that some come several times for a pair"
 
 
+def _trained_layers(options: Any, layers: int) -> int:
+    return {"full": layers, "frozen": 0}.get(options.text, min(layers, options.lora_blocks or layers))
+
+
+def _text_flops(recipe: Recipe, options: Any, facts: Facts, layers: int, hidden: int) -> float:
+    """FLOPs of the texts of a batch in the blocks that train: each once, forward and backward."""
+    texts = min(facts.extra.get("texts") or ASSUMED_COUNT, 2 * recipe.batch_size)
+    return 6 * 12.0 * hidden**2 * _trained_layers(options, layers) * texts * recipe.max_length / 2
+
+
 def _text_bytes(recipe: Recipe, options: Any, facts: Facts, layers: int, hidden: int) -> float:
     """Bytes of the texts' vectors, or of the states that enter the lowest trained block, and of a chunk of
     texts in the blocks that train: 120 bytes a token and unit of width (8 h-wide and 5.5 4h-wide tensors).
     """
     texts = facts.extra.get("texts") or facts.extra.get("items", ASSUMED_COUNT)
     tokens = texts * recipe.max_length / 2
-    trained = {"full": layers, "frozen": 0}.get(options.text, min(layers, options.lora_blocks or layers))
+    trained = _trained_layers(options, layers)
     kept = 4.0 * hidden * (texts if trained == 0 else tokens if trained < layers else 0)
     return kept + min(options.text_chunk, tokens) * 120.0 * hidden * max(trained, 1)
 
