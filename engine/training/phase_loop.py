@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from isobatch.engine.training.train_step import StepResult
     from isobatch.models.base import Change
 
+COMPARED_STEP = 3
+"""The step after which memory is compared with the prediction: all that lasts is allocated by then."""
 TRIM_EVERY = 8
 """Steps between two calls of `trim_heap`."""
 VERSIONED = ("torch", "accelerate", "transformers")
@@ -227,6 +229,8 @@ class PhaseLoop:
         context, progress, schedule = self.context, self.progress, self.schedule
         context.peak_memory.observe("train")
         context.tell_slowdowns()
+        if progress.steps == COMPARED_STEP:
+            context.compare_memory()
         row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
         if result.recorded:
             row |= context.task.step_figures(_recorded_arrays(result, values))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isobatch.core.errors import StopRequestedError
+from isobatch.core.measures import format_bytes
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.distributed.device_memory import spills_to_host_memory
 from isobatch.engine.distributed.stop_signals import StopFlag
@@ -83,6 +84,15 @@ class RunContext:
             return None
         size = self.task.model_size(self.session.facts)
         return flop_utilisation(size, self.session.plan, torch.cuda.get_device_name(self.world.device))
+
+    def compare_memory(self) -> None:
+        """Say how far this process's memory is from the plan's prediction for training."""
+        predicted, peak = self.session.plan.predicted_memory_by_stage.get("train"), self.peak_memory
+        if predicted:
+            found = peak.by_stage["train"]
+            self.console.say(
+                f"memory so far: {format_bytes(found)}, {found / predicted - 1:+.0%} beside the plan's"
+            )
 
     def measure(self, split: str, fraction: float, step: int) -> dict[str, float]:
         """Evaluate a split, log and show its metrics; `step`: the step of the weights."""
