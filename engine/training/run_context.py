@@ -89,10 +89,8 @@ class RunContext:
         """Say how far this process's memory is from the plan's prediction for training."""
         predicted, peak = self.session.plan.predicted_memory_by_stage.get("train"), self.peak_memory
         if predicted:
-            found = peak.by_stage["train"]
-            self.console.say(
-                f"memory so far: {format_bytes(found)}, {found / predicted - 1:+.0%} beside the plan's"
-            )
+            found = format_bytes(peak.by_stage["train"])
+            self.console.say(f"memory so far: {found}; the plan said {format_bytes(predicted)}")
 
     def measure(self, split: str, fraction: float, step: int) -> dict[str, float]:
         """Evaluate a split, log and show its metrics; `step`: the step of the weights."""
