@@ -28,6 +28,11 @@ BENCHMARKS = {
     ),
     "adapters": ("speed.adapters", "fine-tuning in 16, 8 and 4 bits: memory, steps, checkpoints; cleaning"),
     "compression": ("speed.compression", "pruning and 4-bit training: steps, file sizes, latency"),
+    "advice": (
+        "speed.advice",
+        "bottlenecks that are planted: what `profile` promises, and what following it gains",
+    ),
+    "tune": ("speed.tune", "what each commonly named speed-up is worth here, on all tasks, by `tune`"),
     "scaling": ("speed.scaling", "one process of one thread against two on two cores, the same recipe"),
     "startup": ("components.startup", "--help, and from the command to the first optimizer step"),
     "doctor": ("components.doctor", "seconds and false alarms of doctor, and the planted faults it finds"),

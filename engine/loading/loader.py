@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from isobatch.core.plan import Plan
     from isobatch.data.base import Source
 
+LOADER_THREAD = "feed"
+"""Name of the thread that fetches where there are no loader processes."""
 Order = Callable[[int], np.ndarray]
 """Step -> sample numbers of its global batch, in the recipe's order."""
 
@@ -149,7 +151,7 @@ class BatchLoader:
             except BaseException as error:  # raised again in the training loop's thread
                 _put_unless_closed(ready, error, closed)
 
-        threading.Thread(target=produce, name="feed", daemon=True).start()
+        threading.Thread(target=produce, name=LOADER_THREAD, daemon=True).start()
         try:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):

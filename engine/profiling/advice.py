@@ -42,7 +42,7 @@ RULES = (
     ),
     Rule(
         "micro-batch",
-        lambda f, _: f["micro_batches"] > 1,
+        lambda f, _: f["micro_batches"] > 1 or f["padding"] > PADDING,
         lambda f, _: (
             f"a global batch is computed in {f['micro_batches']:.0f} micro-batches of"
             f" {f['samples_per_micro_batch']:.0f} samples"

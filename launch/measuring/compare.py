@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.core.measures import now
 from isobatch.engine.distributed.communicator import rank_and_world_size
 from isobatch.engine.runs.classify_errors import classify
-from isobatch.launch.measuring.trial import FILL_STEPS, WARM_STEPS, Round, TrialSession, Variant
+from isobatch.launch.measuring.trial import WARM_STEPS, Round, TrialSession, Variant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROUND_SECONDS = 0.4
-"""A round has as many steps as fit into this, and at least one."""
-MOST_STEPS = 50
+"""A round has as many steps as fit into this."""
+LEAST_STEPS, MOST_STEPS = 4, 50
+"""Loader processes bring their batches together: a single step would show none or all of a wait."""
 LEAST_ROUNDS, MOST_ROUNDS = 3, 9
 Unit = Literal["samples", "tokens"]
 
@@ -54,7 +55,11 @@ class PairedRounds:
     @property
     def helps(self) -> bool:
         """Whether it is faster, beyond the noise of the rounds."""
-        return len(self.ratios) >= LEAST_ROUNDS and self.ratio > 1 + max(LEAST_GAIN, 2 * self.spread)
+        return (
+            not self.problem
+            and len(self.ratios) >= LEAST_ROUNDS
+            and self.ratio > 1 + max(LEAST_GAIN, 2 * self.spread)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -160,8 +165,9 @@ def _cost(some: Round, unit: Unit) -> float:
 def steps_per_round(base: TrialSession) -> int:
     """As many steps as fit into ROUND_SECONDS by the base's warm steps; the same on every rank."""
     step = base.warm_seconds / WARM_STEPS
-    steps = int(max(1, min(MOST_STEPS, base.active.schedule.steps - FILL_STEPS, ROUND_SECONDS / step)))
-    return int(base.world.broadcast_object(max(1, steps)))
+    most = min(MOST_STEPS, base.active.schedule.steps - base.fill_steps)
+    steps = max(1, min(most, max(LEAST_STEPS, int(ROUND_SECONDS / step))))
+    return int(base.world.broadcast_object(steps))
 
 
 def explain(error: Exception) -> str:

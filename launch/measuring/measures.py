@@ -91,7 +91,8 @@ def _compile(setup: Setup) -> list[Setting]:
 
 def _loading(setup: Setup) -> list[Setting]:
     cores = max(1, setup.hardware.cpus // setup.plan.processes)
-    counts = sorted({min(2, cores), min(4, cores)} - {setup.plan.workers})
+    # Processes that wait for a slow storage need no core of their own.
+    counts = sorted({min(4, cores), min(8, 2 * cores)} - {setup.plan.workers})
     changes = [Setting(flags=f"--workers {n}", plan={"workers": n}) for n in counts]
     return [*changes, Setting(flags="--prefetch 8", plan={"prefetch": 8})]
 

@@ -151,7 +151,7 @@ def _advice(setup: Setup, base: TrialSession, found: dict[str, Any], seconds: fl
             tried = compare(base, variant, end, measure.unit, limit=end + 2 * seconds)
             if tried.problem:
                 print(printable(f"{setting.flags}: {tried.problem}"), file=sys.stderr)
-            if tried.ratios and (best is None or tried.ratio > best["ratio"]):
+            elif tried.ratios and (best is None or tried.ratio > best["ratio"]):
                 best = {"flags": setting.flags, **_kind(setup.base, variant), **tried.to_dict()}
         if best is not None:
             rows.append({"measure": name, **best, "text": _sentence(sentence, best)})

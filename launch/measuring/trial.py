@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ import torch
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
+from isobatch.engine.loading.loader import LOADER_THREAD
 from isobatch.engine.profiling.memory import peak_of_tensors
 from isobatch.engine.training.session import Session
 from isobatch.models.attention_functions import register_again, registered_attention
@@ -34,9 +36,9 @@ if TYPE_CHECKING:
     from isobatch.engine.loading.loader import LoadedStep
     from isobatch.engine.training.active_phase import ActivePhase
 
-FILL_STEPS = 1
-"""First steps of a round that are not counted: the loader begins."""
 WARM_STEPS = 2
+LOADER_SECONDS = 60.0
+"""How long one fetch of a micro-batch may go on after nobody wants it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,11 @@ class TrialSession:
         """The phase whose steps are measured: the last."""
         return self.active.schedule.name
 
+    @property
+    def fill_steps(self) -> int:
+        """First steps of a round that do not count: the loader begins, its processes bring a batch each."""
+        return 1 + self.variant.plan.workers
+
     def warm_up(self) -> None:
         """First steps: buffers are made, graphs compiled."""
         began = time.perf_counter()
@@ -115,12 +122,12 @@ class TrialSession:
 
     def round(self, steps: int) -> Round:
         """So many steps, timed."""
-        began, samples, tokens = 0.0, 0, 0
-        for number, loaded in enumerate(self.batches(FILL_STEPS + steps)):
+        began, samples, tokens, fill = 0.0, 0, 0, self.fill_steps
+        for number, loaded in enumerate(self.batches(fill + steps)):
             self.active.step(loaded)
-            if number >= FILL_STEPS:
+            if number >= fill:
                 samples, tokens = samples + len(loaded.work.samples), tokens + loaded.work.tokens
-            if number == FILL_STEPS - 1:
+            if number == fill - 1:
                 self.synchronize()
                 began = time.perf_counter()
         self.synchronize()
@@ -139,10 +146,12 @@ class TrialSession:
             for _ in range(taken):
                 yield next(stream)
             stream.close()
+            _wait_for_loaders()
             self._step, count = (self._step + taken) % whole, count - taken
 
     def peak_of_step(self) -> int:
-        """Most bytes of tensors at once in a step, beyond those between steps."""
+        """Most bytes of tensors at once in the phase's first step, beyond those between steps."""
+        self._step = 0
 
         def step() -> None:
             for loaded in self.batches(1):
@@ -154,6 +163,13 @@ class TrialSession:
         """Wait for the device."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
+
+
+def _wait_for_loaders() -> None:
+    """Until no thread fetches: one would disturb the next trial, and aborts a process that ends meanwhile."""
+    for thread in threading.enumerate():
+        if thread.name == LOADER_THREAD:
+            thread.join(LOADER_SECONDS)
 
 
 class _OwnPrecision:

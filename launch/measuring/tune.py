@@ -195,6 +195,8 @@ def _combine(
     if not best:
         return [], None
     alone, rounds = best[0]
+    # What is compiled in the first steps is compiled again.
+    best = [item for item in best if item[1].warm_seconds < max(0.0, end - now()) / 2] or best[:1]
     if len(best) > 1 and now() < limit:
         plan = {name: value for setting, _ in reversed(best) for name, value in setting.plan.items()}
         recipe = {name: value for setting, _ in reversed(best) for name, value in setting.recipe.items()}

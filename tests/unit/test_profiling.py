@@ -244,7 +244,7 @@ PLAN = {
     [
         ({}, {}, []),
         ({"parts": {**HEALTHY["parts"], "data wait": 0.5}}, {}, ["loading"]),
-        ({"padding": 0.4}, {}, ["packing", "length grouping"]),
+        ({"padding": 0.4}, {}, ["micro-batch", "packing", "length grouping"]),
         ({"micro_batches": 32.0, "samples_per_micro_batch": 1.0}, {}, ["micro-batch"]),
         ({}, {"attention": "eager"}, ["attention kernel"]),
         (

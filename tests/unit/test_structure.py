@@ -169,7 +169,7 @@ ROOMS: dict[str, set[str]] = {
             "engine.runs",
             "engine.training",
         ),
-        *("engine.verification", "launch.local", "benchmarks"),
+        *("engine.verification", "launch.local", "launch.measuring", "engine.distributed", "benchmarks"),
     },
     "benchmarks.gpu": {
         *("core", "models", "models.causal_lm", "engine.distributed", "engine.loading", "engine.noise"),

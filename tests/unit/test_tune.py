@@ -85,7 +85,7 @@ class Steps:
     """A trial whose rounds take the seconds that a test names."""
 
     def __init__(self, seconds: list[float]) -> None:
-        self.seconds, self.warm_seconds = iter(seconds), 0.02
+        self.seconds, self.warm_seconds, self.fill_steps = iter(seconds), 0.02, 1
         self.active = SimpleNamespace(schedule=SimpleNamespace(steps=100))
         self.world = SimpleNamespace(broadcast_object=lambda value: value)
 
@@ -102,6 +102,7 @@ def test_rounds_are_paired_and_their_median_counts() -> None:
     assert found.ratio == 2.0
     assert found.helps
     assert not PairedRounds(ratios=[1.5, 0.9, 1.1]).helps, "the noise is larger than the gain"
+    assert not PairedRounds(ratios=[2.0] * 3, problem="out of memory").helps
     assert not PairedRounds(ratios=[1.5, 1.5]).helps, "two rounds show no noise"
 
 
