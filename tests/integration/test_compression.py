@@ -69,6 +69,7 @@ def test_sparsity_rises_as_a_cubic_and_the_model_is_cut_on_the_way(home: Path) -
     assert sparsity == sorted(sparsity)
 
 
+@pytest.mark.slow
 def test_two_processes_prune_the_same(home: Path) -> None:
     words = ["auto", *PRUNE, "--name", "two", "--processes", "2", "--again"]
     done = launch(*words, cwd=home)

@@ -56,7 +56,8 @@ def test_lora_gets_gradients_and_moves(home: Path) -> None:
     assert all(value > 0 for name, value in moved.items() if name.startswith("weight")), moved
 
 
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
 def test_more_processes_learn_the_same(processes: int, home: Path) -> None:
     name = f"of{processes}"
     done = launch(*SHORT, "--name", name, "--processes", str(processes), "--again", cwd=home)

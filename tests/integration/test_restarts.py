@@ -50,7 +50,7 @@ def whole(run: Path, expected: list[float]) -> None:
     ("task", "strategy", "found_in"),
     [
         ("Hungry", "ddp", "rehearsal"),
-        ("HungryLater", "ddp", "out of"),
+        pytest.param("HungryLater", "ddp", "out of", marks=SLOW),
         pytest.param("HungryLater", "single", "", marks=SLOW),
         pytest.param("HungryLater", "zero2", "out of", marks=SLOW),
         pytest.param("HungryLater", "zero3", "out of", marks=SLOW),
@@ -187,6 +187,7 @@ def test_a_rank_that_waits_for_ever_learns_which_rank_was_lost(tmp_path: Path) -
     whole(run, plain(tmp_path, 12))
 
 
+@pytest.mark.slow
 def test_restarts_end_at_their_limit(training: Any) -> None:
     made = training("--max-restarts", "0")
     made.wait_for(12)
