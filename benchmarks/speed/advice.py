@@ -111,7 +111,7 @@ def advise(name: str) -> dict[str, Any]:
     """In a child: the first advice of `profile`; empty where none helps."""
     _register()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
-        profile([*CASES[name], "--out", folder, "--trial-seconds", "8", "--json", "--quiet"])
+        profile([*CASES[name], "--out", folder, "--trial-seconds", "15", "--json", "--quiet"])
     helping = [row for row in json.loads(out.getvalue())["advice"] if row["helps"]]
     return helping[0] if helping else {}
 
@@ -144,7 +144,7 @@ def timers(task: str) -> Row:
             for loaded in trial.batches(6):
                 trial.active.step(loaded)
                 trial.world.recorder.end_step()
-            wall = time.perf_counter() - began
+                wall = time.perf_counter() - began
             trial.world.recorder.stop()
             found = [sum(step.values()) for step in trial.world.recorder.steps()]
             sums.append(sum(found) / wall)

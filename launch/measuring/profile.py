@@ -17,7 +17,7 @@ from isobatch.engine.profiling.step_profiler import LEAST_STEPS, StepProfiler
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.training.step_metrics import gpu_uuid
-from isobatch.launch.measuring.compare import compare
+from isobatch.launch.measuring.compare import LEAST_GAIN, compare
 from isobatch.launch.measuring.measures import measure_named, usable_cores
 from isobatch.launch.measuring.setup import Setup, measure_in_world, read_setup
 from isobatch.launch.measuring.trial import TrialSession, Variant
@@ -169,6 +169,8 @@ def _kind(base: Variant, variant: Variant) -> dict[str, Any]:
 
 def _sentence(why: str, best: dict[str, Any]) -> str:
     what = f"{best['ratio']:.2f} times as fast here (+-{best['spread']:.0%}, {best['rounds']} rounds)"
+    if not best["helps"] and best["ratio"] > 1 + LEAST_GAIN:
+        return f"{why}; {best['flags']} may help: {what}, which the noise forbids to promise"
     if not best["helps"]:
         return f"{why}, but {best['flags']} does not help: {what}"
     remark = "; it is another recipe" if best["new_recipe"] else ""
