@@ -96,7 +96,8 @@ def test_the_interval_is_wilsons(right: int, count: int, low: float, high: float
 
 
 def test_model_size_counts_all_parameters(model: Any) -> None:
-    shape = make().model_size(facts())
+    shape = make(noise="keyed").model_size(facts())
+    assert shape.keyed_dropout
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert (shape.layers, shape.hidden, shape.heads, shape.intermediate) == (2, 128, 4, 512)
 

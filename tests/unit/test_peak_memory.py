@@ -75,4 +75,4 @@ def test_a_run_names_the_stage_of_its_peak(tmp_path: Path, monkeypatch: pytest.M
     summary = atomic_files.read_json(tmp_path / "run" / "summary.json")
     rows = list(atomic_files.rows_in(tmp_path / "run" / "metrics.jsonl"))
     assert summary["peak_memory_stage"] == "save"
-    assert summary["peak_memory_bytes"] >= rows[0]["memory_bytes"] + 0.8 * SIZE
+    assert summary["peak_memory_bytes"] >= rows[0]["memory_bytes"] + 0.5 * SIZE
