@@ -135,7 +135,8 @@ def _ends_at(limit: float) -> Iterator[None]:
         raise _TimeIsOverError
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(1e-3, limit - now()))
+    # Once more each second: Python drops what is raised within a finalizer or a callback of the collector.
+    signal.setitimer(signal.ITIMER_REAL, max(1e-3, limit - now()), 1.0)
     try:
         yield
     finally:
