@@ -33,6 +33,10 @@ BENCHMARKS = {
         "bottlenecks that are planted: what `profile` promises, and what following it gains",
     ),
     "tune": ("speed.tune", "what each commonly named speed-up is worth here, on all tasks, by `tune`"),
+    "chosen-plan": (
+        "quality.chosen_plan",
+        "the planner's choice against all plans of a recipe, each tried",
+    ),
     "scaling": ("speed.scaling", "one process of one thread against two on two cores, the same recipe"),
     "startup": ("components.startup", "--help, and from the command to the first optimizer step"),
     "doctor": ("components.doctor", "seconds and false alarms of doctor, and the planted faults it finds"),

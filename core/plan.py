@@ -121,6 +121,8 @@ class Plan:
     """Whether the predictions rest on measurements of this kind of device."""
     memory_bound_bytes: int = 0
     """Most bytes per process: micro-batches as large as the budget allows, and the largest excess seen."""
+    device_memory_bytes: int = 0
+    """Memory of the training device for each process; 0 in older runs."""
     predicted_memory_by_stage: dict[str, int] = field(default_factory=dict)
     """Stage (load, train, save, evaluate, export) -> predicted peak bytes per process."""
     correction: dict[str, Any] = field(default_factory=dict)

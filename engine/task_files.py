@@ -160,6 +160,9 @@ def _forget_neighbours_elsewhere(folder: Path) -> None:
             place = getattr(sys.modules[name], "__file__", None)
             if place and Path(place).is_relative_to(other):
                 del sys.modules[name]
+                package, _, child = name.rpartition(".")
+                with contextlib.suppress(KeyError, AttributeError):  # else `from package import child` has it
+                    delattr(sys.modules[package], child)
 
 
 def _import_error(location: str, file: Path, error: Exception) -> UserError:

@@ -35,6 +35,7 @@ from isobatch.engine.planning.parallel_layout import (
     LARGEST_EXCESS,
     ParallelLayout,
     candidate_process_counts,
+    device_memory,
     fastest_layout,
     find_layout,
     saves_enough,
@@ -265,6 +266,10 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
             math.ceil(correct_bytes(case, chosen.most, correction)),
             f"micro-batches of {chosen.tokens} tokens, the most that the budget allows, and"
             f" {LARGEST_EXCESS - 1:.0%} for what no model foresees",
+        ),
+        "device_memory_bytes": (
+            device_memory(case, chosen.choices.processes),
+            "a process's share of the RAM" if case.device == "cpu" else "the GPU's memory",
         ),
         "predicted_memory_by_stage": (stages, "the peak of each stage by itself"),
         "predicted_step_seconds": (

@@ -24,6 +24,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.by_stage: dict[str, int] = {}
+        trim_heap(device)
         reset_peak(device)  # preparing data may have taken more, in this process
 
     @property

@@ -13,6 +13,7 @@ from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.explanations import fixed_loader_settings
 from isobatch.engine.planning.planner import batch_size_frontier
+from isobatch.engine.planning.reading import reading_alternatives
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.compare import compare_targets
@@ -68,6 +69,7 @@ def plan(words: Sequence[str]) -> int:
     alternatives = memory_alternatives(
         lambda recipe: request.workload.make(recipe)[0], target.recipe, target.facts, model_size, found.plan
     )
+    reading = reading_alternatives(found.plan, target.recipe, target.facts, found.rate) if found.rate else []
     loader = fixed_loader_settings(found.plan)
     result = {
         "recipe": {**target.recipe.to_dict(), "hash": target.recipe.hash()},
@@ -79,12 +81,13 @@ def plan(words: Sequence[str]) -> int:
         "idle": idle and idle.to_dict(),
         "frontier": frontier,
         "savings": alternatives,
+        "reading": reading,
         "loader": {name: {"value": value, "reason": reason} for name, (value, reason) in loader.items()},
     }
     if options.json:
         print(atomic_files.json_text(result, ensure_ascii=False))
     else:
-        print(format_plan(found, idle, deadline, frontier, alternatives))
+        print(format_plan(found, idle, deadline, frontier, alternatives, reading))
     return 0
 
 

@@ -32,11 +32,11 @@ def remember_run(run: RunFolder) -> None:
 
 
 def _step_seconds(run: RunFolder) -> list[float]:
-    """Seconds of the run's first steps after the warm-up."""
+    """Seconds of the run's first steps after the warm-up, without those that they waited for data."""
     found: list[float] = []
     for row in atomic_files.rows_in(run.metrics):
         if "step_seconds" in row:
-            found.append(float(row["step_seconds"]))
+            found.append(float(row["step_seconds"]) - float(row.get("data_seconds", 0.0)))
         if len(found) >= MOST_STEPS:
             break
     return found[WARM_UP_STEPS:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -11,6 +12,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
+from isobatch.engine.loading.data_rate import DataRate, measure_data_rate
 from isobatch.engine.loading.prepare import cache_folder
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.machine.history import machine_record
@@ -57,6 +59,13 @@ class Target:
 
         return plan_with_kept(self.recipe, self.hardware, self.asked, None, make)
 
+    def data_rate(self) -> DataRate | None:
+        """How fast samples are read here: a measurement of 0.1 s. None for a machine that is elsewhere."""
+        if self.hardware.source != "detected" or not self.facts.folder:
+            return None
+        data = self.workload.make(self.recipe)[1]
+        return measure_data_rate(data.open(Path(self.facts.folder), "train"), self.recipe.batch_size)
+
     def scaled(self, factor: float, rule: Any = "none") -> Target:
         """The same with `factor` times the global batch: another recipe."""
         return dataclasses.replace(self, recipe=self.recipe.scaled(factor, rule))
@@ -71,6 +80,8 @@ class Estimate:
     plan: Plan | None = None
     why_not: str = ""
     time: RunTime | None = None
+    rate: DataRate | None = None
+    """How fast samples are read; None where the data or the machine is not here."""
     price: float | None = None
     """Of the machine for an hour; None where it is not known."""
 
@@ -147,11 +158,13 @@ def estimate(target: Target, prices: Prices | None, model_size: ModelSize | None
         plan = target.plan(model_size)
     except UserError as error:
         return Estimate(target=target, model_size=model_size, why_not=str(error), price=price)
+    rate = target.data_rate()
     return Estimate(
         target=target,
         model_size=model_size,
         plan=plan,
-        time=run_time(plan, target.recipe, target.facts, task, model_size, target.hardware),
+        time=run_time(plan, target.recipe, target.facts, task, model_size, target.hardware, rate),
+        rate=rate,
         price=price,
     )
 

@@ -20,6 +20,7 @@ def format_plan(
     deadline: float | None,
     frontier: list[dict[str, Any]],
     alternatives: list[dict[str, Any]],
+    reading: list[dict[str, Any]],
 ) -> str:
     """The answer of `plan`. What idle GPUs would bring comes first."""
     recipe, facts, chosen = found.target.recipe, found.target.facts, found.plan
@@ -52,6 +53,7 @@ def format_plan(
         "the same micro-batch in other ways would take (all but the first flag are other recipes):",
         *_format_alternatives(alternatives),
         "",
+        *_format_reading(found, reading),
         "other global batches would be other recipes (--scale-batch K --lr-rule sqrt|linear|none):",
     ]
     for row in frontier:
@@ -85,6 +87,21 @@ def _format_alternatives(rows: list[dict[str, Any]]) -> list[str]:
         f"  {row['flags']:<{width}}  {format_bytes(row['peak_memory_bytes']):>8}  {row['remark']}".rstrip()
         for row in rows
     ]
+
+
+def _format_reading(found: Estimate, rows: list[dict[str, Any]]) -> list[str]:
+    """Lines on what the loader's settings change; none where reading was not measured."""
+    if found.rate is None:
+        return []
+    rate = 1 / max(1e-9, found.rate.sample_seconds)
+    width = max(len(row["flags"]) for row in rows)
+    lines = [f"samples are read at {rate:,.0f} a second in one thread (measured now); a step would take:"]
+    lines += [
+        f"  {row['flags']:<{width}}  {row['step_seconds']:>8.3g} s"
+        f"  {format_bytes(row['ready_bytes']):>8} ready  {row['remark']}".rstrip()
+        for row in rows
+    ]
+    return [*lines, ""]
 
 
 def _format_value(value: Any) -> Any:

@@ -10,12 +10,14 @@ from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.planning.calibration import gpu_constants
 from isobatch.engine.planning.choices import compile_seconds
 from isobatch.engine.planning.cost_model import steps_per_epoch
+from isobatch.engine.planning.reading import seconds_of_waiting
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
+    from isobatch.engine.loading.data_rate import DataRate
     from isobatch.engine.machine.hardware import Hardware
     from isobatch.models.base import ModelSize, Task
 
@@ -37,6 +39,8 @@ class RunTime:
     start: float
     compile: float
     train: float
+    read: float
+    """What the training waits for its samples."""
     evaluate: float
     save: float
     """What ends the run waits for the last checkpoint; the others are written beside the training."""
@@ -45,18 +49,24 @@ class RunTime:
     @property
     def total(self) -> float:
         """From the command to the end."""
-        return self.start + self.compile + self.train + self.evaluate + self.save + self.export
+        return self.start + self.compile + self.train + self.read + self.evaluate + self.save + self.export
 
     def to_dict(self) -> dict[str, Any]:
         """Seconds by part, for --json."""
-        parts = ("start", "compile", "train", "evaluate", "save", "export")
+        parts = ("start", "compile", "train", "read", "evaluate", "save", "export")
         return {name: round(getattr(self, name), 3) for name in parts}
 
 
 def run_time(
-    plan: Plan, recipe: Recipe, facts: Facts, task: Task, size: ModelSize, hardware: Hardware
+    plan: Plan,
+    recipe: Recipe,
+    facts: Facts,
+    task: Task,
+    size: ModelSize,
+    hardware: Hardware,
+    rate: DataRate | None = None,
 ) -> RunTime:
-    """Predicted seconds of a run by its plan."""
+    """Predicted seconds of a run by its plan. `rate`: how fast samples are read, if that was measured."""
     schedules = phase_schedules(recipe, task.phases(), steps_per_epoch(recipe, facts))
     steps = sum(schedule.steps for schedule in schedules)
     checkpoint = size.weight_bytes + 8.0 * size.trainable
@@ -65,6 +75,7 @@ def run_time(
         start=START_SECONDS + (CHILDREN_SECONDS if plan.processes > 1 else 0.0),
         compile=_compile_seconds(plan, facts, size, hardware) if plan.compile != "off" else 0.0,
         train=steps * plan.predicted_step_seconds,
+        read=0.0 if rate is None else steps * seconds_of_waiting(plan, recipe, facts, rate),
         evaluate=_evaluated_samples(recipe, facts, task) * _sample_seconds(plan, recipe),
         save=checkpoint / DISK_BANDWIDTH,
         export=EXPORT_SECONDS + size.weight_bytes / DISK_BANDWIDTH,

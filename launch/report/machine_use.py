@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes
@@ -91,12 +90,8 @@ def data_wait(curves: Mapping[str, list[Any]]) -> float | None:
 
 
 def device_memory(plan: Mapping[str, Any]) -> float | None:
-    """Bytes of the device that a process trained on, as the plan names it: 80 GiB each, or 24 GiB RAM."""
-    reason = str(plan.get("reasons", {}).get("device", ""))
-    if (found := re.search(r"(\d+) GiB(?: each)?", reason)) is None:
-        return None
-    shared = int(plan.get("processes") or 1) if "GiB RAM" in reason else 1
-    return int(found[1]) * 2**30 / shared
+    """Bytes of memory of the device that a process trained on; None where an older plan does not tell."""
+    return _number(plan.get("device_memory_bytes"))
 
 
 def use_drawings(curves: Mapping[str, list[Any]], predicted_memory: float | None) -> list[Drawing]:

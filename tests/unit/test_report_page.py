@@ -38,9 +38,9 @@ def run(tmp_path: Path) -> RunFolder:
     recipe, _ = workload("causal-lm").complete({"steps": [100]})
     facts = Facts(fingerprint="f", folder="", samples={"train": 100}, lengths=(8, 16))
     made = RunFolder.create(tmp_path / "a run", recipe, facts, RunOptions())
-    device = "detected: 1 x h100 (80 GiB each)"
-    reasons = {"device": device, "strategy": LONG, "predicted_peak_memory_bytes": "x" * 300}
-    made.write_plan(plan(device="cuda", predicted_peak_memory_bytes=20 * 10**9, reasons=reasons))
+    reasons = {"device": "detected", "strategy": LONG, "predicted_peak_memory_bytes": "x" * 300}
+    memory = {"predicted_peak_memory_bytes": 20 * 10**9, "device_memory_bytes": 80 * 2**30}
+    made.write_plan(plan(device="cuda", **memory, reasons=reasons))
     with made.metrics.open("w") as stream:
         for step in range(1, 61):
             row = {"phase": "train", "step": step, "loss": 3 - step / 50, "lr": 1e-3, "step_seconds": 0.2}

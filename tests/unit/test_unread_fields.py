@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import sys
 from functools import cache
 from typing import Any
 
@@ -181,3 +182,13 @@ def test_fields_of_ones_own_task_are_found_in_its_files() -> None:
     assert mine.complete({"dropout": 0.2})[0].dropout == 0.2
     with pytest.raises(UserError, match=r"--tokenizer t\.json: no file of this task reads it"):
         mine.complete({"tokenizer": "t.json"})
+
+
+def test_another_project_in_between_changes_nothing() -> None:
+    name = f"{TASKS_OF_TESTS}/preset.py:Line"
+    sys.modules.pop("isobatch.tests.tasks.failing", None)  # so that it is the task file that imports it
+    workload(str(ROOT / "examples/own_task/mine.py:Mine")).complete({})
+    workload(name).complete({})
+    workload(str(ROOT / "examples/own_task/mine.py:Mine")).complete({})
+    with pytest.raises(UserError, match=r"--dropout 0\.1: no file of this task reads it"):
+        workload(name).complete({"dropout": 0.1})

@@ -1,0 +1,115 @@
+"""Is the chosen plan the fastest? Every plan of a recipe is tried: `python -m benchmarks chosen-plan`.
+
+First each of them once; then the chosen one and the two fastest in turns.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from isobatch.benchmarks import report
+from isobatch.benchmarks.quality.predictions import RECIPES, make_models
+from isobatch.core import atomic_files
+from isobatch.core.package import own_command
+from isobatch.engine.runs.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+STEPS = {
+    "lm small": 10,
+    "lm llama lora": 8,
+    "classifier 22M": 10,
+    "qat tiny": 30,
+    "recommender lora": 20,
+    "vae transformer": 15,
+    "vae gru": 30,
+}
+"""Recipe of `predictions` -> optimizer steps of a run."""
+QUICK = ("vae gru",)
+WARM = 3
+FASTEST = 2
+ROUNDS = 3
+CHOSEN = "chosen"
+
+
+def measure(quick: bool, only: str = "") -> list[dict[str, Any]]:
+    """A row per recipe: the speed of the chosen plan over that of the fastest."""
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        make_models(home)
+        names = [n for n in (QUICK if quick else STEPS) if only in n]
+        return [_compare(recipe, home, 1 if quick else ROUNDS) for recipe in names]
+
+
+def _compare(recipe: str, home: Path, rounds: int) -> dict[str, Any]:
+    chosen = _train(recipe, "", home)
+    batch = chosen["batch"]
+    seconds = {}
+    for words in plans(batch):
+        print(f"{recipe}: {words}", file=sys.stderr)
+        seconds[words] = _train(recipe, words, home)["step"]
+    fastest = sorted(seconds, key=lambda words: seconds[words])[:FASTEST]
+    contenders = {CHOSEN: "", **{words: words for words in fastest}}
+    found = report.interleaved(
+        {name: partial(_train, recipe, words, home) for name, words in contenders.items()}, rounds
+    )
+    best = min(fastest, key=lambda words: report.middle(found[words], "step"))
+    return {
+        "recipe": recipe,
+        "plans tried": len(seconds),
+        "chosen": chosen["plan"],
+        "chosen step": round(report.middle(found[CHOSEN], "step"), 4),
+        "fastest": best,
+        "fastest step": round(report.middle(found[best], "step"), 4),
+        "slowest over fastest": round(max(seconds.values()) / min(seconds.values()), 2),
+        "chosen reaches": round(report.paired_ratio(found[best], found[CHOSEN], "step"), 3),
+    }
+
+
+def plans(batch: int) -> list[str]:
+    """The flags of every plan: processes, strategy, samples of a micro-batch, activation checkpointing."""
+    cores = len(os.sched_getaffinity(0))
+    found = []
+    for processes, strategy in [(1, "single"), (cores, "ddp"), (cores, "zero2")][: 3 if cores > 1 else 1]:
+        share = -(-batch // processes)
+        sizes = [share // 2**power for power in range(5) if share // 2**power]
+        words = f"--processes {processes} --strategy {strategy}"
+        found += [f"{words} --micro-batch {size}" for size in (sizes[:1] if strategy == "zero2" else sizes)]
+        if strategy == "single":
+            found.append(f"{words} --activation-checkpointing on")
+    return found
+
+
+def _train(recipe: str, plan: str, home: Path) -> dict[str, Any]:
+    """The median seconds of a run's steps."""
+    task, flags = RECIPES[recipe]
+    words = ["auto", "--task", task, *_without_plan(flags), *plan.split(), "--steps", str(STEPS[recipe])]
+    environment: Mapping[str, str] = {**os.environ, "ISOBATCH_CACHE": f"{home}/cache"}
+    subprocess.run(
+        own_command(*words, "--eval-every", "1000", "--quiet", "--name", "run", "--again"),
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        check=True,
+    )
+    run = RunFolder.open(home / "runs" / "run")
+    steps = [row["step_seconds"] for row in atomic_files.rows_in(run.metrics) if "step_seconds" in row]
+    chosen = f"{run.plan.processes} x {run.plan.micro_batch_tokens} tokens, {run.plan.strategy}"
+    return {"step": median(steps[WARM:]), "plan": chosen, "batch": run.recipe.batch_size}
+
+
+def _without_plan(flags: str) -> list[str]:
+    """The recipe's own words; predictions' large models are held to a micro-batch there."""
+    words = flags.split()
+    if "--micro-batch" in words:
+        place = words.index("--micro-batch")
+        del words[place : place + 2]
+    return words
