@@ -32,6 +32,8 @@ class OptimizerTraits:
     """Whether the update treats each element alone, so that flat shards learn the same as whole matrices."""
     update_bytes: float = 4.0
     """Bytes of temporaries per trained parameter while it updates; a fused kernel needs none."""
+    cpu_update: float = 1.0
+    """Time of an update on a CPU over that of AdamW (measured)."""
     takes_betas: bool = False
     """Whether its parameter groups may set `betas` and `eps`, as Adam's."""
     remark: str = ""
@@ -84,6 +86,7 @@ OPTIMIZERS = {
         make=_eight_bit("AdamW8bit", "adamw8bit"),
         state_bytes=2.0,
         elementwise=False,
+        cpu_update=19.0,
         takes_betas=True,
         remark="moments in 8 bits",
     ),
@@ -91,6 +94,7 @@ OPTIMIZERS = {
         make=_eight_bit("PagedAdamW8bit", "paged-adamw8bit"),
         state_bytes=2.0,
         elementwise=False,
+        cpu_update=19.0,
         takes_betas=True,
         remark="and they move to host memory when a GPU's is full",
     ),
@@ -99,6 +103,7 @@ OPTIMIZERS = {
         make=_adafactor,
         state_bytes=0.1,
         elementwise=False,
+        cpu_update=6.0,
         remark="a row and a column for each matrix's moments: another rule of update",
     ),
     "sgd": OptimizerTraits(make=_sgd, state_bytes=0.0, elementwise=True),

@@ -25,6 +25,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Invariance = Literal["exact", "rounding", "precision", "noise"]
 INVARIANCES: tuple[Invariance, ...] = typing.get_args(Invariance)
 """How exactly another plan of the recipe learns the same, the most exact first."""
+REHEARSED_STEPS = 5
+"""First steps of a phase that rounds, computed under another cut: flipped levels are seen from the fourth."""
 PRECISION_WORDS: dict[str, Precision] = {"16-mixed": "fp16", "bf16-mixed": "bf16", "32": "fp32"}
 """Lightning's words for a precision. A mixed one is a wish: fp32 where the device has no such arithmetic."""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYTHON", "CUDA", "LD_", "LANG")
 """Variables that libraries read when they are imported: another value needs a fresh process."""
 START_SECONDS = 60.0
-MODULES = ("accelerate.commands.launch", "torch.distributed.run")
+MODULES = ("accelerate.commands.launch", "torch.distributed.run", "isobatch")
 SCRIPTS = ("launch/train.py", "launch/loopback.py", "benchmarks/__main__.py", "tests/tasks/measure.py")
 """Modules and scripts that are run in a fork."""
 CLIENT = """#!{python} -IS

@@ -6,6 +6,7 @@ First each of them once; then the chosen one and the two fastest in turns.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.benchmarks import report
 from isobatch.benchmarks.quality.predictions import RECIPES, make_models
 from isobatch.core import atomic_files
+from isobatch.core.errors import WRONG_INPUT
 from isobatch.core.package import own_command
 from isobatch.engine.runs.run_folder import RunFolder
 
@@ -55,14 +57,15 @@ def _compare(recipe: str, home: Path, rounds: int) -> dict[str, Any]:
     seconds = {}
     for words in plans(batch):
         print(f"{recipe}: {words}", file=sys.stderr)
-        seconds[words] = _train(recipe, words, home)["step"]
+        if tried := _train(recipe, words, home):
+            seconds[words] = tried["step"]
     fastest = sorted(seconds, key=lambda words: seconds[words])[:FASTEST]
     contenders = {CHOSEN: "", **{words: words for words in fastest}}
     found = report.interleaved(
         {name: partial(_train, recipe, words, home) for name, words in contenders.items()}, rounds
     )
     best = min(fastest, key=lambda words: report.middle(found[words], "step"))
-    return {
+    row = {
         "recipe": recipe,
         "plans tried": len(seconds),
         "chosen": chosen["plan"],
@@ -72,6 +75,8 @@ def _compare(recipe: str, home: Path, rounds: int) -> dict[str, Any]:
         "slowest over fastest": round(max(seconds.values()) / min(seconds.values()), 2),
         "chosen reaches": round(report.paired_ratio(found[best], found[CHOSEN], "step"), 3),
     }
+    print(row, file=sys.stderr)
+    return row
 
 
 def plans(batch: int) -> list[str]:
@@ -89,17 +94,23 @@ def plans(batch: int) -> list[str]:
 
 
 def _train(recipe: str, plan: str, home: Path) -> dict[str, Any]:
-    """The median seconds of a run's steps."""
+    """The median seconds of a run's steps; empty where the plan is refused."""
     task, flags = RECIPES[recipe]
     words = ["auto", "--task", task, *_without_plan(flags), *plan.split(), "--steps", str(STEPS[recipe])]
+    shutil.rmtree(home / "runs", ignore_errors=True)
     environment: Mapping[str, str] = {**os.environ, "ISOBATCH_CACHE": f"{home}/cache"}
-    subprocess.run(
-        own_command(*words, "--eval-every", "1000", "--quiet", "--name", "run", "--again"),
+    done = subprocess.run(
+        own_command(*words, "--eval-every", "1000", "--quiet", "--name", "run"),
         cwd=home,
         env=environment,
         capture_output=True,
-        check=True,
+        text=True,
+        check=False,
     )
+    if done.returncode == WRONG_INPUT:  # such as ZeRO where it would save nothing
+        return {}
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
     run = RunFolder.open(home / "runs" / "run")
     steps = [row["step_seconds"] for row in atomic_files.rows_in(run.metrics) if "step_seconds" in row]
     chosen = f"{run.plan.processes} x {run.plan.micro_batch_tokens} tokens, {run.plan.strategy}"

@@ -29,7 +29,7 @@ WIDTHS = (64, 128, 256, 512, 1024)
 """Widths of the square weights whose products are timed."""
 ROWS = 1024
 """Tokens that they multiply."""
-TRIAL_SECONDS, ROUNDS = 0.015, 8
+TRIAL_SECONDS, ROUNDS = 0.015, 6
 LARGE, SMALL = 16 * 2**20, 2**18
 """fp32 elements beyond the processor's caches, and within them."""
 CALLS, RECURRENT_STEPS, UPDATED = 20, 16, 2**22

@@ -24,11 +24,19 @@ TYPICAL_CORE = Ceilings(
 """Of a core, for machines that are only named (measured on two cores of an AMD EPYC with AVX512_BF16)."""
 EMULATED_BF16 = 0.2
 """Of the fp32 rate, where a processor has no bf16 (measured)."""
+CPU_MATMUL_SHARE = 0.85
+"""Of the measured rate of products, which has its operands in the caches."""
 CPU_TRAFFIC = 8.0
 """How often each byte that the backward pass needs is moved by operations that are no matrix products."""
-HALF_CPU_TRAFFIC = 1.5
+HALF_CPU_TRAFFIC = 2.0
 """Traffic under autocast over that in fp32, on a CPU: casts cost more than narrow tensors save."""
-KEYED_DRAW = 12.0
+ROUNDING = 3.0
+"""Of a value that a layer rounds, forward and backward, over an element of GELU."""
+SOFTMAX = 4.5
+"""Of a logit, forward and backward, over an element of GELU."""
+RECURRENT_PASSES = 3.0
+"""How often a recurrent layer's weights are read for each token of a row, forward and backward."""
+KEYED_DRAW = 10.0
 """A keyed draw for dropout, over an element of GELU."""
 LAYER_CALLS, MODEL_CALLS, STEP_CALLS = 60.0, 150.0, 700.0
 """Operations of a layer, of the rest of a model, forward and backward, and of a step beside them."""

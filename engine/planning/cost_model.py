@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from isobatch.core.facts import Facts
+from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Precision
 from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.microbatching import MicroBatchBudget, make_micro_batches, padding_fraction
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 25e6
 """Gradients are reduced in buckets of this size (DDP's default)."""
+NEAR_A_BORDER = 1.5
 MOST_SAMPLES = 512
 """Samples of a rank that a prediction divides into micro-batches; for more, the time is scaled up."""
 
@@ -88,7 +90,8 @@ def flop_rate(case: PlanningCase, processes: int) -> float:
         native = case.precision != "fp32" and case.hardware.cpu_bf16
         rate = case.ceilings.matmul_rate(layers_and_width(case.model_size)[1], native)
         emulated = case.precision != "fp32" and not native
-        return rate / case.local(processes) * (calibration.EMULATED_BF16 if emulated else 1.0)
+        reached = calibration.CPU_MATMUL_SHARE * (calibration.EMULATED_BF16 if emulated else 1.0)
+        return rate / case.local(processes) * reached
     gpu = case.hardware.gpu
     peak = gpu.peak_flops.get(case.precision) or gpu.peak_flops["fp32"] or 1e12
     return peak * case.constants.matmul_share * (calibration.MOBILE_SUSTAINED if gpu.mobile else 1.0)
@@ -114,11 +117,13 @@ def micro_batch_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     """
     fixed = 12.0 * case.model_size.trainable / memory_bandwidth(case)
     fixed += (1 - _hidden_share(case)) * gather_seconds(case, choices)
-    layers, _ = layers_and_width(case.model_size)
-    steps = case.model_size.recurrent_layers * case.facts.mean_length
+    layers, hidden = layers_and_width(case.model_size)
+    longest_row = (case.facts.mean_length + case.facts.longest) / 2  # the first of the rows sorted by length
+    steps = case.model_size.recurrent_layers * longest_row
     if case.device == "cpu":
         calls = calibration.MODEL_CALLS + calibration.LAYER_CALLS * layers
-        return fixed + calls * case.ceilings.call_seconds + steps * case.ceilings.recurrent_seconds
+        read = calibration.RECURRENT_PASSES * 12.0 * hidden**2 / case.ceilings.cached_bandwidth
+        return fixed + calls * case.ceilings.call_seconds + steps * (case.ceilings.recurrent_seconds + read)
     fixed += steps * calibration.RECURRENT_STEP_SECONDS
     known = case.constants
     launch = known.launch_seconds + known.layer_launch_seconds * layers
@@ -154,7 +159,9 @@ def _elementwise_seconds(case: PlanningCase, choices: ExecutionChoices) -> float
     moved = calibration.CPU_TRAFFIC * kept_bytes_per_token(size, full, length) / memory_bandwidth(case)
     if choices.half:
         moved *= calibration.HALF_CPU_TRAFFIC
-    elements = layers * intermediate_width(size)
+    elements = layers * intermediate_width(size) + calibration.SOFTMAX * size.vocabulary
+    if size.rounds:
+        elements += calibration.ROUNDING * layers * (4 * hidden + intermediate_width(size))
     if size.keyed_dropout:
         elements += calibration.KEYED_DRAW * (layers * (2 * hidden + size.heads * length) + hidden)
     return moved + elements / case.ceilings.gelu
@@ -190,10 +197,15 @@ def compute_seconds(
 
 
 def largest_micro_batch(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> int:
-    """Padded tokens of the largest micro-batch of a typical batch, on the rank with the most samples."""
+    """Padded tokens of the largest micro-batch of a typical batch, on the rank with the most samples.
+
+    Launches count for more than they cost: of batches near a border, some in a run are cut into fewer.
+    """
     share = min(math.ceil(case.recipe.batch_size / choices.processes), MOST_SAMPLES)
     lengths = np.array(typical_batch_lengths(case.facts, share))
-    micro_batches = make_micro_batches(lengths, 1, _budget(case, choices, samples, tokens))[0]
+    fixed = NEAR_A_BORDER * fixed_tokens(case, choices)
+    budget = MicroBatchBudget(samples, tokens, fixed, 0.0, case.pad_multiple)
+    micro_batches = make_micro_batches(lengths, 1, budget)[0]
     return max(m.width * len(m.positions) for m in micro_batches)
 
 
@@ -279,7 +291,9 @@ def update_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     """
     sharded = choices.processes if choices.traits.shards else 1
     if case.device == "cpu":
-        return case.model_size.trainable * case.local(choices.processes) / sharded / case.ceilings.adamw
+        slower = OPTIMIZERS[case.recipe.optimizer].cpu_update
+        updated = case.model_size.trainable * case.local(choices.processes) / sharded
+        return slower * updated / case.ceilings.adamw
     rate = memory_bandwidth(case)
     if choices.traits.offloads:
         rate = host_bandwidth(case) / case.local(choices.processes)

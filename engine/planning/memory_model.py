@@ -284,7 +284,8 @@ def _layer_bytes(size: ModelSize, hidden: float, choices: ExecutionChoices, leng
     and autocast casts what q, k, v, gate and up read for each anew. A frozen layer keeps no input of a
     matrix, but adapters keep theirs and the mask of their dropout.
     """
-    element = 2.0 if choices.half else 4.0
+    # Keyed dropout draws and scales in fp32, and so does what follows it.
+    element = 2.0 if choices.half and not size.keyed_dropout else 4.0
     wide, heads = intermediate_width(size), query_width(size) + 2 * key_width(size)
     if 2 * size.trainable < size.parameters and size.gated:
         kept = 8 * hidden + element * (query_width(size) + heads + 3 * wide)

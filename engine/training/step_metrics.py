@@ -45,8 +45,6 @@ def step_row(
     return {**losses, **row} if len(losses) > 1 else row
 
 
-REHEARSED_STEPS = 5
-"""First steps of a phase that are computed under another cut: flipped levels are seen from the fourth on."""
 LossAndNorm = tuple[float, float]
 """Of a step: the loss, and the norm of the gradient before clipping."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError
 from isobatch.core.measures import format_duration
+from isobatch.core.plan import REHEARSED_STEPS
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
@@ -23,7 +24,7 @@ from isobatch.engine.training import memory_probe
 from isobatch.engine.training.evaluate import host_batches, refuse_nonfinite_metrics
 from isobatch.engine.training.phase_loop import PhaseLoop
 from isobatch.engine.training.resume import newest_checkpoint
-from isobatch.engine.training.step_metrics import REHEARSED_STEPS, largest_differences
+from isobatch.engine.training.step_metrics import largest_differences
 
 if TYPE_CHECKING:
     from collections.abc import Callable

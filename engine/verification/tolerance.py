@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from isobatch.core.plan import INVARIANCES
-from isobatch.engine.training.step_metrics import REHEARSED_STEPS
+from isobatch.core.plan import INVARIANCES, REHEARSED_STEPS
 
 if TYPE_CHECKING:
     from isobatch.core.plan import Plan

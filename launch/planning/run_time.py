@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.plan import REHEARSED_STEPS
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.planning.calibration import gpu_constants
 from isobatch.engine.planning.choices import compile_seconds
@@ -21,8 +22,14 @@ if TYPE_CHECKING:
     from isobatch.engine.machine.hardware import Hardware
     from isobatch.models.base import ModelSize, Task
 
-START_SECONDS, CHILDREN_SECONDS = 8.0, 6.0
-"""To import the libraries and build a small model; more where a launcher starts the processes (measured)."""
+START_SECONDS, CHILDREN_SECONDS = 5.5, 6.0
+"""To import the libraries and build a small model; what a launcher of processes adds (measured)."""
+LOAD_BANDWIDTH = 1e8
+"""Bytes/s of weights that are opened, checked and copied (measured on models of 0.1 to 0.5 GB)."""
+FIRST_STEP = 0.6
+"""What the first step takes longer, in steps: it allocates and reads for the first time (measured)."""
+ROUNDED_EVALUATIONS = 3
+"""Evaluations at the end of a run that rounds: the model, its rounded form and the written file."""
 EXPORT_SECONDS = 1.5
 """To write final/ and its sample, apart from its bytes (measured)."""
 DISK_BANDWIDTH = 5e8
@@ -72,14 +79,22 @@ def run_time(
     checkpoint = size.weight_bytes + 8.0 * size.trainable
     return RunTime(
         steps=steps,
-        start=START_SECONDS + (CHILDREN_SECONDS if plan.processes > 1 else 0.0),
+        start=_start_seconds(plan, size),
         compile=_compile_seconds(plan, facts, size, hardware) if plan.compile != "off" else 0.0,
         train=steps * plan.predicted_step_seconds,
         read=0.0 if rate is None else steps * seconds_of_waiting(plan, recipe, facts, rate),
-        evaluate=_evaluated_samples(recipe, facts, task) * _sample_seconds(plan, recipe),
+        evaluate=_evaluated_samples(recipe, facts, task, size.rounds) * _sample_seconds(plan, recipe),
         save=checkpoint / DISK_BANDWIDTH,
         export=EXPORT_SECONDS + size.weight_bytes / DISK_BANDWIDTH,
     )
+
+
+def _start_seconds(plan: Plan, size: ModelSize) -> float:
+    """Until training begins; where a phase rounds, its first steps are computed twice before."""
+    processes = CHILDREN_SECONDS if plan.processes > 1 else 0.0
+    steps = FIRST_STEP + (2 * REHEARSED_STEPS if size.rounds else 0)
+    loading = size.weight_bytes / LOAD_BANDWIDTH
+    return START_SECONDS + processes + loading + steps * plan.predicted_step_seconds
 
 
 def _compile_seconds(plan: Plan, facts: Facts, size: ModelSize, hardware: Hardware) -> float:
@@ -92,12 +107,13 @@ def _sample_seconds(plan: Plan, recipe: Recipe) -> float:
     return FORWARD_SHARE * plan.predicted_step_seconds / recipe.batch_size
 
 
-def _evaluated_samples(recipe: Recipe, facts: Facts, task: Task) -> float:
+def _evaluated_samples(recipe: Recipe, facts: Facts, task: Task, rounds: bool) -> float:
     """Samples of all evaluations: of the validation split while training, of all held out at the end."""
     schedules = phase_schedules(recipe, task.phases(), steps_per_epoch(recipe, facts))
     often = sum(_evaluations(s.steps, s.eval_every) for s in schedules)
     valid = math.ceil(facts.samples.get("valid", 0) * recipe.eval_fraction)
-    return often * valid + sum(facts.samples.get(split, 0) for split in HELD_OUT_SPLITS)
+    held_out = sum(facts.samples.get(split, 0) for split in HELD_OUT_SPLITS)
+    return often * valid + (ROUNDED_EVALUATIONS if rounds else 1) * held_out
 
 
 def _evaluations(steps: int, every: int) -> int:

@@ -100,13 +100,17 @@ def _text_flops(recipe: Recipe, options: Any, facts: Facts, layers: int, hidden:
 
 def _text_bytes(recipe: Recipe, options: Any, facts: Facts, layers: int, hidden: int) -> float:
     """Bytes of the texts' vectors, or of the states that enter the lowest trained block, and of a chunk of
-    texts in the blocks that train: 120 bytes a token and unit of width (8 h-wide and 5.5 4h-wide tensors).
+    texts in the blocks that train: 120 bytes a token and unit of width (8 h-wide and 5.5 4h-wide tensors),
+    padding included.
     """
     texts = facts.extra.get("texts") or facts.extra.get("items", ASSUMED_COUNT)
-    tokens = texts * recipe.max_length / 2
+    tokens = facts.extra.get("text_tokens") or texts * recipe.max_length / 2
+    longest = min(facts.extra.get("longest_text") or recipe.max_length, recipe.max_length)
+    padded = texts * longest
     trained = _trained_layers(options, layers)
     kept = 4.0 * hidden * (texts if trained == 0 else tokens if trained < layers else 0)
-    return kept + min(options.text_chunk, tokens) * 120.0 * hidden * max(trained, 1)
+    chunk = min(options.text_chunk / max(tokens, 1), 1.0) * padded
+    return kept + chunk * 120.0 * hidden * max(trained, 1)
 
 
 def _encoder_size(config: Mapping[str, Any]) -> tuple[int, int, int]:

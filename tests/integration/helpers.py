@@ -29,6 +29,11 @@ def launch(
     return command(own_command(*words), cwd, timeout, **environment)
 
 
+def warm_command(*words: str) -> list[str]:
+    """`isobatch WORDS` as a command that begins with libraries imported; signals reach it, SIGKILL too."""
+    return [warm_python(), *own_command(*words)[1:]]
+
+
 def warm_python() -> str:
     """An interpreter whose processes of ours, and theirs in turn, begin with libraries imported."""
     return _zygote().python

@@ -67,7 +67,7 @@ sys.exit(main(["generate", run, "--prompt", "def f", "--tokens", "5"]))
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(w, marks=pytest.mark.slow) if w in ("dora", "int8") else w for w in WAYS]
+    "way", [pytest.param(w, marks=pytest.mark.slow) if w in ("dora", "int8", "lora") else w for w in WAYS]
 )
 def test_every_way_trains_resumes_merges_and_writes(way: str, home: Path) -> None:
     run = trained(home, way, way)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -12,7 +13,16 @@ import psutil
 import pytest
 
 from isobatch.core.package import own_command
-from isobatch.tests.integration.helpers import ROOT, furthest, launch, ledger, losses, rows, summary
+from isobatch.tests.integration.helpers import (
+    ROOT,
+    furthest,
+    launch,
+    ledger,
+    losses,
+    rows,
+    summary,
+    warm_command,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,14 +80,14 @@ def test_out_of_memory_on_one_rank_cuts_the_budget_of_all(
 
 
 class Training:
-    """`auto` on two processes, 0.05 s a step."""
+    """`auto` on two processes, 0.05 s a step; `cold`: as processes that are no forks of others."""
 
-    def __init__(self, folder: Path, *more: str, steps: int = 60) -> None:
-        self.run = folder / "runs" / "run"
+    def __init__(self, folder: Path, *more: str, steps: int = 60, cold: bool = False) -> None:
+        self.run, self.folder = folder / "runs" / "run", str(folder)
         command = words("Slow", "--processes", "2", "--micro-batch", "2", "--save-every", "10")
         command += ["--steps", str(steps)]
         self.process = subprocess.Popen(
-            own_command(*command, *more),
+            (own_command if cold else warm_command)(*command, *more),
             cwd=folder,
             stderr=subprocess.PIPE,
             text=True,
@@ -92,9 +102,14 @@ class Training:
         raise AssertionError("it does not move")
 
     def child(self, mark: str) -> list[psutil.Process]:
-        """Processes below with this in their command line, lowest number first."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        return sorted((p for p in below if mark in " ".join(p.cmdline())), key=lambda p: p.pid)
+        """Processes of this run with this in their command line, lowest number first."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                here = process.cwd() == self.folder and process.pid != self.process.pid
+                if here and mark in " ".join(process.cmdline()):
+                    found.append(process)
+        return sorted(found, key=lambda p: p.pid)
 
     def workers(self) -> list[psutil.Process]:
         return [p for p in self.child("launch/train.py") if "accelerate" not in " ".join(p.cmdline())]
@@ -108,8 +123,8 @@ class Training:
 def training(tmp_path: Path) -> Iterator[Callable[..., Training]]:
     started: list[Training] = []
 
-    def begin(*more: str, steps: int = 60) -> Training:
-        started.append(Training(tmp_path, *more, steps=steps))
+    def begin(*more: str, steps: int = 60, cold: bool = False) -> Training:
+        started.append(Training(tmp_path, *more, steps=steps, cold=cold))
         return started[-1]
 
     yield begin
@@ -254,7 +269,7 @@ def test_a_signal_to_another_launcher_leaves_a_saved_run_and_no_orphan(
 
 def test_a_second_interrupt_stops_at_once(training: Any) -> None:
     """And before it no process of one machine's world listened to another machine."""
-    made = training()
+    made = training(cold=True)
     made.wait_for(3)
     below = [*made.workers(), *made.child("accelerate")]
     connections = [c for p in {*below} for c in p.net_connections("inet")]

@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.core.package import own_command
-from isobatch.tests.integration.helpers import RAGGED, furthest, launch, ledger, losses, rows, summary
+from isobatch.tests.integration.helpers import (
+    RAGGED,
+    furthest,
+    launch,
+    ledger,
+    losses,
+    rows,
+    summary,
+    warm_command,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +53,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def killed_at_random(words: list[str], run: Path, generator: random.Random) -> int:
     """Start, wait for some new steps and a random moment more, kill; returns how many steps were logged."""
     process = subprocess.Popen(
-        own_command(*words),
+        warm_command(*words),
         cwd=run.parent.parent,
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -64,7 +72,7 @@ def logged(run: Path) -> int:
     return path.read_text().count('"lr"') if path.exists() else 0
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_kills_change_nothing(kills: int, undisturbed: Path, tmp_path: Path) -> None:
     run, generator = tmp_path / "runs" / "killed", random.Random(7)
     words = ["auto", *SETTINGS, "--name", "killed", "--processes", "1"]
@@ -88,7 +96,7 @@ def test_kills_change_nothing(kills: int, undisturbed: Path, tmp_path: Path) -> 
 def test_stopped_on_two_processes_and_resumed_on_one(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "moved"
     process = subprocess.Popen(
-        own_command("auto", *SETTINGS, "--name", "moved", "--processes", "2"),
+        warm_command("auto", *SETTINGS, "--name", "moved", "--processes", "2"),
         cwd=tmp_path,
     )
     while logged(run) < 12 and process.poll() is None:

@@ -42,9 +42,10 @@ def test_a_strategy_changes_neither_losses_nor_gradients(found: Any, strategy: s
     assert row["first_gradient_difference"] < 1e-5
 
 
-def test_any_strategy_goes_on_from_any_checkpoint(found: Any) -> None:
+def test_a_strategy_goes_on_from_its_own_checkpoint_and_from_anothers(found: Any) -> None:
+    """All pairs: `python -m benchmarks strategies`."""
     resumes = {what: row for what, row in found.items() if "->" in what}
-    assert len(resumes) == 25
+    assert len(resumes) == 10
     assert max(row["largest_loss_difference"] for row in resumes.values()) < 1e-4
     assert all(
         row["largest_loss_difference"] == 0 for row in resumes.values() if row["same_world_and_strategy"]
@@ -124,7 +125,7 @@ def test_accelerates_config_decides_the_stage(tmp_path: Path) -> None:
     words = ["--task", RAGGED, "--steps", "5", "--name", "run", "--quiet"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command, *words],
+        [warm_python(), *command, *words],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
