@@ -26,19 +26,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 STEPS = {
-    "lm small": 10,
-    "lm llama lora": 8,
-    "classifier 22M": 10,
+    "lm small": 8,
+    "classifier tiny": 40,
     "qat tiny": 30,
-    "recommender lora": 20,
-    "vae transformer": 15,
-    "vae gru": 30,
+    "recommender lora": 15,
+    "vae transformer": 12,
+    "vae gru": 20,
 }
 """Recipe of `predictions` -> optimizer steps of a run."""
 QUICK = ("vae gru",)
 WARM = 3
 FASTEST = 2
-ROUNDS = 3
+ROUNDS = 2
 CHOSEN = "chosen"
 
 
@@ -85,7 +84,7 @@ def plans(batch: int) -> list[str]:
     found = []
     for processes, strategy in [(1, "single"), (cores, "ddp"), (cores, "zero2")][: 3 if cores > 1 else 1]:
         share = -(-batch // processes)
-        sizes = [share // 2**power for power in range(5) if share // 2**power]
+        sizes = [share // 2**power for power in range(4) if share // 2**power]
         words = f"--processes {processes} --strategy {strategy}"
         found += [f"{words} --micro-batch {size}" for size in (sizes[:1] if strategy == "zero2" else sizes)]
         if strategy == "single":

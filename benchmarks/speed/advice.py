@@ -56,9 +56,9 @@ def _plain_adamw(groups: Any, lr: float, _: str) -> Any:
     return torch.optim.AdamW(groups, lr=lr, foreach=False)
 
 
-def measure(quick: bool) -> list[Row]:
-    """A row for each planted bottleneck, then the cost of the timers."""
-    names = ["tiny micro-batches"] if quick else [*CASES]
+def measure(quick: bool, only: str = "") -> list[Row]:
+    """A row for each planted bottleneck, then the cost of the timers. `only`: names of bottlenecks, by commas."""
+    names = ["tiny micro-batches"] if quick else only.split(",") if only else [*CASES]
     rows = [_case(name, 1 if quick else 3) for name in names]
     return [*rows, *(_call(f"{__name__}:timers", task) for task in ("causal-lm", "sequence-vae"))]
 
