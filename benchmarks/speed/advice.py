@@ -57,7 +57,7 @@ def _plain_adamw(groups: Any, lr: float, _: str) -> Any:
 
 
 def measure(quick: bool, only: str = "") -> list[Row]:
-    """A row for each planted bottleneck, then the cost of the timers. `only`: names of bottlenecks, by commas."""
+    """A row for each planted bottleneck, then the cost of the timers. `only`: their names, with commas."""
     names = ["tiny micro-batches"] if quick else only.split(",") if only else [*CASES]
     rows = [_case(name, 1 if quick else 3) for name in names]
     return [*rows, *(_call(f"{__name__}:timers", task) for task in ("causal-lm", "sequence-vae"))]
