@@ -32,21 +32,27 @@ class DataRate:
 
 
 def measure_data_rate(source: Source, batch: int) -> DataRate:
-    """Read random batches of `batch` samples for a moment; the first is not counted where there are more."""
+    """Read random batches of `batch` samples for a moment, after one sample that imports and opens what it
+    needs.
+    """
     numbers = np.random.default_rng(0)
-    took: list[tuple[float, float]] = []
-    size = 0
-    began = now()
-    while len(took) < 2 or (now() - began < SECONDS and len(took) < MOST_BATCHES):
+    _read(source, numbers.integers(len(source), size=1))
+    seconds = busy = 0.0
+    samples = size = 0
+    while samples == 0 or (seconds < SECONDS and samples < MOST_BATCHES * batch):
         rows = numbers.integers(len(source), size=batch)
-        at, busy = now(), time.thread_time()
-        arrays = to_tensors(source.fetch(rows, int(source.lengths(rows).max())), pin=False)
-        took.append((now() - at, time.thread_time() - busy))
-        size = sum(tensor.nbytes for tensor in arrays.values())
-        if now() - began > SECONDS:
-            break
-    counted = took[1:] or took
-    seconds, busy_seconds = (sum(parts) / len(counted) / batch for parts in zip(*counted, strict=True))
+        at, busy_at = now(), time.thread_time()
+        size += _read(source, rows)
+        seconds, busy = seconds + now() - at, busy + time.thread_time() - busy_at
+        samples += batch
     return DataRate(
-        sample_seconds=seconds, busy_seconds=min(seconds, busy_seconds), sample_bytes=size / batch
+        sample_seconds=seconds / samples,
+        busy_seconds=min(seconds, busy) / samples,
+        sample_bytes=size / samples,
     )
+
+
+def _read(source: Source, rows: np.ndarray) -> int:
+    """Bytes of the batch of these samples."""
+    arrays = to_tensors(source.fetch(rows, int(source.lengths(rows).max())), pin=False)
+    return sum(tensor.nbytes for tensor in arrays.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -84,6 +85,18 @@ def open_damaged(folder: Path) -> RunFolder:
     return RunFolder(folder)
 
 
+def _read_newest_rows(file: Path) -> None:
+    """Raises ValueError where one of the newest rows is no JSON; the last may be in the middle of a write."""
+    if not file.exists():
+        return
+    with file.open("rb") as stream:
+        start = max(0, file.stat().st_size - TAIL_BYTES)
+        stream.seek(start)
+        *lines, _ = stream.read().split(b"\n")
+    for line in lines[1 if start else 0 :]:
+        json.loads(line)
+
+
 def check_records(run: RunFolder) -> Iterator[Check]:
     """A line for each record that is missing or damaged; one line where all are whole."""
     name = run.folder
@@ -95,6 +108,10 @@ def check_records(run: RunFolder) -> Iterator[Check]:
         "facts.json": (lambda: run.facts, "copy it from another run of this recipe and data"),
         "plan.json": (lambda: run.plan if run.has_plan else None, f"isobatch resume {name} plans anew"),
         "run.json": (run.options, "copy it from another run, and set its flags at `resume`"),
+        "metrics.jsonl": (
+            lambda: _read_newest_rows(run.metrics),
+            f"isobatch verify {name} says what is missing; a resumed run cuts it at a checkpoint",
+        ),
         "summary.json": (run.summary, f"rm {name}/summary.json; isobatch resume {name} writes it anew"),
     }
     damaged = []

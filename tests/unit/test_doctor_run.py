@@ -151,6 +151,17 @@ def test_damaged_records_are_shown_with_what_there_is(record: str, content: str,
     assert "disk space" in found, "the rest is shown"
 
 
+def test_a_damaged_row_is_found_and_one_that_is_being_written_is_not(tmp_path: Path) -> None:
+    run = run_of(tmp_path, status="done")
+    with run.metrics.open("a") as stream:
+        stream.write('{"step": 12, "lo')
+        stream.flush()
+        assert "metrics.jsonl" not in found_in(run)
+        stream.write("garbage\n")
+        stream.flush()
+        assert found_in(run)["metrics.jsonl"].state == "broken"
+
+
 @pytest.mark.parametrize("record", ["recipe.json", "facts.json", "run.json"])
 def test_a_record_that_is_missing(record: str, tmp_path: Path) -> None:
     run = run_of(tmp_path)

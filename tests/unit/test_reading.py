@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from isobatch.engine.planning.reading import (
 )
 from isobatch.engine.registry import workload
 from isobatch.launch.commands.plan import plan as plan_command
+from isobatch.tests.paths import ROOT
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -51,6 +54,23 @@ def test_waiting_and_computing_are_told_apart() -> None:
     assert 1e-3 <= computes.busy_seconds <= computes.sample_seconds
     # x, and the number and the length of each sample
     assert computes.sample_bytes == 8 * 4 + 8 + 8
+
+
+def test_imports_are_not_counted() -> None:
+    """In a fresh process: the first batch imports torch."""
+    program = f"""
+import runpy, sys
+runpy.run_path({str(ROOT / "launch/_root.py")!r})
+import numpy as np
+from isobatch.data.base import ArraySource
+from isobatch.engine.loading.data_rate import measure_data_rate
+assert "torch" not in sys.modules
+rate = measure_data_rate(ArraySource({{"x": np.zeros((100, 8), np.int32)}}), 10)
+print(rate.sample_seconds)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1e-3
 
 
 def test_a_very_slow_source_is_read_once() -> None:
