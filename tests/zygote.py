@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYTHON", "CUDA", "LD_", "LANG")
 """Variables that libraries read when they are imported: another value needs a fresh process."""
 START_SECONDS = 60.0
-MODULES = ("accelerate.commands.launch", "torch.distributed.run", "isobatch")
+MODULES = ("accelerate.commands.launch", "torch.distributed.run", "isobatch auto", "isobatch resume")
 SCRIPTS = ("launch/train.py", "launch/loopback.py", "benchmarks/__main__.py", "tests/tasks/measure.py")
-"""Modules and scripts that are run in a fork."""
+"""Modules, commands of ours and scripts that are run in a fork."""
 CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 words = [w for w in sys.argv[1:] if w not in ("-P", "-u")]
 environment = dict(os.environ)
 name = words[1] if words[:1] == ["-m"] else words[0] if words else ""
+name = " ".join(words[1:3]) if name == "isobatch" else name
 if not (name in {modules} or name.endswith({scripts})):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 connection = socket.socket(socket.AF_UNIX)

@@ -50,8 +50,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "ref"
 
 
-def killed_at_random(words: list[str], run: Path, generator: random.Random) -> int:
-    """Start, wait for some new steps and a random moment more, kill; returns how many steps were logged."""
+def killed_at_random(words: list[str], run: Path, generator: random.Random, steps: int = 1) -> int:
+    """Start, wait for so many new steps and a random moment more, kill; returns how many were logged."""
     process = subprocess.Popen(
         warm_command(*words),
         cwd=run.parent.parent,
@@ -59,7 +59,7 @@ def killed_at_random(words: list[str], run: Path, generator: random.Random) -> i
         stdout=subprocess.DEVNULL,
     )
     before, deadline = logged(run), time.monotonic() + 60
-    while logged(run) <= before and process.poll() is None and time.monotonic() < deadline:
+    while logged(run) < before + steps and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(generator.uniform(0, 0.25))
     process.send_signal(signal.SIGKILL)
@@ -76,7 +76,8 @@ def logged(run: Path) -> int:
 def test_kills_change_nothing(kills: int, undisturbed: Path, tmp_path: Path) -> None:
     run, generator = tmp_path / "runs" / "killed", random.Random(7)
     words = ["auto", *SETTINGS, "--name", "killed", "--processes", "1"]
-    reached = [killed_at_random(words, run, generator) for _ in range(kills)]
+    # After eleven steps the checkpoint of the first five is complete: the next but one has begun.
+    reached = [killed_at_random(words, run, generator, steps=11) for _ in range(kills)]
     assert all(0 < r < STEPS for r in reached), reached
     done = launch("resume", str(run), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
