@@ -16,7 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from isobatch.benchmarks import report
-from isobatch.benchmarks.quality.predictions import RECIPES, make_models
+from isobatch.benchmarks.quality.predictions import RECIPES
 from isobatch.core import atomic_files
 from isobatch.core.errors import WRONG_INPUT
 from isobatch.core.package import own_command
@@ -45,7 +45,6 @@ def measure(quick: bool, only: str = "") -> list[dict[str, Any]]:
     """A row per recipe: the speed of the chosen plan over that of the fastest."""
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        make_models(home)
         names = [n for n in (QUICK if quick else STEPS) if only in n]
         return [_compare(recipe, home, 1 if quick else ROUNDS) for recipe in names]
 
@@ -95,7 +94,7 @@ def plans(batch: int) -> list[str]:
 def _train(recipe: str, plan: str, home: Path) -> dict[str, Any]:
     """The median seconds of a run's steps; empty where the plan is refused."""
     task, flags = RECIPES[recipe]
-    words = ["auto", "--task", task, *_without_plan(flags), *plan.split(), "--steps", str(STEPS[recipe])]
+    words = ["auto", "--task", task, *flags.split(), *plan.split(), "--steps", str(STEPS[recipe])]
     shutil.rmtree(home / "runs", ignore_errors=True)
     environment: Mapping[str, str] = {**os.environ, "ISOBATCH_CACHE": f"{home}/cache"}
     done = subprocess.run(
@@ -114,12 +113,3 @@ def _train(recipe: str, plan: str, home: Path) -> dict[str, Any]:
     steps = [row["step_seconds"] for row in atomic_files.rows_in(run.metrics) if "step_seconds" in row]
     chosen = f"{run.plan.processes} x {run.plan.micro_batch_tokens} tokens, {run.plan.strategy}"
     return {"step": median(steps[WARM:]), "plan": chosen, "batch": run.recipe.batch_size}
-
-
-def _without_plan(flags: str) -> list[str]:
-    """The recipe's own words; predictions' large models are held to a micro-batch there."""
-    words = flags.split()
-    if "--micro-batch" in words:
-        place = words.index("--micro-batch")
-        del words[place : place + 2]
-    return words

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 SECONDS = 0.1
 """How long samples are read, unless one batch takes longer."""
 MOST_BATCHES = 20
+"""Where reading is so fast that a moment holds more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 25e6
 """Gradients are reduced in buckets of this size (DDP's default)."""
 NEAR_A_BORDER = 1.5
+"""How much more a launch counts for in `largest_micro_batch`, so that it sees the few large ones of a run."""
 MOST_SAMPLES = 512
 """Samples of a rank that a prediction divides into micro-batches; for more, the time is scaled up."""
 
@@ -199,7 +200,7 @@ def compute_seconds(
 def largest_micro_batch(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> int:
     """Padded tokens of the largest micro-batch of a typical batch, on the rank with the most samples.
 
-    Launches count for more than they cost: of batches near a border, some in a run are cut into fewer.
+    Where a typical batch is nearly cut into fewer, some batches of a run are.
     """
     share = min(math.ceil(case.recipe.batch_size / choices.processes), MOST_SAMPLES)
     lengths = np.array(typical_batch_lengths(case.facts, share))

@@ -23,9 +23,9 @@ def step_with_reading(
 ) -> float:
     """Seconds of a step with what is not hidden of the reading of its samples.
 
-    One thread or `workers` processes read while the step before computes. On a CPU whose
-    cores all compute, a step takes longer by as long as reading keeps a core busy: the other threads wait for
-    the one that lost its core (measured: 1.13, 1.33 and 2.04 times at 0.1, 0.3 and 1.0 of a step).
+    One thread or `workers` processes read while the step before computes. On a CPU whose cores all compute, a
+    step takes longer by as long as reading keeps a core busy: the other threads wait for the one that lost
+    its core (measured: 1.13, 1.33 and 2.04 times at 0.1, 0.3 and 1.0 of a step).
     """
     samples = math.ceil(recipe.batch_size / plan.processes)
     compute, reading = plan.predicted_step_seconds, samples * rate.sample_seconds

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 START_SECONDS, CHILDREN_SECONDS = 5.5, 6.0
 """To import the libraries and build a small model; what a launcher of processes adds (measured)."""
 LOAD_BANDWIDTH = 1e8
-"""Bytes/s of weights that are opened, checked and copied (measured on models of 0.1 to 0.5 GB)."""
+"""Bytes/s of weights that are opened, checked and copied (measured: 0.1 to 0.5 GB on a CPU)."""
 FIRST_STEP = 0.6
 """What the first step takes longer, in steps: it allocates and reads for the first time (measured)."""
 ROUNDED_EVALUATIONS = 3
