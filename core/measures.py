@@ -48,15 +48,15 @@ def printable(text: object) -> str:
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
-DURATION = r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?"
-"""Days, hours and minutes, as in 6h, 90m or 1d12h."""
+DURATION = "".join(rf"(?:(\d+(?:\.\d+)?){unit})?" for unit in "dhms")
+"""Days, hours, minutes and seconds, as in 6h, 90m or 1d12h."""
 
 
 def parse_duration(text: str) -> float:
     """Seconds of a duration such as 6h, 90m or 1d12h. Raises ValueError."""
     match = re.fullmatch(DURATION, text.strip().lower())
     parts = [float(part or 0) for part in match.groups()] if match else [0.0]
-    seconds = sum(part * unit for part, unit in zip(parts, (86400, 3600, 60), strict=False))
+    seconds = sum(part * unit for part, unit in zip(parts, (86400, 3600, 60, 1), strict=False))
     if seconds <= 0:
         raise ValueError("is no time such as 6h, 90m or 1d12h")
     return seconds

@@ -34,6 +34,11 @@ LARGE, SMALL = 16 * 2**20, 2**18
 """fp32 elements beyond the processor's caches, and within them."""
 CALLS, RECURRENT_STEPS, UPDATED = 20, 16, 2**22
 """Operations in a chain, tokens of a row, parameters of an update."""
+DISTURBED = 0.05
+"""Share of waiting for a core from which on rates are too low to be kept (idle machine: 0.01, one other
+program on two cores: 0.24)."""
+DISTURBED_SECONDS = 600.0
+"""How long disturbed rates are used before they are measured once more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +60,13 @@ class Ceilings:
     """Of one token of a GRU layer, forward and backward, apart from its arithmetic."""
     adamw: float
     """Parameters/s of a fused AdamW update."""
+    waited: float
+    """Share of the measuring that its threads waited for a core, because other programs ran there."""
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs made the rates too low."""
+        return self.waited > DISTURBED
 
     def matmul_rate(self, width: float, bf16: bool = False) -> float:
         """FLOP/s of a product with weights of this width, between the measured ones."""
@@ -70,18 +82,36 @@ class Ceilings:
 def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
     """The ceilings of this machine, measured on first use and then read from `folder`; None elsewhere.
 
-    A machine that is only named has none, and neither has one of another number of cores.
+    A machine that is only named has none, and neither has one of another number of cores. Rates that other
+    programs disturbed are measured again after a while, and the best of both kept.
     """
     if hardware.source != "detected":
         return None
     file = folder / f"ceilings-{machine_key(hardware)}.json"
+    kept = None
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return _from_dict(json.loads(file.read_text()))
+        kept = _from_dict(json.loads(file.read_text()))
+        if not kept.disturbed or time.time() - file.stat().st_mtime < DISTURBED_SECONDS:
+            return kept
     found = measure(hardware)
+    if kept is not None:
+        found = _best(found, kept)
     with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
         folder.mkdir(parents=True, exist_ok=True)
         atomic_files.write_json(file, found.to_dict())
     return found
+
+
+def _best(left: Ceilings, right: Ceilings) -> Ceilings:
+    """The higher of each rate and the shorter of each time: other programs can only slow them down."""
+    values: dict[str, Any] = {}
+    for name in (f.name for f in dataclasses.fields(Ceilings)):
+        pair = getattr(left, name), getattr(right, name)
+        if name.startswith("matmul"):
+            values[name] = tuple(map(max, zip(*pair, strict=True)))
+        else:
+            values[name] = min(pair) if name.endswith("seconds") or name == "waited" else max(pair)
+    return Ceilings(**values)
 
 
 def _from_dict(values: Any) -> Ceilings:
@@ -116,10 +146,12 @@ def measure(hardware: Hardware) -> Ceilings:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(hardware.cpus)
+    ran, waited = scheduled()
     try:
         seconds = _fastest({name: make() for name, make in _kernels().items()})
     finally:
         torch.set_num_threads(threads)
+    ran, waited = (now - before for now, before in zip(scheduled(), (ran, waited), strict=True))
     flops = [2.0 * ROWS * width**2 for width in WIDTHS]
     return Ceilings(
         matmul=tuple(n / seconds[f"fp32 {width}"] for n, width in zip(flops, WIDTHS, strict=True)),
@@ -130,7 +162,18 @@ def measure(hardware: Hardware) -> Ceilings:
         call_seconds=seconds["calls"] / CALLS,
         recurrent_seconds=seconds["recurrent"] / RECURRENT_STEPS,
         adamw=UPDATED / seconds["adamw"],
+        waited=waited / max(ran + waited, 1e-9),
     )
+
+
+def scheduled() -> tuple[float, float]:
+    """(seconds that this process's threads ran, seconds that they waited for a core); zeros if unknown."""
+    total = [0, 0]
+    for file in Path("/proc/self/task").glob("*/schedstat"):  # run time, wait time, slices: proc(5)
+        with contextlib.suppress(OSError, ValueError):  # a thread that ended
+            ran, waited, _ = map(int, file.read_text().split())
+            total = [total[0] + ran, total[1] + waited]
+    return total[0] / 1e9, total[1] / 1e9
 
 
 def _fastest(kernels: dict[str, Callable[[], object]]) -> dict[str, float]:

@@ -197,5 +197,8 @@ def _unknown(text: str, name: str) -> str:
         count = text[: len(text.rstrip()) - len(name)].lower()
         offered = " | ".join(count + offer for offer in offers[:MOST_OFFERS])
         return f"--hardware {text}: did you mean {offered}?"
+    turned = re.fullmatch(r"(\D.*?) ?x ?(\d+)", name)
+    if turned and named_model(turned[1]):
+        return f"--hardware {text}: the count comes first (did you mean {turned[2]}x{turned[1]}?)"
     hint = nearest_hint(name, MACHINES) or nearest_hint(text.lower(), EXAMPLES)
     return f"--hardware {text}: is no machine that I know{hint}; write {', '.join(EXAMPLES)} ..."

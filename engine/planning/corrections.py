@@ -58,6 +58,7 @@ def measured_run(plan: Plan, peak: int, seconds: float) -> Measured | None:
     """The row of a run for the history: its peak bytes and the median seconds of its steps.
 
     None where the plan was made without a key, or where the figures are below what the process itself takes.
+    A step that was predicted from rates that other programs disturbed says nothing: its old ratio stays.
     """
     if not plan.correction:
         return None
@@ -71,5 +72,5 @@ def measured_run(plan: Plan, peak: int, seconds: float) -> Measured | None:
         kind=plan.correction["kind"],
         size=plan.correction["size"],
         memory=(peak - process) / corrected,
-        seconds=seconds / predicted,
+        seconds=plan.correction["seconds"] if plan.correction["disturbed"] else seconds / predicted,
     )

@@ -18,7 +18,13 @@ from isobatch.engine.planning.parallel_layout import (
 )
 
 if TYPE_CHECKING:
+    from isobatch.core.facts import Facts
     from isobatch.engine.planning.cost_model import PlanningCase
+
+
+def length_flag(facts: Facts) -> str:
+    """The flag that says how long samples are."""
+    return "--assume-length" if facts.extra.get("assumed") else "--max-length"
 
 
 def does_not_fit(case: PlanningCase, asked: PlanOptions, processes: int) -> str:
@@ -30,10 +36,12 @@ def does_not_fit(case: PlanningCase, asked: PlanOptions, processes: int) -> str:
             f"--strategy zero3-offload: it takes {offloaded:.0f} GiB of RAM a node,"
             f" and there are {case.hardware.ram_bytes / GIB:.0f} GiB; take a smaller model or more memory"
         )
+    flag = length_flag(case.facts)
+    value = "" if case.facts.extra.get("assumed") else f" {case.recipe.max_length}"
     return (
-        f"--max-length {case.recipe.max_length}: one sample of {case.longest} tokens needs "
+        f"{flag}{value}: one sample of {case.longest} tokens needs "
         f"{need / GIB:.1f} GiB on {case.device} with every measure allowed, and {limit / GIB:.1f} GiB may be "
-        "used; lower --max-length, take a smaller model or more memory"
+        f"used; lower {flag}, take a smaller model or more memory"
     )
 
 

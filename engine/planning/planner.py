@@ -47,6 +47,7 @@ from isobatch.models.head_chunks import chunk_bytes
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
+    from isobatch.engine.machine.ceilings import Ceilings
     from isobatch.engine.machine.hardware import Hardware
     from isobatch.engine.machine.history import Correction
     from isobatch.engine.planning.memory_model import ExecutionChoices
@@ -255,6 +256,7 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
     kept = {
         "memory": correction.memory,
         "seconds": correction.seconds,
+        "disturbed": case.ceilings.disturbed,
         "key": key,
         "kind": kind,
         "size": size,
@@ -287,14 +289,21 @@ def _basis(case: PlanningCase, correction: Correction) -> tuple[bool, str]:
     if correction.basis:
         return True, correction.basis
     if case.device == "cpu":
-        return True, (
-            "by this processor's measured rates"
-            if case.measured.ceilings
-            else "by a typical processor's rates"
-        )
+        return True, _basis_of_rates(case.measured.ceilings)
     if card in MEASURED:
         return True, f"constants were measured on {card}"
     return False, "uncalibrated: fitted to published figures, no measurement of ours stands behind it"
+
+
+def _basis_of_rates(measured: Ceilings | None) -> str:
+    if measured is None:
+        return "by a typical processor's rates"
+    if not measured.disturbed:
+        return "by this processor's measured rates"
+    return (
+        f"by this processor's rates, too low: other programs held {measured.waited:.0%} of it while they were"
+        " measured"
+    )
 
 
 def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:

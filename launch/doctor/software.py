@@ -101,7 +101,7 @@ def check_compile(answer: Answer) -> Check:
     name = "torch.compile"
     off = "--compile off trains without it; its message in full: TORCH_LOGS=+inductor"
     if answer.late:
-        return ok(name, f"{answer.error}, and no error so far: the first compilation is slow here")
+        return ok(name, f"not waited for: {answer.error}, as the first compilation is slow here")
     if answer.error:
         return warning(name, f"fails: {answer.error}", off)
     if answer.found["difference"] > 1e-5:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.planning.comparison import compare, format_comparison
 from isobatch.launch.planning.machines import HERE, parse_machine
@@ -40,7 +41,7 @@ def compare_targets(
     elif set(names) <= set(MODES):
         tables = _modes(words, request, options, names)
     else:
-        raise UserError(f"{flag}: compare machines or modes ({', '.join(MODES)}), not both at once")
+        raise UserError(f"{flag}: {_why_neither(names)}")
     results = {column: compare(flag, targets, prices, deadline) for column, targets in tables.items()}
     if "scheme" in results:
         results["scheme"] = results["scheme"].ranked()
@@ -50,6 +51,14 @@ def compare_targets(
     else:
         print("\n\n".join(format_comparison(found, column) for column, found in results.items()))
     return 0
+
+
+def _why_neither(names: Sequence[str]) -> str:
+    """Why names, some of them of modes, cannot be compared."""
+    for name in (name for name in names if name not in MODES):
+        if hint := nearest_hint(name, MODES):
+            return f"{name} is no mode{hint}"
+    return f"compare machines or modes ({', '.join(MODES)}), not both at once"
 
 
 def _machines(request: Request, options: PlanCommandOptions, names: Sequence[str]) -> list[Target]:

@@ -16,6 +16,7 @@ from isobatch.engine.loading.data_rate import DataRate, measure_data_rate
 from isobatch.engine.loading.prepare import cache_folder
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.machine.history import machine_record
+from isobatch.engine.planning.explanations import length_flag
 from isobatch.engine.planning.kept_choices import plan_with_kept
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import Workload
@@ -204,7 +205,7 @@ def _smaller(target: Target) -> Iterator[tuple[str, Target]]:
     while length >= SHORTEST and not _fits(cut := _with_length(target, length)):
         length //= 2
     if length >= SHORTEST:
-        yield f"--max-length {length}", cut
+        yield f"{length_flag(target.facts)} {length}", cut
 
 
 def _with_length(target: Target, length: int) -> Target:

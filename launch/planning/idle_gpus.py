@@ -25,7 +25,7 @@ LEAST_GAIN = 1.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdleGpus:
-    """A scale of the global batch at which more GPUs would work."""
+    """A scale of the global batch at which more GPUs would work; 1 where none would make the run faster."""
 
     devices: int
     used: int
@@ -40,13 +40,18 @@ class IdleGpus:
 
     @property
     def flags(self) -> str:
-        """What to add to the command line."""
+        """What to add to the command line; empty at scale 1."""
+        if self.scale == 1:
+            return ""
         steps = f" --steps {','.join(map(str, self.steps))}" if self.steps else ""
         return f"--scale-batch {self.scale} --lr-rule sqrt{steps}"
 
     def sentence(self) -> str:
         """What a plan says first."""
         idle = self.devices - self.used
+        if self.scale == 1:
+            time = short_duration(self.seconds)
+            return f"{idle} of {self.devices} GPUs idle: no larger batch makes this run of {time} faster"
         rest = self.devices - self.scaled_used
         some = f" on {self.scaled_used} GPUs" if rest else ""
         return (
@@ -69,7 +74,7 @@ class IdleGpus:
 
 
 def find_idle_gpus(target: Target, plan: Plan, model_size: ModelSize) -> IdleGpus | None:
-    """The smallest scale that uses the most GPUs; None where none idles, or no scale would be faster.
+    """The smallest scale that uses the most GPUs; None where none idles.
 
     An epoch keeps at least one whole batch.
     """
@@ -95,7 +100,12 @@ def find_idle_gpus(target: Target, plan: Plan, model_size: ModelSize) -> IdleGpu
             )
         if found.processes == devices:
             break
-    return best if best and best.scaled_seconds * LEAST_GAIN <= now else None
+    if best and best.scaled_seconds * LEAST_GAIN <= now:
+        return best
+    return IdleGpus(
+        devices=devices, used=plan.processes, scale=1, seconds=now, scaled_seconds=now,
+        scaled_used=plan.processes,
+    )  # fmt: skip
 
 
 def _seconds(target: Target, plan: Plan, size: ModelSize) -> float:

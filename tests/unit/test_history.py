@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import hashlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +24,6 @@ from isobatch.engine.planning.corrections import measured_run
 from isobatch.engine.planning.memory_model import CONTEXT_BYTES
 from isobatch.engine.planning.planner import make_plan
 from isobatch.models.base import ModelSize
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HERE = Hardware(kind="cpu", cpus=2, ram_bytes=24 * 2**30, source="detected")
 FACTS = Facts(fingerprint="x", folder="", samples={"train": 1000}, lengths=(32, 64, 128))
@@ -57,6 +59,48 @@ def test_ceilings_are_measured_once_and_read_afterwards(
     assert ceilings.ceilings_of(dataclasses.replace(HERE, cpus=4), tmp_path) == rates, "other cores"
     assert len(calls) == 2
     assert ceilings.ceilings_of(dataclasses.replace(HERE, source="asked"), tmp_path) is None
+
+
+def test_disturbed_rates_are_measured_again_later_and_the_best_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typical = typical_ceilings(2)
+    slow = dataclasses.replace(typical, gelu=typical.gelu / 3, call_seconds=1.0, waited=0.4)
+    mixed = dataclasses.replace(slow, gelu=2 * typical.gelu, adamw=1.0, waited=0.2)
+    found = iter([slow, mixed, typical])
+    monkeypatch.setattr(ceilings, "measure", lambda _: next(found))
+    assert ceilings.ceilings_of(HERE, tmp_path) == slow
+    assert ceilings.ceilings_of(HERE, tmp_path) == slow, "not at once"
+    file = next(tmp_path.iterdir())
+
+    def later() -> Ceilings | None:
+        os.utime(file, (0, 0))
+        return ceilings.ceilings_of(HERE, tmp_path)
+
+    best = dataclasses.replace(slow, gelu=2 * typical.gelu, waited=0.2)
+    assert later() == best
+    assert later() == dataclasses.replace(typical, gelu=2 * typical.gelu)
+    assert later() is not None, "kept from now on: there is no fourth measurement"
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no such account")
+def test_other_programs_are_noticed() -> None:
+    """Threads that share one core wait for each other as they would for other programs."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        before = ceilings.scheduled()
+        threads = [threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 300_000))
+                   for _ in range(2)]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)
+        ran, waited = (now - then for now, then in zip(ceilings.scheduled(), before, strict=True))
+        for thread in threads:
+            thread.join()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert waited / (ran + waited) > ceilings.DISTURBED
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"matmul": [1], "matmul_bf16": [1]}', "[1, 2]", "null"])

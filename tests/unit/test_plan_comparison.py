@@ -51,7 +51,8 @@ def compared(*machines: str, price: Prices | None = None, deadline: float | None
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("6h", 21600), ("90m", 5400), ("1d12h", 129600), ("1.5h", 5400), ("1h30m", 5400)]
+    ("text", "seconds"),
+    [("6h", 21600), ("90m", 5400), ("1d12h", 129600), ("1.5h", 5400), ("1h30m", 5400), ("5s", 5)],
 )
 def test_a_duration_has_units(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
@@ -130,14 +131,14 @@ def test_the_cheapest_in_time_is_named() -> None:
 def test_one_that_does_not_fit_says_why_beside_those_that_do() -> None:
     found = compare("--compare", [target("rtx3050-laptop", 8192), target("h100", 8192)], None, None)
     assert [e.fits for e in found.estimates] == [False, True]
-    assert "rtx3050-laptop: --max-length 8192: one sample of" in format_comparison(found, "machine")
+    assert "rtx3050-laptop: --assume-length: one sample of" in format_comparison(found, "machine")
     row = found.to_dict()["rows"][0]
     assert (row["fits"], row["run_seconds"], row["cost"]) == (False, None, None)
 
 
 def test_what_fits_nowhere_says_what_would_have_to_shrink() -> None:
     long = [target(machine, 200_000) for machine in ("t4", "rtx3050-laptop")]
-    with pytest.raises(UserError, match=r"fits none of them; t4: .* it fits with .*--max-length") as caught:
+    with pytest.raises(UserError, match=r"fits none of them; t4: .* it fits with .*--assume-length") as caught:
         compare("--compare t4,rtx3050-laptop", long, None, None)
     length = int(str(caught.value).rpartition(" ")[2])
     assert estimate(target("t4", length), None).fits
@@ -175,6 +176,17 @@ def test_a_length_in_steps_shrinks_with_the_batch() -> None:
     idle = find_idle_gpus(small, found.plan, found.model_size)
     assert idle is not None
     assert f"--steps {-(-400 // idle.scale)}" in idle.sentence()
+
+
+def test_a_run_too_short_for_more_gpus_says_so() -> None:
+    short = target("8xa100-80gb", batch_size=8, steps=[2])
+    found = estimate(short, None)
+    assert found.plan
+    assert found.model_size
+    idle = find_idle_gpus(short, found.plan, found.model_size)
+    assert idle is not None
+    assert (idle.scale, idle.flags) == (1, "")
+    assert "GPUs idle: no larger batch makes this run of" in idle.sentence()
 
 
 @pytest.mark.parametrize(("machine", "batch"), [("h100", 8), ("cpu:2x24gb", 8), ("8xh100", 4096)])
