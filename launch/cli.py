@@ -6,10 +6,12 @@ import importlib
 import io
 import itertools
 import os
+import platform
 import sys
 import time
 import traceback
 import warnings
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, STOPPED, WRONG_INPUT, UserCodeError
@@ -136,6 +138,8 @@ def main(words: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, about each other
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return guarded(_print_usage)
+    if arguments[0] in ("--version", "-V", "version"):
+        return guarded(_print_version)
     name = ALIASES.get(arguments[0], arguments[0])
     if name in TRAINS:
         end_early_on_signals()
@@ -164,6 +168,12 @@ def usage() -> str:
 
 def _print_usage() -> int:
     print(usage())
+    return 0
+
+
+def _print_version() -> int:
+    libraries = " ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
+    print(f"isobatch {version('isobatch')} ({libraries}, Python {platform.python_version()})")
     return 0
 
 

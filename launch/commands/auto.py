@@ -16,7 +16,7 @@ from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
-from isobatch.launch.local.arguments import parse_request, sort_flags, split_words, task_name
+from isobatch.launch.local.arguments import parse_request, request_text, sort_flags, split_words, task_name
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train, launch_run
 from isobatch.launch.local.run_setup import (
     locate_data,
@@ -26,6 +26,7 @@ from isobatch.launch.local.run_setup import (
     store_plan,
 )
 from isobatch.launch.planning.batch_scaling import with_automatic_scale
+from isobatch.launch.planning.targets import PlanCommandOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +43,13 @@ def auto(words: Sequence[str]) -> int:
         return compress(words)
     request = with_automatic_scale(parse_request(words, "auto", AutoOptions))
     options = AutoOptions(**request.extra)
+    if options.dump_config:
+        print(request_text(request))
+        return DONE
+    if options.dry_run:
+        from isobatch.launch.commands.plan import show_plan
+
+        return show_plan(request, PlanCommandOptions(json=options.json))
     if options.seeds > 1:
         from isobatch.launch.commands.seeds import train_seeds
 

@@ -12,7 +12,7 @@ from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import CHAINS, TASKS, workload
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.local.arguments import BatchScaling, command_options, split_words
+from isobatch.launch.local.arguments import BatchScaling, FlagFiles, command_options, split_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,9 @@ def describe(words: Sequence[str]) -> int:
         raise UserError("describe: name one task, as in: describe causal-lm (`tasks` lists them)")
     chosen = workload(positional[0])
     groups = {
-        "recipe: what is learnt": flags_of(Recipe, "recipe") | flags_of(BatchScaling, "recipe"),
+        "recipe: what is learnt": flags_of(Recipe, "recipe")
+        | flags_of(BatchScaling, "recipe")
+        | flags_of(FlagFiles, "recipe"),
         f"recipe of {chosen.name}": chosen.option_flags(),
         "plan: how fast": flags_of(PlanOptions, "plan"),
         "run: where it is kept": flags_of(RunOptions, "run"),

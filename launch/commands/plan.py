@@ -14,7 +14,7 @@ from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.explanations import fixed_loader_settings
 from isobatch.engine.planning.planner import batch_size_frontier
 from isobatch.engine.planning.reading import reading_alternatives
-from isobatch.launch.local.arguments import parse_request
+from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.compare import compare_targets
 from isobatch.launch.planning.critical_batch import print_critical_batch, run_of_critical_batch
@@ -48,7 +48,11 @@ def plan(words: Sequence[str]) -> int:
     if (place := run_of_critical_batch(words)) is not None:
         return print_critical_batch(place, words)
     request = parse_request(words, "plan", PlanCommandOptions)
-    options = PlanCommandOptions(**request.extra)
+    return show_plan(request, PlanCommandOptions(**request.extra), words)
+
+
+def show_plan(request: Request, options: PlanCommandOptions, words: Sequence[str] = ()) -> int:
+    """Print the plan of a request. `words`: those typed, from which --compare makes its variants."""
     prices, deadline = parse_prices(options.price), parse_deadline(options.deadline)
     machine = parse_machine(options.hardware or HERE, "--hardware")
     if request.automatic_scale and options.compare:

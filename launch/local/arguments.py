@@ -23,6 +23,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import Workload, workload
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.local.words.config_files import config_text, flags_of_files, join
 from isobatch.launch.local.words.foreign_words import our_name, spelling, translate, words_for
 from isobatch.launch.local.words.sweeps import combinations
 
@@ -44,6 +45,16 @@ class BatchScaling:
     gradient_accumulation_steps: number_ranges.Positive | None = None
     """Multiplies the batch: --per-device-batch-size, or --batch-size, which then is the batch of one of so
     many steps. (The plan accumulates as it needs, whatever is asked.)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlagFiles:
+    """Flags that name a file of flags; those on the command line come before its own."""
+
+    config: str | None = None
+    """A YAML or JSON file of flags, as --dump-config prints; a run's recipe.json is one."""
+    like: str | None = None
+    """A run, whose recipe is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +153,10 @@ def command_options(flags: Mapping[str, str], kind: type, command: str) -> Any:
 
 
 def task_name(words: Sequence[str]) -> str:
-    """The value of --task in lower case; empty where there is none."""
-    return split_words(words)[1].get("task", "").replace("_", "-").lower()
+    """The value of --task in lower case, typed or in a file; empty where there is none."""
+    flags = split_words(words)[1]
+    task = flags.get("task") or flags_of_files(flags)[1].get("task", "")
+    return task.replace("_", "-").lower()
 
 
 def known_flags(task: str) -> set[str]:
@@ -156,7 +169,7 @@ def parse_request(words: Sequence[str], command: str, options_class: type | None
 
     `options_class`: dataclass of the command's own flags, for `Request.extra`. Raises UserError.
     """
-    chosen, flags = _task_and_flags(words, command)
+    chosen, flags = _task_and_flags(words, command, options_class)
     return _request(chosen, flags, command, options_class)
 
 
@@ -166,23 +179,32 @@ def parse_sweep(
     """As `parse_request`, where a flag of the recipe may list several values: (request, names of those flags)
     for each combination. Raises UserError.
     """
-    chosen, flags = _task_and_flags(words, command)
+    chosen, flags = _task_and_flags(words, command, options_class)
     groups = _groups(chosen, command, options_class)
     known = {name for names in groups.values() for name in names}
     found = combinations(flags, {**groups["recipe"], **groups["options"]}, lambda name: our_name(name, known))
     return [(_request(chosen, one.flags, command, options_class), one.swept) for one in found]
 
 
-def _task_and_flags(words: Sequence[str], command: str) -> tuple[Workload, dict[str, str]]:
-    """The workload that --task names, and all flags as they were written. Raises UserError."""
+def _task_and_flags(
+    words: Sequence[str], command: str, options_class: type | None
+) -> tuple[Workload, dict[str, str]]:
+    """The workload that --task names, and all flags as they were written, with those of a file below them.
+
+    Raises UserError.
+    """
     positional, flags = split_words(words)
     if positional:
         raise UserError(
             f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes"
         )
-    if isinstance(flags.get("task", BareValue()), BareValue):
+    file, base = flags_of_files(flags)
+    task = flags.get("task", base.get("task", BareValue()))
+    if isinstance(task, BareValue):
         raise UserError(f"{command}: needs --task NAME (`tasks` lists them)")
-    return workload(flags["task"]), flags
+    chosen = workload(task)
+    known = {name for names in _groups(chosen, command, options_class).values() for name in names}
+    return chosen, join(file, base, flags, known)
 
 
 def _request(chosen: Workload, flags: Mapping[str, str], command: str, options_class: type | None) -> Request:
@@ -203,6 +225,20 @@ def _request(chosen: Workload, flags: Mapping[str, str], command: str, options_c
     request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes, rule)
     check_request(request)
     return request
+
+
+def request_text(request: Request) -> str:
+    """The request as a file for --config: all of its recipe, and options that differ from their defaults."""
+    groups = _groups(request.workload, "auto", None)
+    recipe = {name: getattr(request.recipe, name) for name in groups["recipe"]}
+    shown = [
+        ("recipe: what is learnt", groups["recipe"], recipe),
+        (f"recipe of {request.workload.name}", groups["options"], request.recipe.options),
+    ]
+    for title, group, options in (("plan: how fast", "plan", request.plan), ("run", "run", request.run)):
+        changed = {n: f for n, f in groups[group].items() if getattr(options, n) != f.default}
+        shown.append((title, changed, {name: getattr(options, name) for name in changed}))
+    return config_text(group for group in shown if group[1])
 
 
 def check_request(request: Request) -> None:
@@ -233,6 +269,7 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> dict[
         "plan": flags_of(PlanOptions, "plan"),
         "run": flags_of(RunOptions, "run"),
         "scaling": flags_of(BatchScaling, "recipe"),
+        "files": flags_of(FlagFiles, "recipe"),
         "command": flags_of(options_class, command) if options_class else {},
     }
 

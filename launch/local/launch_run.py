@@ -37,6 +37,10 @@ class AutoOptions(TrustOptions):
     """At the end, summary.json on standard output."""
     seeds: number_ranges.Positive = 1
     """Train so often, with --seed and the numbers after it, and give mean and deviation of the metrics."""
+    dry_run: bool = False
+    """Train nothing: show the plan, as `plan` does."""
+    dump_config: bool = False
+    """Train nothing: print all flags with their values, as a file for --config."""
 
 
 def find_or_train(

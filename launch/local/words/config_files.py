@@ -1,0 +1,154 @@
+"""Flags from files: `--config run.yaml`, and `--like RUN`, the recipe of a run.
+
+A file holds flags by name, of isobatch or of the tools whose words it understands, each value as it would be
+typed. A run's recipe.json is one too. What stands on the command line comes before what a file says.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.flags import BareValue, Flag, nearest_hint, to_json_value
+from isobatch.core.recipe import Recipe
+from isobatch.launch.local.words.foreign_words import translate, words_for
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+RECIPE_FILE = "recipe.json"
+INSTEAD = {"epochs": "steps", "steps": "epochs"}
+"""A flag that is typed -> the flag of a file that it replaces, because the two exclude each other."""
+NOTHING = ("null", "~", "")
+
+
+def flags_of_files(flags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """(the file that --config or --like among these flags names, its flags as text); empty where neither is.
+
+    Raises UserError.
+    """
+    config, like = flags.get("config"), flags.get("like")
+    if config is not None and like is not None:
+        raise UserError("--config and --like both say where flags come from: give one of them")
+    if config is None and like is None:
+        return "", {}
+    name, value = ("--config", config) if like is None else ("--like", like)
+    if value is None or isinstance(value, BareValue):
+        raise UserError(f"{name}: needs a value")
+    path = Path(value).expanduser()
+    if name == "--like":
+        path /= RECIPE_FILE
+        if not path.is_file():
+            raise UserError(f"--like {value}: is no folder of a run")
+    return str(path), read_flags(path)
+
+
+def read_flags(path: Path) -> dict[str, str]:
+    """The flags of a YAML or JSON file, by name with `_`, every value as text. Raises UserError."""
+    values = _read_mapping(path)
+    if "task" in values and isinstance(values.get("options"), dict):  # recipe.json of a run
+        return flags_of_recipe(Recipe.from_dict(atomic_files.read_json(path)))
+    found = {}
+    for name, value in values.items():
+        text = _as_text(f"--config {path}: {name}", value)
+        if text is not None:
+            found[str(name).lstrip("-").replace("-", "_")] = text
+    return found
+
+
+def _read_mapping(path: Path) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        # No type is guessed: 1e-3, on and 007 stay as they are written.
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except FileNotFoundError:
+        raise UserError(f"--config {path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UserError(
+            f"--config {path}{where}: {getattr(error, 'problem', None) or 'is no YAML'}"
+        ) from None
+    if not isinstance(found, dict):
+        raise UserError(f"--config {path}: holds no lines such as lr: 1e-3")
+    return found
+
+
+def _as_text(where: str, value: Any) -> str | None:
+    """A value as it would be typed; None where the file leaves it open."""
+    if isinstance(value, dict):
+        raise UserError(f"{where}: holds names of its own; write each flag by itself, as in lr: 1e-3")
+    if isinstance(value, list):
+        return ",".join(str(_as_text(where, item)) for item in value)
+    return None if str(value) in NOTHING else str(value)
+
+
+def flags_of_recipe(recipe: Recipe) -> dict[str, str]:
+    """The recipe's values as text; those that are open are left out."""
+    values = {name: value for name, value in recipe.to_dict().items() if name in _RECIPE_FLAGS}
+    return {name: value_text(v) for name, v in {**values, **recipe.options}.items() if v is not None}
+
+
+_RECIPE_FLAGS = set(Recipe.__dataclass_fields__) - {"options", "scaled_from", "rules"}
+
+
+def value_text(value: Any) -> str:
+    """A value of a flag as it would be typed."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    value = to_json_value(value)
+    if isinstance(value, list):
+        return ",".join(map(value_text, value))
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def join(
+    file: str, base: Mapping[str, str], typed: Mapping[str, str], known: Collection[str]
+) -> dict[str, str]:
+    """The flags of a file with those that were typed over them. `known`: our names of flags.
+
+    Raises UserError for a name in the file that nobody knows.
+    """
+    taken = {ours for name, value in typed.items() for ours in _our_names(name, value, known)}
+    taken |= {INSTEAD[name] for name in taken & INSTEAD.keys()}
+    words = {*known, *words_for(known)}
+    kept = {}
+    for name, value in base.items():
+        if name not in words:
+            raise UserError(f"{file}: {name} is no flag here{nearest_hint(name, sorted(words))}")
+        if not taken & _our_names(name, value, known):
+            kept[name] = value
+    return {**kept, **typed}
+
+
+def _our_names(name: str, value: str, known: Collection[str]) -> set[str]:
+    return set(translate({name: value}, known).flags)
+
+
+def config_text(groups: Iterable[tuple[str, Mapping[str, Flag], Mapping[str, Any]]]) -> str:
+    """A file for --config. `groups`: (title, flags, their values); values that are None stand as remarks."""
+    lines: list[str] = []
+    for title, flags, values in groups:
+        lines += ["", f"# {title}"] if lines else [f"# {title}"]
+        for name, flag in flags.items():
+            value = values.get(name, flag.default)
+            text = f"# {name}:" if value is None else f"{name}: {_scalar(value_text(value))}"
+            lines.append(f"{text:<28}  # {flag.help}" if flag.help else text)
+    return "\n".join(lines)
+
+
+def _scalar(text: str) -> str:
+    """The text as YAML, in quotes only where it needs them."""
+    import yaml
+
+    try:
+        plain = yaml.load(f"key: {text}  # remark", Loader=yaml.BaseLoader) == {"key": text}
+    except yaml.YAMLError:
+        plain = False
+    return text if plain and text not in NOTHING else json.dumps(text)
