@@ -171,6 +171,8 @@ def _become(asked: dict[str, Any], files: list[int], client: str) -> int:
     for target, file in zip((1, 2), files, strict=True):
         os.dup2(file, target)
         os.close(file)
+    # A stream remembers what it was opened on: whether it may seek, for one.
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["cwd"])

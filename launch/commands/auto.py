@@ -16,7 +16,7 @@ from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
-from isobatch.launch.local.arguments import parse_request, request_text, sort_flags, split_words, task_name
+from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train, launch_run
 from isobatch.launch.local.run_setup import (
     locate_data,
@@ -31,6 +31,8 @@ from isobatch.launch.planning.targets import PlanCommandOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isobatch.launch.local.arguments import Request
+
 
 def auto(words: Sequence[str]) -> int:
     """Usage: auto --task TASK [flags]. Without --data the task's demo runs. Try: auto --task causal-lm
@@ -41,8 +43,14 @@ def auto(words: Sequence[str]) -> int:
         from isobatch.launch.commands.compress import compress
 
         return compress(words)
-    request = with_automatic_scale(parse_request(words, "auto", AutoOptions))
-    options = AutoOptions(**request.extra)
+    points = parse_sweep(words, "auto", AutoOptions)
+    options = AutoOptions(**points[0][0].extra)
+    if len(points) > 1:
+        from isobatch.launch.sweeps.sweep import train_sweep
+
+        _refuse_with_a_sweep(points[0][0], options)
+        return train_sweep(points, options)
+    request = with_automatic_scale(points[0][0])
     if options.dump_config:
         print(request_text(request))
         return DONE
@@ -51,11 +59,24 @@ def auto(words: Sequence[str]) -> int:
 
         return show_plan(request, PlanCommandOptions(json=options.json))
     if options.seeds > 1:
-        from isobatch.launch.commands.seeds import train_seeds
+        from isobatch.launch.sweeps.seeds import train_seeds
 
         return train_seeds(request, options.seeds, options.json)
     run, verdict = find_or_train(request, trust=options.trust)
     return _print_result(run, verdict.code, options)
+
+
+def _refuse_with_a_sweep(request: Request, options: AutoOptions) -> None:
+    """Raises UserError for flags that are about one run."""
+    if options.seeds > 1:
+        raise UserError(
+            f"--seeds {options.seeds}: a list makes a run for each value; give --seed 0-2 with it"
+        )
+    if options.dump_config or options.dry_run:
+        word = "--dump-config" if options.dump_config else "--dry-run"
+        raise UserError(f"{word}: is about one run; give each flag one value")
+    if request.automatic_scale:
+        raise UserError("--scale-batch auto: finds the scale of one run; give a number with a list")
 
 
 def resume(words: Sequence[str]) -> int:

@@ -80,6 +80,7 @@ ROOMS: dict[str, set[str]] = {
     "launch.report": {
         *("core", "models", "engine", "engine.machine", "engine.runs", "engine.training", "launch.local"),
     },
+    "launch.sweeps": {"core", "engine.runs", "launch.local", "launch.local.words", "launch.report"},
     "launch.measuring": {
         *("core", "models", "engine.distributed", "engine.loading", "engine.machine", "engine.planning"),
         *("engine.profiling", "engine.runs", "engine.training", "launch.local", "launch.report"),
@@ -96,7 +97,7 @@ ROOMS: dict[str, set[str]] = {
         ),
         "launch.local",
     },
-    "launch.slurm.submission": {"core", "launch.local", "launch.local.words"},
+    "launch.slurm.submission": {"core", "launch.local", "launch.sweeps"},
     "launch.slurm": {
         *(
             "core",
@@ -140,6 +141,7 @@ ROOMS: dict[str, set[str]] = {
             "launch.local.words",
             "launch.planning",
             "launch.report",
+            "launch.sweeps",
         ),
     },
     "benchmarks": {

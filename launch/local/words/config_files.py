@@ -64,7 +64,7 @@ def _read_mapping(path: Path) -> dict[Any, Any]:
 
     try:
         # No type is guessed: 1e-3, on and 007 stay as they are written.
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        found = yaml.BaseLoader(path.read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
         raise UserError(f"--config {path}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -148,7 +148,7 @@ def _scalar(text: str) -> str:
     import yaml
 
     try:
-        plain = yaml.load(f"key: {text}  # remark", Loader=yaml.BaseLoader) == {"key": text}
+        plain = yaml.BaseLoader(f"key: {text}  # remark").get_single_data() == {"key": text}
     except yaml.YAMLError:
         plain = False
     return text if plain and text not in NOTHING else json.dumps(text)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
-from isobatch.launch.local.words.sweeps import label
 from isobatch.launch.slurm.submission.slurm_words import parse_array
+from isobatch.launch.sweeps.points import distinct, labelled, named, with_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,30 +25,19 @@ def numbered(points: Sequence[tuple[Request, tuple[str, ...]]], array: str | Non
 
     A task has its seed as its number where only seeds differ, else they are counted from 0.
     """
-    points = list({request.recipe.hash(): (request, swept) for request, swept in reversed(points)}.values())
-    points.reverse()  # of equal values, however they are spelt, the first stays
+    points = distinct(points)
     if array is None and len(points) == 1:
         return {0: points[0][0]}
     if array is not None and not points[0][1]:
-        return {seed: _named(_with_seed(points[0][0], seed), str(seed)) for seed in parse_array(array)}
+        return {seed: named(with_seed(points[0][0], seed), str(seed)) for seed in parse_array(array)}
     if array is not None:
         seeds = parse_array(array)
-        points = [(_with_seed(r, seed), (*swept, "seed")) for r, swept in points for seed in seeds]
-    requests = [_named(request, label(request.recipe, swept)) for request, swept in points]
+        points = [(with_seed(r, seed), (*swept, "seed")) for r, swept in points for seed in seeds]
+    requests = [labelled(point) for point in points]
     seeds = [request.recipe.seed for request in requests]
     if set(points[0][1]) == {"seed"} and max(seeds) <= MAX_INDEX:
         return dict(zip(seeds, requests, strict=True))
     return dict(enumerate(requests))
-
-
-def _with_seed(request: Request, seed: int) -> Request:
-    return dataclasses.replace(request, recipe=dataclasses.replace(request.recipe, seed=seed))
-
-
-def _named(request: Request, ending: str) -> Request:
-    """With the ending behind --name; a run without a name is called after its recipe."""
-    name = f"{request.run.name}-{ending}" if request.run.name else None
-    return dataclasses.replace(request, run=dataclasses.replace(request.run, name=name))
 
 
 def array_text(numbers: Iterable[int], limit: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
 from isobatch.launch.local.launch_run import find_or_train
+from isobatch.launch.sweeps.points import named, with_seed
 
 if TYPE_CHECKING:
     from isobatch.launch.local.arguments import Request
@@ -23,7 +23,7 @@ def train_seeds(request: Request, count: int, as_json: bool) -> int:
     """
     runs = []
     for seed in range(request.recipe.seed, request.recipe.seed + count):
-        run, verdict = find_or_train(with_seed(request, seed))
+        run, verdict = find_or_train(named(with_seed(request, seed), f"seed{seed}"))
         if verdict.code != DONE:
             return verdict.code
         runs.append(run)
@@ -32,14 +32,6 @@ def train_seeds(request: Request, count: int, as_json: bool) -> int:
     atomic_files.write_json(runs[0].folder / FILE_NAME, result)
     print(atomic_files.json_text(result) if as_json else _format_result(result))
     return DONE
-
-
-def with_seed(request: Request, seed: int) -> Request:
-    """The request with another seed, and a run name that says it."""
-    recipe = dataclasses.replace(request.recipe, seed=seed)
-    name = request.run.name
-    run = dataclasses.replace(request.run, name=f"{name}-seed{seed}" if name else None)
-    return dataclasses.replace(request, recipe=recipe, run=run)
 
 
 def aggregate(metrics: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

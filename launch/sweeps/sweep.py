@@ -1,0 +1,149 @@
+"""`auto --lr 1e-3,3e-3 --seed 0-2`: a run for each combination, then a table, a plot and sweep.json.
+
+Called again, it goes on where it was stopped. Seeds of one setting are one row: mean and deviation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import DONE, STOPPED
+from isobatch.core.flags import to_json_value
+from isobatch.core.measures import printable
+from isobatch.engine.runs.run_folder import run_name
+from isobatch.launch.local.launch_run import find_or_train
+from isobatch.launch.sweeps.plot import write_plot
+from isobatch.launch.sweeps.points import distinct, labelled
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from isobatch.core.recipe import Recipe
+    from isobatch.launch.local.launch_run import AutoOptions
+    from isobatch.launch.sweeps.points import Point
+
+FILE_NAME = "sweep.json"
+SEED = "seed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A run of a sweep that came to its end, whatever that was."""
+
+    values: dict[str, Any]
+    """Swept flag -> its value."""
+    folder: Path
+    code: int
+    metrics: dict[str, Any]
+
+
+def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
+    """Train a run for each point, one after the other; returns the exit code.
+
+    A run that fails is shown as failed, and the others go on; a stop ends the sweep.
+    """
+    points = distinct(points)
+    monitor = points[0][0].workload.task.monitor
+    trained = []
+    for number, point in enumerate(points, 1):
+        request, swept = labelled(point), point[1]
+        values = {name: to_json_value(_value(request.recipe, name)) for name in swept}
+        if not request.run.quiet:
+            shown = " ".join(f"{name} {value}" for name, value in values.items())
+            print(printable(f"run {number} of {len(points)}: {shown}"), file=sys.stderr)
+        run, verdict = find_or_train(request, trust=options.trust)
+        if verdict.code == STOPPED:
+            return STOPPED
+        metrics = (run.summary() or {}).get("metrics", {}) if verdict.code == DONE else {}
+        trained.append(Trained(values=values, folder=run.folder, code=verdict.code, metrics=metrics))
+    folder = _folder(points)
+    found = summary(trained, *monitor)
+    atomic_files.write_json(folder / FILE_NAME, found)
+    write_plot(found, folder)
+    print(atomic_files.json_text(found) if options.json else f"{format_sweep(found)}\n\n{folder}")
+    return max(one.code for one in trained)
+
+
+def _value(recipe: Recipe, name: str) -> Any:
+    return getattr(recipe, name) if hasattr(recipe, name) else recipe.options[name]
+
+
+def _folder(points: Sequence[Point]) -> Path:
+    """The folder of the sweep, beside its runs; made if it is not there."""
+    hashes = " ".join(request.recipe.hash() for request, _ in points)
+    run = points[0][0].run
+    task = run_name(points[0][0].recipe).rpartition("-")[0]
+    name = run.name or f"{task}-{hashlib.sha256(hashes.encode()).hexdigest()[:12]}"
+    folder = Path(run.out).expanduser() / f"sweep-{name}"
+    with atomic_files.explain_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def summary(trained: Sequence[Trained], metric: str, direction: str) -> dict[str, Any]:
+    """The answer of --json: a row for each setting, and the best of them by the task's own metric."""
+    settings: dict[tuple[Any, ...], list[Trained]] = {}
+    for one in trained:
+        key = tuple(v for name, v in one.values.items() if name != SEED) or (one.values.get(SEED),)
+        settings.setdefault(key, []).append(one)
+    if set(trained[0].values) == {SEED}:  # only seeds: each is a row
+        rows = [_row([one], one.values) for one in trained]
+    else:
+        rows = [
+            _row(group, {n: v for n, v in group[0].values.items() if n != SEED})
+            for group in settings.values()
+        ]
+    known = [row for row in rows if math.isfinite(row["metrics"].get(metric, math.nan))]
+    choose = max if direction == "max" else min
+    best = choose(known, key=lambda row: row["metrics"][metric], default=None)
+    return {"metric": metric, "direction": direction, "rows": rows, "best": best}
+
+
+def _row(group: Sequence[Trained], values: Mapping[str, Any]) -> dict[str, Any]:
+    done = [one for one in group if one.code == DONE]
+    names = [n for n, v in (done[0].metrics if done else {}).items() if isinstance(v, float | int)]
+    columns = {name: [one.metrics[name] for one in done if name in one.metrics] for name in names}
+    return {
+        "values": dict(values),
+        "runs": [str(one.folder) for one in group],
+        "failed": len(group) - len(done),
+        "metrics": {name: statistics.fmean(found) for name, found in columns.items()},
+        "deviations": {name: statistics.stdev(found) for name, found in columns.items() if len(found) > 1},
+    }
+
+
+def format_sweep(found: Mapping[str, Any]) -> str:
+    """The table: what was swept, the task's own metric first, and the others that are numbers."""
+    rows, metric = found["rows"], found["metric"]
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    names.sort(key=lambda name: name != metric)
+    swept = list(rows[0]["values"])
+    cells = [["", *swept, *names[:MOST_COLUMNS], "run"]]
+    for row in rows:
+        mark = "best" if row == found["best"] and len(rows) > 1 else ""
+        failed = f" ({row['failed']} failed)" if row["failed"] else ""
+        figures = [_figure(row, name) for name in names[:MOST_COLUMNS]]
+        cells.append(
+            [mark, *(str(row["values"][n]) for n in swept), *figures, Path(row["runs"][0]).name + failed]
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join(map(printable, lines))
+
+
+MOST_COLUMNS = 4
+"""Metrics that a table shows; sweep.json has all."""
+
+
+def _figure(row: Mapping[str, Any], name: str) -> str:
+    if name not in row["metrics"]:
+        return ""
+    text = f"{row['metrics'][name]:.4g}"
+    return f"{text} +- {row['deviations'][name]:.2g}" if name in row["deviations"] else text

@@ -1,0 +1,34 @@
+"""Sweeps by `auto`: a run for each value of a list, a table, a plot and sweep.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from isobatch.tests.integration.helpers import command, warm_command
+
+LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
+
+
+def test_each_list_makes_runs_a_table_and_a_plot(tmp_path: Path) -> None:
+    words = ["auto", "--task", LINE, "--lr", "1e-3,1e-2", "--seed", "0-1", "--steps", "5", "--name", "s"]
+    first = command(warm_command(*words), tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "run 4 of 4: lr 0.01 seed 1" in first.stderr
+    assert "+-" in first.stdout
+    assert "best" in first.stdout
+    folder = tmp_path / "runs" / "sweep-s"
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((folder / "sweep.json").read_text())["rows"]
+    assert [row["values"] for row in rows] == [{"lr": 0.001}, {"lr": 0.01}]
+    assert [Path(run).name for run in rows[0]["runs"]] == ["s-lr0.001-seed0", "s-lr0.001-seed1"]
+    again = command(warm_command(*words, "--quiet", "--json"), tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["rows"] == rows, "all are done: nothing is trained again"
+
+
+def test_a_run_that_fails_does_not_end_the_sweep(tmp_path: Path) -> None:
+    words = ["--lr", "1e30,1e-2", "--optimizer", "sgd", "--clip", "0", "--steps", "9", "--quiet", "--json"]
+    done = command(warm_command("auto", "--task", LINE, *words), tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert [row["failed"] for row in json.loads(done.stdout)["rows"]] == [1, 0]

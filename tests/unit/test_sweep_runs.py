@@ -1,0 +1,46 @@
+"""Tests of launch/sweeps: what the runs of a sweep came to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobatch.core.errors import UserError
+from isobatch.launch.commands.auto import auto
+from isobatch.launch.sweeps.sweep import Trained, format_sweep, summary
+
+LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
+
+
+def trained(code: int = 0, loss: float = 1.0, **values: Any) -> Trained:
+    name = "-".join(map(str, values.values()))
+    metrics = {"accuracy": 1 - loss, "loss": loss, "note": "text"} if code == 0 else {}
+    return Trained(values=values, folder=Path(name), code=code, metrics=metrics)
+
+
+def test_the_best_is_by_the_tasks_own_metric_and_direction() -> None:
+    runs = [trained(loss=0.5, lr=1), trained(loss=0.2, lr=2), trained(code=3, lr=3)]
+    assert summary(runs, "loss", "min")["best"]["values"] == {"lr": 2}
+    assert summary(runs, "loss", "max")["best"]["values"] == {"lr": 1}
+    assert summary(runs, "none", "max")["best"] is None
+    text = format_sweep(summary(runs, "accuracy", "max"))
+    assert text.splitlines()[0].split() == ["lr", "accuracy", "loss", "run"]
+    assert text.splitlines()[2].startswith("best")
+    assert "(1 failed)" in text.splitlines()[3]
+
+
+def test_seeds_alone_are_rows_and_beside_others_a_mean() -> None:
+    seeds = summary([trained(loss=0.5, seed=0), trained(loss=0.3, seed=1)], "loss", "min")
+    assert len(seeds["rows"]) == 2
+    both = summary([trained(loss=0.5, lr=1, seed=0), trained(loss=0.3, lr=1, seed=1)], "loss", "min")
+    (row,) = both["rows"]
+    assert row["metrics"]["loss"] == pytest.approx(0.4)
+    assert row["deviations"]["loss"] == pytest.approx(0.1 * 2**0.5)
+
+
+@pytest.mark.parametrize("words", ["--seeds 2", "--dry-run", "--dump-config", "--scale-batch auto"])
+def test_flags_about_one_run_are_refused(words: str) -> None:
+    with pytest.raises(UserError, match=r"one run|makes a run"):
+        auto(["--task", LINE, "--lr", "1e-3,1e-2", *words.split()])
