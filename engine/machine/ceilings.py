@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.engine.machine.core_wait import DISTURBED, CoreWait
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +35,6 @@ LARGE, SMALL = 16 * 2**20, 2**18
 """fp32 elements beyond the processor's caches, and within them."""
 CALLS, RECURRENT_STEPS, UPDATED = 20, 16, 2**22
 """Operations in a chain, tokens of a row, parameters of an update."""
-DISTURBED = 0.05
-"""Share of waiting for a core from which on rates are too low to be kept (idle machine: 0.01, one other
-program on two cores: 0.24)."""
 DISTURBED_SECONDS = 600.0
 """How long disturbed rates are used before they are measured once more."""
 
@@ -146,12 +144,12 @@ def measure(hardware: Hardware) -> Ceilings:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(hardware.cpus)
-    ran, waited = scheduled()
+    wait = CoreWait()
     try:
         seconds = _fastest({name: make() for name, make in _kernels().items()})
     finally:
         torch.set_num_threads(threads)
-    ran, waited = (now - before for now, before in zip(scheduled(), (ran, waited), strict=True))
+    waited = wait.share()
     flops = [2.0 * ROWS * width**2 for width in WIDTHS]
     return Ceilings(
         matmul=tuple(n / seconds[f"fp32 {width}"] for n, width in zip(flops, WIDTHS, strict=True)),
@@ -162,18 +160,8 @@ def measure(hardware: Hardware) -> Ceilings:
         call_seconds=seconds["calls"] / CALLS,
         recurrent_seconds=seconds["recurrent"] / RECURRENT_STEPS,
         adamw=UPDATED / seconds["adamw"],
-        waited=waited / max(ran + waited, 1e-9),
+        waited=waited,
     )
-
-
-def scheduled() -> tuple[float, float]:
-    """(seconds that this process's threads ran, seconds that they waited for a core); zeros if unknown."""
-    total = [0, 0]
-    for file in Path("/proc/self/task").glob("*/schedstat"):  # run time, wait time, slices: proc(5)
-        with contextlib.suppress(OSError, ValueError):  # a thread that ended
-            ran, waited, _ = map(int, file.read_text().split())
-            total = [total[0] + ran, total[1] + waited]
-    return total[0] / 1e9, total[1] / 1e9
 
 
 def _fastest(kernels: dict[str, Callable[[], object]]) -> dict[str, float]:

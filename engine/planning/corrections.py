@@ -54,11 +54,11 @@ def uncorrected_limit(case: PlanningCase, limit: float, correction: Correction) 
     return process + (limit - process) / correction.memory
 
 
-def measured_run(plan: Plan, peak: int, seconds: float) -> Measured | None:
-    """The row of a run for the history: its peak bytes and the median seconds of its steps.
+def measured_run(plan: Plan, peak: int, seconds: float | None) -> Measured | None:
+    """The row of a run for the history: its peak bytes and the median seconds of its steps, if they count.
 
     None where the plan was made without a key, or where the figures are below what the process itself takes.
-    A step that was predicted from rates that other programs disturbed says nothing: its old ratio stays.
+    Where other programs disturbed the steps, or the rates that predicted them, the old ratio stays.
     """
     if not plan.correction:
         return None
@@ -67,10 +67,12 @@ def measured_run(plan: Plan, peak: int, seconds: float) -> Measured | None:
     predicted = plan.predicted_step_seconds / plan.correction["seconds"]
     if min(corrected, predicted, peak - process) <= 0:
         return None
+    if seconds is None or plan.correction["disturbed"]:
+        seconds = plan.predicted_step_seconds
     return Measured(
         key=plan.correction["key"],
         kind=plan.correction["kind"],
         size=plan.correction["size"],
         memory=(peak - process) / corrected,
-        seconds=plan.correction["seconds"] if plan.correction["disturbed"] else seconds / predicted,
+        seconds=seconds / predicted,
     )

@@ -125,7 +125,7 @@ def why_checkpointing(case: PlanningCase, asked: PlanOptions, chosen: ParallelLa
 def why_samples(case: PlanningCase, asked: PlanOptions) -> str:
     batch = case.recipe.batch_size
     if asked.micro_batch is None:
-        return f"the global batch of {batch}: the budget in tokens is what limits"
+        return f"up to all {batch} of the global batch at once, as far as micro_batch_tokens allows"
     if asked.micro_batch > batch:
         return f"--micro-batch {asked.micro_batch} is more than the global batch of {batch}, so it is {batch}"
     return asked.why("micro_batch")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from isobatch.engine.machine.core_wait import DISTURBED
+
 DEVICE_USE, MEMORY, DATA_WAIT = 0.90, 0.80, 0.10
 """Targets: more of the device's time, less of its memory, less of a step."""
 PADDING, OPTIMIZER, HOST = 0.10, 0.05, 0.10
@@ -98,6 +100,8 @@ def targets(found: Findings) -> list[dict[str, Any]]:
     device = {"cuda": "the GPU", "cpu": "the cores", "mps": "the GPU"}[found["device"]]
     use, wait = found["device_use"], share_of_step(found, "data wait")
     text = f"{device} compute{'s' if device == 'the GPU' else ''} {use:.0%} of the time"
+    if (waited := found.get("core_wait", 0.0)) > DISTURBED:
+        text += f", and other programs held the cores for {waited:.0%} of it"
     rows = [
         _target("device use", use, use >= DEVICE_USE, text, "above 90 %"),
         _target("data wait", wait, wait <= DATA_WAIT, f"a step waits {wait:.0%} for its data", "below 10 %"),

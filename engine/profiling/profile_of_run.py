@@ -29,7 +29,10 @@ class ProfileOfRun:
             return None
         first, last = step_window(context.options.profile)
         if not start < first <= last <= stop:
-            context.console.say(f"--profile {first}:{last}: this stretch has the steps {start + 1} to {stop}")
+            context.console.say(
+                f"--profile {first}:{last}: phase {phase.schedule.name} is not profiled: it has the steps"
+                f" {start + 1} to {stop} here"
+            )
             return None
         profile = cls(context, phase, first, last)
         if first == start + 1:
@@ -53,5 +56,5 @@ class ProfileOfRun:
         for line in profile_lines(found):
             context.console.say(line)
         for row in found["advice"]:
-            context.console.say(f"  advice  {row['text']}: `profile` tries {row['measure']}")
+            context.console.say(f"  advice  {row['text']} ({row['measure']}: `profile` tries what applies)")
         context.console.say(f"profile of {found['steps']} steps: {folder}")

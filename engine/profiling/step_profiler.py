@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import now
+from isobatch.engine.machine.core_wait import CoreWait
 from isobatch.engine.profiling.memory import MemoryWatch
 from isobatch.engine.profiling.recorder import PARTS, Recorder
 from isobatch.engine.profiling.trace import Trace
@@ -52,12 +53,13 @@ class StepProfiler:
         self._watch: MemoryWatch | None = None
         self._works: list[Any] = []
         self._began = self._busy = 0.0
+        self._core_wait = CoreWait()
 
     def begin(self) -> None:
         """The step before the first has ended, or none was before it."""
         self._synchronize()
         self.recorder.start(self.device)
-        self._began, self._busy = now(), time.process_time()
+        self._began, self._busy, self._core_wait = now(), time.process_time(), CoreWait()
 
     def step_ended(self, number: int, work: Any) -> bool:
         """Step `number` of the phase ended, whose work was `work`; True after the last, with all findings."""
@@ -99,6 +101,7 @@ class StepProfiler:
             "parts": {name: fmean(step[name] for step in steps) for name in PARTS},
             "device": self.device.type,
             "device_use": min(1.0, busy / wall / self.cores),
+            "core_wait": self._core_wait.share(),
             "padding": fmean(work.padding for work in works),
             "micro_batches": micro_batches,
             "samples_per_micro_batch": own_samples / micro_batches,

@@ -27,6 +27,15 @@ def newest_rows(path: Path) -> list[dict[str, Any]]:
         return [row for line in stream.read().splitlines() if (row := parse_row(line)) is not None]
 
 
+def damaged_rows(path: Path) -> int:
+    """Whole lines of a log that are no rows; of a long log, in its first WHOLE_BYTES."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as stream:
+        lines = stream.read(WHOLE_BYTES).split(b"\n")[:-1]
+    return sum(parse_row(line) is None for line in lines)
+
+
 def last_row_before(path: Path, offset: int) -> dict[str, Any] | None:
     """The row that ends at byte `offset`; None where none does."""
     if offset <= 0 or not path.exists() or path.stat().st_size < offset:

@@ -12,6 +12,7 @@ from isobatch.core.measures import format_bytes
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.distributed.device_memory import spills_to_host_memory
 from isobatch.engine.distributed.stop_signals import StopFlag
+from isobatch.engine.machine.core_wait import CoreWait
 from isobatch.engine.machine.slowdowns import SlowdownMonitor
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.console import format_metrics
@@ -65,6 +66,7 @@ class RunContext:
         self.first_step_at: float | None = None
         """Time (seconds since 1970) at the end of this process's first step."""
         self.peak_memory = PeakMemory(world.device)
+        self.core_wait = CoreWait()
         self.resumed_from: str | None = None
         self.spared: set[str] = set()
         """What `checkpoints_to_keep` returned when the newest save began."""
@@ -165,6 +167,7 @@ class RunContext:
             "reason": reason,
             **summarize(self.recipe, session.plan, self.progress, session.model, held_out),
             "startup_seconds": startup_seconds(self.first_step_at),
+            "core_wait": round(self.core_wait.share(), 4),
             **self.peak_memory.fields(),
             "resumed_from": self.resumed_from,
             **more,

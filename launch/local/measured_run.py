@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 WARM_UP_STEPS = 2
 """First steps of a process, which compile, allocate and read files for the first time."""
 LEAST_STEPS = 3
+DISTURBED_RUN = 0.1
+"""Share of waiting for a core from which on a run's steps are not what this machine takes for them: its own
+loader and checkpoint threads wait a little, too."""
 MOST_STEPS = 1000
 
 
@@ -26,7 +29,8 @@ def remember_run(run: RunFolder) -> None:
     seconds = _step_seconds(run)
     if len(seconds) < LEAST_STEPS or not summary.get("peak_memory_bytes"):
         return
-    row = measured_run(run.plan, summary["peak_memory_bytes"], median(seconds))
+    disturbed = summary.get("core_wait", 0.0) > DISTURBED_RUN
+    row = measured_run(run.plan, summary["peak_memory_bytes"], None if disturbed else median(seconds))
     if row is not None:
         history.append(history.history_file(cache_folder(), detect()), row)
 

@@ -61,6 +61,10 @@ class PairedRounds:
             and self.ratio > 1 + max(LEAST_GAIN, 2 * self.spread)
         )
 
+    def beats(self, noise: PairedRounds) -> bool:
+        """Whether it is faster, and by more than the base beside itself seemed to be."""
+        return self.helps and self.ratio > 1 + abs(noise.ratio - 1) + noise.spread
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         if self.problem:

@@ -68,8 +68,10 @@ def _micro_batch(setup: Setup) -> list[Setting]:
     now, most = setup.usual_samples(), math.ceil(setup.recipe.batch_size / setup.plan.processes)
     if setup.asked.micro_batch:
         return [Setting(flags="no --micro-batch", plan={"micro_batch": None})]
-    sizes = sorted({min(most, 2 * now), max(1, now // 2)} - {now}, reverse=True)
-    return [Setting(flags=f"--micro-batch {n}", plan={"micro_batch": n}) for n in sizes]
+    sizes = {min(most, 2 * now), max(1, now // 2)} - {now}
+    if setup.plan.micro_batch_tokens < most * setup.facts.longest:  # the budget in tokens may cut it
+        sizes.add(most)
+    return [Setting(flags=f"--micro-batch {n}", plan={"micro_batch": n}) for n in sorted(sizes, reverse=True)]
 
 
 def _precision(setup: Setup) -> list[Setting]:

@@ -12,13 +12,13 @@ from isobatch.core.errors import UserError
 from isobatch.core.measures import now, printable
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES
-from isobatch.engine.profiling.advice import profile_lines, targets, worth_a_trial
+from isobatch.engine.profiling.advice import PADDING, profile_lines, targets, worth_a_trial
 from isobatch.engine.profiling.step_profiler import LEAST_STEPS, StepProfiler
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.training.step_metrics import gpu_uuid
 from isobatch.launch.measuring.compare import LEAST_GAIN, compare
-from isobatch.launch.measuring.measures import measure_named, usable_cores
+from isobatch.launch.measuring.measures import Setting, measure_named, usable_cores
 from isobatch.launch.measuring.setup import Setup, measure_in_world, read_setup
 from isobatch.launch.measuring.trial import TrialSession, Variant
 
@@ -139,7 +139,7 @@ def _advice(setup: Setup, base: TrialSession, found: dict[str, Any], seconds: fl
     for name, sentence in worth_a_trial(found, found["plan"]):
         measure, best = measure_named(name), None
         for setting in measure.changes(setup):
-            if setting.takes_away:
+            if setting.takes_away or _makes_more_micro_batches(setting, found):
                 continue
             try:
                 variant = setup.variant(setting.plan, setting.recipe, fused=setting.fused)
@@ -156,6 +156,12 @@ def _advice(setup: Setup, base: TrialSession, found: dict[str, Any], seconds: fl
         if best is not None:
             rows.append({"measure": name, **best, "text": _sentence(sentence, best)})
     return sorted(rows, key=lambda row: (not row["helps"], -row["ratio"]))
+
+
+def _makes_more_micro_batches(setting: Setting, found: dict[str, Any]) -> bool:
+    """Smaller micro-batches may help where padding is what costs; else they only add launches."""
+    samples = setting.plan.get("micro_batch")
+    return samples is not None and found["padding"] <= PADDING and samples < found["samples_per_micro_batch"]
 
 
 def _kind(base: Variant, variant: Variant) -> dict[str, Any]:

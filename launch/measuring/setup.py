@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,6 +127,8 @@ def measure_in_world(
     measure: Callable[[Setup, Communicator], dict[str, Any]],
 ) -> dict[str, Any]:
     """What `measure(setup, world)` finds, in this process or in those of the plan. JSON."""
+    # More loader processes than cores are tried on purpose: they may wait for a slow storage.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
     if setup.plan.processes == 1:
         return measure(setup, Communicator(setup.plan))
     with tempfile.TemporaryDirectory() as temporary:

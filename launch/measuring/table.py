@@ -35,12 +35,14 @@ def _line(row: dict[str, Any]) -> str:
     memory = f"{row['memory']:.0%}" if row["memory"] else ""
     remarks = [
         "the plan has it" if row["has_it"] else "",
-        "" if "true_here" not in row else "as quoted" if row["true_here"] else "not here",
+        row.get("true_here", ""),
+        "1 round" if row["rounds"] == 1 else "",
         f"first steps {row['warm_seconds']:.0f} s" if row["warm_seconds"] > SLOW_START else "",
     ]
     changes = "-" if row["changes"] == "nothing" else row["changes"]
     remark = ", ".join(filter(None, remarks))
-    return f"{start}{row['worth']:>7.2f}{row['spread']:>6.0%}{memory:>8}  {changes:<8} {remark}".rstrip()
+    spread = f"{row['spread']:.0%}" if row["rounds"] > 1 else "?"
+    return f"{start}{row['worth']:>7.2f}{spread:>6}{memory:>8}  {changes:<8} {remark}".rstrip()
 
 
 SLOW_START = 10.0
@@ -48,7 +50,10 @@ SLOW_START = 10.0
 
 
 def _outcome(found: dict[str, Any]) -> list[str]:
-    lines = ["(here: times as fast with the measure, a sample or a token; memory: tensors of a step)"]
+    lines = [
+        "(here: times as fast with the measure, a sample or a token; memory: tensors of a step, more where"
+        " micro-batches become larger; open: within the noise)"
+    ]
     if found["keep"]:
         factor = found["keep_rounds"]["ratio"]
         lines.append(f"keep: {' '.join(found['keep'])} ({factor:.2f} times as fast, the same recipe)")
@@ -61,7 +66,10 @@ def _outcome(found: dict[str, Any]) -> list[str]:
     if everything := found.get("everything"):
         factor = everything.get("ratio")
         what = f"{factor:.2f} times as fast" if factor else everything.get("problem", "not measured")
-        lines.append(f"all that helps together ({' '.join(everything['flags'])}): {what}")
+        if len(everything["flags"]) > 1:
+            lines.append(f"all that helps together ({' '.join(everything['flags'])}): {what}")
+        else:
+            lines.append(f"nothing together is faster than {everything['flags'][0]} alone: {what}")
     if "remembered" in found and found["keep"]:
         lines.append(
             "the next runs of this recipe on this machine take what is kept, unless flags say otherwise"

@@ -17,7 +17,7 @@ from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
 from isobatch.engine.planning.kept_choices import MARK, keep
 from isobatch.engine.runs.run_folder import run_name
-from isobatch.launch.measuring.compare import PairedRounds, compare
+from isobatch.launch.measuring.compare import LEAST_ROUNDS, PairedRounds, compare
 from isobatch.launch.measuring.measures import MEASURES, Measure, Setting
 from isobatch.launch.measuring.setup import Setup, measure_in_world, read_setup
 from isobatch.launch.measuring.table import table_lines, write_plot
@@ -83,7 +83,7 @@ def measure(setup: Setup, world: Communicator) -> dict[str, Any]:
         for number, (one, setting) in enumerate(settings):
             end = _share(limit, shares - 1 - number)
             tried.append((one, setting, *_try(setup, base, one, setting, end, limit)))
-        together = _together(setup, base, tried, limit)
+        together = _together(setup, base, [t for t in tried if t[3].beats(noise)], limit)
         phase = base.phase
     found = {
         "task": setup.recipe.task,
@@ -147,8 +147,15 @@ def _row(
     row |= {"worth": worth, "invariance": variant.plan.invariance}
     row |= {"memory": rounds.peak / peak if peak and rounds.peak else None}
     if one.quoted:
-        row["true_here"] = worth * (1 + rounds.spread) >= one.quoted[0]
+        row["true_here"] = verdict(worth, rounds, one.quoted[0])
     return row
+
+
+def verdict(worth: float, rounds: PairedRounds, quoted: float) -> str:
+    """Whether a measure is worth here what is quoted at least; open where the noise forbids to say."""
+    if len(rounds.ratios) < LEAST_ROUNDS or abs(worth / quoted - 1) <= 2 * rounds.spread:
+        return "open"
+    return "as quoted" if worth > quoted else "not here"
 
 
 def keeps_class(setup: Setup, variant: Variant) -> bool:
@@ -180,11 +187,20 @@ def _together(setup: Setup, base: TrialSession, tried: list[Tried], limit: float
     found: dict[str, Any] = {"keep": [s.flags for s in kept], "keep_rounds": rounds and rounds.to_dict()}
     found["options"] = {name: value for s in kept for name, value in s.plan.items()}
     also = [setting for setting, _ in everything if setting not in kept]
-    found["other_recipe"] = [s.flags for s in also if s.recipe]
+    found["other_recipe"] = [s.flags for s in compatible(also) if s.recipe]
     found["rounds_differently"] = [s.flags for s in also if not s.recipe]
     if len(everything) > 1:
         combined, rounds = _combine(setup, base, everything, limit, limit)
         found["everything"] = {"flags": [s.flags for s in combined], **(rounds.to_dict() if rounds else {})}
+    return found
+
+
+def compatible(settings: list[Setting]) -> list[Setting]:
+    """The settings without those that set a field which a faster one sets, too."""
+    found: list[Setting] = []
+    for setting in settings:
+        if not any({*setting.plan, *setting.recipe} & {*other.plan, *other.recipe} for other in found):
+            found.append(setting)
     return found
 
 
@@ -195,6 +211,8 @@ def _combine(
     if not best:
         return [], None
     alone, rounds = best[0]
+    fitting = compatible([setting for setting, _ in best])
+    best = [item for item in best if item[0] in fitting]
     # What is compiled in the first steps is compiled again.
     best = [item for item in best if item[1].warm_seconds < max(0.0, end - now()) / 2] or best[:1]
     if len(best) > 1 and now() < limit:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from isobatch.launch.planning.idle_gpus import IdleGpus
 
 
+INTERNAL = ("correction", "predicted_step_seconds", "micro_batch_cost")
+"""Fields of the plan that are for programs, or stand in a sentence below."""
+
+
 def format_plan(
     found: Estimate,
     idle: IdleGpus | None,
@@ -33,7 +37,7 @@ def format_plan(
     ]
     shown: dict[str, tuple[Any, str]] = {}
     for name, value in chosen.to_dict().items():
-        if name in chosen.reasons:
+        if name in chosen.reasons and name not in INTERNAL:
             shown[name] = (value, chosen.reasons[name])
         if name == "pin_memory":  # the last of the loader's fields
             shown |= fixed_loader_settings(chosen)

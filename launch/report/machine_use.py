@@ -17,6 +17,8 @@ CURVES = (
 """Fields of metrics.jsonl that say how the machine was used."""
 GPU_USE, MEMORY, DATA_WAIT = 90.0, 80.0, 10.0
 """Targets in percent: GPU use above, memory and waiting for data below."""
+WORTH_A_WORD = 0.1
+"""Share of the time that a run waited for a core."""
 MEASURED_STAGES, PREDICTED_STAGES = "peak_memory_by_stage", "predicted_memory_by_stage"
 """Field of summary.json and of the plan: stage -> peak bytes of a process."""
 
@@ -35,6 +37,8 @@ def use_table(
         rows.append(["memory", f"{share:.0f} % of {format_bytes(device)}", target, _verdict(share < MEMORY)])
     if (wait := data_wait(curves)) is not None:
         rows.append(["data wait", f"{100 * wait:.1f} %", "under 10 %", _verdict(100 * wait < DATA_WAIT)])
+    if (waited := _number(summary.get("core_wait"))) and waited >= WORTH_A_WORD:
+        rows.append(["cores held by other programs", f"{waited:.0%} of the time", "", ""])
     for label, name, form in (
         ("power", "power_watts", "{:.0f} W"),
         ("GPU temperature", "gpu_temperature", "{:.0f} °C"),

@@ -10,7 +10,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.measures import format_bytes, format_fields, printable
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.log_reader import newest_rows, thinned_rows
+from isobatch.engine.runs.log_reader import damaged_rows, newest_rows, thinned_rows
 from isobatch.launch.report.machine_use import CURVES, memory_table, use_table
 from isobatch.launch.report.tables import format_value
 from isobatch.models.protocols import Reports, TaskReport
@@ -58,6 +58,8 @@ def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
     curves = report.curves if report else ()
     wanted = ("seal", "split", *(report.reported if report else ()))  # phases end with a seal
     rows = [row for row in thinned_rows(run.metrics, 4 * POINTS, wanted) if _is_placed(row)]
+    if damaged := damaged_rows(run.metrics):
+        notes.append(f"damaged rows of metrics.jsonl that are left out: {damaged}")
     steps, starts = [r for r in rows if "lr" in r], _phase_starts(rows)
     return {
         "run": printable(run.folder.name),

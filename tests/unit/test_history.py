@@ -17,6 +17,7 @@ from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine import ceilings, history
 from isobatch.engine.machine.ceilings import WIDTHS, Ceilings
+from isobatch.engine.machine.core_wait import DISTURBED, CoreWait
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.machine.history import MachineRecord, Measured, RunHistory
 from isobatch.engine.planning.calibration import typical_ceilings
@@ -89,18 +90,18 @@ def test_other_programs_are_noticed() -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        before = ceilings.scheduled()
+        wait = CoreWait()
         threads = [threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 300_000))
                    for _ in range(2)]  # fmt: skip
         for thread in threads:
             thread.start()
         time.sleep(0.1)
-        ran, waited = (now - then for now, then in zip(ceilings.scheduled(), before, strict=True))
+        share = wait.share()
         for thread in threads:
             thread.join()
     finally:
         os.sched_setaffinity(0, cores)
-    assert waited / (ran + waited) > ceilings.DISTURBED
+    assert share > DISTURBED
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"matmul": [1], "matmul_bf16": [1]}', "[1, 2]", "null"])
@@ -179,6 +180,18 @@ def test_what_a_run_took_becomes_the_next_prediction() -> None:
     assert (again.memory, again.seconds) == (pytest.approx(1.3), pytest.approx(0.5))
     other = plan(MachineRecord(history=RunHistory((ran,))), dataclasses.replace(SIZE, hidden=512))
     assert "of this kind" in other.reasons["predicted_step_seconds"]
+
+
+def test_steps_that_other_programs_disturbed_correct_no_time() -> None:
+    first = plan(MachineRecord(history=RunHistory((row(key="b", kind=plan().correction["kind"]),))))
+    ran = measured_run(first, 2 * first.predicted_peak_memory_bytes, None)
+    assert ran is not None
+    assert ran.seconds == pytest.approx(first.correction["seconds"])
+    slow = MachineRecord(ceilings=dataclasses.replace(typical_ceilings(2), waited=0.3))
+    disturbed = measured_run(plan(slow), 10**9, 100.0)
+    assert disturbed is not None
+    assert disturbed.seconds == pytest.approx(1.0)
+    assert "other programs held 30%" in plan(slow).reasons["predicted_step_seconds"]
 
 
 def test_a_run_that_took_more_memory_than_predicted_gets_a_smaller_micro_batch() -> None:

@@ -108,6 +108,13 @@ def test_a_damaged_run_is_shown_with_what_there_is(
     assert ("No step is logged yet" in page) == (file == "metrics.jsonl")
 
 
+def test_damaged_rows_are_counted(run: RunFolder, tmp_path: Path) -> None:
+    with run.metrics.open("a") as log:
+        log.write('nonsense\n{"step": \n{"not": "ended"')
+    notes = records(RunFolder.open(run.folder), tmp_path)["notes"]
+    assert notes == ["damaged rows of metrics.jsonl that are left out: 2"]
+
+
 def test_a_page_asks_again_only_while_a_run_trains(run: RunFolder) -> None:
     assert 'http-equiv="refresh"' not in live_page([run])
     with run.lock("train"):

@@ -125,6 +125,30 @@ def rounds(ratio: float) -> PairedRounds:
     return PairedRounds(ratios=[ratio] * 3)
 
 
+def test_what_is_within_the_noise_of_the_base_itself_is_not_kept() -> None:
+    quiet, loud = PairedRounds(ratios=[1.0] * 3), PairedRounds(ratios=[1.1, 1.16, 1.2])
+    assert rounds(1.12).beats(quiet)
+    assert not rounds(1.12).beats(loud)
+    assert rounds(1.5).beats(loud)
+
+
+def test_of_two_settings_of_one_field_the_faster_is_named() -> None:
+    batches = [Setting(flags=f"--batch-size {n}", recipe={"batch_size": n}) for n in (128, 64)]
+    other = Setting(flags="--prefetch 8", plan={"prefetch": 8})
+    assert tune.compatible([batches[0], other, batches[1]]) == [batches[0], other]
+
+
+def test_a_verdict_within_the_noise_is_open() -> None:
+    def verdict(*ratios: float) -> str:
+        found = PairedRounds(ratios=list(ratios))
+        return tune.verdict(found.ratio, found, 1.2)
+
+    assert verdict(1.3, 1.3, 1.3) == "as quoted"
+    assert verdict(1.1, 1.1, 1.1) == "not here"
+    assert verdict(1.0, 1.1, 1.3) == "open"
+    assert verdict(1.3) == "open"
+
+
 def test_only_plan_choices_that_learn_as_exactly_are_kept() -> None:
     where = setup()
     exact, rough = where.variant({"micro_batch": 8}), where.variant({"precision": "bf16"})
