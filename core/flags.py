@@ -285,9 +285,12 @@ def _number(value: Any) -> float:
     return number
 
 
+SWITCH_WORDS = ("true", "on", "yes", "1", "false", "off", "no", "0")
+
+
 def _switch(value: Any) -> bool:
     word = str(value).lower()
-    if word not in ("true", "on", "yes", "1", "false", "off", "no", "0"):
+    if word not in SWITCH_WORDS:
         raise ValueError("is neither on nor off")
     return word in ("true", "on", "yes", "1")
 
@@ -312,9 +315,21 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 
 
 def nearest_hint(word: str, valid: Iterable[str]) -> str:
-    """A hint naming the closest valid word, or nothing."""
-    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
+    """A hint naming the closest valid word; nothing where none is like it, as a wrong hint misleads."""
+    known = list(valid)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=LIKE)
+    close = close or [name for name in known if _is_meant(word.lower(), name.lower())]
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+LIKE = 0.75
+"""Share of letters in common, in order, from which on one word is taken for another misspelt."""
+
+
+def _is_meant(word: str, name: str) -> bool:
+    """Whether the letters of a short word changed places, or it is the beginning of a name."""
+    bare = word.strip("-")
+    return sorted(word) == sorted(name) or (len(bare) >= 3 and name.strip("-").startswith(bare))
 
 
 def to_json_value(value: Any) -> Any:

@@ -15,7 +15,8 @@ from isobatch.engine.registry import CHAINS
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
-from isobatch.launch.local.words.foreign_words import spelling, translate, words_for
+from isobatch.launch.local.words.foreign_words import translate, words_for
+from isobatch.launch.local.words.meanings import spelling
 from isobatch.launch.report.command import markdown, write_report
 
 if TYPE_CHECKING:

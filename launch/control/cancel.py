@@ -43,7 +43,7 @@ def cancel(words: Sequence[str]) -> int:
 
     A run that trains saves and ends; --now ends it at once. One that waits in Slurm's queue leaves it.
     """
-    run, flags = one_run(words, "cancel", {"--now": "--now=True", "--json": "--json"})
+    run, flags = one_run(words, "cancel")
     options = command_options(flags, CancelOptions, "cancel")
     seen = look(run.folder)
     if seen.state == "unknown":

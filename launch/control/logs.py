@@ -43,7 +43,7 @@ def logs(words: Sequence[str]) -> int:
 
     With -f the exit code is the run's: 0 done, 3 failed, 75 stopped.
     """
-    run, flags = one_run(words, "logs", {"-f": "--follow", "--follow": "--follow"})
+    run, flags = one_run(["--follow" if word == "-f" else word for word in words], "logs")
     options = command_options(flags, LogsOptions, "logs")
     path = _node_log(run, options.node) if options.node else run.folder / "log.txt"
     if not options.follow:

@@ -17,7 +17,7 @@ from isobatch.engine.runs.slurm_queue import JobStatus, SlurmSilentError, job_st
 from isobatch.launch.local.arguments import split_words
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 RunState = Literal["queued", "running", "stopped", "failed", "done", "unfinished"]
@@ -73,14 +73,9 @@ def look(folder: Path) -> RunView:
     return RunView(run=run, state=state, progress=progress, job=job, status=status)
 
 
-def one_run(
-    words: Sequence[str], command: str, switches: Mapping[str, str]
-) -> tuple[RunFolder, dict[str, str]]:
-    """The run and the flags in a command's words. `switches`: spellings of flags without a value -> the flag;
-    they may stand before the run. Raises UserError.
-    """
-    last = [switches[word] for word in words if word in switches]
-    positional, flags = split_words([word for word in words if word not in switches] + last)
+def one_run(words: Sequence[str], command: str) -> tuple[RunFolder, dict[str, str]]:
+    """The run and the flags in a command's words. Raises UserError."""
+    positional, flags = split_words(words)
     if len(positional) != 1:
         raise UserError(
             f"{command}: give the folder of one run (`runs` lists them), as in: {command} runs/mine"

@@ -17,18 +17,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
-from isobatch.core.flags import BareValue, Flag, convert, flags_of, nearest_hint
+from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest_hint
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import Workload, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.words.config_files import config_text, flags_of_files, join
-from isobatch.launch.local.words.foreign_words import our_name, spelling, translate, words_for
+from isobatch.launch.local.words.foreign_words import our_name, translate, words_for
+from isobatch.launch.local.words.meanings import spelling
 from isobatch.launch.local.words.sweeps import combinations
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+
+
+SWITCHES = ("json", "trust", "now", "follow", "watch", "quiet", "again", "debug", "yes")
+"""Flags that are on or off in every command that has them: what stands behind one is a word of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +85,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """
     import fire
 
+    words = _switched_on(words)
     if malformed := [word for word in words if word == "--" or word.startswith("--=")]:
         raise UserError(f"what is {malformed[0]!r}? A flag is --name value or --name=value")
     written = _flags_as_written(words)
@@ -103,6 +109,16 @@ def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         else:
             flags[key] = value if dict(written).get(key, True) else BareValue(value)
     return list(found["positional"]), flags
+
+
+def _switched_on(words: Sequence[str]) -> list[str]:
+    """The words with `=True` behind each switch that stands before something that is no value of it."""
+    return [
+        f"{word}=True"
+        if word[:2] == "--" and word[2:] in SWITCHES and after.lower() not in SWITCH_WORDS
+        else word
+        for word, after in zip(words, [*words[1:], ""], strict=False)
+    ]
 
 
 def _flags_as_written(words: Sequence[str]) -> list[tuple[str, bool]]:

@@ -53,6 +53,23 @@ def refusal(*words: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "positional", "flags"),
+    [
+        ("--json runs", ["runs"], {"json": "True"}),
+        ("--json off runs", ["runs"], {"json": "off"}),
+        ("--json --lr 1", [], {"json": "True", "lr": "1"}),
+        ("RUN --watch --port 80 --json", ["RUN"], {"watch": "True", "port": "80", "json": "True"}),
+        ("json --no-json", ["json"], {"json": "False"}),
+        ("", [], {}),
+    ],
+)
+def test_a_switch_takes_no_word_that_is_not_its_own(
+    words: str, positional: list[str], flags: dict[str, str]
+) -> None:
+    assert split_words(words.split()) == (positional, flags)
+
+
 def test_a_new_flag_is_a_decision() -> None:
     found = {
         "recipe": flags_of(Recipe, "recipe"),

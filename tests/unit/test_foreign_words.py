@@ -12,7 +12,8 @@ from isobatch.core.plan import PlanOptions
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request, sort_flags
-from isobatch.launch.local.words.foreign_words import SYNONYMS, VALUES, WORDS, translate, words_for
+from isobatch.launch.local.words.foreign_words import translate, words_for
+from isobatch.launch.local.words.other_tools import SYNONYMS, VALUES, WORDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,11 +60,15 @@ EXAMPLES = {
     "lr": "0.5",
     "clip": "2",
     "label_smoothing": "0.1",
+    "lr_floor": "0.5",
 }
 """Our flag -> a value for it; 3 for others."""
-NOT_HERE = {"pruned_model_path", "lora_rank", "lora_target_modules", "tokenizer_name"}
+NOT_HERE = {
+    *("pruned_model_path", "lora_rank", "lora_target_modules", "lora_target", "tokenizer_name"),
+    *("dataset_text_field", "text_column_name", "label_column_name", "chat_template"),
+}
 """Synonyms of flags that another task, a loaded model or a file is needed for."""
-BATCHES = {"per_device_train_batch_size", "accumulate_grad_batches"}
+BATCHES = {"micro_batch_size", "per_device_train_batch_size", "accumulate_grad_batches"}
 """Synonyms that say which global batch they come to."""
 
 
@@ -125,6 +130,12 @@ BECOMES = [
     ("--accelerator gpu", "--device cuda", ""),
     ("--use_cpu", "--device cpu", ""),
     ("--verbose False", "--quiet on", ""),
+    ("--disable_tqdm", "--quiet on", ""),
+    ("--torch_dtype bfloat16", "--precision bf16", "weights and moments stay in fp32"),
+    ("--attn_implementation eager", "--attention eager", ""),
+    ("--packing", "--pack on", ""),
+    ("--fast_dev_run", "--steps 3", ""),
+    ("--amp False", "--precision fp32", ""),
 ]
 """Words, the same in our flags, and what is said beside."""
 NO_EFFECT = [
@@ -152,6 +163,52 @@ REFUSED = [
     ("--freeze_gpt2", "auto --task causal-lm has no such flag (it stands for --text)"),
     ("--use_amq", "auto --task causal-lm has no such flag (did you mean --use-amp?)"),
 ]
+
+
+BROUGHT = """
+    output_dir=x overwrite_output_dir=true do_train=true do_eval=true eval_strategy=epoch
+    per_device_train_batch_size=4 per_device_eval_batch_size=4 gradient_accumulation_steps=2
+    learning_rate=1e-4 weight_decay=0.1 adam_beta1=0.9 adam_beta2=0.95 adam_epsilon=1e-8 max_grad_norm=1
+    num_train_epochs=3 max_steps=10 lr_scheduler_type=cosine warmup_ratio=0.1 warmup_steps=10
+    logging_dir=x logging_strategy=steps logging_steps=10 logging_first_step=true save_strategy=steps
+    save_steps=100 save_total_limit=2 save_safetensors=true seed=3 data_seed=3 bf16=true tf32=true
+    local_rank=-1 dataloader_num_workers=2 dataloader_pin_memory=true dataloader_drop_last=false
+    remove_unused_columns=false run_name=x disable_tqdm=true load_best_model_at_end=true
+    greater_is_better=true ignore_data_skip=true label_smoothing_factor=0.1 optim=adamw_torch
+    group_by_length=true report_to=none resume_from_checkpoint=true gradient_checkpointing=true
+    auto_find_batch_size=true use_liger_kernel=true max_seq_length=128 lora_alpha=16
+    attn_implementation=sdpa torch_dtype=bfloat16 base_model=small datasets=demo sequence_len=128
+    micro_batch_size=2 num_epochs=3 flash_attention=false early_stopping_patience=3 stage=sft
+    finetuning_type=full cutoff_len=128 preprocessing_num_workers=2 flash_attn=auto plot_loss=true
+    ddp_timeout=1800 max_epochs=3 devices=2 strategy=ddp precision=16-mixed accumulate_grad_batches=2
+    gradient_clip_val=1 val_check_interval=0.5 num_sanity_val_steps=0 deterministic=true benchmark=true
+    fast_dev_run=true log_every_n_steps=10 enable_checkpointing=true patience=5 lr0=0.01 lrf=0.01
+    amp=true project=x exist_ok=true val=true cos_lr=true gpus=2 num_gpus=2 n_gpu=2 no_cuda=true
+    save_dir=x num_labels=3 max_new_tokens=10
+"""
+"""Flags most brought from other tools that are taken."""
+ANSWERED = """
+    push_to_hub=true hub_model_id=x fsdp=full_shard deepspeed=ds.json neftune_noise_alpha=5
+    validation_file=x.csv special_tokens=x freeze_layers=2 checkpoint_dir=x wandb_project=x
+    max_samples=100 overfit_batches=10 imgsz=640 stage=dpo finetuning_type=freeze ckpt_path=x
+"""
+"""Flags that are refused with the way out."""
+
+
+@pytest.mark.parametrize("word", BROUGHT.split())
+def test_what_users_bring_is_taken(word: str) -> None:
+    ask(f"--{word}")
+
+
+@pytest.mark.parametrize("word", ANSWERED.split())
+def test_what_cannot_be_taken_is_answered(word: str) -> None:
+    assert "has no such flag" not in refusal(f"--{word}")
+
+
+@pytest.mark.parametrize("word", ["--gpux", "--dry-rnu", "--depth", "--foo", "--rank"])
+def test_a_word_like_none_gets_no_wrong_hint(word: str) -> None:
+    said = refusal(word, "3")
+    assert "did you mean" not in said or word == "--gpux"
 
 
 @pytest.mark.parametrize(("words", "ours", "remark"), BECOMES)

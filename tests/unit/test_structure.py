@@ -349,10 +349,10 @@ def test_models_code_runs_where_one_function_says_so(file: Path) -> None:
     words = [n.value for n in ast.walk(tree(file)) if isinstance(n, ast.Constant)]
     keywords = [k.arg for n in ast.walk(tree(file)) if isinstance(n, ast.Call) for k in n.keywords]
     assert "trust_remote_code" not in keywords
-    # foreign_words.py has it as a word that people bring from other tools.
+    # other_tools.py has it as a word that people bring from other tools.
     assert "trust_remote_code" not in words or name(file) in (
         "models/hub.py",
-        "launch/local/words/foreign_words.py",
+        "launch/local/words/other_tools.py",
     )
 
 

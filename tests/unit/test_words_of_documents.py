@@ -16,7 +16,8 @@ from isobatch.core.errors import UserError
 from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request
 from isobatch.launch.local.launch_run import AutoOptions
-from isobatch.launch.local.words.foreign_words import SYNONYMS, spelling
+from isobatch.launch.local.words.meanings import spelling
+from isobatch.launch.local.words.other_tools import SYNONYMS
 from isobatch.launch.slurm.submission.options import SlurmOptions
 from isobatch.tests.paths import ROOT
 
