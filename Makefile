@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-lock
 
-.PHONY: demo test test-slurm gpu check soak format lock clean
+.PHONY: demo test test-slurm gpu check soak pictures format lock clean
 
 demo: $(STAMP)
 	$(BIN)/python -m launch auto --task causal-lm --again
@@ -26,6 +26,10 @@ gpu:
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m benchmarks soak
+
+# The README's pictures, from real runs: some minutes, and Chromium.
+pictures: $(STAMP)
+	$(BIN)/python docs/pictures/make.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -100,7 +100,9 @@ class RunContext:
         self.peak_memory.observe("evaluate")
         trim_heap(self.world.device)
         self.log.log_metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
-        self.console.say(f"{split} after step {step}: {format_metrics(metrics, '.4f')}")
+        # A perplexity of words is for comparison with papers, and has many digits until a model knows words.
+        shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
+        self.console.say(f"{split} after step {step}: {format_metrics(shown, '.4f')}")
         return metrics
 
     def tell_slowdowns(self) -> None:

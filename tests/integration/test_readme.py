@@ -1,55 +1,141 @@
-"""What the README shows works as it stands there."""
+"""What the README and its pages show works as it stands there."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 import isobatch
+from isobatch.core.package import own_command
+from isobatch.data import corpora, tokenizers
 from isobatch.tests.integration.helpers import ROOT, launch, losses, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+OWN_TASKS = (ROOT / "docs" / "own-tasks.md").read_text(encoding="utf-8")
+CODE, FROM_PYTHON = re.findall(r"```python\n(.*?)```", OWN_TASKS, re.S)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-CODE, FROM_PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
+def wish(title: str) -> tuple[list[str], list[list[str]]]:
+    """Of an "I want to" of the README: its samples of data or code, and its commands as words."""
+    section = README.partition(f"### ... {title}")[2].partition("\n## ")[0].partition("\n### ")[0]
+    blocks = re.findall(r"```(?:python)?\n(.*?)```", section, re.S)
+    typed = [shlex.split(line)[1:] for b in blocks for line in b.splitlines() if line.startswith("isobatch ")]
+    assert typed, title
+    return [b for b in blocks if not b.startswith("isobatch ")], typed
+
+
+def offline(hub: Path) -> dict[str, str]:
+    return {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
+
+
+def run(words: list[str], folder: Path, hub: Path | None = None) -> str:
+    """What a command says, both streams; it must end well."""
+    done = launch(*words, cwd=folder, **(offline(hub) if hub else {}))
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the hub in which the README's models are there, and tiny."""
+    folder = tmp_path_factory.mktemp("hub")
+    trained = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 400)
+    end = tokenizers.END_OF_TEXT
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=end, pad_token=end)
+    size = {"vocab_size": len(tokenizer)}
+    gpt = GPT2LMHeadModel(GPT2Config(**size, n_positions=256, n_embd=32, n_layer=2, n_head=2))
+    bert = DistilBertForSequenceClassification(
+        DistilBertConfig(**size, dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=128)
+    )
+    for name, model in (("Qwen/Qwen2.5-0.5B-Instruct", gpt), ("distilbert/distilbert-base-uncased", bert)):
+        repository = folder / f"models--{name.replace('/', '--')}"
+        for part in (model, tokenizer):
+            part.save_pretrained(repository / "snapshots" / "0")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0")
+    return folder
+
+
+def test_fine_tune_a_chat_model(hub: Path, tmp_path: Path) -> None:
+    (sample,), (train, talk) = wish("fine-tune a chat model")
+    (tmp_path / "chats.jsonl").write_text(8 * sample)
+    said = run(train, tmp_path, hub)
+    assert re.search(r"runs/bot: done, \d+ steps, valid: loss", said)
+    answered = subprocess.run(
+        own_command(*talk),
+        cwd=tmp_path,
+        env={**os.environ, **offline(hub)},
+        input="When do you open?\n",
+        capture_output=True,
+        text=True,
+    )
+    assert answered.returncode == 0, answered.stderr
+
+
+def test_make_a_classifier_small_and_fast(hub: Path, tmp_path: Path) -> None:
+    (sample,), (train,) = wish("make a classifier small and fast")
+    head, *rows = sample.splitlines()
+    (tmp_path / "reviews.csv").write_text("\n".join([head, *(20 * rows)]) + "\n")
+    said = run(train, tmp_path, hub)
+    assert "| small-qat, onnxruntime 4-bit |" in said
+    (named,) = re.findall(r"`(runs/small-qat/[^`]+)` needs no torch", README)
+    assert (tmp_path / named).stat().st_size > 0
+
+
+def test_recommend_items(tmp_path: Path) -> None:
+    (sample,), (train, ask) = wish("recommend items")
+    (tmp_path / "shop").mkdir()
+    more = [f"u{n % 24},i{n * n % 17},{1700000300 + n}" for n in range(300)]
+    (tmp_path / "shop" / "interactions.csv").write_text(sample + "\n".join(more) + "\n")
+    run([*train, "--quiet"], tmp_path)
+    assert len(re.findall(r"\bi\d+\b", run(ask, tmp_path))) == 3
+
+
+def test_train_a_model_of_my_own(tmp_path: Path) -> None:
+    (code,), (train, check) = wish("train a model of my own")
+    assert len(code.strip().splitlines()) < 25
+    (tmp_path / "mine.py").write_text(code)
+    run([*train, "--quiet"], tmp_path)
+    assert losses(tmp_path / "runs" / "sine")[-1] < 0.1 * losses(tmp_path / "runs" / "sine")[0]
+    assert "verified (exact)" in run(check, tmp_path)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With the file that the README tells to save."""
+    """With the file that the page on own tasks tells to save."""
     (tmp_path / "mine.py").write_text(CODE)
     return tmp_path
 
 
 def test_a_users_own_task(folder: Path) -> None:
     assert len(CODE.strip().splitlines()) < 45
-    done = launch("auto", "--task", "./mine.py:Sine", "--name", "sine", "--quiet", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    run = folder / "runs" / "sine"
-    assert losses(run)[-1] < 0.1 * losses(run)[0]
-    metrics = summary(run)["metrics"]
-    assert metrics["loss"] < 0.05
-    assert metrics["absolute_error"] < 0.25
-    assert launch("verify", str(run), cwd=folder).returncode == 0
-    described = launch("describe", "./mine.py:Sine", cwd=folder).stdout
-    assert "--batch-size" in described
-    assert "Units of the hidden layer." in described
-
-
-def test_a_users_own_task_on_their_data(folder: Path) -> None:
     (folder / "waves.csv").write_text("".join(f"{n / 100},{n % 3}\n" for n in range(160)))
     words = ["auto", "--task", "./mine.py:Sine", "--data", "waves.csv", "--width", "32", "--name", "r"]
-    done = launch(*words, "--quiet", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    run([*words, "--quiet"], folder)
     found = isobatch.load(folder / "runs" / "r")
     assert found.facts.samples == {"train": 80, "valid": 20}
     assert found.recipe.options["width"] == 32
+    assert "absolute_error" in summary(folder / "runs" / "r")["metrics"]
+    described = launch("describe", "./mine.py:Sine", cwd=folder).stdout
+    assert "--batch-size" in described
+    assert "Units of the hidden layer." in described
 
 
 def test_isobatch_from_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +149,17 @@ def test_isobatch_from_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_command_shown_exists() -> None:
     from isobatch.launch.cli import ALIASES, COMMANDS
 
-    fences = re.findall(r"```\n(.*?)```", README, re.S)
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    fences = [block for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)]
     shown = set(re.findall(r"^(?:\$ )?isobatch (\w+)", "\n".join(fences), re.M))
     assert shown <= {*COMMANDS, *ALIASES}
     assert {"auto", "plan", "resume", "verify"} <= shown
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) < 900
+
+
+def test_every_page_is_linked_from_the_readme_or_a_page() -> None:
+    linked = {name for page in PAGES for name in re.findall(r"([\w-]+\.md)\)", page.read_text())}
+    assert {page.name for page in PAGES[1:]} <= linked

@@ -74,8 +74,8 @@ def test_the_plan_keeps_the_measurement_in_json() -> None:
     assert tuple(Plan.from_dict(written.to_dict()).rounding or ()) == (1e-4, 2e-3)
 
 
-def test_the_readme_has_the_same_words_and_numbers() -> None:
+def test_the_guarantees_have_the_same_words_and_numbers() -> None:
     """The last column of its table of invariances: `1e-4, 1e-2`."""
     row = r"^\| `(\w+)` \|.*\| ([\de.-]+), ([\de.-]+)(?: at most)? \|$"
-    table = re.findall(row, (ROOT / "README.md").read_text(), re.M)
+    table = re.findall(row, (ROOT / "docs" / "guarantees.md").read_text(), re.M)
     assert {name: (float(loss), float(norm)) for name, loss, norm in table} == TOLERANCE
