@@ -86,7 +86,7 @@ COMMANDS = {
     "cancel": ("control.cancel:cancel", "end a run that trains or waits; it saves first"),
     "describe": (
         "commands.describe:describe",
-        "every flag of a task, with type, default and meaning",
+        "every flag of a task or a command, and the names of machines (describe hardware)",
     ),
 }
 INTERNAL = {

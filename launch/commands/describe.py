@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,14 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, flags_of, to_json_value
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
+from isobatch.engine.machine.gpu_table import MACHINES
 from isobatch.engine.registry import CHAINS, TASKS, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import BatchScaling, FlagFiles, command_options, split_words
+from isobatch.launch.local.words.config_files import value_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +41,69 @@ def tasks(words: Sequence[str]) -> int:
     return 0
 
 
+COMMAND_OPTIONS = {
+    "auto": "local.launch_run:AutoOptions",
+    "plan": "planning.targets:PlanCommandOptions",
+    "profile": "measuring.profile:ProfileOptions",
+    "tune": "measuring.tune:TuneOptions",
+    "prepare": "commands.plan:PrepareOptions",
+    "slurm": "slurm.submission.options:SlurmOptions",
+    "verify": "local.verify_run:VerifyOptions",
+    "evaluate": "commands.evaluate:EvaluateOptions",
+    "export": "commands.export:ExportOptions",
+    "inspect": "commands.describe:ListingOptions",
+    "report": "report.command:ReportOptions",
+    "generate": "commands.generate:GenerateOptions",
+    "chat": "commands.generate:ChatOptions",
+    "recommend": "commands.evaluate:RecommendOptions",
+    "reconstruct": "commands.latent:DecodingOptions",
+    "interpolate": "commands.latent:InterpolateOptions",
+    "sample": "commands.latent:SampleOptions",
+    "doctor": "doctor.command:DoctorOptions",
+    "tasks": "commands.describe:ListingOptions",
+    "runs": "control.runs:RunsOptions",
+    "logs": "control.logs:LogsOptions",
+    "cancel": "control.cancel:CancelOptions",
+    "describe": "commands.describe:ListingOptions",
+}
+"""Command -> the dataclass of its own flags, in launch/."""
+OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", "slurm")
+"""Commands that take the flags of a task as well."""
+HARDWARE = "hardware"
+
+
 def describe(words: Sequence[str]) -> int:
-    """Usage: describe TASK [--json]: every flag with type, default and meaning."""
+    """Usage: describe TASK | COMMAND | hardware [--json]: every flag with type, default and meaning."""
     positional, flags = split_words(words)
     options = command_options(flags, ListingOptions, "describe")
     if len(positional) != 1:
         raise UserError("describe: name one task, as in: describe causal-lm (`tasks` lists them)")
-    chosen = workload(positional[0])
+    name = positional[0]
+    if name == HARDWARE:
+        return _print_hardware(options.json)
+    if name in COMMAND_OPTIONS:
+        groups, notes = _command_groups(name)
+    elif name in CHAINS:
+        groups, notes = _chain_groups(name)
+    else:
+        groups, notes = _task_groups(name)
+    if options.json:
+        print(atomic_files.json_text({"task": name, "flags": groups, "notes": notes}, ensure_ascii=False))
+        return 0
+    for title, found in groups.items():
+        print(f"\n{title}")
+        for row in found:
+            print(f"  {row['flag']:<28}{row['type']}, default {row['default']}\n{'':<30}{row['help']}")
+    print("\n".join(["", *notes] if notes else []))
+    return 0
+
+
+Groups = dict[str, list[dict[str, Any]]]
+
+
+def _task_groups(name: str) -> tuple[Groups, list[str]]:
+    """Title -> rows of a task's flags, and its presets in words."""
+    chosen = workload(name)
     groups = {
         "recipe: what is learnt": flags_of(Recipe, "recipe")
         | flags_of(BatchScaling, "recipe")
@@ -55,13 +114,40 @@ def describe(words: Sequence[str]) -> int:
     }
     defaults = dict(chosen.task.defaults)
     rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in groups.items()}
-    if options.json:
-        print(atomic_files.json_text({"task": chosen.name, "flags": rows}, ensure_ascii=False))
+    return rows, [f"--preset {n}: {_in_words(values)}" for n, values in chosen.task.presets.items()]
+
+
+def _in_words(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name.replace('_', '-')} {value_text(value)}" for name, value in values.items())
+
+
+def _chain_groups(name: str) -> tuple[Groups, list[str]]:
+    """The flags of a chain's first stage, and those of the others that it lacks."""
+    seen: set[str] = set()
+    groups: Groups = {}
+    for stage in CHAINS[name]:
+        for title, rows in _task_groups(stage)[0].items():
+            groups[title] = groups.get(title, []) + [row for row in rows if row["flag"] not in seen]
+            seen |= {row["flag"] for row in rows}
+    return {title: rows for title, rows in groups.items() if rows}, []
+
+
+def _command_groups(name: str) -> tuple[Groups, list[str]]:
+    module, _, kind = COMMAND_OPTIONS[name].partition(":")
+    options = getattr(importlib.import_module(f"isobatch.launch.{module}"), kind)
+    rows = [_flag(flag, {}) for flag in flags_of(options, name).values()]
+    of_task = f"and the flags of its task: describe TASK (`{name} --task TASK`)"
+    return {name: rows}, [of_task] if name in OF_A_RECIPE else []
+
+
+def _print_hardware(as_json: bool) -> int:
+    rows = {model.name: round(model.memory_mib / 1024, 1) for model in MACHINES.values()}
+    if as_json:
+        print(atomic_files.json_text(rows))
         return 0
-    for title, found in rows.items():
-        print(f"\n{title}")
-        for row in found:
-            print(f"  {row['flag']:<28}{row['type']}, default {row['default']}\n{'':<30}{row['help']}")
+    print("GPUs that --hardware and --compare know, with GiB of memory; write 8xNAME, 4x8xNAME (nodes x")
+    print("GPUs), NAME-mig-1g.10gb, mps:16gb, cpu:2x24gb or here")
+    print("\n".join(f"  {name:<24}{memory:g}" for name, memory in rows.items()))
     return 0
 
 
