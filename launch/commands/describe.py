@@ -62,6 +62,8 @@ COMMAND_OPTIONS = {
     "doctor": "doctor.command:DoctorOptions",
     "tasks": "commands.describe:ListingOptions",
     "runs": "control.runs:RunsOptions",
+    "compare": "control.compare:CompareOptions",
+    "rm": "control.remove:RemoveOptions",
     "logs": "control.logs:LogsOptions",
     "cancel": "control.cancel:CancelOptions",
     "describe": "commands.describe:ListingOptions",

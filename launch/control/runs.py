@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_duration, printable
+from isobatch.engine.registry import TASKS, workload
 from isobatch.engine.runs.run_folder import RunFolder, list_runs
 from isobatch.engine.runs.slurm_queue import JobStatus, SlurmSilentError, job_statuses, last_job_of
 from isobatch.launch.control.run_state import run_progress, run_state
 from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.words.config_files import value_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from isobatch.core.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,23 +48,57 @@ def runs(words: Sequence[str]) -> int:
     if options.json:
         print(atomic_files.json_text({"runs": rows}))
         return 0
-    for row in rows:
-        print(printable(_line(row)))
+    for line in table(rows):
+        print(printable(line))
     if not rows:
         print(f"no runs in {folder}")
     return 0
 
 
-def _line(row: dict[str, Any]) -> str:
-    steps = f"{row['step'] or 0}/{row['steps_total'] or '?'}"
-    loss = row["metrics"].get("loss")
+HEAD = ("run", "made", "task", "state", "steps", "result", "what differs")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The rows as text, with their heads; what belongs to one run alone stands behind its line."""
+    differs = differences([row["recipe"] for row in rows])
+    cells = [HEAD] + [(*_cells(row), different) for row, different in zip(rows, differs, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
     return (
-        f"{row['folder']:<42}  {row['state']:<12}{steps:>12} steps"
-        + (f"  loss {loss:.4f}" if isinstance(loss, float | int) else "")
-        + ("" if row["seconds_left"] is None else f"  ETA {format_duration(row['seconds_left'])}")
+        [line.rstrip() + _remark(row) for line, row in zip(lines, [None, *rows], strict=True)] if rows else []
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    steps = f"{row['step'] or 0}/{row['steps_total'] or '?'}"
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["made"])) if row["made"] else ""
+    name, value = row["metric"], row["metrics"].get(row["metric"])
+    result = f"{name} {value:.4g}" if isinstance(value, float | int) else ""
+    return row["folder"], made, row["task"] or "", row["state"], steps, result
+
+
+def _remark(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return (
+        ("" if row["seconds_left"] is None else f"  ETA {format_duration(row['seconds_left'])}")
         + _job_text(row)
         + (f"  {row['reason']}" if row["state"] == "failed" and row["reason"] else "")
     )
+
+
+MOST_DIFFERENCES = 3
+
+
+def differences(recipes: Sequence[dict[str, Any]]) -> list[str]:
+    """Of each recipe the values in which the recipes of its task differ, the first few in words."""
+    found = []
+    for recipe in recipes:
+        alike = [other for other in recipes if other.get("task") == recipe.get("task")]
+        names = [n for n in recipe if any(other.get(n) != recipe[n] for other in alike)]
+        shown = [f"{name.replace('_', '-')} {value_text(recipe[name])}" for name in names[:MOST_DIFFERENCES]]
+        found.append(", ".join(shown) + (" ..." if len(names) > MOST_DIFFERENCES else ""))
+    return found
 
 
 def _reason(state: str, status: JobStatus | None, summary: dict[str, Any]) -> str:
@@ -103,7 +142,8 @@ def _row_or_unreadable(run: RunFolder, job: str, statuses: dict[str, JobStatus] 
         nothing = dict.fromkeys(("task", "steps", "step", "steps_total", "seconds_left"))
         unreadable = {"status": "unreadable", "state": "unreadable", "reason": str(error)}
         job_fields = {"job": "", "job_state": "", "job_reason": "", "leg": None}
-        return {"folder": str(run.folder), **nothing, **unreadable, "metrics": {}, **job_fields}
+        unknown: dict[str, Any] = {"made": None, "recipe": {}, "metric": "loss", "metrics": {}}
+        return {"folder": str(run.folder), **nothing, **unreadable, **unknown, **job_fields}
 
 
 def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dict[str, Any]:
@@ -123,9 +163,26 @@ def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dic
         "step": found.step,
         "steps_total": found.total,
         "seconds_left": found.seconds_left if state == "running" else None,
+        "made": (run.folder / "recipe.json").stat().st_mtime,
+        "recipe": flat_recipe(run.recipe),
+        "metric": main_metric(run.recipe.task),
         "metrics": metrics if isinstance(metrics, dict) else {},
         "job": job,
         "job_state": None if silent else status.state if status else "",
         "job_reason": status.reason if status else "",
         "leg": status.restarts + 1 if status else None,
     }
+
+
+def flat_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Its fields with the task's own among them."""
+    values = recipe.to_dict()
+    return {
+        **{n: v for n, v in values.items() if n not in ("options", "scaled_from", "rules")},
+        **recipe.options,
+    }
+
+
+def main_metric(task: str) -> str:
+    """The metric that a task of ours is judged by; the loss for a user's own, whose code is not run."""
+    return workload(task).task.monitor[0] if task in TASKS else "loss"

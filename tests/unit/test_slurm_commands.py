@@ -149,8 +149,8 @@ def test_all_jobs_are_asked_for_at_once(tmp_path: Path, slurm: Slurm) -> None:
         (queued("7", "CANCELLED", "Resources"), "", "unfinished", "job 7 CANCELLED\n"),
         (FORGOTTEN, "stopped", "stopped", "job 7"),
         (FORGOTTEN, "failed", "failed", "it is NaN"),
-        (FORGOTTEN, "done", "done", "5/300 steps"),
-        (FORGOTTEN, "", "unfinished", "5/300 steps"),
+        (FORGOTTEN, "done", "done", "5/300"),
+        (FORGOTTEN, "", "unfinished", "5/300"),
     ],
 )
 def test_a_word_for_the_same_situation_in_every_leg(

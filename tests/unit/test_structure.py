@@ -112,7 +112,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "launch.control": {
         *("core", "engine", "engine.optimization", "engine.planning", "engine.runs", "launch.local"),
-        "launch.slurm",
+        *("launch.local.words", "launch.slurm"),
     },
     "launch.planning": {
         *("core", "models", "engine", "engine.loading", "engine.machine", "engine.optimization"),

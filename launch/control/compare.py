@@ -1,0 +1,102 @@
+"""`compare`: runs side by side, first what their recipes and plans differ in, then what they came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import DONE, UserError
+from isobatch.core.measures import printable
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.control.runs import flat_recipe
+from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.words.config_files import value_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+PLAN = ("device", "processes", "strategy", "precision", "compile", "invariance")
+"""Fields of a plan that may move results by rounding."""
+FIGURES = ("steps", "train_seconds", "peak_memory_bytes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareOptions:
+    """Flags of `compare`."""
+
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+def compare(words: Sequence[str]) -> int:
+    """Usage: compare RUN RUN... [--json]: what differs between runs, and their metrics side by side."""
+    positional, flags = split_words(words)
+    options = command_options(flags, CompareOptions, "compare")
+    if len(positional) < 2:
+        raise UserError("compare: give two runs or more, as in: compare runs/a runs/b (`runs` lists them)")
+    found = compared([RunFolder.open(place) for place in positional])
+    print(atomic_files.json_text(found) if options.json else printable_lines(found))
+    return DONE
+
+
+def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """The answer of --json: in each part name -> a value per run, None where a run has none."""
+    summaries = [run.summary() or {} for run in runs]
+    metrics = [_numbers_and_words(s.get("metrics")) for s in summaries]
+    plans = [run.plan.to_dict() if run.has_plan else {} for run in runs]
+    data = [{"data": run.facts.fingerprint, "held-out split": s.get("split")}
+            for run, s in zip(runs, summaries, strict=True)]  # fmt: skip
+    return {
+        "runs": [str(run.folder) for run in runs],
+        "recipe": _differing([flat_recipe(run.recipe) for run in runs]),
+        "data": _differing(data),
+        "plan": _differing([{name: plan.get(name) for name in PLAN} for plan in plans]),
+        "metrics": _side_by_side(metrics),
+        "figures": _side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
+    }
+
+
+def _numbers_and_words(metrics: Any) -> dict[str, Any]:
+    """Of a summary's metrics those that fit into a cell; none where a received run has something else."""
+    found = metrics if isinstance(metrics, dict) else {}
+    return {name: value for name, value in found.items() if isinstance(value, float | int | str)}
+
+
+def _side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for column in columns for name in column)
+    return {name: [column.get(name) for column in columns] for name in names}
+
+
+def _differing(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    rows = _side_by_side(columns)
+    return {name: values for name, values in rows.items() if any(v != values[0] for v in values)}
+
+
+def printable_lines(found: Mapping[str, Any]) -> str:
+    """The comparison as a table with a section for each part."""
+    if not found["recipe"]:
+        remark = "the same recipe" + ("" if found["data"] else " and data")
+    else:
+        remark = "another protocol: metrics are not comparable" if found["data"] else ""
+    cells = [["", *found["runs"]]]
+    for part in ("recipe", "data", "plan"):
+        cells += _section(part, found[part], lambda value: "" if value is None else value_text(value))
+    for part in ("metrics", "figures"):
+        cells += _section(part, found[part], _figure)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join([*map(printable, lines), *([remark] if remark else [])])
+
+
+def _section(part: str, rows: Mapping[str, list[Any]], form: Callable[[Any], str]) -> list[list[str]]:
+    if not rows:
+        return []
+    width = len(next(iter(rows.values())))
+    return [[part, *[""] * width], *([f"  {n.replace('_', ' ')}", *map(form, v)] for n, v in rows.items())]
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        return "" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
