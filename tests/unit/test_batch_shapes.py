@@ -31,7 +31,7 @@ HELD_OUT = "measures samples that were collected first, always the same"
 ALLOWED = {
     "base.py:evaluate": PARTS,
     "causal_lm/adapters.py:check_same_logits": "stops after enough samples; an export learns nothing",
-    "causal_lm/chunked_cross_entropy.py:_predicted_rows": PLACES,
+    "causal_lm/chunked_cross_entropy.py:predicted_rows": PLACES,
     "causal_lm/chunked_cross_entropy.py:forward": EVERY_PART,
     "causal_lm/label_accuracy.py:_ends_with": "the length of a label",
     "causal_lm/label_accuracy.py:_with_answer": "the length of a label",
