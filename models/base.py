@@ -148,6 +148,8 @@ class Teacher:
     """Model and batch -> name -> (B, ...) tensor. `loss` finds each in its batch as `teacher.NAME`."""
     held_out: bool = False
     """Whether it answers the held-out samples too, for `evaluate`."""
+    name: str = "teacher"
+    """What the user calls it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,12 +64,12 @@ def encode_pairs(
     pairs: Iterable[RenderedPair], tokenization: TokenizationSettings, end_id: int
 ) -> Iterator[tuple[RenderedPair, EncodedPair]]:
     """Yield each pair with its tokens. Segments are tokenized separately; `end_id` ends an answer."""
-    waiting, tokenizer = iter(pairs), tokenization.tokenizer
+    waiting, tokenizer, dtype = iter(pairs), tokenization.tokenizer, tokenization.dtype
     while batch := list(itertools.islice(waiting, BATCH_CONVERSATIONS)):
         parts = [part for pair in batch for part in (pair.prompt, *pair.answers)]
         texts = [segment.text for part in parts for segment in part]
         ids = (found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        rows = iter([_joined(part, ids, end_id, tokenization.dtype) for part in parts])
+        rows = iter([_joined(part, ids, end_id, dtype) for part in parts])
         for pair in batch:
             prompt, chosen, rejected = next(rows), next(rows), next(rows)
             find_questions = partial(_droppable, pair.prompt, tokenizer)

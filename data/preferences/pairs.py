@@ -40,6 +40,7 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
         pair = _pair_of_messages(prompt, chosen, rejected)
     else:
         raise UserError(f"{where}: {CHOSEN} and {REJECTED} must both be text, or both lists of messages")
+    _require_preference(pair)
     if not any(message["content"].strip() for message in pair.prompt):
         if PROMPT in row:
             raise SkippedRowError("an empty prompt")
@@ -47,7 +48,6 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
             f"{where}: has no {PROMPT}{did_you_mean(PROMPT, list(row))}, and {CHOSEN} and {REJECTED} begin"
             f" with none; it has: {key_names(row)}"
         )
-    _require_preference(pair)
     return pair
 
 

@@ -111,7 +111,7 @@ def with_teacher_outputs(
     batches = _batches(source, used)
     missing = [batch for batch in batches if not _is_filled(folder, batch)]
     if missing := world.broadcast_object(missing):
-        say(f"the teacher answers {sum(map(len, missing)):,} samples, once, in {folder}")
+        say(f"the {teacher.name} answers {sum(map(len, missing)):,} samples, once, in {folder}")
         with atomic_files.explain_write_errors(folder):
             _fill(folder, source, teacher, facts, missing, world)
     return TeacherSource(source, folder)

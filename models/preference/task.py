@@ -60,7 +60,13 @@ class PreferenceTask(CausalLM):
         "eval_fraction": 0.25,
         "min_delta": 0.005,
     }
-    demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 1e-3}
+    demo: ClassVar[Mapping[str, Any]] = {
+        "model": "tiny",
+        "max_length": 128,
+        "batch_size": 16,
+        "lr": 3e-4,
+        "epochs": 2,
+    }
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     @classmethod
@@ -237,7 +243,9 @@ class DPO(PreferenceTask):
         return self.of_answers(batch["teacher.log_probs"], batch)
 
     def teacher(self) -> Teacher:
-        return Teacher(self._reference_identity(), self._build_reference, self._reference_answers, True)
+        return Teacher(
+            self._reference_identity(), self._build_reference, self._reference_answers, True, "reference"
+        )
 
     def _reference_identity(self) -> str:
         """All that the reference's answers depend on, beside the samples."""
