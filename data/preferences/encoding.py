@@ -12,7 +12,7 @@ from isobatch.data.text.conversations import BATCH_CONVERSATIONS, question_mask
 from isobatch.data.text.truncation import TokenRow, fit_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tokenizers import Tokenizer
 
@@ -96,7 +96,7 @@ def fit_pair(
     prompt: np.ndarray,
     chosen: TokenRow,
     rejected: TokenRow,
-    find_questions: partial[np.ndarray],
+    find_questions: Callable[[], np.ndarray],
     max_length: int,
 ) -> EncodedPair:
     """Both rows with at most `max_length` tokens and the same prompt.
