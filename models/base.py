@@ -251,8 +251,8 @@ class Task(ABC):
     cohort: ClassVar[int] = 1
     """Samples that must be computed together."""
     rows_per_sample: ClassVar[int] = 1
-    """Rows that the model gets for each sample, one after the other: 2 for pairs of texts. A draw of
-    dropout has a row for each."""
+    """Rows that the model gets for each sample, one after the other: 2 for pairs of texts. Noise has a row
+    for each, and the length of a sample counts all of them."""
 
     training_device: Any = "cpu"
     """Where the model will train; `build_model` may load there what cannot be moved afterwards."""

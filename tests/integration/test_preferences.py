@@ -77,14 +77,20 @@ def test_a_run_is_verified_resumed_and_opened(home: Path) -> None:
 
 def test_an_adapter_is_held_to_the_model_without_it(home: Path) -> None:
     """On the model of the run, which then is the reference: its pairs are ties again."""
-    shutil.copytree(home / "runs/run/final", home / "base")
+    shutil.copytree(home / "runs/run/final", home / "base", dirs_exist_ok=True)
     succeeds(home, f"auto --task dpo {SMALL} --model base --adapter lora --lr 1e-2 --steps 30 --name lora")
     first, *_, last = steps(home / "runs/lora")
     assert (first["reward_accuracy"], first["reward_margin"]) == (0.5, pytest.approx(0, abs=1e-5))
     assert last["reward_margin"] > 0.02
     assert summary(home / "runs/lora")["metrics"]["reward_accuracy"] > 0.8
-    succeeds(home, "export runs/lora --to merged")
-    assert json.loads((home / "runs/lora" / PARITY).read_text())["max_logit_difference"] < 1e-4
+
+
+@pytest.mark.slow
+def test_an_exported_adapter_answers_as_before(home: Path) -> None:
+    shutil.copytree(home / "runs/run/final", home / "base", dirs_exist_ok=True)
+    succeeds(home, f"auto --task orpo {SMALL} --model base --adapter lora --steps 2 --name merge")
+    succeeds(home, "export runs/merge --to merged")
+    assert json.loads((home / "runs/merge" / PARITY).read_text())["max_logit_difference"] < 1e-4
 
 
 @pytest.mark.parametrize("task", ["dpo", pytest.param("orpo", marks=pytest.mark.slow)])
