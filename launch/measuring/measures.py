@@ -158,8 +158,7 @@ def _monitoring(setup: Setup) -> list[Setting]:
 
 
 def _length(setup: Setup) -> list[Setting]:
-    longest = setup.facts.longest // setup.request.workload.task.rows_per_sample
-    half = min(setup.recipe.max_length, longest) // 2
+    half = min(setup.recipe.max_length, setup.facts.longest) // 2
     return [Setting(flags=f"--max-length {half}", recipe={"max_length": half})] if half >= 8 else []
 
 
