@@ -63,6 +63,7 @@ SYNONYMS = {
     "dataset_name": "data",
     "dataset_config_name": "data_config",
     "pruned_model_path": "pruned",
+    "loss_type": "dpo_loss",
     "trust_remote_code": "remote_code",
     "per_device_train_batch_size": "per_device_batch_size",
     "accumulate_grad_batches": "gradient_accumulation_steps",
