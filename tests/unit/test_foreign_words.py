@@ -17,7 +17,7 @@ from isobatch.launch.local.words.foreign_words import SYNONYMS, VALUES, WORDS, t
 if TYPE_CHECKING:
     from pathlib import Path
 
-TASKS = ("causal-lm", "classifier", "pruning", "qat", "recommender", "sequence-vae")
+TASKS = ("causal-lm", "dpo", "orpo", "classifier", "pruning", "qat", "recommender", "sequence-vae")
 
 
 def ask(*words: str, task: str = "causal-lm") -> Request:
@@ -61,7 +61,7 @@ EXAMPLES = {
     "label_smoothing": "0.1",
 }
 """Our flag -> a value for it; 3 for others."""
-NOT_HERE = {"pruned_model_path", "lora_rank", "lora_target_modules", "tokenizer_name"}
+NOT_HERE = {"loss_type", "pruned_model_path", "lora_rank", "lora_target_modules", "tokenizer_name"}
 """Synonyms of flags that another task, a loaded model or a file is needed for."""
 BATCHES = {"per_device_train_batch_size", "accumulate_grad_batches"}
 """Synonyms that say which global batch they come to."""
@@ -77,6 +77,12 @@ def test_another_name_for_the_same_value_says_nothing(word: str) -> None:
         assert both(theirs) != both(ask())
     if word not in BATCHES:
         assert theirs.notes == ours.notes
+
+
+def test_trls_words_are_understood_by_dpo() -> None:
+    theirs = ask("--loss_type", "ipo", "--beta", "0.2", "--learning_rate", "5e-7", task="dpo")
+    ours = ask("--dpo-loss", "ipo", "--beta", "0.2", "--lr", "5e-7", task="dpo")
+    assert (both(theirs), theirs.notes) == (both(ours), ours.notes)
 
 
 @pytest.mark.parametrize(
