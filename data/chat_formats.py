@@ -39,9 +39,10 @@ def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list
 
     Raises UserError for a row of another shape, SkippedRowError for one without an answer.
     """
-    messages = (
-        _parse_alpaca(row, where) if chat_format == "instruction" else _parse_chat(row, chat_format, where)
-    )
+    if chat_format == "instruction":
+        messages = _parse_alpaca(row, where)
+    else:
+        messages = parse_message_list(row, chat_format, where)
     require_answers(messages)
     return messages
 
@@ -68,21 +69,23 @@ def _parse_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
 
 def _text_field(row: Mapping[str, Any], name: str, where: str) -> str:
     if name not in row:
-        raise UserError(f"{where}: has no {name}{did_you_mean(name, list(row))}; it has: {_key_names(row)}")
+        raise UserError(f"{where}: has no {name}{did_you_mean(name, list(row))}; it has: {key_names(row)}")
     text = row[name]
     if not isinstance(text, str | None):
         raise UserError(f"{where}: {name} holds {type(text).__name__}, not text")
     return text or ""
 
 
-def _key_names(row: Mapping[str, Any]) -> str:
+def key_names(row: Mapping[str, Any]) -> str:
+    """The names of a row's columns, for messages."""
     return ", ".join(map(str, list(row)[:20])) or "nothing"
 
 
-def _parse_chat(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
+def parse_message_list(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
+    """The messages in a column of a row. `where` names the row. Raises UserError where they are none."""
     if column not in row:
         raise UserError(
-            f"{where}: has no {column}{did_you_mean(column, list(row))}; it has: {_key_names(row)}"
+            f"{where}: has no {column}{did_you_mean(column, list(row))}; it has: {key_names(row)}"
         )
     turns = row[column]
     if isinstance(turns, Mapping):  # `datasets` gives a list of objects as an object of lists
@@ -108,7 +111,7 @@ def _string_field(turn: Mapping[str, Any], name: str, other: str, where: str) ->
     """The text under `name`, or under `other` as ShareGPT calls it."""
     found = turn.get(name) if turn.get(name) is not None else turn.get(other)
     if found is None:
-        raise UserError(f"{where} has no {name} (or {other}); it has: {_key_names(turn)}")
+        raise UserError(f"{where} has no {name} (or {other}); it has: {key_names(turn)}")
     if not isinstance(found, str):
         raise UserError(f"{where}: {name} holds {type(found).__name__}, not text")
     return found

@@ -35,6 +35,16 @@ TASKS = {
         "data.text.dataset:Text",
         "fine-tune or train a causal language model on text",
     ),
+    "dpo": TaskEntry(
+        "models.preference.task:DPO",
+        "data.preferences.dataset:Preferences",
+        "train a causal language model on preferred and rejected answers, held to a reference",
+    ),
+    "orpo": TaskEntry(
+        "models.preference.task:ORPO",
+        "data.preferences.dataset:Preferences",
+        "the same in one stage with fine-tuning, without a reference",
+    ),
     "classifier": TaskEntry(
         "models.classification.task:Classifier",
         "data.labelled:Labelled",

@@ -146,6 +146,10 @@ class Teacher:
     """Facts -> the model."""
     answers: Callable[[nn.Module, Batch], Mapping[str, Tensor]]
     """Model and batch -> name -> (B, ...) tensor. `loss` finds each in its batch as `teacher.NAME`."""
+    held_out: bool = False
+    """Whether it answers the held-out samples too, for `evaluate`."""
+    name: str = "teacher"
+    """What the user calls it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,6 +250,9 @@ class Task(ABC):
     """The metric that early stopping and the best checkpoint follow, and its good direction."""
     cohort: ClassVar[int] = 1
     """Samples that must be computed together."""
+    rows_per_sample: ClassVar[int] = 1
+    """Rows that the model gets for each sample, one after the other: 2 for pairs of texts. Noise has a row
+    for each, and the length of a sample counts all of them."""
 
     training_device: Any = "cpu"
     """Where the model will train; `build_model` may load there what cannot be moved afterwards."""

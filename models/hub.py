@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -183,6 +184,19 @@ def has_weights(folder: Path) -> bool:
             parts = set(json.loads(index.read_text())["weight_map"].values())
             return all((folder / part).is_file() for part in parts)
     return False
+
+
+def weights_hash(path: str, revision: str | None = None) -> str:
+    """Hash of a model's weights and config; a hub id that is not in the cache stands for itself."""
+    folder = Path(local_path_or_id(path, revision))
+    if not folder.is_dir():
+        return path
+    digest = hashlib.sha256()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), folder / "config.json"]):
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()[:16]
 
 
 def files_to_download(files: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Chat templates: write a conversation as text, in segments that are answers or prompts.
 
-A template is Jinja, rendered as transformers does: the tokenizer's own, or one of three that are built in.
+A template is Jinja, rendered as transformers does: the tokenizer's own, or one of four that are built in.
 """
 
 from __future__ import annotations
@@ -51,8 +51,14 @@ _PLAIN = """\
 {% if message.input %}{{ '\\n' + message.input }}{% endif %}\
 {% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"""
 
+_VERBATIM = """\
+{{ BEGIN }}{% for message in messages %}{{ message.content }}\
+{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"""
 
-_BUILT_IN = {"alpaca": _ALPACA, "chatml": _CHATML, "plain": _PLAIN}
+VERBATIM = "verbatim"
+"""The name of the template that writes nothing between the messages."""
+_BUILT_IN = {"alpaca": _ALPACA, "chatml": _CHATML, "plain": _PLAIN, VERBATIM: _VERBATIM}
+_CHOICES = "alpaca|chatml|plain"
 _OWN_TEXTS = frozenset(
     text.replace("{{ BEGIN }}", begin).replace("{{ END }}", end)
     for text in _BUILT_IN.values()
@@ -79,7 +85,7 @@ class ChatTemplate:
     """How conversations are written as text. Its fields suffice to write prompts as in training."""
 
     name: str
-    """alpaca, chatml, plain; or tokenizer, for the tokenizer's own."""
+    """alpaca, chatml, plain, verbatim; or tokenizer, for the tokenizer's own."""
     jinja: str
     """The template; also valid as `chat_template` of a transformers tokenizer."""
     end: str
@@ -148,7 +154,7 @@ class ChatTemplate:
         except jinja_sandbox.ChatTemplateError as error:
             raise UserError(
                 f"{where}: the tokenizer's chat template refuses this conversation ({error}): mend it, or"
-                f" choose --template {'|'.join(_BUILT_IN)}"
+                f" choose --template {_CHOICES}"
             ) from None
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,7 +181,7 @@ def _prompt_segment(text: str, messages: Sequence[Message]) -> ChatSegment:
 def _cannot_split_error(where: str) -> UserError:
     return UserError(
         f"{where}: the tokenizer's chat template writes this conversation otherwise once it goes on, so that"
-        f" answers cannot be told from prompts: choose --template {'|'.join(_BUILT_IN)}"
+        f" answers cannot be told from prompts: choose --template {_CHOICES}"
     )
 
 

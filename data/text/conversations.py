@@ -231,7 +231,7 @@ class Conversations:
         ends_with_answer = self.response_only or bool(self.labels)
         if tokenization.rules < 2:
             return truncate(row, tokenization.max_length, ends_with_answer)
-        find_questions = partial(_question_mask, conversation, tokenization.tokenizer)
+        find_questions = partial(question_mask, conversation, tokenization.tokenizer)
         return fit_turns(row, find_questions, tokenization.max_length, ends_with_answer)
 
     def _add_counts(
@@ -309,7 +309,7 @@ def _encode_conversations(
             yield conversation, TokenRow(np.array(ids, dtype), np.array(answer_mask, np.uint8))
 
 
-def _question_mask(conversation: list[ChatSegment], tokenizer: Tokenizer) -> np.ndarray:
+def question_mask(conversation: Sequence[ChatSegment], tokenizer: Tokenizer) -> np.ndarray:
     """(tokens,) bool: True where a token of a prompt is a message's and not the template's."""
     found: list[bool] = []
     for segment in conversation:

@@ -46,7 +46,7 @@ def prepare_model(
     if plan.attention != "sdpa" and choose_attention is not None:
         choose_attention({"flash": "flash_attention_2"}.get(plan.attention, plan.attention))
     _refuse_batch_statistics(model)
-    noise = KeyedNoise(recipe.seed) if recipe.noise == "keyed" else None
+    noise = KeyedNoise(recipe.seed, task.rows_per_sample) if recipe.noise == "keyed" else None
     if noise is not None:
         key_dropout(model, noise)
     if plan.activation_checkpointing:

@@ -47,10 +47,13 @@ class PackedRows(Protocol):
 
 
 class KeyedNoise:
-    """The noise of one run. `bind` it to a micro-batch, then draw; the same draw gives the same numbers."""
+    """The noise of one run. `bind` it to a micro-batch, then draw; the same draw gives the same numbers.
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    `rows_per_sample`: rows of the model's input for each sample; B below counts rows.
+    """
+
+    def __init__(self, seed: int, rows_per_sample: int = 1) -> None:
+        self.seed, self.rows_per_sample = seed, rows_per_sample
         self.sites: dict[str, NoiseSite] = {}
         self.keys: Tensor | None = None
         self.rows = 0
@@ -64,13 +67,17 @@ class KeyedNoise:
         return self.sites.setdefault(site, NoiseSite(self, site, len(self.sites)))
 
     def bind(self, step: int, samples: np.ndarray, device: torch.device) -> None:
-        """Key further draws by this optimizer step and these samples, (B,) sample numbers, one per row."""
+        """Key further draws by this optimizer step and these sample numbers, 1-d."""
+        numbers = np.asarray(samples, np.int64)
+        if self.rows_per_sample > 1:
+            rows = np.arange(self.rows_per_sample)
+            numbers = (numbers[:, None] * self.rows_per_sample + rows).reshape(-1)
         with np.errstate(over="ignore"):
             step_key = mix_bits(np.array([self.seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
             step_key = mix_bits(step_key ^ np.array([step], np.uint64))
-            self._row_keys = mix_bits(step_key + np.asarray(samples, np.int64).astype(np.uint64))
+            self._row_keys = mix_bits(step_key + numbers.astype(np.uint64))
         self._device = device
-        self.rows = len(samples)
+        self.rows = len(numbers)
         for site in self.sites.values():
             site.calls = 0
         if self.sites:

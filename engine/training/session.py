@@ -12,7 +12,8 @@ with Session(recipe, facts, plan, world) as session:
 from __future__ import annotations
 
 import contextlib
-from functools import partial
+import dataclasses
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from isobatch.data.base import Source
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.noise.keyed_noise import KeyedNoise
+    from isobatch.models.base import Teacher
 
 CALIBRATION_BATCH = 32
 """Samples per batch given to a task's `begin_phase`."""
@@ -81,11 +83,9 @@ class Session:
         self.splits = {split: data.open(Path(facts.folder), split) for split in facts.samples}
         self.sampler = make_sampler(recipe, self.splits["train"], self.task.cohort)
         self.schedules = phase_schedules(recipe, self.task.phases(), self.sampler.steps_per_epoch)
+        self.task.training_device = world.device
         if (teacher := self.task.teacher()) is not None:
-            used = samples_used(self.sampler, self.schedules)
-            self.splits["train"] = with_teacher_outputs(
-                self.splits["train"], teacher, facts, used, world, say
-            )
+            self._add_teacher(teacher, say)
         self.model: nn.Module
         self.noise: KeyedNoise | None
         self.packing: SamplePacking | None
@@ -95,6 +95,18 @@ class Session:
         self._model_ended = False
         """Whether the end of a phase has destroyed the model."""
         self.build_model()
+
+    def _add_teacher(self, teacher: Teacher, say: Callable[[str], None]) -> None:
+        """Give the samples that are trained on, and held-out ones if it answers those, its answers."""
+        used = {"train": samples_used(self.sampler, self.schedules)}
+        if teacher.held_out:
+            used |= {k: np.arange(len(source)) for k, source in self.splits.items() if k != "train"}
+        build = cache(lambda: teacher.build(self.facts))  # once for all splits
+        teacher_once = dataclasses.replace(teacher, build=lambda _: build())
+        for split, samples in used.items():
+            self.splits[split] = with_teacher_outputs(
+                self.splits[split], teacher_once, self.facts, samples, self.world, say, split
+            )
 
     def __enter__(self) -> Session:
         return self

@@ -39,6 +39,7 @@ FILLED = "filled.npy"
 """File of bools: which samples have outputs."""
 DIGESTS = "digests.npy"
 """File of uint64: a digest of the outputs for each sample, compared when they are first used."""
+TRAIN = "train"
 INDEX = "index.json"
 """File with the names of the outputs."""
 
@@ -96,19 +97,21 @@ def with_teacher_outputs(
     used: np.ndarray,
     world: Communicator,
     say: Callable[[str], None],
+    split: str = TRAIN,
 ) -> TeacherSource:
-    """The source with the teacher's outputs for the samples in `used`; those not on disk are computed.
+    """The source of a split with the teacher's outputs for the samples in `used`.
 
+    Those not on disk are computed.
     All ranks call this and share the work. Several runs may call it at once: they write the same values.
     Raises UserError where the cache cannot be read or written.
     """
-    folder = _folder(facts, teacher)
+    folder = _folder(facts, teacher, split)
     if world.is_main and (folder / INDEX).exists() and not (folder / DIGESTS).exists():
         _add_digests(folder)
     batches = _batches(source, used)
     missing = [batch for batch in batches if not _is_filled(folder, batch)]
     if missing := world.broadcast_object(missing):
-        say(f"the teacher answers {sum(map(len, missing)):,} samples, once, in {folder}")
+        say(f"the {teacher.name} answers {sum(map(len, missing)):,} samples, once, in {folder}")
         with atomic_files.explain_write_errors(folder):
             _fill(folder, source, teacher, facts, missing, world)
     return TeacherSource(source, folder)
@@ -134,11 +137,12 @@ def _add_digests(folder: Path) -> None:
     temporary.replace(folder / DIGESTS)
 
 
-def _folder(facts: Facts, teacher: Teacher) -> Path:
-    """The cache folder of this teacher and data, beside the prepared data, so that every rank can read it."""
+def _folder(facts: Facts, teacher: Teacher, split: str) -> Path:
+    """The cache folder of this teacher and split, beside the prepared data, where every rank can read it."""
     key = hashlib.sha256(f"{teacher.identity} {facts.fingerprint}".encode()).hexdigest()[:12]
     prepared = Path(facts.folder)
-    return prepared.with_name(f"{prepared.name}-teacher-{key}")
+    of_split = "" if split == TRAIN else f"-{split}"
+    return prepared.with_name(f"{prepared.name}-teacher-{key}{of_split}")
 
 
 def _batches(source: Source, used: np.ndarray) -> list[np.ndarray]:

@@ -201,7 +201,7 @@ def _smaller(target: Target) -> Iterator[tuple[str, Target]]:
                 f"--optimizer {name}",
                 dataclasses.replace(target, recipe=dataclasses.replace(recipe, optimizer=name)),
             )
-    length = target.facts.longest // 2
+    length = target.facts.longest // target.workload.task.rows_per_sample // 2
     while length >= SHORTEST and not _fits(cut := _with_length(target, length)):
         length //= 2
     if length >= SHORTEST:
@@ -209,7 +209,9 @@ def _smaller(target: Target) -> Iterator[tuple[str, Target]]:
 
 
 def _with_length(target: Target, length: int) -> Target:
-    lengths = tuple(min(length, found) for found in target.facts.lengths)
+    """The target with rows of at most `length` tokens."""
+    of_sample = length * target.workload.task.rows_per_sample
+    lengths = tuple(min(of_sample, found) for found in target.facts.lengths)
     return dataclasses.replace(
         target,
         recipe=dataclasses.replace(target.recipe, max_length=length),

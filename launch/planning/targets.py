@@ -67,7 +67,8 @@ def target_of(request: Request, options: PlanCommandOptions, machine: Hardware, 
 
 def _facts(request: Request, options: PlanCommandOptions) -> Facts:
     if options.assume_length:
-        return assumed_facts(options.assume_length, request.recipe.tokenizer)
+        length = options.assume_length * request.workload.task.rows_per_sample
+        return assumed_facts(length, request.recipe.tokenizer)
     return prepare_data(request.workload.make(request.recipe)[1], say(request))
 
 

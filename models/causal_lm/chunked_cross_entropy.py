@@ -56,12 +56,9 @@ def next_token_loss(
     are predicted, where the host knows it; `smoothing`: the share of a target's probability that is spread
     over the vocabulary (Szegedy et al. 2016).
     """
-    head = getattr(model, "module", model).get_output_embeddings()
-    # Under ZeRO-3 and FSDP the head's weights are gathered only while the model itself runs.
-    sharded = hasattr(head.weight, "ds_id") or hasattr(head.weight, "device_mesh")
-    if not isinstance(head, BypassableHead) or sharded:
-        with _no_mask(model, tokens):
-            logits = model(input_ids=tokens, use_cache=False).logits
+    head = bypassable_head(model)
+    if head is None:
+        logits = run_model(model, tokens)
         # The last position has an ignored target, because slicing it off would copy all logits.
         return F.cross_entropy(
             logits.flatten(0, 1).float(),
@@ -70,9 +67,24 @@ def next_token_loss(
             reduction="sum",
             label_smoothing=smoothing,
         )
-    with bypass(head), _no_mask(model, tokens):
-        states = model(input_ids=tokens, use_cache=False).logits
+    with bypass(head):
+        states = run_model(model, tokens)
     return chunked_loss(states.flatten(0, 1), targets.flatten(), head.weight, head.bias, count, smoothing)
+
+
+def bypassable_head(model: Any) -> BypassableHead | None:
+    """The model's head if its weights can be used apart from the model, else None."""
+    head = getattr(model, "module", model).get_output_embeddings()
+    # Under ZeRO-3 and FSDP the head's weights are gathered only while the model itself runs.
+    sharded = hasattr(head.weight, "ds_id") or hasattr(head.weight, "device_mesh")
+    return head if isinstance(head, BypassableHead) and not sharded else None
+
+
+def run_model(model: Any, tokens: Tensor) -> Tensor:
+    """(B, T) int64 tokens -> (B, T, V) logits, or (B, T, D) states while the head is bypassed."""
+    with _no_mask(model, tokens):
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
 
 
 def chunked_loss(
@@ -93,14 +105,14 @@ def chunked_loss(
     # autograd.Function.forward cannot see no_grad: detached weights skip the gradient work.
     if not torch.is_grad_enabled():
         weights = [None if w is None else w.detach() for w in weights]
-    rows = _predicted_rows(targets, count)
+    rows = predicted_rows(targets, count)
     total: Tensor = ChunkedCrossEntropy.apply(
         states.index_select(0, rows), *weights, targets.index_select(0, rows), smoothing
     )
     return total
 
 
-def _predicted_rows(targets: Tensor, count: int | None) -> Tensor:
+def predicted_rows(targets: Tensor, count: int | None) -> Tensor:
     """(N,) int64: the rows whose targets are predicted, ascending."""
     is_target = targets != IGNORE_INDEX
     if count is None:
@@ -139,22 +151,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float
     ) -> Tensor:
-        device_type = states.device.type
-        dtype = (
-            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
-        )
+        dtype = product_dtype(states)
         needs_grad, vocabulary = ctx.needs_input_grad, len(weight)
         nll_sum = torch.zeros((), device=states.device)
         grad_states = torch.empty_like(states) if needs_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and needs_grad[2] else None
-        cast_weight = _cast_and_pad(weight, dtype)
-        tokens_per_chunk = max(1, chunk_bytes(_memory(states.device)) // (4 * vocabulary))
-        with torch.autocast(device_type, enabled=False):
+        cast_weight = cast_and_pad(weight, dtype)
+        tokens_per_chunk = chunk_tokens(states.device, vocabulary)
+        with torch.autocast(states.device.type, enabled=False):
             for start in range(0, len(states), tokens_per_chunk):
                 chunk = slice(start, start + tokens_per_chunk)
                 chunk_states, chunk_targets = states[chunk].to(dtype), targets[chunk, None]
-                logits = _logits(chunk_states, cast_weight, bias, vocabulary)
+                logits = head_logits(chunk_states, cast_weight, bias, vocabulary)
                 if smoothing:
                     nll_sum += smoothing * (logits.logsumexp(-1) - logits[:, :vocabulary].mean(-1)).sum()
                 if not any(needs_grad):
@@ -169,7 +178,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 if grad_states is not None:
                     grad_states[chunk] = grad_logits @ cast_weight
                 if grad_weight is not None:
-                    _add_product(grad_weight, grad_logits[:, :vocabulary].T, chunk_states)
+                    add_product(grad_weight, grad_logits[:, :vocabulary].T, chunk_states)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         ctx.save_for_backward(grad_states, grad_weight, grad_bias)
@@ -187,6 +196,17 @@ def _smooth(errors: Tensor, targets: Tensor, smoothing: float) -> None:
     errors.scatter_add_(1, targets, errors.new_full(targets.shape, smoothing))
 
 
+def chunk_tokens(device: torch.device, vocabulary: int) -> int:
+    """Tokens whose logits are made at a time."""
+    return max(1, chunk_bytes(_memory(device)) // (4 * vocabulary))
+
+
+def product_dtype(states: Tensor) -> torch.dtype:
+    """The number format of products with these states: autocast's where it is on."""
+    kind = states.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+
+
 def _memory(device: torch.device) -> int | None:
     """Bytes of the GPU's memory; None for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -197,7 +217,7 @@ def on_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float32 and torch.version.hip is None
 
 
-def _cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """(V', D): the weight in the number format of the products; on tensor cores V' is a multiple of 64."""
     vocabulary, width = weight.shape
     rows = -(-vocabulary // PAD) * PAD if on_tensor_cores(weight.device, dtype) else vocabulary
@@ -208,8 +228,8 @@ def _cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return padded
 
 
-def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
-    """(n, V') fp32 logits; -inf in the columns that `_cast_and_pad` added."""
+def head_logits(states: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
+    """(n, V') fp32 logits; -inf in the columns that `cast_and_pad` added."""
     if on_tensor_cores(states.device, states.dtype):
         logits = torch.mm(states, weight.T, out_dtype=torch.float32)
         logits[:, vocabulary:] = float("-inf")
@@ -221,7 +241,7 @@ def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int
     return torch.addmm(bias.to(states.dtype), states, weight.T).float()
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     """total (V, D) fp32 += one (V, n) @ other (n, D), in place where the number formats allow it."""
     if one.dtype == total.dtype:
         total.addmm_(one, other)

@@ -7,7 +7,6 @@ Letters: B samples, C classes, L layers of the student, M layers of the teacher,
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +135,7 @@ class DistilledClassifier(Classifier):
             logits, states = self.logits_and_states(model, batch, hidden)
             return {"logits": logits} | ({"states": states.half()} if states is not None else {})
 
-        identity = f"{weights_hash(path)} {'states' if hidden else 'logits'}"
+        identity = f"{hub.weights_hash(path)} {'states' if hidden else 'logits'}"
         return Teacher(identity, lambda _: encoders.open_classifier(path), answers)
 
     def logits_and_states(self, model: nn.Module, batch: Batch, states: bool) -> tuple[Tensor, Tensor | None]:
@@ -220,19 +219,6 @@ def is_classifier(name: str, revision: str | None) -> bool:
         return False
     architectures = hub.load_config(name, revision).get("architectures") or []
     return any(str(kind).endswith("ForSequenceClassification") for kind in architectures)
-
-
-def weights_hash(path: str) -> str:
-    """Hash of a folder's weights and config; a hub id that is not in the cache stands for itself."""
-    folder = Path(hub.local_path_or_id(path, None))
-    if not folder.is_dir():
-        return path
-    digest = hashlib.sha256()
-    for file in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()[:16]
 
 
 def hidden_width(config: Mapping[str, Any] | None) -> Any:

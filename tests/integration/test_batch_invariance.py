@@ -26,12 +26,17 @@ class Measured(NamedTuple):
 
 
 def run(
-    folder: Path, world: int, steps: int = STEPS, flags: dict[str, Any] | None = None, **plan: Any
+    folder: Path,
+    world: int,
+    steps: int = STEPS,
+    flags: dict[str, Any] | None = None,
+    task: str = TASK,
+    **plan: Any,
 ) -> Measured:
-    """Steps of the test task in a world of its own."""
+    """Steps of a task, by default the test task, in a world of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
-        "task": TASK,
+        "task": task,
         "flags": {"steps": [steps], **(flags or {})},
         "plan": plan,
         "steps": steps,

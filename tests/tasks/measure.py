@@ -64,7 +64,7 @@ def measure(settings: dict[str, Any]) -> None:
             gradient = reduced(active.strategy)
         with session.phase(schedule) as active:
             for loaded in active.batches(0, settings["steps"]):
-                losses.append(sum(active.step(loaded).sums.read()))
+                losses.append(active.step(loaded).loss_and_norm()[0])
                 samples.append(loaded.work.samples.tolist())
                 micros.append([len(m.positions) for m in loaded.work.micro_batches])
     everyone = world.all_gather_objects(micros)

@@ -45,6 +45,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "causal-lm": ("causal-lm", 0, {"dropout": 0.1}),
     "LoRA": ("causal-lm", 0, {"model": "causal-lm", "adapter": "lora", "lora_dropout": 0.1}),
     "LoRA on 4 bits": ("causal-lm", 0, {"model": "causal-lm", "adapter": "lora", "load_bits": 4}),
+    "DPO": ("dpo", 0, {"model": "causal-lm", "dropout": 0.1}),
+    "IPO with LoRA": (
+        "dpo",
+        0,
+        {"model": "causal-lm", "adapter": "lora", "lora_dropout": 0.1, "dpo_loss": "ipo"},
+    ),
+    "ORPO": ("orpo", 0, {"model": "causal-lm", "dropout": 0.1}),
     "classifier": ("classifier", 0, {"dropout": 0.1}),
     "pruning": ("pruning", 0, {"teacher": "classifier", "prune_every": 4}),
     "pruning without distillation": ("pruning", 1, {"prune_every": 4}),
@@ -152,7 +159,7 @@ def test_no_gradient_depends_on_the_cut(name: str, finished: dict[str, str]) -> 
         assert_equal(found, tolerance)
 
 
-@pytest.mark.parametrize("name", ["causal-lm", "classifier", "qat", "bce", "sequence-vae"])
+@pytest.mark.parametrize("name", ["causal-lm", "DPO", "classifier", "qat", "bce", "sequence-vae"])
 def test_in_16_bits_only_rounding_depends_on_the_cut(name: str, finished: dict[str, str]) -> None:
     for found in largest_differences(name, finished, "bf16"):
         assert_equal(found, TOLERANCE["bf16"])

@@ -18,7 +18,7 @@ from isobatch.launch.local.words.other_tools import SYNONYMS, VALUES, WORDS
 if TYPE_CHECKING:
     from pathlib import Path
 
-TASKS = ("causal-lm", "classifier", "pruning", "qat", "recommender", "sequence-vae")
+TASKS = ("causal-lm", "dpo", "orpo", "classifier", "pruning", "qat", "recommender", "sequence-vae")
 
 
 def ask(*words: str, task: str = "causal-lm") -> Request:
@@ -65,7 +65,7 @@ EXAMPLES = {
 """Our flag -> a value for it; 3 for others."""
 NOT_HERE = {
     *("pruned_model_path", "lora_rank", "lora_target_modules", "lora_target", "tokenizer_name"),
-    *("dataset_text_field", "text_column_name", "label_column_name", "chat_template"),
+    *("dataset_text_field", "text_column_name", "label_column_name", "chat_template", "loss_type"),
 }
 """Synonyms of flags that another task, a loaded model or a file is needed for."""
 BATCHES = {"micro_batch_size", "per_device_train_batch_size", "accumulate_grad_batches"}
@@ -82,6 +82,12 @@ def test_another_name_for_the_same_value_says_nothing(word: str) -> None:
         assert both(theirs) != both(ask())
     if word not in BATCHES:
         assert theirs.notes == ours.notes
+
+
+def test_trls_words_are_understood_by_dpo() -> None:
+    theirs = ask("--loss_type", "ipo", "--beta", "0.2", "--learning_rate", "5e-7", task="dpo")
+    ours = ask("--dpo-loss", "ipo", "--beta", "0.2", "--lr", "5e-7", task="dpo")
+    assert (both(theirs), theirs.notes) == (both(ours), ours.notes)
 
 
 @pytest.mark.parametrize(

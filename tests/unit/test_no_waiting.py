@@ -105,6 +105,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     ("task", "words"),
     [
         ("causal-lm", {"dropout": 0.1}),
+        pytest.param("dpo", {}, marks=pytest.mark.slow),
         ("classifier", {}),
         ("sequence-vae", {"hidden": 16, "monitor_every": 4}),
     ],

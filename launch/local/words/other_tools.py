@@ -72,6 +72,7 @@ SYNONYMS = {
     "dataset_name": "data",
     "dataset_config_name": "data_config",
     "pruned_model_path": "pruned",
+    "loss_type": "dpo_loss",
     "trust_remote_code": "remote_code",
     "per_device_train_batch_size": "per_device_batch_size",
     "accumulate_grad_batches": "gradient_accumulation_steps",
@@ -245,6 +246,7 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     ),
     "stage": (
         no_effect("--task says it", "sft|pt"),
+        refused("--task dpo trains on preferences", "dpo"),
         refused("--task says what is trained: `tasks` lists them"),
     ),
     "quantization_bit": (to("8|4", load_bits="{}"),),

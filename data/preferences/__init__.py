@@ -1,0 +1,1 @@
+"""Pairs of answers to one prompt, of which one is preferred."""

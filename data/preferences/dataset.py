@@ -1,0 +1,248 @@
+"""Preference data: pairs of answers to a prompt, from folders, files, hub ids, or the demo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from isobatch.core.errors import UserError
+from isobatch.data import corpora, hub, readers, tokenizers
+from isobatch.data.base import ArraySource, Column, Columns, Ragged, save
+from isobatch.data.chat_formats import SkippedRowError
+from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
+from isobatch.data.preferences import demo, encoding, pairs
+from isobatch.data.text import chat_templates
+from isobatch.data.text.chat_templates import VERBATIM, ChatTemplate
+from isobatch.data.text.conversations import SHOWN_PROMPTS, ConversationCounts
+from isobatch.data.text.plain_text import TokenizationSettings
+from isobatch.data.text.truncation import learn_mask
+from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, TokenizedData
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from isobatch.data.preferences.encoding import EncodedPair, RenderedPair
+
+TOKENIZATION_VERSION = 1
+"""Part of the cache key: raise it when the same rows become other tokens."""
+ANSWERS = (pairs.CHOSEN, pairs.REJECTED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferencesOptions:
+    """The fields of preference data."""
+
+    template: Literal["auto", "alpaca", "chatml", "plain", "verbatim"] = "auto"
+    """How prompt and answer are written as text; auto is the tokenizer's own chat template, else chatml for
+    messages and verbatim for texts. Texts that hold their prompt are verbatim unless another is named."""
+    vocab_size: int | None = None
+    """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
+    data_config: str | None = None
+    """The configuration of a hub data set that has several."""
+
+
+class PairSource(ArraySource):
+    """Pairs of rows of tokens. A pair is as long as two rows of its longer one."""
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        return 2 * self._row_lengths(indices).max(1)
+
+    def _row_lengths(self, indices: np.ndarray) -> np.ndarray:
+        """(n, 2) lengths of both rows of these pairs."""
+        columns = [self.columns[name] for name in ANSWERS]
+        return np.stack([c.lengths_of(indices) for c in columns if isinstance(c, Ragged)], axis=1)
+
+    def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
+        """tokens (B, 2, T), learn of the same shape, and row_length (B, 2), chosen first; and the weights.
+
+        T is at least half of `pad_to`.
+        """
+        width = max(pad_to, int(self.lengths(indices).max(initial=2)))
+        found = super().fetch(indices, -(-width // 2))
+        tokens = np.stack([found.pop(name) for name in ANSWERS], axis=1)
+        learn = np.stack([found.pop(f"{name}.learn") for name in ANSWERS], axis=1)
+        return {**found, "tokens": tokens, "learn": learn, "row_length": self._row_lengths(indices)}
+
+
+class Preferences(TokenizedData):
+    """Rows with `prompt`, `chosen` and `rejected`. The demo is made of Python's own standard library.
+
+    Columns: `chosen` and `rejected` (n, up to max_length), a prompt and an answer; `chosen.learn` and
+    `rejected.learn`, uint8 of the same shapes, 1 where a token is an answer's; `token.weight` (n,), the
+    tokens of the chosen answer, and `text.weight` (n,), those of its row without the first.
+    """
+
+    Options: ClassVar[type] = PreferencesOptions
+    demo_vocabulary_size: ClassVar[int] = 1024
+
+    def check(self) -> None:
+        size = self.options.vocab_size
+        if size is not None and size < MIN_VOCABULARY_SIZE:
+            raise UserError(
+                f"--vocab-size {size}: must be at least {MIN_VOCABULARY_SIZE}: 256 bytes and an end token"
+            )
+        self._tokenizer_source()
+        path = self._data_path()
+        if path is not None:
+            for part in readers.find_splits(path, self.recipe.format).values():
+                if part.is_stream:
+                    raise UserError(
+                        f"--data {path}: a .txt file has no pairs: give jsonl, json, csv, tsv or parquet with"
+                        " the columns prompt, chosen and rejected"
+                    )
+                pairs.require_columns(readers.column_names(part), str(part.files[0]))
+        elif self.recipe.data != DEMO:
+            hub.require_dataset(self.recipe.data)
+
+    def identity(self) -> dict[str, Any]:
+        template = chat_templates.identity(self._tokenizer_source().path)
+        return {
+            "data": self._content_identity(),
+            "format": self.recipe.format,
+            "tokenizer": self._tokenizer_source().identity(),
+            "max_length": self.recipe.max_length,
+            "vocab_size": self._vocabulary_size(),
+            "pairs": [TOKENIZATION_VERSION, self.options.template, template],
+        }
+
+    def _content_identity(self) -> Any:
+        if self.recipe.data == DEMO:
+            return [tokenizers.file_hash(file) for file in corpora.demo_files()]
+        if (path := self._data_path()) is None:
+            return [self.recipe.data, self.options.data_config]
+        return readers.content_hashes(readers.find_splits(path, self.recipe.format))
+
+    def read(self) -> Mapping[str, Columns]:
+        return self._encode_splits()[0]
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        splits, tokenizer, extra = self._encode_splits()
+        for split, columns in splits.items():
+            save(folder / split, columns)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        return extra
+
+    def open(self, folder: Path, split: str) -> ArraySource:
+        """The pairs of a prepared split, as a PairSource."""
+        return PairSource.open(folder / split)
+
+    def _encode_splits(self) -> tuple[dict[str, Columns], Any, dict[str, Any]]:
+        """(columns per split, the tokenizer, what Facts should know)."""
+        rows = self._open_rows()
+        first = next((row for _, row in rows.splits["train"]()), None)
+        if first is None:
+            raise UserError(f"--data {self.recipe.data}: the train split is empty")
+        tokenizer, special = self._open_or_train_tokenizer(
+            lambda size: tokenizers.train_byte_level_bpe(self._texts(rows, first), size)
+        )
+        name, default = self._template_names(first)
+        template = chat_templates.choose_template(name, default, tokenizer, special, self._tokenizer_folder())
+        settings = TokenizationSettings(tokenizer, special, self.recipe.max_length)
+        encoder = PairEncoder(self.recipe.data, template, settings)
+        order = sorted(rows.splits, key=lambda split: split != "train")
+        columns: dict[str, Columns] = {split: encoder.encode(split, rows) for split in order}
+        return (
+            columns,
+            tokenizer,
+            {
+                "tokenizer": "tokenizer.json",
+                "vocabulary": tokenizers.vocabulary_size(tokenizer),
+                **special,
+                "template": template.to_dict(),
+                "prompts": encoder.shown,
+                "notes": [*rows.notes, *encoder.notes],
+            },
+        )
+
+    def _open_rows(self) -> RowCorpus:
+        if self.recipe.data == DEMO:
+            return demo.demo_pairs()
+        if (path := self._data_path()) is None:
+            rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config)
+            pairs.require_columns(rows.columns, f"--data {self.recipe.data}")
+            return rows
+        return corpora.rows_from_files(readers.find_splits(path, self.recipe.format))
+
+    def _template_names(self, first: Mapping[str, Any]) -> tuple[str, str]:
+        """(--template, what `auto` takes where the tokenizer has none) for rows like the first one."""
+        name = self.options.template
+        if name == "auto" and pairs.holds_whole_texts(first):
+            name = VERBATIM
+        return name, "chatml" if pairs.holds_messages(first) else VERBATIM
+
+    def _texts(self, rows: RowCorpus, first: Mapping[str, Any]) -> Iterator[str]:
+        """The texts that a tokenizer is trained on."""
+        name, default = self._template_names(first)
+        template = chat_templates.tokenizer_training_template(default if name == "auto" else name)
+        for pair in render_rows(rows, "train", template, ConversationCounts()):
+            for part in (pair.prompt, *pair.answers):
+                yield from (segment.text for segment in part)
+
+
+def render_rows(
+    rows: RowCorpus, split: str, template: ChatTemplate, counts: ConversationCounts
+) -> Iterator[RenderedPair]:
+    """Yield each pair of a split as text; count the rows that are skipped."""
+    for where, row in rows.splits[split]():
+        try:
+            pair = pairs.parse_pair(row, where)
+        except SkippedRowError as reason:
+            counts.left_out[str(reason)] += 1
+        else:
+            yield encoding.render_pair(pair, template, where)
+
+
+class PairEncoder:
+    """Encodes the splits of one data set, training first: the others are compared with it."""
+
+    def __init__(self, name: str, template: ChatTemplate, settings: TokenizationSettings) -> None:
+        self.name, self.template, self.settings = name, template, settings
+        self.notes: list[str] = []
+        """What the user should know, one line each."""
+        self.shown: list[list[str]] = []
+        """[prompt, chosen answer] of the first validation pairs, to be answered by the trained model."""
+        self._known: set[int] = set()
+        """Hashes of the training pairs."""
+
+    def encode(self, split: str, rows: RowCorpus) -> dict[str, Column]:
+        """The columns of a split. Raises UserError where no pair is left to learn from."""
+        counts, kept = ConversationCounts(), []
+        rendered = render_rows(rows, split, self.template, counts)
+        for texts, pair in encoding.encode_pairs(rendered, self.settings, self.template.end_id):
+            if not pair.differs:
+                counts.left_out["answers that begin alike and are cut"] += 1
+                continue
+            self._add(split, counts, texts, pair)
+            kept.append(pair.rows)
+        self.notes += counts.notes(split, self.settings.max_length)
+        self.notes += overlap_notes(split, counts.in_train, counts.rows)
+        if not kept:
+            reasons = "".join(f"; {note}" for note in counts.notes(split, self.settings.max_length))
+            raise UserError(f"--data {self.name}: the {split} split has no pair to learn from{reasons}")
+        return self._columns(kept)
+
+    def _add(self, split: str, counts: ConversationCounts, texts: RenderedPair, pair: EncodedPair) -> None:
+        counts.rows += 1
+        counts.prompts_cut += pair.prompt_cut
+        counts.answers_cut += pair.answer_cut
+        if split == "valid" and len(self.shown) < SHOWN_PROMPTS and not (pair.prompt_cut or pair.answer_cut):
+            self.shown.append(["".join(s.text for s in texts.prompt), texts.answers[0][0].text.strip()])
+        found = hash(tuple(row.tokens.tobytes() for row in pair.rows))
+        if split == "train":
+            self._known.add(found)
+        counts.in_train += split != "train" and found in self._known
+
+    def _columns(self, kept: list[Any]) -> dict[str, Column]:
+        columns: dict[str, Column] = {}
+        for number, name in enumerate(ANSWERS):
+            rows = [pair[number] for pair in kept]
+            pad = self.settings.special_ids.get("pad") or 0
+            columns[name] = Ragged.from_rows([row.tokens for row in rows], pad)
+            columns[f"{name}.learn"] = Ragged.from_rows([learn_mask(row, True) for row in rows])
+        chosen = [pair[0] for pair in kept]
+        columns["token.weight"] = np.array([learn_mask(row, True).sum() for row in chosen], np.int32)
+        columns["text.weight"] = np.array([len(row.tokens) - 1 for row in chosen], np.int32)
+        return columns

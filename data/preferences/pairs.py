@@ -1,0 +1,127 @@
+"""Rows with `prompt`, `chosen` and `rejected` as pairs of conversations that begin alike.
+
+Each column is text, or a list of messages. Where `chosen` and `rejected` hold whole conversations, what they
+have in common is the prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from isobatch.core.errors import UserError
+from isobatch.data.chat_formats import Message, SkippedRowError, key_names, parse_message_list
+from isobatch.data.readers import did_you_mean
+
+PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+Turns = str | list[Message]
+"""What a column holds."""
+
+
+class PreferencePair(NamedTuple):
+    """A prompt and two answers to it. An answer may go on with further questions and answers."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+
+
+def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
+    """The pair in a row. `where` names the row in errors.
+
+    Raises UserError for a row of another shape, SkippedRowError for one with nothing to prefer.
+    """
+    chosen, rejected = _turns(row, CHOSEN, where), _turns(row, REJECTED, where)
+    prompt = _turns(row, PROMPT, where) if row.get(PROMPT) is not None else None
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        pair = _pair_of_texts(prompt, chosen, rejected)
+    elif isinstance(chosen, list) and isinstance(rejected, list):
+        pair = _pair_of_messages(prompt, chosen, rejected)
+    else:
+        raise UserError(f"{where}: {CHOSEN} and {REJECTED} must both be text, or both lists of messages")
+    _require_preference(pair)
+    if not any(message["content"].strip() for message in pair.prompt):
+        if PROMPT in row:
+            raise SkippedRowError("an empty prompt")
+        raise UserError(
+            f"{where}: has no {PROMPT}{did_you_mean(PROMPT, list(row))}, and {CHOSEN} and {REJECTED} begin"
+            f" with none; it has: {key_names(row)}"
+        )
+    return pair
+
+
+def holds_whole_texts(row: Mapping[str, Any]) -> bool:
+    """Whether `chosen` and `rejected` are texts that hold their prompt."""
+    return isinstance(row.get(CHOSEN), str) and row.get(PROMPT) is None
+
+
+def holds_messages(row: Mapping[str, Any]) -> bool:
+    """Whether `chosen` is a list of messages."""
+    return not isinstance(row.get(CHOSEN), str | None)
+
+
+def require_columns(names: Sequence[str], where: str) -> None:
+    """Raise UserError unless both answers are among the columns. `where` names their file."""
+    for column in (CHOSEN, REJECTED):
+        if column not in names:
+            raise UserError(
+                f"{where}: has no column {column}{did_you_mean(column, names)}; it has:"
+                f" {', '.join(names[:20]) or 'nothing'}"
+            )
+
+
+def _turns(row: Mapping[str, Any], column: str, where: str) -> Turns:
+    if column not in row:
+        raise UserError(
+            f"{where}: has no {column}{did_you_mean(column, list(row))}; it has: {key_names(row)}"
+        )
+    value = row[column]
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list | Mapping):
+        raise UserError(f"{where}: {column} holds {type(value).__name__}, not text or a list of messages")
+    return parse_message_list(row, column, f"{where}: {column}")
+
+
+def _pair_of_texts(prompt: Turns | None, chosen: str, rejected: str) -> PreferencePair:
+    if prompt is None:
+        prompt = _common_beginning(chosen, rejected)
+    if isinstance(prompt, str) and prompt and chosen.startswith(prompt) and rejected.startswith(prompt):
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
+    return PreferencePair(_as_messages(prompt), *answers)
+
+
+def _common_beginning(one: str, other: str) -> str:
+    """What two texts begin with, up to the last white space in it: answers begin with whole words."""
+    letters = itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
+    common = "".join(letter for letter, _ in letters)
+    ends = [place for place, letter in enumerate(common) if letter.isspace()]
+    return common[: ends[-1]].rstrip() if ends else ""
+
+
+def _pair_of_messages(prompt: Turns | None, chosen: list[Message], rejected: list[Message]) -> PreferencePair:
+    given = _as_messages(prompt or "")
+    both = list(zip(chosen[:-1], rejected[:-1], strict=False))
+    count = next((n for n, (one, other) in enumerate(both) if one != other), len(both))
+    shared = chosen[:count]
+    is_whole = all(message in shared for message in given)
+    return PreferencePair(shared if is_whole else given + shared, chosen[count:], rejected[count:])
+
+
+def _as_messages(prompt: Turns) -> list[Message]:
+    if isinstance(prompt, list):
+        return prompt
+    return [{"role": "user", "content": prompt}] if prompt.strip() else []
+
+
+def _require_preference(pair: PreferencePair) -> None:
+    """Raise SkippedRowError where there is nothing to prefer."""
+    if pair.chosen == pair.rejected:
+        raise SkippedRowError("the same answer twice")
+    for answer in (pair.chosen, pair.rejected):
+        if not all(m["content"].strip() for m in answer if m["role"] == "assistant"):
+            raise SkippedRowError("an empty answer")
+        if not answer or answer[0]["role"] != "assistant":
+            raise SkippedRowError("answers to different prompts")

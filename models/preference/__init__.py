@@ -1,0 +1,1 @@
+"""Preference training of language models: DPO and ORPO on pairs of answers."""

@@ -1,0 +1,319 @@
+"""The workloads dpo and orpo: language models that learn which of two answers is preferred.
+
+isobatch auto --task dpo --data pairs.jsonl --model FOLDER
+isobatch auto --task dpo --data pairs.jsonl --model FOLDER --adapter lora --beta 0.1
+isobatch auto --task orpo --data pairs.jsonl --model FOLDER
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from isobatch.core.errors import UserError
+from isobatch.core.number_ranges import AboveZero
+from isobatch.models import hub
+from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Teacher
+from isobatch.models.causal_lm.model_sizes import PRESETS
+from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from torch import Tensor, nn
+
+    from isobatch.core.facts import Facts
+
+FIGURES = ("reward_accuracy", "reward_margin", "chosen_log_prob", "rejected_log_prob")
+TIE = 1e-4
+"""Rewards that differ by no more may differ by rounding alone: such a pair counts as half right."""
+REFERENCE_TOKENS = 16384
+"""Padded tokens that the reference reads at a time. No plan decides it: the answers are the same anywhere."""
+
+
+class PreferenceTask(CausalLM):
+    """A causal language model that learns from pairs of answers; a sample is a pair.
+
+    Metrics of each step and of held-out pairs, means over pairs. `reward_accuracy`: how often the chosen
+    answer has the larger reward. `reward_margin`: by how much. `chosen_log_prob`, `rejected_log_prob`: in
+    nats, added up over the tokens of an answer, or their mean where `averages` is set.
+
+    Letters: B pairs, 2 answers of each (the chosen one first), T tokens of a row.
+    """
+
+    rows_per_sample: ClassVar[int] = 2
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "model": "openai-community/gpt2",
+        "max_length": 512,
+        "lr": 1e-6,
+        "weight_decay": 0.0,
+        "warmup": "10%",
+        "dropout": 0.0,
+    }
+    fast: ClassVar[Mapping[str, Any]] = {
+        "max_length": 256,
+        "train_fraction": 0.25,
+        "eval_fraction": 0.25,
+        "min_delta": 0.005,
+    }
+    demo: ClassVar[Mapping[str, Any]] = {
+        "model": "tiny",
+        "max_length": 128,
+        "batch_size": 16,
+        "lr": 3e-4,
+        "epochs": 2,
+    }
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As for any causal language model; an adapter trains at ten times the rate, without dropout."""
+        found = dict(super().complete(values))
+        if values.get("adapter", "none") != "none":
+            found |= {k: v for k, v in {"lr": 1e-5, "lora_dropout": 0.0}.items() if k not in values}
+        return found
+
+    def model_size(self, facts: Facts) -> ModelSize:
+        return dataclasses.replace(super().model_size(facts), packs=False)
+
+    @property
+    def averages(self) -> bool:
+        """Whether an answer's log-probability is the mean over its tokens, and not their sum."""
+        return False
+
+    @property
+    def learns_prompts(self) -> bool:
+        """Whether the loss reads the tokens of the chosen answer's prompt too."""
+        return False
+
+    @abstractmethod
+    def pair_losses(self, log_probs_B2: Tensor, token_log_probs_B2T: Tensor, batch: Batch) -> dict[str, Loss]:
+        """The losses, from the answers' log-probabilities and from those of single tokens."""
+
+    @abstractmethod
+    def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
+        """(B, 2) rewards of the answers, from their log-probabilities."""
+
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        """batch: tokens (B, 2, T), each a prompt and an answer; learn, of the same shape, 1 where a token is
+        an answer's; row_length (B, 2); perhaps teacher.log_probs (B, 2).
+        """
+        import torch
+
+        losses, figures = self._losses_and_figures(model, batch, step)
+        pairs = torch.full((), len(batch["tokens"]), device=batch["tokens"].device)
+        step.record("pairs", torch.stack([pairs, *(figures[name] for name in FIGURES)]))
+        return losses
+
+    def _losses_and_figures(
+        self, model: nn.Module, batch: Batch, step: StepContext
+    ) -> tuple[dict[str, Loss], dict[str, Tensor]]:
+        """The losses, and the sum over pairs of each of FIGURES."""
+        tokens_B2T = self._token_log_probs(model, batch, step.host)
+        log_probs_B2 = self.of_answers(_added_up(tokens_B2T, batch), batch)
+        with_rewards = self.rewards(log_probs_B2.detach(), batch)
+        figures = _figures(with_rewards, log_probs_B2.detach())
+        return self.pair_losses(log_probs_B2, tokens_B2T, batch), figures
+
+    def of_answers(self, sums_B2: Tensor, batch: Batch) -> Tensor:
+        """(B, 2) log-probabilities of answers as the loss reads them, from their sums over tokens."""
+        return sums_B2 / batch["learn"].sum(-1) if self.averages else sums_B2
+
+    def _token_log_probs(self, model: nn.Module, batch: Batch, host: Batch | None = None) -> Tensor:
+        """(B, 2, T) log p, at each position, of the token behind it; 0 where none is learnt."""
+        from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX
+        from isobatch.models.preference.log_probs import token_log_probs
+
+        tokens_B2T = batch["tokens"].long()
+        targets_B2T = tokens_B2T.roll(-1, -1).masked_fill(~self._predicts(batch), IGNORE_INDEX)
+        count = None if host is None else int(self._predicts(host).numpy().sum())
+        found = token_log_probs(model, tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1), count)
+        return found.view(tokens_B2T.shape)
+
+    def _predicts(self, batch: Batch) -> Tensor:
+        """(B, 2, T) bool: whether the loss reads the prediction at a position, of the token behind it."""
+        import torch
+
+        found = _before_answers(batch)
+        if self.learns_prompts:
+            position = torch.arange(found.shape[-1], device=found.device)
+            in_chosen = position < (batch["row_length"][:, :1] - 1)
+            found = torch.stack([in_chosen, found[:, 1]], 1)
+        return found
+
+    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
+        losses, figures = self._losses_and_figures(model, batch, step)
+        pairs = len(batch["tokens"])
+        weights = {k.removesuffix(".weight"): v.sum() for k, v in batch.items() if k.endswith(".weight")}
+        parts: dict[str, Sum | Rows] = {
+            name: Sum(loss.sum, weights.get(loss.unit, pairs)) for name, loss in losses.items()
+        }
+        return parts | {name: Sum(value, pairs) for name, value in figures.items()}
+
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
+        means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
+        losses = {name: value for name, value in means.items() if name not in FIGURES}
+        return {"loss": sum(losses.values()), **means}
+
+    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
+        pairs, *sums = recorded["pairs"].tolist()
+        return {name: total / pairs for name, total in zip(FIGURES, sums, strict=True)}
+
+    def export_as(
+        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        def rows() -> Iterator[Batch]:
+            return ({"tokens": batch["tokens"].flatten(0, 1)} for batch in batches())
+
+        return super().export_as(kind, final, folder, facts, rows)
+
+
+def _before_answers(batch: Batch) -> Tensor:
+    """(B, 2, T) bool: the positions whose next token is an answer's."""
+    import torch
+
+    return torch.nn.functional.pad(batch["learn"][..., 1:] != 0, (0, 1))
+
+
+def _added_up(token_log_probs_B2T: Tensor, batch: Batch) -> Tensor:
+    """(B, 2) sums over the tokens of each answer."""
+    return token_log_probs_B2T.masked_fill(~_before_answers(batch), 0.0).sum(-1)
+
+
+def _figures(rewards_B2: Tensor, log_probs_B2: Tensor) -> dict[str, Tensor]:
+    """Name in FIGURES -> its sum over pairs."""
+    margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
+    right_B = (margin_B > TIE).float() + 0.5 * (margin_B.abs() <= TIE).float()
+    return dict(zip(FIGURES, (right_B.sum(), margin_B.sum(), *log_probs_B2.sum(0)), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DPOOptions(CausalLMOptions):
+    """The flags of DPO."""
+
+    beta: AboveZero = 0.1
+    """How closely the model is held to the reference: the larger, the closer."""
+    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """The loss of a pair. With sigmoid, --label-smoothing is the share of pairs taken to be reversed."""
+
+
+class DPO(PreferenceTask):
+    """Direct preference optimization (Rafailov et al. 2023).
+
+    The reward of an answer is beta times the log-ratio of its probabilities under the model and under the
+    reference, which is the model as training finds it: with an adapter, the model without what the adapter
+    learns. The reference's log-probabilities are computed once and kept on disk.
+    """
+
+    Options: ClassVar[type] = DPOOptions
+
+    def check(self) -> None:
+        super().check()
+        if self.recipe.label_smoothing >= 0.5:
+            raise UserError(
+                f"--label-smoothing {self.recipe.label_smoothing:g}: is the share of pairs that are the wrong"
+                " way round: give less than 0.5"
+            )
+
+    def unread(self) -> Mapping[str, str]:
+        kind = self.options.dpo_loss
+        why = {} if kind == "sigmoid" else {"label_smoothing": f"--dpo-loss {kind} has none"}
+        return {**super().unread(), **why}
+
+    @property
+    def averages(self) -> bool:
+        return bool(self.options.dpo_loss == "ipo")
+
+    def pair_losses(self, log_probs_B2: Tensor, token_log_probs_B2T: Tensor, batch: Batch) -> dict[str, Loss]:
+        from isobatch.models.preference.losses import dpo_loss
+
+        options, smoothing = self.options, self.recipe.label_smoothing
+        losses_B = dpo_loss(log_probs_B2, self._reference(batch), options.beta, options.dpo_loss, smoothing)
+        return {"loss": Loss(losses_B.sum(), "sample")}
+
+    def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
+        return (log_probs_B2 - self._reference(batch)) * self.options.beta
+
+    def _reference(self, batch: Batch) -> Tensor:
+        """(B, 2) log-probabilities of the answers under the reference."""
+        return self.of_answers(batch["teacher.log_probs"], batch)
+
+    def teacher(self) -> Teacher:
+        return Teacher(
+            self._reference_identity(), self._build_reference, self._reference_answers, True, "reference"
+        )
+
+    def _reference_identity(self) -> str:
+        """All that the reference's answers depend on, beside the samples."""
+        name, recipe, options = self._model_name, self.recipe, self.options
+        if name in PRESETS:
+            weights = [name, recipe.seed, recipe.max_length, recipe.options.get("vocab_size")]
+        else:
+            weights = [hub.weights_hash(str(Path(name).expanduser()), recipe.revision), recipe.tokenizer]
+        return json.dumps([*weights, options.load_bits, options.frozen_dtype, options.resize_embeddings])
+
+    def _build_reference(self, facts: Facts) -> nn.Module:
+        import torch
+
+        torch.manual_seed(self.recipe.seed)  # as the engine does for the model that trains
+        return self.build_model(facts)
+
+    def _reference_answers(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        import torch
+
+        pairs = max(1, REFERENCE_TOKENS // (2 * batch["tokens"].shape[-1]))
+        names = ("tokens", "learn", "row_length")
+        parts = zip(*(batch[name].split(pairs) for name in names), strict=True)
+        found = []
+        for values in parts:
+            part = dict(zip(names, values, strict=True))
+            found.append(_added_up(self._token_log_probs(model, part), part))
+        return {"log_probs": torch.cat(found)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ORPOOptions(CausalLMOptions):
+    """The flags of ORPO."""
+
+    beta: AboveZero = 0.1
+    """Weight of the odds ratio's part of the loss: the paper's lambda."""
+    response_only: bool = True
+    """Learn the tokens of the chosen answer only; off learns its prompt too, as TRL does."""
+
+
+class ORPO(PreferenceTask):
+    """Odds ratio preference optimization (Hong et al. 2024): fine-tuning and preference in one, no reference.
+
+    loss = `nll` + `odds_ratio`: the mean over tokens of -log p of the chosen answers, and beta times the mean
+    over pairs of -log sigmoid of the log odds ratio. The reward of an answer is beta times its mean log p.
+    """
+
+    Options: ClassVar[type] = ORPOOptions
+
+    def unread(self) -> Mapping[str, str]:
+        return {**super().unread(), "label_smoothing": "ORPO has none"}
+
+    @property
+    def averages(self) -> bool:
+        return True
+
+    @property
+    def learns_prompts(self) -> bool:
+        return not self.options.response_only
+
+    def pair_losses(self, log_probs_B2: Tensor, token_log_probs_B2T: Tensor, batch: Batch) -> dict[str, Loss]:
+        from isobatch.models.preference.losses import odds_ratio_loss
+
+        unit = "text" if self.learns_prompts else "token"
+        odds_B = odds_ratio_loss(log_probs_B2) * self.options.beta
+        return {
+            "nll": Loss(-token_log_probs_B2T[:, 0].sum(), unit),
+            "odds_ratio": Loss(odds_B.sum(), "sample"),
+        }
+
+    def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
+        return log_probs_B2 * self.options.beta
