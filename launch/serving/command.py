@@ -12,13 +12,20 @@ from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
-from isobatch.launch.predicting.answerer import ModelOptions, chat_template, open_answerer, trained_task
+from isobatch.launch.predicting.answerer import (
+    ModelOptions,
+    chat_template,
+    open_answerer,
+    refuse_unread,
+    trained_task,
+)
 from isobatch.launch.predicting.onnx_file import open_onnx_answerer
 from isobatch.models.protocols import Generates, OpensItemLists, Predicts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MAX_PORT = (1 << 16) - 1
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -64,6 +71,7 @@ def make_app(where: str, options: ServeOptions) -> Any:
     run = open_run(where, options.trust)
     task = trained_task(run)
     if isinstance(task, Generates):
+        refuse_unread(asked, run)
         return language_model_app(name, task.writer(run.final), chat_template(run))
     if not isinstance(task, OpensItemLists | Predicts):
         raise UserError(f"serve: {run.recipe.task} reads its samples from files: use predict --file")
@@ -81,11 +89,17 @@ def _require_libraries() -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """A socket at this address. Raises UserError where it cannot be had."""
     try:
+        if port > MAX_PORT:
+            raise OverflowError(f"a port is at most {MAX_PORT}")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"--host {host} --port {port}: {reason}: take another, or --port 0") from None
+    # An answer is two packets, and the second would wait 40 ms for an acknowledgement of the first. asyncio
+    # sets this on sockets whose protocol number is TCP's only, and here it is 0 (CPython 3.11, base_events).
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _run(app: Any, listener: socket.socket, options: ServeOptions) -> int:
