@@ -25,7 +25,6 @@ from isobatch.models.protocols import Generates, OpensItemLists, Predicts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_PORT = (1 << 16) - 1
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -35,7 +34,7 @@ class ServeOptions(TrustOptions):
 
     host: str = "127.0.0.1"
     """The address to listen at; by default only this machine can ask."""
-    port: number_ranges.Count = 8000
+    port: number_ranges.PortNumber = 8000
     """0 takes a free one."""
     form: Literal["torch", "onnx", "onnx-int4"] = "torch"
     """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
@@ -89,13 +88,10 @@ def _require_libraries() -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """A socket at this address. Raises UserError where it cannot be had."""
     try:
-        if port > MAX_PORT:
-            raise OverflowError(f"a port is at most {MAX_PORT}")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--host {host} --port {port}: {reason}: take another, or --port 0") from None
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port}: {error.strerror}: take another, or --port 0") from None
     # An answer is two packets, and the second would wait 40 ms for an acknowledgement of the first. asyncio
     # sets this on sockets whose protocol number is TCP's only, and here it is 0 (CPython 3.11, base_events).
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
