@@ -127,7 +127,7 @@ def _print(answered: Iterator[list[dict[str, Any]]], options: PredictOptions) ->
     for rows in answered:
         for row in rows:
             if options.json:
-                print(atomic_files.json_text(row, ensure_ascii=False))
+                print(tables.json_line(row))
             else:
                 print(printable(format_row(row)))
 

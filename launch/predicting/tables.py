@@ -75,7 +75,7 @@ class JsonLinesWriter(TableWriter):
         self.stream = path.open("w", encoding="utf-8")
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.stream.writelines(atomic_files.json_text(row, ensure_ascii=False) + "\n" for row in rows)
+        self.stream.writelines(json_line(row) + "\n" for row in rows)
 
     def close(self) -> None:
         self.stream.close()
@@ -167,6 +167,11 @@ def open_table(path: Path) -> Iterator[TableWriter]:
             temporary.unlink(missing_ok=True)
 
 
+def json_line(row: Mapping[str, Any]) -> str:
+    """The row as JSON; a date or another value of Parquet that JSON does not have is its text."""
+    return atomic_files.json_text(row, ensure_ascii=False, default=str)
+
+
 def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with an entry `NAME.KEY` for each of a dictionary's."""
     flat: dict[str, Any] = {}
@@ -176,4 +181,4 @@ def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_field(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,13 @@ def test_a_list_in_csv_is_json_and_in_parquet_a_list(tmp_path: Path) -> None:
         with tables.open_table(tmp_path / name) as writer:
             writer.write([{"latent": [1.5, 2.0]}])
         assert read_back(tmp_path / name) == [{"latent": expected}]
+
+
+def test_dates_of_a_table_become_text(tmp_path: Path) -> None:
+    day = datetime.date(2024, 2, 29)
+    for ending in tables.WRITERS:
+        write_in_pieces(tmp_path / f"a{ending}", [{"day": day}])
+        assert read_back(tmp_path / f"a{ending}") == [{"day": day if ending == ".parquet" else "2024-02-29"}]
 
 
 def write_in_pieces(path: Path, *pieces: list[dict[str, Any]]) -> None:

@@ -232,6 +232,16 @@ def test_other_wrong_requests(model: TestClient, answers: TestClient) -> None:
         require_sentence(plain.post("/v1/chat/completions", json=ASKED), "use /v1/completions")
 
 
+def test_a_bug_is_said_in_the_terminal_and_answered(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail(_: Sequence[str]) -> list[dict[str, Any]]:
+        raise RuntimeError("a bug")
+
+    app = prediction_app("p", Answerer(fail, TextReader()))
+    with TestClient(app, raise_server_exceptions=False) as client:
+        require_sentence(client.post("/predict", json={"texts": ["a"]}), "its terminal says why", 500)
+    assert "RuntimeError: a bug" in capfd.readouterr().err
+
+
 def test_texts_and_rows_are_answered(answers: TestClient) -> None:
     assert answers.get("/").json() == {"model": "p", "paths": ["/predict"]}
     found = answers.post("/predict", json={"texts": ["a", "b"]}).json()
