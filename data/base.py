@@ -213,6 +213,16 @@ class Data(ABC):
     def read(self) -> Mapping[str, Columns]:
         """Columns per split: `train` always, `valid` and `test` where there are such."""
 
+    def read_rows(self) -> Columns:
+        """All samples of --data, in order, for `predict --file`; columns that only training needs may lack.
+
+        By default refused: what `read` returns may be shuffled, divided into splits, or made here.
+        """
+        raise UserError(
+            f"--file {self.recipe.data}: {type(self).__name__} has no method read_rows for new samples: add"
+            " it, or predict held-out ones with --split valid"
+        )
+
     def prepare(self, folder: Path) -> dict[str, Any]:
         """Write the prepared arrays into `folder`; returns what Facts should know beside counts, lengths."""
         for split, columns in self.read().items():

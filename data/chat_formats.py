@@ -47,6 +47,24 @@ def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list
     return messages
 
 
+def parse_question(row: Mapping[str, Any], where: str, chat_format: str) -> list[Message]:
+    """The messages of a row up to the last question; an answer behind it is left out.
+
+    Raises UserError for a row of another shape, or without a question.
+    """
+    if chat_format == "instruction":
+        given = _text_field(row, "input", where) if "input" in row else ""
+        asked = {"role": "user", "content": _text_field(row, "instruction", where)}
+        messages = [asked | {"input": given if given.strip() else ""}]
+    else:
+        messages = _parse_chat(row, chat_format, where)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or not any(messages[-1].get(name, "").strip() for name in ("content", "input")):
+        raise UserError(f"{where}: asks nothing: its last message must be a question")
+    return messages
+
+
 def require_answers(messages: Sequence[Message]) -> None:
     """Raise SkippedRowError where no message is the assistant's, or one of those is empty."""
     answers = [m["content"] for m in messages if m["role"] == "assistant"]

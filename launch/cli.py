@@ -69,9 +69,14 @@ COMMANDS = {
         "continue a prompt with a trained language model",
     ),
     "chat": ("commands.generate:chat", "talk with a model that was trained on conversations"),
+    "predict": (
+        "predicting.command:predict",
+        "what a finished model says of texts, or of the rows of a file",
+    ),
+    "serve": ("serving.command:serve", "try a finished model over HTTP; language models as OpenAI's API"),
     "recommend": (
-        "commands.evaluate:recommend",
-        "the best items for a user, by a trained recommender",
+        "predicting.recommend:recommend",
+        "the best items for a user, or for all of them, by a trained recommender",
     ),
     "reconstruct": ("commands.latent:reconstruct", "a text through the latent vector of a VAE and back"),
     "interpolate": ("commands.latent:interpolate", "texts between two texts, by a VAE"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -34,11 +34,27 @@ class Exports(Protocol):
         """
 
 
+class WrittenText(Protocol):
+    """What a language model writes behind a prompt: to iterate over it writes it, piece by piece."""
+
+    prompt_tokens: int
+    """Tokens that were read of the prompt."""
+    tokens: int
+    """Tokens written so far."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it ended for its length, and not at an end token."""
+
+    def __iter__(self) -> Iterator[str]:
+        """The text in pieces, once."""
+
+
 @runtime_checkable
 class Generates(Protocol):
-    """`isobatch generate` and `chat`: a language model."""
+    """`isobatch generate`, `chat`, `predict` and `serve`: a language model."""
 
-    def writer(self, final: Path) -> Callable[[Any, Any], Iterable[str]]:
+    def writer(self, final: Path) -> Callable[[Any, Any], WrittenText]:
         """The model in `final`, read once: (prompt, generation.Sampling) -> the text behind it, in pieces.
 
         A prompt is a text, or a list of (text, whether it is an answer) in order.
@@ -51,6 +67,56 @@ class Recommends(Protocol):
 
     def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:
         """(title, score) of the `top` best items for a user by id. Raises UserError for an unknown one."""
+
+
+class ItemLists(Protocol):
+    """A trained recommender, read once. `top`: length of a list."""
+
+    users: list[str]
+    """The ids of all users."""
+
+    def recommend(self, user: str, top: int) -> list[dict[str, Any]]:
+        """`item` (its id), `title` and `score` of the best items for a user. Raises UserError."""
+
+    def recommend_to_all(self, top: int) -> Iterable[tuple[str, list[dict[str, Any]]]]:
+        """(user, the same list) of every user."""
+
+    def similar(self, item: str, top: int) -> list[dict[str, Any]]:
+        """The items whose vectors are most alike (cosine) to that of an item, by its id or title.
+
+        Raises UserError for an unknown one.
+        """
+
+
+@runtime_checkable
+class OpensItemLists(Protocol):
+    """`isobatch recommend --out` and `--similar-to`, `predict` and `serve` of a recommender."""
+
+    def open_lists(self, final: Path) -> ItemLists:
+        """The model in `final`."""
+
+
+Predictor = Callable[[Sequence[Any]], list[dict[str, Any]]]
+"""Samples -> named values for each, in order. An answer does not depend on the other samples."""
+
+
+@runtime_checkable
+class Predicts(Protocol):
+    """`isobatch predict` and `serve`: a model that answers texts."""
+
+    forms: ClassVar[tuple[str, ...]]
+    """The forms in which it may run, first the trained one."""
+
+    def open_predictor(self, final: Path, exports: Path, form: str) -> Predictor:
+        """The model, read once, in one of `forms`. Raises UserError where that was not written."""
+
+
+@runtime_checkable
+class PredictsBatches(Protocol):
+    """`isobatch predict` of a task of your own. Its Data reads the rows (`Data.read_rows`)."""
+
+    def predict(self, model: Any, batch: Batch) -> Mapping[str, Any]:
+        """Name -> tensor (B, ...) of what the model says of each sample. Called in evaluation mode."""
 
 
 class LatentCodec(Protocol):

@@ -46,6 +46,10 @@ class Points(Data):
         held_out = max(1, round(self.options.holdout * len(table)))
         return {"valid": _columns(table[order[:held_out]]), "train": _columns(table[order[held_out:]])}
 
+    def read_rows(self) -> Columns:
+        """Points to predict: the label is not needed."""
+        return {"x": _read_csv(Path(self.recipe.data), HEADER[:2])}
+
     @property
     def _file(self) -> Path | None:
         return None if self.recipe.data == "demo" else Path(self.recipe.data).expanduser()
@@ -55,13 +59,13 @@ def _columns(table: np.ndarray) -> Columns:
     return {"x": table[:, :2], "label": table[:, 2]}
 
 
-def _read_csv(file: Path) -> np.ndarray:
-    """(n, 3) float32."""
+def _read_csv(file: Path, header: list[str] = HEADER) -> np.ndarray:
+    """(n, len(header)) float32."""
     with file.open(newline="", encoding="utf-8") as stream:
-        header, *rows = csv.reader(stream)
-    if header != HEADER:
-        raise UserError(f"--data {file}: its first line must be {','.join(HEADER)}")
-    return np.array(rows, dtype=np.float32)
+        first, *rows = csv.reader(stream)
+    if first[: len(header)] != header:
+        raise UserError(f"{file}: its first line must be {','.join(header)}")
+    return np.array([row[: len(header)] for row in rows], dtype=np.float32).reshape(-1, len(header))
 
 
 def _half_circles(count: int) -> np.ndarray:

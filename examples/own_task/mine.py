@@ -5,6 +5,7 @@ In this folder:
     isobatch auto --task ./mine.py:Mine
     isobatch auto --task ./mine.py:Mine --data points.csv --width 64 --holdout 0.25
     isobatch describe ./mine.py:Mine
+    isobatch predict RUN --file new.csv --out predictions.csv
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ class Mine(Task):
             "accuracy": Sum(correct, len(label)),
             "margin": Rows(margin),  # all rows come back in the order of the samples
         }
+
+    def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
+        """What `isobatch predict` writes: arrays with a row per sample."""
+        probability = model(batch["x"])[:, 0].sigmoid()
+        return {"class": (probability > 0.5).long(), "probability": probability}
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Any) -> dict[str, float]:
         import numpy as np

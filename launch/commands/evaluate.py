@@ -1,4 +1,4 @@
-"""`evaluate` and `recommend`: metrics and recommendations of a finished run."""
+"""`evaluate`: metrics of a finished run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.console import format_metrics
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
-from isobatch.models.protocols import EncodesLatents, Recommends
+from isobatch.models.protocols import EncodesLatents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,18 +35,6 @@ class EvaluateOptions(TrustOptions):
     iw_samples: number_ranges.Count = 0
     """Also the likelihood by so many importance-weighted draws per sample, of a model with latent vectors;
     papers take 500."""
-    json: bool = False
-    """One JSON object on standard output."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecommendOptions(TrustOptions):
-    """Flags of `recommend`."""
-
-    user: str | None = None
-    """The user, by the id that the data has."""
-    top: number_ranges.Positive = 10
-    """Length of the list."""
     json: bool = False
     """One JSON object on standard output."""
 
@@ -97,27 +85,13 @@ def _evaluate(run: RunFolder, options: EvaluateOptions) -> dict[str, Any]:
     return metrics
 
 
-def recommend(words: Sequence[str]) -> int:
-    """Usage: recommend RUN --user ID [--top 10] [--json]"""
-    run, options = open_single_run(words, "recommend", RecommendOptions)
-    if options.user is None:
-        raise UserError("recommend: needs --user ID")
-    found = require_capability(run, Recommends, "recommend", "recommends nothing").recommend(
-        run.final, options.user, options.top
-    )
-    if options.json:
-        items = [{"title": title, "score": score} for title, score in found]
-        print(atomic_files.json_text({"user": options.user, "items": items}, ensure_ascii=False))
-    for title, score in [] if options.json else found:
-        print(printable(f"{score:8.3f}  {title}"))
-    return 0
-
-
 def require_capability(run: RunFolder, capability: type[T], command: str, refusal: str) -> T:
     """A finished run's task. Raises UserError without the protocol `capability`, or without final/."""
     task, _ = workload_of(run.recipe).make(run.recipe)
     if not isinstance(task, capability):
         raise UserError(f"{command}: {run.folder} trained {run.recipe.task}, which {refusal}")
     if not run.final.is_dir():
-        raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
+        raise UserError(
+            f"{run.folder} has no final/ yet: it is {run.status()}; `resume {run.folder}` goes on with it"
+        )
     return task

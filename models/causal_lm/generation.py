@@ -62,35 +62,55 @@ def open_for_generation(folder: Path, bits: int = 16, remote_code: bool = False)
 
 def continue_text(model: nn.Module, tokenizer: Any, prompt: str, sampling: Sampling) -> str:
     """The prompt and what the model writes after it; it may end early at an end token or a full context."""
-    return prompt + "".join(stream_text(model, tokenizer, prompt, sampling))
+    return prompt + "".join(TextStream(model, tokenizer, prompt, sampling))
 
 
 Prompt = str | Sequence[tuple[str, bool]]
 """A text, or (text, whether it is an answer) in order: an answer ends with the sampling's stop token."""
 
 
-def stream_text(model: nn.Module, tokenizer: Any, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
-    """What the model writes after the prompt, as it is written, in whole characters.
+class TextStream:
+    """What the model writes after a prompt, as it is written, in whole characters.
 
     A prompt longer than half the model's context is truncated from the left, with a warning.
     """
-    config: Any = model.config
-    context = model_sizes.context_length(config.to_dict()) or 1 << 30
-    ids = _encode_prompt(tokenizer, prompt, sampling.stop_token_id) or [_first_id(config.eos_token_id)]
-    max_prompt = max(1, context // 2)
-    if len(ids) > max_prompt:
-        logging.getLogger(__name__).warning(
-            "the prompt has %s tokens; the first %s are left out: the model reads %s, half for its answer",
-            *(f"{n:,}" for n in (len(ids), len(ids) - max_prompt, context)),
-        )
-    ids = ids[-max_prompt:]
-    decoded, written = tokenizer.decode(ids), []
-    for token in _generate_ids(model, ids, min(sampling.max_new_tokens, context - len(ids)), sampling):
-        written.append(token)
-        text = tokenizer.decode(ids + written)
-        if len(text) > len(decoded) and not text.endswith(REPLACEMENT_CHARACTER):
-            yield text[len(decoded) :]
-            decoded = text
+
+    def __init__(self, model: nn.Module, tokenizer: Any, prompt: Prompt, sampling: Sampling) -> None:
+        config: Any = model.config
+        context = model_sizes.context_length(config.to_dict()) or 1 << 30
+        ids = _encode_prompt(tokenizer, prompt, sampling.stop_token_id) or [_first_id(config.eos_token_id)]
+        max_prompt = max(1, context // 2)
+        if len(ids) > max_prompt:
+            logging.getLogger(__name__).warning(
+                "the prompt has %s tokens; the first %s are left out: the model reads %s, half for its"
+                " answer",
+                *(f"{n:,}" for n in (len(ids), len(ids) - max_prompt, context)),
+            )
+        ids = ids[-max_prompt:]
+        self.prompt_tokens = len(ids)
+        """Tokens that the model reads of the prompt."""
+        self.tokens = 0
+        """Tokens written so far."""
+        self._most = min(sampling.max_new_tokens, context - len(ids))
+        self._pieces = self._decode(tokenizer, ids, _generate_ids(model, ids, self._most, sampling))
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it ended for its length, and not at an end token."""
+        return self.tokens >= self._most
+
+    def _decode(self, tokenizer: Any, ids: list[int], tokens: Iterator[int]) -> Iterator[str]:
+        decoded, written = tokenizer.decode(ids), []
+        for token in tokens:
+            self.tokens += 1
+            written.append(token)
+            text = tokenizer.decode(ids + written)
+            if len(text) > len(decoded) and not text.endswith(REPLACEMENT_CHARACTER):
+                yield text[len(decoded) :]
+                decoded = text
 
 
 def _encode_prompt(tokenizer: Any, prompt: Prompt, stop_id: int | None) -> list[int]:

@@ -25,11 +25,11 @@ from isobatch.models.causal_lm import (
     model_sizes,
     perplexity,
 )
-from isobatch.models.causal_lm.generation import Sampling
+from isobatch.models.causal_lm.generation import Sampling, TextStream
 from isobatch.models.causal_lm.model_sizes import PRESETS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor, nn
 
@@ -348,18 +348,18 @@ class CausalLM(Task):
             figures["remark"] = f"{before}: the run's own figures are those of {rounded}"
         return figures
 
-    def writer(self, final: Path) -> Callable[[Any, Sampling], Iterator[str]]:
+    def writer(self, final: Path) -> Callable[[Any, Sampling], TextStream]:
         """The model that is read once from `final`, as a function that streams text."""
         from isobatch.models.causal_lm import generation
 
         return partial(
-            generation.stream_text,
+            generation.TextStream,
             *generation.open_for_generation(final, self.options.load_bits, self.options.remote_code),
         )
 
     def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
         """A continuation of a prompt; for a model trained on conversations, answers to held-out prompts."""
-        from isobatch.models.causal_lm.generation import continue_text, stream_text
+        from isobatch.models.causal_lm.generation import continue_text
 
         if self.options.generate_tokens == 0:
             return None
@@ -375,7 +375,7 @@ class CausalLM(Task):
             return continue_text(model, tokenizer, prompt, sampling)
         shown = []
         for prompt, reference in prompts:
-            answer = "".join(stream_text(model, tokenizer, prompt, sampling))
+            answer = "".join(TextStream(model, tokenizer, prompt, sampling))
             shown.append(f"{prompt}{answer.strip()}\n[reference: {reference.strip()}]")
         return "\n\n".join(shown)
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
-from isobatch.models.encoder import encoders, evaluation
+from isobatch.models.encoder import encoders, evaluation, prediction
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
+from isobatch.models.encoder.prediction import TextClassifier
 from isobatch.models.encoder.report import ClassifierReport
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Classifier(Task):
     demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
     monitor: ClassVar[tuple[str, str]] = ("accuracy", "max")
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
+    forms: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-int4")
 
     @property
     def _model_name(self) -> str:
@@ -217,6 +219,29 @@ class Classifier(Task):
 
     def report(self) -> ClassifierReport:
         return ClassifierReport(self.variants)
+
+    def open_predictor(self, final: Path, exports: Path, form: str) -> TextClassifier:
+        """Samples are texts, or (text, text) for pairs. onnx and onnx-int4 import no torch."""
+        if form == "torch":
+            run = evaluation.torch_runner(self._open_trained(final))
+        else:
+            run = prediction.open_onnx_runner(self._onnx_file(final, exports, form))
+        return TextClassifier.open(final, run, self.recipe.max_length)
+
+    def _open_trained(self, final: Path) -> nn.Module:
+        opened: nn.Module = encoders.open_classifier(str(final))
+        return opened
+
+    def _onnx_file(self, final: Path, exports: Path, form: str) -> Path:
+        """Raises UserError where this form was not written."""
+        name = exporting.ONNX_FILE if form == "onnx" else exporting.ONNX_INT4_FILE
+        found = next((f for f in (final / name, exports / form / name) if f.is_file()), None)
+        if found is None:
+            way_out = f"`export {final.parent} --to {form}` writes it"
+            if form not in self.exports:
+                way_out = f"`auto --task qat --pruned {final.parent}` makes a model that has it"
+            raise UserError(f"--form {form}: {final.parent} has no {name}: {way_out}")
+        return found
 
     def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
         """torch, and onnxruntime for each ONNX export that was made."""

@@ -111,6 +111,11 @@ class QAT(DistilledClassifier):
             open_quantized(folder), folder / exporting.ONNX_INT4_FILE, evaluation.has_text_pairs(facts)
         )
 
+    def _open_trained(self, final: Path) -> nn.Module:
+        """With its activations rounded as in training."""
+        opened: nn.Module = open_quantized(final)
+        return opened
+
     def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
         """The ONNX file in final/, and the exports that were made."""
         file = final / exporting.ONNX_INT4_FILE

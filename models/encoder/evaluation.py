@@ -101,16 +101,18 @@ def predict(run: Runner, batches: Iterable[Batch]) -> Predictions:
 
 
 def torch_runner(model: nn.Module) -> Runner:
-    """Run a transformers classifier on the CPU."""
+    """Run a transformers classifier where it lies."""
     import torch
 
     eval_model = model.eval()
+    device = next(eval_model.parameters()).device
     has_types = getattr(eval_model.config, "type_vocab_size", 0) > 1
 
     def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
-        tensors = {k: torch.from_numpy(v) for k, v in inputs.items() if k != "token_type_ids" or has_types}
+        used = {k: v for k, v in inputs.items() if k != "token_type_ids" or has_types}
+        tensors = {k: torch.from_numpy(v).to(device) for k, v in used.items()}
         with torch.inference_mode():
-            logits: np.ndarray = eval_model(**tensors).logits.float().numpy()
+            logits: np.ndarray = eval_model(**tensors).logits.float().cpu().numpy()
         return logits
 
     return run

@@ -9,18 +9,29 @@ the head if it is more than a product, the items that each user had, and names.
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 VECTORS_FILE = "model.safetensors"
 NAMES_FILE = "names.json"
 CONFIG_FILE = "config.json"
+MAX_SCORES_AT_ONCE = 1 << 22
+"""Numbers of a block of users by all items."""
 
 
 class UnknownUserError(ValueError):
     """A user id that is not in the training data."""
+
+
+class UnknownItemError(ValueError):
+    """Neither the id nor the title of an item in the training data."""
 
 
 class Recommendations:
@@ -35,6 +46,9 @@ class Recommendations:
         self.users: list[str] = names["users"]
         self.items: list[str] = names["items"]
         self.titles: list[str] = names["titles"]
+        self._user_numbers = {user: number for number, user in enumerate(self.users)}
+        titles = {title: number for number, title in enumerate(self.titles)}
+        self._item_numbers = titles | {item: number for number, item in enumerate(self.items)}
         self.head: str = json.loads((folder / CONFIG_FILE).read_text())["head"]
 
     def scores(self, user: int) -> np.ndarray:
@@ -51,6 +65,13 @@ class Recommendations:
             pair_scores = product + self._mlp(pairs)
         scores: np.ndarray = pair_scores + self.arrays["bias"]
         return scores
+
+    def block_scores(self, users: np.ndarray) -> np.ndarray:
+        """(len(users), items) scores of users by number: as `scores`, up to float rounding."""
+        if self.head != "dot":
+            return np.stack([self.scores(int(user)) for user in users])
+        found: np.ndarray = self.arrays["users"][users] @ self.arrays["items"].T + self.arrays["bias"]
+        return found
 
     def _mlp(self, x: np.ndarray) -> np.ndarray:
         """(items,) outputs of the head's MLP for (items, width) inputs."""
@@ -69,13 +90,57 @@ class Recommendations:
 
         Raises UnknownUserError.
         """
-        if user not in self.users:
+        return [(entry["title"], entry["score"]) for entry in self.recommend(user, count)]
+
+    def recommend(self, user: str, top: int) -> list[dict[str, Any]]:
+        """`item`, `title` and `score` of the same items. Raises UnknownUserError."""
+        number = self._user_numbers.get(user)
+        if number is None:
             shown = ", ".join(self.users[:5])
             raise UnknownUserError(f"--user {user}: is not in the training data (ids such as {shown})")
-        number, items = self.users.index(user), len(self.items)
-        scores = self.scores(number)
-        had = self.arrays["had"]
-        start, stop = np.searchsorted(had, [number * items, (number + 1) * items])
-        scores[had[start:stop] - number * items] = -np.inf
-        best = np.argsort(-scores, kind="stable")[:count]
-        return [(self.titles[i], float(scores[i])) for i in best if np.isfinite(scores[i])]
+        return self._best(self._without_had(number, self.scores(number)), top)
+
+    def recommend_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """(user, what `recommend` gives) of every user, computed in blocks."""
+        rows = max(1, MAX_SCORES_AT_ONCE // max(1, len(self.items)))
+        for start in range(0, len(self.users), rows):
+            numbers = np.arange(start, min(start + rows, len(self.users)))
+            for number, scores in zip(numbers.tolist(), self.block_scores(numbers), strict=True):
+                yield self.users[number], self._best(self._without_had(number, scores), top)
+
+    def similar(self, item: str, top: int) -> list[dict[str, Any]]:
+        """The items with the largest cosine of their vectors to an item's, by its id or title; not itself.
+
+        Raises UnknownItemError.
+        """
+        number = self._item_numbers.get(item)
+        if number is None:
+            close = difflib.get_close_matches(item, self.titles, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"ids such as {', '.join(self.items[:5])}"
+            raise UnknownItemError(f"--similar-to {item}: is not in the training data ({hint})")
+        v = self.arrays["items"]
+        lengths = np.maximum(np.linalg.norm(v, axis=1), np.finfo(v.dtype).tiny)
+        cosines = v @ v[number] / (lengths * lengths[number])
+        cosines[number] = -np.inf
+        return self._best(cosines, top)
+
+    def _without_had(self, user: int, scores: np.ndarray) -> np.ndarray:
+        """Scores with minus infinity for the items that the user had."""
+        had, items = self.arrays["had"], len(self.items)
+        start, stop = np.searchsorted(had, [user * items, (user + 1) * items])
+        scores[had[start:stop] - user * items] = -np.inf
+        return scores
+
+    def _best(self, scores: np.ndarray, count: int) -> list[dict[str, Any]]:
+        """The largest scores, the first item first where two are equal; infinite ones are left out."""
+        if count < len(scores):  # to sort all items takes ten times as long
+            least = np.partition(scores, -count)[-count]
+            found = np.flatnonzero(scores >= least)
+        else:
+            found = np.arange(len(scores))
+        best = found[np.argsort(-scores[found], kind="stable")][:count]
+        return [
+            {"item": self.items[i], "title": self.titles[i], "score": float(scores[i])}
+            for i in best.tolist()
+            if np.isfinite(scores[i])
+        ]

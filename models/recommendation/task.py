@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
+    from isobatch.models.recommendation.item_lists import RecommendationLists
 
 TRAINABLE_PARTS = ("projection", "fusion", "mlp", "ids")
 """What --trainable can name: the parts of the network that train besides the encoder."""
@@ -410,12 +411,12 @@ class Recommender(Task):
         return ranking.ease_metrics(model, batches, validation, self.options.top_k)
 
     def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:
-        from isobatch.models.recommendation.recommendations import Recommendations, UnknownUserError
+        return [(entry["title"], entry["score"]) for entry in self.open_lists(final).recommend(user, top)]
 
-        try:
-            return Recommendations(final).top(user, top)
-        except UnknownUserError as error:
-            raise UserError(str(error)) from None
+    def open_lists(self, final: Path) -> RecommendationLists:
+        from isobatch.models.recommendation.item_lists import RecommendationLists
+
+        return RecommendationLists(final)
 
     def sample(self, model: Any, facts: Facts, folder: Path) -> str | None:
         """The first user's recommendations."""

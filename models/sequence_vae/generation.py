@@ -14,8 +14,13 @@ from isobatch.core.errors import UserError
 from isobatch.models.sequence_vae.network import NetworkConfig, VAENetwork
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from isobatch.models.sequence_vae.posterior import Posterior
+
+ROWS_AT_A_TIME = 64
+"""Rows that are encoded together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,20 @@ class SequenceCodec:
     def open(cls, final: Path) -> SequenceCodec:
         """From the folder that `export` wrote."""
         return cls(open_model(final), open_tokenizer(final / "tokenizer.json"))
+
+    def __call__(self, sequences: Sequence[str | Sequence[int]]) -> list[dict[str, Any]]:
+        """The posterior of each: `latent` (L,), its mean; `log_variance` (L,); `kl` in nats.
+
+        A sequence is a text, or ids. Raises UserError where one of these is none of the model's.
+        """
+        rows = [self._row(" ".join(map(str, s)) if not isinstance(s, str) else s) for s in sequences]
+        found: list[dict[str, Any]] = [{}] * len(rows)
+        for places in _batches(rows):
+            posterior = self._posterior([rows[place] for place in places])
+            values = zip(posterior.mean.tolist(), posterior.logvar.tolist(), posterior.kl(), strict=True)
+            for place, (mean, logvar, kl) in zip(places, values, strict=True):
+                found[place] = {"latent": mean, "log_variance": logvar, "kl": float(kl.sum())}
+        return found
 
     def reconstruct(self, text: str, tokens: int) -> str:
         """The likeliest sequence (token by token) at the mean of the text's posterior."""
@@ -47,9 +66,19 @@ class SequenceCodec:
 
     def _mean(self, text: str) -> Tensor:
         """(L,): the mean of the posterior."""
-        ids = [*self._ids(text)[: self.model.config.max_length - 1], self.model.config.eos]
+        return self._posterior([self._row(text)]).mean[0]
+
+    def _row(self, text: str) -> list[int]:
+        """The ids that the encoder reads."""
+        return [*self._ids(text)[: self.model.config.max_length - 1], self.model.config.eos]
+
+    def _posterior(self, rows: Sequence[list[int]]) -> Posterior:
+        """Of rows of ids; the encoder is causal, so that padding changes nothing."""
+        width = max(map(len, rows))
+        tokens = torch.tensor([row + [self.model.config.eos] * (width - len(row)) for row in rows])
         with torch.no_grad():
-            return self.model.encoder(torch.tensor([ids]), torch.tensor([len(ids)])).mean[0]
+            found: Posterior = self.model.encoder(tokens, torch.tensor([len(row) for row in rows]))
+        return found
 
     def _ids(self, text: str) -> list[int]:
         """Token ids of a text. Raises UserError where a sequence of numbers has a wrong one."""
@@ -119,6 +148,13 @@ def decode(
         if ended.all():
             break
     return [_until(row[1:], config.eos) for row in rows.tolist()]
+
+
+def _batches(rows: Sequence[list[int]]) -> Iterator[list[int]]:
+    """Places of the rows of a batch, by length."""
+    order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+    for start in range(0, len(order), ROWS_AT_A_TIME):
+        yield order[start : start + ROWS_AT_A_TIME]
 
 
 def _until(row: Sequence[int], eos: int) -> list[int]:

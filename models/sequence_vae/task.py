@@ -55,6 +55,7 @@ class SequenceVAE(Task):
     """
 
     Options: ClassVar[type] = SequenceVAEOptions
+    forms: ClassVar[tuple[str, ...]] = ("torch",)
     defaults: ClassVar[Mapping[str, Any]] = {
         "batch_size": 32,
         "max_length": 128,
@@ -329,6 +330,10 @@ class SequenceVAE(Task):
         from isobatch.models.sequence_vae.generation import SequenceCodec
 
         return SequenceCodec.open(final)
+
+    def open_predictor(self, final: Path, exports: Path, form: str) -> SequenceCodec:
+        """Samples are texts, or lists of ids."""
+        return self.open_codec(final)
 
     def likelihood(self, model: Any, batches: Iterable[Batch], draws: int) -> Mapping[str, float]:
         from isobatch.models.sequence_vae.likelihood import importance_weighted_nll

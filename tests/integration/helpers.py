@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import http.client
+import io
 import json
 import os
 import subprocess
@@ -13,6 +16,7 @@ from typing import Any
 from isobatch.core.package import own_command
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.predicting.command import predict
 from isobatch.tests.zygote import Zygote
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,3 +91,29 @@ def summary(run: Path) -> dict[str, Any]:
 
 def furthest(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def predictions(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """The rows of `isobatch predict WORDS --json` in a folder, in this process: nothing is imported anew."""
+    return [json.loads(line) for line in predicted(folder, *words, "--json").splitlines()]
+
+
+def predicted(folder: Path, *words: str) -> str:
+    """What `isobatch predict WORDS` prints."""
+    out = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out):
+        assert predict(words) == 0
+    return out.getvalue()
+
+
+def port_of(server: subprocess.Popen[str]) -> int:
+    """The port that `serve --port 0` says on its first line."""
+    assert server.stdout is not None
+    return int(server.stdout.readline().partition("127.0.0.1:")[2].split()[0])
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+    """The answer to a request over a real socket."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", path, json.dumps(body))
+    return connection.getresponse()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import runpy
 import shlex
 import shutil
@@ -20,6 +21,7 @@ from isobatch.core.strategies import STRATEGIES
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, list_checkpoints
 from isobatch.engine.checkpointing.portable_state import saved_moments
 from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, summary
+from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER
 
 EXAMPLES = ROOT / "examples"
@@ -54,6 +56,23 @@ def test_the_own_task_trains_and_logs_its_figures(own_task: Path) -> None:
     assert all(round(r["train_accuracy"] * 32, 6).is_integer() for r in steps)  # of a global batch of 32
     verified = launch("verify", "runs/one", cwd=own_task)
     assert verified.returncode == 0, verified.stdout
+    check_predictions(own_task)
+
+
+def check_predictions(own_task: Path) -> None:
+    """Of held-out samples, and of rows that the task's own data reads."""
+    held_out = launch("predict", "runs/one", "--split", "valid", "--json", cwd=own_task)
+    assert held_out.returncode == 0, held_out.stderr
+    found = [json.loads(line) for line in held_out.stdout.splitlines()]
+    assert [row["sample"] for row in found] == list(range(80))
+    (own_task / "new.csv").write_text("x,y\n0.0,1.0\n1.0,-0.4\n")
+    words = ["--file", "new.csv", "--out", "new.jsonl"]
+    done = launch("predict", "runs/one", *words, cwd=own_task)
+    assert done.stdout == "2 rows -> new.jsonl\n", done.stderr
+    rows_ = [json.loads(line) for line in (own_task / "new.jsonl").read_text().splitlines()]
+    assert [row["class"] for row in rows_] == [0, 1]  # the upper half circle, and the lower one
+    assert rows_[0]["probability"] < 0.5 < rows_[1]["probability"]
+    assert "give --file FILE, or --split" in complaint(launch("predict", "runs/one", cwd=own_task))
 
 
 def test_the_own_task_learns_the_same_on_two_processes(own_task: Path) -> None:

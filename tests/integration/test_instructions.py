@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,7 +19,18 @@ from transformers import AutoTokenizer, BertTokenizerFast, GPT2Config, GPT2LMHea
 from isobatch.core.package import own_command
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.report import command
-from isobatch.tests.integration.helpers import furthest, launch, ledger, losses, summary
+from isobatch.launch.serving.command import ServeOptions, make_app
+from isobatch.tests.integration.helpers import (
+    furthest,
+    launch,
+    ledger,
+    losses,
+    port_of,
+    post,
+    predictions,
+    summary,
+    warm_command,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -167,3 +180,49 @@ def test_chinese_with_word_pieces(tmp_path: Path) -> None:
     assert text.startswith("床前明")
     assert "�" not in text
     assert all(c in poem + "，。" for c in text.removeprefix("床前明").replace(" ", "")), text
+
+
+def test_a_language_model_answers_each_row(home: Path) -> None:
+    rows = [{"id": n, "instruction": f"What does a {animal} say?"} for n, animal in enumerate(ANIMALS)]
+    (home / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = predictions(home, "runs/asked", "--file", "q.jsonl", "--tokens", "12")
+    alone = [predictions(home, "runs/asked", row["instruction"], "--tokens", "12")[0] for row in rows]
+    assert [row["answer"] for row in found] == [row["answer"] for row in alone]
+    assert [row["id"] for row in found] == list(range(len(rows)))
+    generated = launch(
+        *("generate", "runs/asked", "--prompt", rows[0]["instruction"], "--tokens", "12"),
+        *("--temperature", "0", "--json"),
+        cwd=home,
+    )
+    assert json.loads(generated.stdout)["text"] == found[0]["answer"]
+
+
+def test_a_served_language_model_answers_as_generate_does(home: Path) -> None:
+    from starlette.testclient import TestClient
+
+    question = "What does a duck say?"
+    asked = {"messages": [{"role": "user", "content": question}], "temperature": 0.9, "seed": 4}
+    words = ["--prompt", question, "--temperature", "0.9", "--seed", "4", "--tokens", "20"]
+    generated = launch("generate", "runs/asked", *words, "--json", cwd=home)
+    with TestClient(make_app(str(home / "runs" / "asked"), ServeOptions())) as client:
+        body = asked | {"model": "asked", "max_tokens": 20}
+        whole = client.post("/v1/chat/completions", json=body).json()
+        lines = client.post("/v1/chat/completions", json=body | {"stream": True}).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    streamed = "".join(event["choices"][0]["delta"]["content"] for event in events)
+    assert whole["choices"][0]["message"]["content"] == streamed == json.loads(generated.stdout)["text"]
+    assert whole["usage"]["completion_tokens"] <= 20
+
+
+def test_ctrl_c_ends_a_server_at_once_though_it_writes(home: Path) -> None:
+    words = warm_command("serve", "runs/asked", "--port", "0")
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=home, **pipes) as server:
+        body = {"prompt": "def", "max_tokens": 100_000, "temperature": 2, "stream": True}
+        assert post(port_of(server), "/v1/completions", body).read(5) == b"data:"
+        began = time.monotonic()
+        server.send_signal(signal.SIGINT)
+        _, said = server.communicate(timeout=30)
+    assert time.monotonic() - began < 3
+    assert said == "isobatch: interrupted\n"
+    assert server.returncode == 130

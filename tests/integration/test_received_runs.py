@@ -45,6 +45,8 @@ USES = [
     ["reconstruct", "RUN", "a"],
     ["interpolate", "RUN", "a", "b"],
     ["sample", "RUN"],
+    ["predict", "RUN", "a"],
+    ["serve", "RUN", "--port", "0"],
 ]
 """Commands that need the run's task."""
 LOOKS = [["runs", "runs"], ["inspect", "RUN"], ["report", "RUN"], ["plots", "RUN"]]

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from pyarrow import parquet
 
+from isobatch.core.errors import UserError
 from isobatch.data.interactions import demo
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.models.recommendation.recommendations import Recommendations
-from isobatch.tests.integration.helpers import furthest, launch, rows, summary
+from isobatch.tests.integration.helpers import furthest, launch, predictions, rows, summary
 from isobatch.tests.integration.test_bad_input import complaint
 
 if TYPE_CHECKING:
@@ -181,3 +184,35 @@ def test_lists_need_numpy_only(home: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("(") >= 4
+
+
+def test_lists_for_all_users_are_those_of_each(home: Path) -> None:
+    done = launch("recommend", "runs/one", "--out", "lists.parquet", "--top", "4", cwd=home)
+    assert done.returncode == 0, done.stderr
+    rows = parquet.read_table(home / "lists.parquet").to_pylist()
+    users = list(dict.fromkeys(row["user"] for row in rows))
+    assert len(rows) == 4 * len(users)
+    chosen = users[::97]
+    for user, found in zip(chosen, predictions(home, "runs/one", *chosen, "--top", "4"), strict=True):
+        own = [row for row in rows if row["user"] == user]
+        assert [row["rank"] for row in own] == [1, 2, 3, 4]
+        assert [row["score"] for row in own] == pytest.approx(found["scores"], abs=1e-5)
+        assert [row["item"] for row in own] == found["items"]
+
+
+def test_similar_items_have_the_largest_cosine(home: Path) -> None:
+    from safetensors.numpy import load_file
+
+    done = launch("recommend", "runs/one", "--similar-to", "3", "--top", "5", "--json", cwd=home)
+    found = json.loads(done.stdout)["items"]
+    final = home / "runs" / "one" / "final"
+    v = load_file(final / "model.safetensors")["items"].astype(np.float64)
+    names = json.loads((final / "names.json").read_text())["items"]
+    at = names.index("3")
+    cosines = v @ v[at] / np.linalg.norm(v, axis=1) / np.linalg.norm(v[at])
+    expected = [names[i] for i in np.argsort(-cosines) if i != at][:5]
+    assert [entry["item"] for entry in found] == expected
+    said = complaint(launch("recommend", "runs/one", "--similar-to", "nothing", cwd=home))
+    assert "--similar-to nothing: is not in the training data" in said
+    with pytest.raises(UserError, match="--user nobody: is not in the training data"):
+        predictions(home, "runs/one", "nobody")

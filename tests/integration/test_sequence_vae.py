@@ -12,7 +12,7 @@ import pytest
 
 import isobatch
 from isobatch.core.errors import TrainingError
-from isobatch.tests.integration.helpers import launch, rows, summary
+from isobatch.tests.integration.helpers import launch, predictions, rows, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -216,6 +216,11 @@ def test_the_commands_of_a_latent_space(sequences: Path, tmp_path: Path) -> None
     assert first == again != other
     shown = launch("reconstruct", str(run), "4 99", cwd=tmp_path)
     assert (shown.returncode, shown.stderr.count("\n")) == (2, 1)
+    texts = ["4 5 7 8", "4", "12 13 15 15 16 17"]
+    codes = predictions(tmp_path, str(run), *texts)
+    for text, code in zip(texts, codes, strict=True):
+        assert len(code["latent"]) == SMALL["latent"]
+        assert predictions(tmp_path, str(run), text)[0]["latent"] == pytest.approx(code["latent"], abs=1e-5)
     shown = launch("evaluate", str(run), "--iw-samples", "20", "--json", cwd=tmp_path)
     metrics = json.loads(shown.stdout)["valid"]
     assert metrics["iw_nll"] < metrics["loss"]  # the bound is above it

@@ -18,7 +18,7 @@ from isobatch.core.errors import UserError
 from isobatch.data.text.plain_text import windows
 from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.models.base import StepContext
-from isobatch.models.causal_lm.generation import Sampling, open_for_generation, stream_text
+from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
 from isobatch.models.causal_lm.model_sizes import PRESETS, size_from_config
 from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
 
@@ -282,7 +282,7 @@ def test_strided_windows_give_the_perplexity_of_transformers_loop(model: Any) ->
 
 
 def generate(folder: Path, prompt: str, **sampling: Any) -> str:
-    return prompt + "".join(stream_text(*open_for_generation(folder), prompt, Sampling(**sampling)))
+    return prompt + "".join(TextStream(*open_for_generation(folder), prompt, Sampling(**sampling)))
 
 
 def test_generate_is_greedy_at_temperature_zero_and_stops_at_the_context(saved: Path, model: Any) -> None:

@@ -146,6 +146,13 @@ ROOMS: dict[str, set[str]] = {
             "launch.sweeps",
         ),
     },
+    "launch.predicting": {
+        *("core", "data", "data.text", "engine", "engine.loading", "engine.runs", "engine.verification"),
+        *("launch.commands", "launch.local", "models", "models.causal_lm", "models.encoder"),
+    },
+    "launch.serving": {
+        *("core", "data", "data.text", "launch.local", "launch.predicting", "models", "models.causal_lm"),
+    },
     "benchmarks": {
         *(
             "core",

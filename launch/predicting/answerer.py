@@ -1,0 +1,142 @@
+"""A finished model with the reader of its samples, for `predict` and `serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from isobatch.core import number_ranges
+from isobatch.core.errors import UserError
+from isobatch.core.flags import flags_of
+from isobatch.data.text.chat_templates import ChatTemplate
+from isobatch.engine.loading.prepare import cache_folder
+from isobatch.engine.registry import workload_of
+from isobatch.launch.commands.evaluate import require_capability
+from isobatch.launch.local.run_setup import TrustOptions
+from isobatch.launch.predicting.rows import PromptReader, RowReader, SequenceReader, TextReader, UserReader
+from isobatch.models.causal_lm.generation import Sampling
+from isobatch.models.encoder.evaluation import has_text_pairs
+from isobatch.models.protocols import (
+    EncodesLatents,
+    Generates,
+    ItemLists,
+    OpensItemLists,
+    Predictor,
+    Predicts,
+    PredictsBatches,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.models.base import Task
+
+REFUSAL = "predicts nothing: give its task a method predict(model, batch)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions(TrustOptions):
+    """Flags that say how a model is asked. Each kind of model reads some of them."""
+
+    form: Literal["torch", "onnx", "onnx-int4"] = "torch"
+    """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
+    text_column: str | None = None
+    """The column of --file that is read; by default the run's own, or a usual name."""
+    pair_column: str | None = None
+    """The column of the second text of pairs."""
+    tokens: number_ranges.Positive = 60
+    """Most tokens that a language model writes for a row."""
+    temperature: number_ranges.Rate = 0.0
+    """Of a language model; 0 takes the likeliest token every time."""
+    top_k: number_ranges.Count = 0
+    """Draw among so many of the likeliest tokens; 0 for all."""
+    top_p: number_ranges.Fraction = 1.0
+    """Draw among the likeliest tokens that have this probability together."""
+    seed: number_ranges.Count = 0
+    """Of the draws; the same for every row, so that an answer does not depend on its place."""
+    top: number_ranges.Positive = 10
+    """Length of a recommender's lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answerer:
+    """A model that is read once, and how its samples are read."""
+
+    predict: Predictor
+    rows: RowReader
+
+
+def trained_task(run: RunFolder) -> Task:
+    """The task of a finished run that predicts in some way. Raises UserError."""
+    task, _ = workload_of(run.recipe).make(run.recipe)
+    kinds: tuple[type, ...] = (Generates, OpensItemLists, Predicts, PredictsBatches)
+    capability = next((kind for kind in kinds if isinstance(task, kind)), PredictsBatches)
+    found: Task = require_capability(run, capability, "predict", REFUSAL)
+    return found
+
+
+def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer:
+    """The model of a run whose rows need no Data of its own. Raises UserError."""
+    text, pair = (getattr(options, n) or run.recipe.options.get(n) for n in ("text_column", "pair_column"))
+    if isinstance(task, Generates):
+        refuse_unread(options, run, "text_column", "tokens", "temperature", "top_k", "top_p", "seed")
+        template = chat_template(run)
+        reader = PromptReader(text, template)
+        return Answerer(partial(_write, task.writer(run.final), sampling(options, template)), reader)
+    if isinstance(task, OpensItemLists):
+        refuse_unread(options, run, "text_column", "top")
+        lists = task.open_lists(run.final)
+        return Answerer(partial(_recommend, lists, options.top), UserReader(options.text_column))
+    assert isinstance(task, Predicts), "trained_task has asked"
+    if isinstance(task, EncodesLatents):
+        refuse_unread(options, run, "text_column")
+        column = text or run.recipe.options.get("sequence_column")
+        return Answerer(task.open_predictor(run.final, run.folder, "torch"), SequenceReader(column))
+    refuse_unread(options, run, "form", "text_column", "pair_column")
+    predictor = task.open_predictor(run.final, run.folder / "exports", options.form)
+    return Answerer(predictor, TextReader(text, pair, _reads_pairs(run)))
+
+
+def refuse_unread(options: ModelOptions, run: RunFolder, *read: str) -> None:
+    """Raise UserError for a flag that was given and that this kind of model does not read."""
+    for flag in flags_of(ModelOptions, "predict").values():
+        if flag.name not in (*read, "trust") and getattr(options, flag.name) != flag.default:
+            raise UserError(f"{flag.spelling}: changes nothing of a {run.recipe.task} run; leave it out")
+
+
+def chat_template(run: RunFolder) -> ChatTemplate | None:
+    """How the conversations were written that the run was trained on; None where there were none."""
+    found = run.facts.extra.get("template")
+    return ChatTemplate.from_dict(found) if found else None
+
+
+def sampling(options: ModelOptions, template: ChatTemplate | None) -> Sampling:
+    """How a language model draws tokens."""
+    drawn = {n: getattr(options, n) for n in ("temperature", "top_k", "top_p", "seed")}
+    end = None if template is None else template.end_id
+    return Sampling(max_new_tokens=options.tokens, stop_token_id=end, **drawn)
+
+
+def _write(write_text: Any, drawn: Sampling, prompts: Sequence[Any]) -> list[dict[str, Any]]:
+    """One prompt after the other: in a batch, padding would change float sums, and greedy answers."""
+    name = "continuation" if drawn.stop_token_id is None else "answer"
+    return [{name: "".join(write_text(prompt, drawn))} for prompt in prompts]
+
+
+def _recommend(lists: ItemLists, top: int, users: Sequence[str]) -> list[dict[str, Any]]:
+    found = [lists.recommend(user, top) for user in users]
+    return [
+        {f"{name}s": [e[name] for e in entries] for name in ("item", "title", "score")} for entries in found
+    ]
+
+
+def _reads_pairs(run: RunFolder) -> bool | None:
+    """Whether a classifier was trained on pairs; None where its prepared data is not here."""
+    if run.recipe.options.get("pair_column"):
+        return True
+    folder = Path(run.facts.folder)
+    ours = folder.resolve().parent == (cache_folder() / "prepared").resolve()
+    return has_text_pairs(run.facts) if ours and (folder / "train").is_dir() else None

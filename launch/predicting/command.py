@@ -1,0 +1,145 @@
+"""`predict`: what a finished model says of texts, or of the rows of a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.measures import printable
+from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.run_setup import open_run
+from isobatch.launch.predicting import tables
+from isobatch.launch.predicting.answerer import Answerer, ModelOptions, open_answerer, trained_task
+from isobatch.launch.predicting.onnx_file import open_onnx_answerer
+from isobatch.models.protocols import Generates, OpensItemLists, Predicts, PredictsBatches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from isobatch.models.base import Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictOptions(ModelOptions):
+    """Flags of `predict`."""
+
+    file: str | None = None
+    """Rows to answer: csv, tsv, jsonl, json or Parquet."""
+    out: str | None = None
+    """Write the rows with their answers here: csv, jsonl or Parquet, by its ending."""
+    split: str | None = None
+    """Of a task of your own: the prepared samples of this split, such as valid."""
+    json: bool = False
+    """A JSON object a row on standard output."""
+
+
+def predict(words: Sequence[str]) -> int:
+    """Usage: predict RUN ["text" ...] [--file rows.csv] [--out predictions.csv] [--form onnx-int4]
+    [--text-column NAME] [--pair-column NAME] [--json]; of language models also [--tokens 60]
+    [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0]; of recommenders [--top 10].
+
+    RUN may be an ONNX file of a classifier, or the folder of one. Texts of pairs are given in twos.
+    """
+    positional, flags = split_words(words)
+    if not positional:
+        raise UserError('predict: give the folder of a run, and texts or --file: predict RUN "text"')
+    options, texts = command_options(flags, PredictOptions, "predict"), positional[1:]
+    out = None if options.out is None else tables.check_out(options.out, options.file)
+    answered = _answers(positional[0], texts, options)
+    if out is not None:
+        _write(answered, out, options)
+    else:
+        _print(answered, options)
+    return 0
+
+
+def _answers(where: str, texts: Sequence[str], options: PredictOptions) -> Iterator[list[dict[str, Any]]]:
+    """Chunks of answered rows, as `--out` has them."""
+    if answerer := open_onnx_answerer(where, options):
+        return _answer_all(answerer, texts, options)
+    run = open_run(where, options.trust)
+    task = trained_task(run)
+    if not isinstance(task, Generates | OpensItemLists | Predicts):
+        from isobatch.launch.predicting.own_task import predict_own_rows
+
+        if texts:
+            raise UserError(f"predict: {run.recipe.task} reads files and no texts: give --file, or --split")
+        return predict_own_rows(run, options.file, options.split)
+    _require_one_source(texts, options, task)
+    return _answer_all(open_answerer(run, task, options), texts, options)
+
+
+def _require_one_source(texts: Sequence[str], options: PredictOptions, task: Task) -> None:
+    if options.split is not None:
+        more = ", which this one has not" if not isinstance(task, PredictsBatches) else ""
+        raise UserError(f"--split: is for tasks of your own with a method predict{more}: give --file")
+    what = "ids of users" if isinstance(task, OpensItemLists) else "texts in quotes"
+    if texts and options.file is not None:
+        raise UserError(f"--file {options.file}: give {what} or a file, not both")
+    if not texts and options.file is None:
+        raise UserError(f"predict: what shall it answer? Give {what} behind the run, or --file rows.csv")
+
+
+def _answer_all(
+    answerer: Answerer, texts: Sequence[str], options: PredictOptions
+) -> Iterator[list[dict[str, Any]]]:
+    if options.file is None:
+        return iter([_answer_texts(answerer, texts)])
+    return _answer_file(answerer, options.file)
+
+
+def _answer_texts(answerer: Answerer, texts: Sequence[str]) -> list[dict[str, Any]]:
+    width = answerer.rows.texts_per_sample
+    if len(texts) % width:
+        raise UserError(
+            f"predict: this model reads pairs of texts, and {len(texts)} were given: give them in twos"
+        )
+    values = [texts[at] if width == 1 else list(texts[at : at + width]) for at in range(0, len(texts), width)]
+    samples = [answerer.rows.from_text(value, f"text {n}") for n, value in enumerate(values, 1)]
+    names = ("text",) if width == 1 else ("text", "pair")
+    rows = [dict(zip(names, [v] if width == 1 else v, strict=True)) for v in values]
+    return [tables.beside(*both) for both in zip(rows, answerer.predict(samples), strict=True)]
+
+
+def _answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]:
+    for chunk in tables.in_chunks(tables.read_table(file)):
+        samples = [answerer.rows.from_row(row, where) for where, row in chunk]
+        answers = answerer.predict(samples)
+        yield [tables.beside(row, answer) for (_, row), answer in zip(chunk, answers, strict=True)]
+
+
+def _write(answered: Iterator[list[dict[str, Any]]], out: Path, options: PredictOptions) -> None:
+    count = 0
+    with tables.open_table(out) as writer:
+        for rows in answered:
+            writer.write(rows)
+            count += len(rows)
+    if options.json:
+        print(atomic_files.json_text({"rows": count, "out": str(out)}))
+    else:
+        print(f"{count:,} rows -> {out}")
+
+
+def _print(answered: Iterator[list[dict[str, Any]]], options: PredictOptions) -> None:
+    for rows in answered:
+        for row in rows:
+            if options.json:
+                print(tables.json_line(row))
+            else:
+                print(printable(format_row(row)))
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """`name: value` of each column; what a language model writes stands alone on its lines."""
+    return "  ".join(f"{name}: {_format_value(value)}" for name, value in row.items())
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_format_value(v)}" for k, v in value.items())
+    return ", ".join(map(_format_value, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,159 @@
+"""How a model's samples are read: from a row of a file, or from a text that somebody typed or sent.
+
+Each reader has `from_row(row, where)` and `from_text(value, where)`; `where` names the place in errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from isobatch.core.errors import UserError
+from isobatch.data import chat_formats
+from isobatch.data.labelled import MAX_TEXT_CHARACTERS, PAIR_COLUMNS, TEXT_COLUMNS
+from isobatch.data.readers import did_you_mean
+from isobatch.data.sequence_sources import INTEGERS, TEXT, USUAL_COLUMNS
+from isobatch.data.text.chat_templates import ChatTemplate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+PROMPT_COLUMNS = ("prompt", "text", "question")
+USER_COLUMNS = ("user", "user_id", "userId")
+
+
+class RowReader(Protocol):
+    """Makes samples for a `Predictor`. Both raise UserError."""
+
+    @property
+    def texts_per_sample(self) -> int:
+        """2 for pairs of texts."""
+
+    def from_row(self, row: Mapping[str, Any], where: str) -> Any:
+        """The sample in a row."""
+
+    def from_text(self, value: Any, where: str) -> Any:
+        """The sample that one value stands for: a text; a list of two for a pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextReader:
+    """Texts, or pairs of texts."""
+
+    text: str | None = None
+    """The column of the text; by default the first of the usual names."""
+    pair: str | None = None
+    """The column of the second text."""
+    pairs: bool | None = None
+    """Whether the model was trained on pairs; None where the columns decide."""
+
+    @property
+    def texts_per_sample(self) -> int:
+        return 2 if self.pairs else 1
+
+    def from_row(self, row: Mapping[str, Any], where: str) -> str | tuple[str, str]:
+        text = find_column(row, self.text, TEXT_COLUMNS, where, "--text-column")
+        if self.pairs is False:
+            return text_in(row, text, where)
+        pair = self.pair or PAIR_COLUMNS.get(text)
+        if self.pairs or self.pair or pair in row:
+            usual = (pair,) if pair else ()
+            pair = find_column(row, self.pair, usual, where, "--pair-column")
+            return text_in(row, text, where), text_in(row, pair, where)
+        return text_in(row, text, where)
+
+    def from_text(self, value: Any, where: str) -> str | tuple[str, str]:
+        if isinstance(value, list | tuple) and len(value) == 2 and self.pairs is not False:
+            return require_text(value[0], where), require_text(value[1], where)
+        if self.pairs:
+            raise UserError(f'{where}: this model reads pairs of texts: give two, as in ["one", "other"]')
+        return require_text(value, where)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceReader:
+    """Texts, or lists of integers."""
+
+    column: str | None = None
+    texts_per_sample: int = 1
+
+    def from_row(self, row: Mapping[str, Any], where: str) -> str | list[int]:
+        usual = (*USUAL_COLUMNS[INTEGERS], *USUAL_COLUMNS[TEXT])
+        return self.from_text(row[find_column(row, self.column, usual, where, "--text-column")], where)
+
+    def from_text(self, value: Any, where: str) -> str | list[int]:
+        if isinstance(value, list):
+            if not all(isinstance(n, int) and not isinstance(n, bool) for n in value):
+                raise UserError(f"{where}: a sequence is a text, or a list of whole numbers")
+            return value
+        return require_text(value, where)
+
+
+@dataclass(frozen=True, slots=True)
+class UserReader:
+    """Ids of users."""
+
+    column: str | None = None
+    texts_per_sample: int = 1
+
+    def from_row(self, row: Mapping[str, Any], where: str) -> str:
+        return self.from_text(row[find_column(row, self.column, USER_COLUMNS, where, "--text-column")], where)
+
+    def from_text(self, value: Any, where: str) -> str:
+        return str(value) if isinstance(value, int) else require_text(value, where)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Prompts for a language model: texts; or questions, for one that was trained on conversations."""
+
+    column: str | None = None
+    template: ChatTemplate | None = None
+    texts_per_sample: int = 1
+
+    def from_row(self, row: Mapping[str, Any], where: str) -> Any:
+        chat_format = (
+            chat_formats.detect_chat_format(list(row)) if self.template and not self.column else None
+        )
+        if chat_format is not None and self.template is not None:
+            return self.template.prompt_segments(chat_formats.parse_question(row, where, chat_format), where)
+        column = find_column(row, self.column, PROMPT_COLUMNS, where, "--text-column")
+        return self.from_text(text_in(row, column, where), where)
+
+    def from_text(self, value: Any, where: str) -> Any:
+        text = require_text(value, where)
+        if self.template is None:
+            return text
+        return self.template.prompt_segments([{"role": "user", "content": text}], where)
+
+
+def find_column(
+    row: Mapping[str, Any], asked: str | None, usual: Sequence[str], where: str, flag: str
+) -> str:
+    """The column asked for, else the first of the usual names. Raises UserError where the row has none."""
+    found = next((name for name in ((asked,) if asked else usual) if name in row), None)
+    if found is not None:
+        return found
+    wanted = asked or " or ".join(usual)
+    hint = did_you_mean(asked, list(row)) if asked else ""
+    has = ", ".join(map(str, list(row)[:20])) or "nothing"
+    raise UserError(f"{where}: has no column {wanted}{hint}; it has: {has}; {flag} names another")
+
+
+def text_in(row: Mapping[str, Any], column: str, where: str) -> str:
+    """The text in a column. Raises UserError as `require_text` does."""
+    return require_text(row[column], f"{where}: {column}")
+
+
+def require_text(value: Any, where: str) -> str:
+    """The value. Raises UserError where it is no text, an empty or a very long one."""
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{where}: holds {type(value).__name__}, not text")
+    if not value or not value.strip():
+        raise UserError(f"{where}: is empty: leave it out")
+    if len(value) > MAX_TEXT_CHARACTERS:
+        raise UserError(
+            f"{where}: has {len(value):,} characters, at most {MAX_TEXT_CHARACTERS:,}: shorten it"
+        )
+    return value

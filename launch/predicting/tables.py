@@ -1,0 +1,184 @@
+"""Tables in and out: rows of csv, tsv, jsonl, json or Parquet; answers to csv, jsonl or Parquet."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.data import readers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from isobatch.data.readers import LocatedRows
+
+CHUNK_ROWS = 4096
+"""Rows that are read, answered and written together."""
+ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
+
+
+def read_table(name: str) -> LocatedRows:
+    """(where, row) of each row of a file. Raises UserError where it is none, or holds no rows."""
+    path = Path(name).expanduser()
+    if path.is_dir() or not path.exists():
+        raise UserError(f"--file {name}: {'is a folder' if path.is_dir() else 'there is no such file'}")
+    if path.suffix.lower() not in ROW_ENDINGS:
+        raise UserError(f"--file {name}: give a file of rows that ends in {', '.join(ROW_ENDINGS)}")
+    try:
+        rows = iter(readers.read_rows(readers.find_splits(path, None)["train"]))
+        first = next(rows, None)
+    except PermissionError:
+        raise UserError(f"--file {name}: cannot be read: no permission") from None
+    if first is None:
+        raise UserError(f"--file {name}: holds no rows")
+    return itertools.chain([first], rows)
+
+
+def in_chunks(rows: LocatedRows) -> Iterator[list[tuple[str, Mapping[str, Any]]]]:
+    """The rows, CHUNK_ROWS at a time."""
+    waiting = iter(rows)
+    while chunk := list(itertools.islice(waiting, CHUNK_ROWS)):
+        yield chunk
+
+
+def beside(row: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with its answer behind it; a column of the row with an answer's name becomes `input.NAME`."""
+    return {(f"input.{k}" if k in answer else k): v for k, v in row.items()} | dict(answer)
+
+
+class TableWriter(ABC):
+    """Writes dictionaries of one shape as rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abstractmethod
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class JsonLinesWriter(TableWriter):
+    """An object a line."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.stream = path.open("w", encoding="utf-8")
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.stream.writelines(json_line(row) + "\n" for row in rows)
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+class CsvWriter(TableWriter):
+    """A header and rows; lists are JSON in their field."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.stream = path.open("w", encoding="utf-8", newline="")
+        self.writer: csv.DictWriter[str] | None = None
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        flat = [{k: _as_field(v) for k, v in flatten(row).items()} for row in rows]
+        if self.writer is None:
+            names = dict.fromkeys(name for row in flat for name in row)
+            self.writer = csv.DictWriter(self.stream, list(names), lineterminator="\n")
+            self.writer.writeheader()
+        if extra := next((name for row in flat for name in row if name not in self.writer.fieldnames), None):
+            raise UserError(f"some rows have a column {extra} that the first ones lack: write .jsonl")
+        self.writer.writerows(flat)
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+class ParquetWriter(TableWriter):
+    """Columns with the types of the first rows."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.writer: Any = None
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        import pyarrow
+        from pyarrow import parquet
+
+        schema = None if self.writer is None else self.writer.schema
+        try:
+            table = pyarrow.Table.from_pylist([flatten(row) for row in rows], schema=schema)
+        except (pyarrow.ArrowException, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"--out: the values of a column have several types ({reason}): write .jsonl"
+            ) from None
+        if self.writer is None:
+            self.writer = parquet.ParquetWriter(os.fspath(self.path), table.schema)
+        self.writer.write_table(table)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+WRITERS: dict[str, type[TableWriter]] = {
+    ".csv": CsvWriter,
+    ".jsonl": JsonLinesWriter,
+    ".parquet": ParquetWriter,
+}
+"""Ending of --out -> what writes it."""
+
+
+def check_out(out: str, file: str | None) -> Path:
+    """The path of --out. Raises UserError where nothing can be written there."""
+    path = Path(out).expanduser()
+    if path.suffix.lower() not in WRITERS:
+        raise UserError(f"--out {out}: must end in {', '.join(WRITERS)}")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"--out {out}: {'is a folder' if path.is_dir() else 'there is no such folder'}")
+    if file is not None and path.exists() and path.samefile(Path(file).expanduser()):
+        raise UserError(f"--out {out}: is the file of the rows: take another name")
+    return path
+
+
+@contextmanager
+def open_table(path: Path) -> Iterator[TableWriter]:
+    """A writer by the ending of `path`. The file appears there, complete, when all is written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with atomic_files.explain_write_errors(path):
+        writer = WRITERS[path.suffix.lower()](temporary)
+        try:
+            try:
+                yield writer
+            finally:
+                writer.close()
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """The row as JSON; a date or another value of Parquet that JSON does not have is its text."""
+    return atomic_files.json_text(row, ensure_ascii=False, default=str)
+
+
+def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with an entry `NAME.KEY` for each of a dictionary's."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _as_field(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else value

@@ -1,0 +1,1 @@
+"""A finished model behind HTTP, for trying it out."""

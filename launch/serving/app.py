@@ -1,0 +1,97 @@
+"""The ASGI application of a served model."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from isobatch.core.errors import UserError
+from isobatch.launch.serving.model_thread import BatchingQueue, ModelThread
+from isobatch.launch.serving.openai_api import LanguageModelApi
+from isobatch.launch.serving.requests import RequestError, error_response, read_body, refuse_unknown
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from isobatch.data.text.chat_templates import ChatTemplate
+    from isobatch.launch.predicting.answerer import Answerer
+    from isobatch.models.protocols import WrittenText
+
+MAX_SAMPLES = 1024
+"""Texts or rows of a request."""
+
+
+def language_model_app(
+    name: str, write_text: Callable[[Any, Any], WrittenText], template: ChatTemplate | None
+) -> Starlette:
+    """OpenAI's endpoints. `template`: how the conversations were written that it was trained on."""
+    thread = ModelThread()
+    return _application(LanguageModelApi(name, write_text, template, thread).routes(), name, thread)
+
+
+def prediction_app(name: str, answerer: Answerer) -> Starlette:
+    """POST /predict with {"texts": [...]} or {"rows": [{...}]}: {"predictions": [...]}, one for each."""
+    thread = ModelThread()
+    queue = BatchingQueue(answerer.predict, thread)
+
+    async def predict(request: Request) -> Response:
+        samples = _samples(await read_body(request), answerer)
+        return JSONResponse({"model": name, "predictions": await queue.ask(samples)})
+
+    return _application([Route("/predict", predict, methods=["POST"])], name, thread)
+
+
+def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
+    """Raises RequestError, and UserError for a text or row that cannot be read."""
+    refuse_unknown(body, ("texts", "rows"))
+    if len(body) != 1:
+        raise RequestError('give {"texts": [...]} or {"rows": [{...}]}')
+    ((field, values),) = body.items()
+    if not isinstance(values, list) or not 1 <= len(values) <= MAX_SAMPLES:
+        raise RequestError(f"{field}: must be a list of 1 to {MAX_SAMPLES} entries", field=field)
+    if field == "texts":
+        return [answerer.rows.from_text(value, f"texts[{n}]") for n, value in enumerate(values)]
+    if not all(isinstance(row, dict) for row in values):
+        raise RequestError("rows: must be objects, as columns by name", field="rows")
+    return [answerer.rows.from_row(row, f"rows[{n}]") for n, row in enumerate(values)]
+
+
+def _application(routes: list[Route], name: str, thread: ModelThread) -> Starlette:
+    paths = [route.path for route in routes if "{" not in route.path]
+
+    async def describe(_: Request) -> Response:
+        return JSONResponse({"model": name, "paths": paths})
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        thread.close()
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        there = f"{request.method} {request.url.path}: there is no such path; there are {', '.join(paths)}"
+        return error_response(there if error.status_code == 404 else error.detail, error.status_code)
+
+    handlers: dict[Any, Any] = {HTTPException: http_error, RequestError: _refuse, Exception: _report_bug}
+    handlers[UserError] = _refuse
+    return Starlette(routes=[Route("/", describe), *routes], exception_handlers=handlers, lifespan=lifespan)
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        return error_response(error.message, error.status, error.field)
+    return error_response(" ".join(str(error).split()), 400)
+
+
+async def _report_bug(_: Request, error: Exception) -> Response:
+    traceback.print_exception(error)
+    return error_response("the server failed; its terminal says why", 500)

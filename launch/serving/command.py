@@ -1,0 +1,112 @@
+"""`serve`: a finished model behind HTTP, for trying it out."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from isobatch.core import number_ranges
+from isobatch.core.errors import UserError
+from isobatch.core.measures import printable
+from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.run_setup import TrustOptions, open_run
+from isobatch.launch.predicting.answerer import (
+    ModelOptions,
+    chat_template,
+    open_answerer,
+    refuse_unread,
+    trained_task,
+)
+from isobatch.launch.predicting.onnx_file import open_onnx_answerer
+from isobatch.models.protocols import Generates, OpensItemLists, Predicts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions(TrustOptions):
+    """Flags of `serve`."""
+
+    host: str = "127.0.0.1"
+    """The address to listen at; by default only this machine can ask."""
+    port: number_ranges.PortNumber = 8000
+    """0 takes a free one."""
+    form: Literal["torch", "onnx", "onnx-int4"] = "torch"
+    """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
+    top: number_ranges.Positive = 10
+    """Length of a recommender's lists."""
+
+
+def serve(words: Sequence[str]) -> int:
+    """Usage: serve RUN [--port 8000] [--host 127.0.0.1] [--form onnx-int4] [--top 10]
+
+    A language model answers as OpenAI's API (/v1/completions, /v1/chat/completions), another model
+    POST /predict with {"texts": [...]}. RUN may be an ONNX file of a classifier, or the folder of one: then
+    no torch is needed. Ctrl-C ends it.
+    """
+    positional, flags = split_words(words)
+    options = command_options(flags, ServeOptions, "serve")
+    if len(positional) != 1:
+        raise UserError("serve: give the folder of one run (`runs` lists them), or an ONNX file")
+    _require_libraries()
+    listener = _listen(options.host, options.port)
+    with listener:
+        return _run(make_app(positional[0], options), listener, options)
+
+
+def make_app(where: str, options: ServeOptions) -> Any:
+    """The ASGI application of a run, or of an ONNX file. Raises UserError."""
+    from isobatch.launch.serving.app import language_model_app, prediction_app
+
+    asked = ModelOptions(form=options.form, top=options.top, trust=options.trust)
+    name = Path(where).expanduser().resolve().name
+    if answerer := open_onnx_answerer(where, asked):
+        return prediction_app(name, answerer)
+    run = open_run(where, options.trust)
+    task = trained_task(run)
+    if isinstance(task, Generates):
+        refuse_unread(asked, run)
+        return language_model_app(name, task.writer(run.final), chat_template(run))
+    if not isinstance(task, OpensItemLists | Predicts):
+        raise UserError(f"serve: {run.recipe.task} reads its samples from files: use predict --file")
+    return prediction_app(name, open_answerer(run, task, asked))
+
+
+def _require_libraries() -> None:
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise UserError("serve: needs starlette and uvicorn: pip install starlette uvicorn") from None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket at this address. Raises UserError where it cannot be had."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port}: {error.strerror}: take another, or --port 0") from None
+    # An answer is two packets, and the second would wait 40 ms for an acknowledgement of the first. asyncio
+    # sets this on sockets whose protocol number is TCP's only, and here it is 0 (CPython 3.11, base_events).
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _run(app: Any, listener: socket.socket, options: ServeOptions) -> int:
+    import uvicorn
+
+    # Its own errors are printed by the application; what is open at Ctrl-C is cut off without a word.
+    settings = uvicorn.Config(app, log_level="critical", access_log=False, timeout_graceful_shutdown=0)
+    address, port = listener.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    print(printable(f"serving at http://{shown}:{port} (Ctrl-C ends it)"), flush=True)
+    if options.host not in LOOPBACK:
+        print("every machine that reaches this address can ask the model: there is no password", flush=True)
+    uvicorn.Server(settings).run(sockets=[listener])
+    return 0

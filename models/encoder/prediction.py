@@ -1,0 +1,149 @@
+"""Predictions of a finished classifier for new texts or pairs, by any runtime; with ONNX without torch.
+
+Letters: B samples of a batch, T tokens, C classes, n texts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isobatch.core.errors import UserError
+from isobatch.models import hub, saving
+from isobatch.models.encoder import evaluation
+from isobatch.models.encoder.evaluation import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+
+TextOrPair = str | tuple[str, str]
+WIDTH_MULTIPLE = 8
+"""A text is padded to the next multiple of so many tokens: its width does not depend on its batch."""
+TOKENS_AT_A_TIME = 8192
+"""Most tokens of a batch, padding included."""
+ONNX_FILES = ("model-int4.onnx", "model.onnx")
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TextClassifier:
+    """A classifier with its tokenizer and the names of its classes."""
+
+    run: Runner
+    tokenizer: Any
+    labels: list[str]
+    max_length: int
+    pad: int
+
+    @classmethod
+    def open(cls, folder: Path, run: Runner, max_length: int | None) -> TextClassifier:
+        """With the tokenizer and the classes in a folder. Texts are cut to `max_length` tokens, by default
+        to what the model reads. Raises UserError where they are damaged.
+        """
+        from tokenizers import Tokenizer
+
+        with hub.reading(folder):
+            config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            names = config["id2label"]
+            labels = [str(names[str(number)]) for number in range(len(names))]
+            pad = int(config.get("pad_token_id") or 0)
+            most = max_length or saving.max_input_tokens(config) or 512
+            try:
+                tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+            except Exception as error:  # the library raises bare Exception for every fault in a file
+                raise UserError(f"{folder / TOKENIZER_FILE} cannot be read: {error}") from None
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(most, strategy="longest_first")
+        return cls(run, tokenizer, labels, most, pad)
+
+    def __call__(self, texts: Sequence[TextOrPair]) -> list[dict[str, Any]]:
+        """`prediction`, its `probability`, and the `probabilities` of all classes, for each text."""
+        found = softmax(self.logits(texts))
+        return [
+            {
+                "prediction": self.labels[best],
+                "probability": float(row[best]),
+                "probabilities": dict(zip(self.labels, row.tolist(), strict=True)),
+            }
+            for row, best in zip(found, found.argmax(1), strict=True)
+        ]
+
+    def logits(self, texts: Sequence[TextOrPair]) -> np.ndarray:
+        """(n, C) fp32, in order."""
+        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=True)
+        widths = [self._width(len(encoding.ids)) for encoding in encodings]
+        logits = np.zeros((len(encodings), len(self.labels)), np.float32)
+        for places in batches_of_one_width(widths):
+            batch = [encodings[place] for place in places]
+            logits[places] = self.run(self._inputs(batch, widths[places[0]]))
+        return logits
+
+    def _width(self, length: int) -> int:
+        return min(-(-max(length, 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self.max_length)
+
+    def _inputs(self, encodings: Sequence[Any], width: int) -> dict[str, np.ndarray]:
+        """Each (B, width) int64, padded on the right."""
+
+        def padded(rows: list[list[int]], pad: int = 0) -> np.ndarray:
+            return np.array([row + [pad] * (width - len(row)) for row in rows], np.int64)
+
+        return {
+            "input_ids": padded([e.ids for e in encodings], self.pad),
+            "attention_mask": padded([[1] * len(e.ids) for e in encodings]),
+            "token_type_ids": padded([e.type_ids for e in encodings]),
+        }
+
+
+def batches_of_one_width(widths: Sequence[int]) -> Iterator[list[int]]:
+    """Places of the samples of a batch, all of one width; at most TOKENS_AT_A_TIME tokens each."""
+    by_width: dict[int, list[int]] = {}
+    for place, width in enumerate(widths):
+        by_width.setdefault(width, []).append(place)
+    for width, places in sorted(by_width.items()):
+        count = max(1, TOKENS_AT_A_TIME // max(width, 1))
+        for start in range(0, len(places), count):
+            yield places[start : start + count]
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """(n, C) probabilities in fp64."""
+    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True, initial=-np.inf)
+    exponentials = np.exp(shifted)
+    found: np.ndarray = exponentials / exponentials.sum(1, keepdims=True)
+    return found
+
+
+def onnx_file(path: Path) -> Path | None:
+    """The ONNX classifier that a path names, itself or as its folder; None where there is none."""
+    if path.is_dir():
+        return next((path / name for name in ONNX_FILES if (path / name).is_file()), None)
+    return path if path.suffix == ".onnx" and path.is_file() else None
+
+
+def open_onnx(file: Path, max_length: int | None) -> TextClassifier:
+    """An ONNX file of `export`, with the tokenizer and the classes' names beside it: no torch is imported.
+
+    Raises UserError where one of them is missing or damaged.
+    """
+    for name in (TOKENIZER_FILE, CONFIG_FILE):
+        if not (file.parent / name).is_file():
+            raise UserError(f"{file}: needs {name} beside it, as `export` writes them: copy the whole folder")
+    return TextClassifier.open(file.parent, open_onnx_runner(file), max_length)
+
+
+def open_onnx_runner(file: Path) -> Runner:
+    """Raises UserError where onnxruntime is missing, or cannot read the file."""
+    try:
+        import onnxruntime  # noqa: F401  asked for by name before it is used
+    except ImportError:
+        raise UserError(f"{file}: needs onnxruntime: pip install onnxruntime") from None
+    try:
+        return evaluation.onnx_runner(file)
+    except Exception as error:  # the library's exceptions have no base of their own
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{file} cannot be opened by onnxruntime: {reason}") from None

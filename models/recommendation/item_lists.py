@@ -1,0 +1,40 @@
+"""A trained recommender for commands: `Recommendations` whose errors are the user's, in one line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core.errors import UserError
+from isobatch.models import hub
+from isobatch.models.recommendation import recommendations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class RecommendationLists:
+    """See `models/protocols.py::ItemLists`."""
+
+    def __init__(self, final: Path) -> None:
+        with hub.reading(final):
+            self._found = recommendations.Recommendations(final)
+
+    @property
+    def users(self) -> list[str]:
+        return self._found.users
+
+    def recommend(self, user: str, top: int) -> list[dict[str, Any]]:
+        try:
+            return self._found.recommend(user, top)
+        except recommendations.UnknownUserError as error:
+            raise UserError(str(error)) from None
+
+    def recommend_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        return self._found.recommend_to_all(top)
+
+    def similar(self, item: str, top: int) -> list[dict[str, Any]]:
+        try:
+            return self._found.similar(item, top)
+        except recommendations.UnknownItemError as error:
+            raise UserError(str(error)) from None

@@ -1,0 +1,180 @@
+"""`predict` and `serve` of trained classifiers, as a user types them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from isobatch.core.errors import UserError
+from isobatch.launch.predicting.command import predict
+from isobatch.launch.serving.command import ServeOptions, make_app
+from isobatch.tests.integration.helpers import launch, port_of, post, predicted, predictions
+from isobatch.tests.integration.test_bad_input import complaint
+from isobatch.tests.paths import REGISTER
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LENGTHS = (1, 3, 9, 30, 2, 9, 60)
+TEXTS = ["def get(self): return " + "self.headers " * n for n in LENGTHS]
+BRIEF = ["--quiet", "--processes", "1"]
+SOUNDS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a classifier, a quantized one, and a classifier of pairs."""
+    folder = tmp_path_factory.mktemp("predict")
+    pairs = [
+        {"premise": f"the {a} sleeps", "hypothesis": f"a {b} sleeps", "label": "yes" if a == b else "no"}
+        for a in SOUNDS
+        for b in (a, *SOUNDS)
+    ]
+    texts = [{"text": f"def {a}{n}(self): self.{a}", "label": a} for n in range(20) for a in SOUNDS]
+    for name, rows in (("pairs", pairs), ("texts", texts)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny = ["--model", "tiny", "--vocab-size", "300", "--batch-size", "8"]
+    short = ["--max-length", "64", "--lr", "1e-3"]
+    train(folder, "one", "--task", "classifier", "--data", "texts.jsonl", "--steps", "12", *tiny, *short)
+    small = ["--task", "qat", "--data", "texts.jsonl", "--pruned", "runs/one", "--max-length", "64"]
+    train(folder, "small", *small, "--steps", "4")
+    train(folder, "pair", "--task", "classifier", "--data", "pairs.jsonl", "--steps", "4", *tiny)
+    return folder
+
+
+def train(folder: Path, name: str, *words: str) -> None:
+    done = launch("auto", *words, "--name", name, *BRIEF, cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+def probabilities(rows: list[dict[str, Any]]) -> np.ndarray:
+    return np.array([list(row["probabilities"].values()) for row in rows])
+
+
+def test_probabilities_are_those_of_transformers(home: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    final = home / "runs" / "one" / "final"
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    model = AutoModelForSequenceClassification.from_pretrained(final).eval()
+    found = predictions(home, "runs/one", *TEXTS)
+    for text, row in zip(TEXTS, found, strict=True):
+        tokens = tokenizer(text, truncation=True, max_length=64, return_tensors="pt")
+        with torch.no_grad():
+            expected = model(**tokens).logits[0].double().softmax(0)
+        named = {model.config.id2label[n]: float(p) for n, p in enumerate(expected)}
+        assert row["probabilities"] == pytest.approx(named, abs=1e-6)
+        assert row["prediction"] == max(named, key=lambda n: named[n])
+        assert row["probability"] == max(row["probabilities"].values())
+
+
+@pytest.mark.parametrize("form", ["runs/one", "runs/small", "runs/small --form onnx-int4"])
+def test_an_answer_does_not_depend_on_its_batch(form: str, home: Path) -> None:
+    words = form.split()
+    together = predictions(home, *words, *TEXTS)
+    alone = [predictions(home, *words, text)[0] for text in TEXTS[:4]]
+    assert probabilities(together)[:4] == pytest.approx(probabilities(alone), abs=2e-6)
+    assert len({json.dumps(row["probabilities"]) for row in together}) > 3
+
+
+def test_the_int4_file_answers_as_the_trained_model_wherever_it_is_opened(home: Path) -> None:
+    trained = probabilities(predictions(home, "runs/small", *TEXTS))
+    for form in ("runs/small --form onnx-int4", "runs/small/final/model-int4.onnx", "runs/small/final"):
+        found = probabilities(predictions(home, *form.split(), *TEXTS))
+        assert found == pytest.approx(trained, abs=1e-3)
+
+
+def test_a_file_of_pairs_has_the_columns_of_the_run(home: Path) -> None:
+    rows = [{"premise": "the cow sleeps", "hypothesis": "a dog sleeps", "label": "?"}]
+    with (home / "new.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    said = predicted(home, "runs/pair", "--file", "new.csv", "--out", "new.parquet")
+    assert said == "1 rows -> new.parquet\n"
+    (found,) = parquet.read_table(home / "new.parquet").to_pylist()
+    (typed,) = predictions(home, "runs/pair", "the cow sleeps", "a dog sleeps")
+    assert found["label"] == "?"
+    assert found["probabilities.no"] == pytest.approx(typed["probabilities"]["no"], abs=1e-6)
+    (swapped,) = predictions(home, "runs/pair", "a dog sleeps", "the cow sleeps")
+    assert swapped["probabilities"] != typed["probabilities"]
+    with pytest.raises(UserError, match="give them in twos"):
+        predictions(home, "runs/pair", "a")
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "no run": (["runs/none", "a"], "runs/none is not a run"),
+    "nothing asked": (["runs/one"], "Give texts in quotes"),
+    "no file": (["runs/one", "--file", "no.csv"], "there is no such file"),
+    "empty file": (["runs/one", "--file", "empty.csv"], "holds no rows"),
+    "both": (["runs/one", "a", "--file", "pairs.jsonl"], "not both"),
+    "missing column": (["runs/one", "--file", "other.jsonl"], "other.jsonl line 1: has no column"),
+    "misspelt column": (["runs/pair", "--file", "pairs.jsonl", "--text-column", "premis"], "mean premise?"),
+    "misspelt flag": (["runs/one", "a", "--fil", "b"], "did you mean --file?"),
+    "unread flag": (["runs/one", "a", "--tokens", "5"], "--tokens: changes nothing of a classifier run"),
+    "no such form": (["runs/one", "a", "--form", "onnx"], "`export runs/one --to onnx` writes it"),
+    "no int4": (["runs/one", "a", "--form", "onnx-int4"], "`auto --task qat --pruned runs/one`"),
+    "ending": (["runs/one", "a", "--out", "b.xls"], "must end in .csv, .jsonl, .parquet"),
+    "unfinished": (["runs/begun", "a"], "`resume runs/begun` goes on with it"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_line(case: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    (home / "empty.csv").write_text("text\n")
+    (home / "other.jsonl").write_text('{"words": "a"}')
+    begun = home / "runs" / "begun"
+    begun.mkdir(exist_ok=True)
+    for name in ("recipe.json", "facts.json"):
+        (begun / name).write_bytes((home / "runs" / "one" / name).read_bytes())
+    words, expected = WRONG[case]
+    with pytest.raises(UserError, match=re.escape(expected)) as caught:
+        predict(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_concurrent_requests_get_their_own_answers(home: Path) -> None:
+    from starlette.testclient import TestClient
+
+    expected = probabilities(predictions(home, "runs/one", *TEXTS))
+    app, asked = make_app(str(home / "runs" / "one"), ServeOptions()), [n % len(TEXTS) for n in range(56)]
+    with TestClient(app) as client, ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda n: client.post("/predict", json={"texts": [TEXTS[n]]}).json(), asked))
+    answers = probabilities([body["predictions"][0] for body in found])
+    assert answers == pytest.approx(expected[asked], abs=2e-6)
+
+
+def test_the_int4_file_is_served_where_torch_cannot_be_imported(home: Path) -> None:
+    script = "import sys; sys.modules['torch'] = None\n" + REGISTER
+    script += "from isobatch.launch.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ["serve", "runs/small/final/model-int4.onnx", "--port", "0"]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *words], cwd=home, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            found = json.loads(post(port_of(server), "/predict", {"texts": TEXTS}).read())
+        finally:
+            server.kill()
+    expected = probabilities(predictions(home, "runs/small", "--form", "onnx-int4", *TEXTS))
+    assert probabilities(found["predictions"]) == pytest.approx(expected, abs=1e-9)
+
+
+def test_what_cannot_be_served_is_one_line(home: Path) -> None:
+    for words, expected in (
+        (["runs/none"], "runs/none is not a run"),
+        (["runs/one", "--form", "onnx"], "--form onnx: runs/one has no model.onnx"),
+        (["runs/one", "--port", "70000"], "--port 70000: must be at"),
+        (["runs/one", "--prot", "1"], "did you mean --port?"),
+    ):
+        assert expected in complaint(launch("serve", *words, cwd=home))

@@ -1,0 +1,177 @@
+"""Tests of launch/predicting: how rows are read, and tables in and out."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from isobatch.core.errors import UserError
+from isobatch.launch.predicting import tables
+from isobatch.launch.predicting.rows import PromptReader, SequenceReader, TextReader, UserReader
+from isobatch.models.encoder.prediction import batches_of_one_width, softmax
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROWS = [{"id": str(n), "text": f'text "{n}", ü'} for n in range(5)]
+ANSWER: dict[str, Any] = {
+    "prediction": "a",
+    "probability": 0.1 + 0.2,
+    "probabilities": {"a": 0.25, "b b": 1e-9},
+}
+
+
+def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        delimiter = "\t" if path.suffix == ".tsv" else ","
+        quoting = {"quoting": csv.QUOTE_NONE, "quotechar": None} if path.suffix == ".tsv" else {}
+        with path.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(rows[0]), delimiter=delimiter, **quoting)  # type: ignore[arg-type]
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".json", ".parquet"])
+def test_every_format_is_read(ending: str, tmp_path: Path) -> None:
+    file = write(tmp_path / f"rows{ending}")
+    assert [dict(row) for _, row in tables.read_table(str(file))] == ROWS
+
+
+def read_back(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        found: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+        return found
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open(newline="") as stream:
+        return [dict(row) for row in csv.DictReader(stream)]
+
+
+@pytest.mark.parametrize("ending", tables.WRITERS)
+def test_every_format_is_written_in_pieces(ending: str, tmp_path: Path) -> None:
+    out = tmp_path / f"out{ending}"
+    rows = [tables.beside(row, ANSWER) for row in ROWS]
+    with tables.open_table(out) as writer:
+        writer.write(rows[:3])
+        assert not out.exists()
+        writer.write(rows[3:])
+    flat = {"prediction": "a", "probability": 0.1 + 0.2, "probabilities.a": 0.25, "probabilities.b b": 1e-9}
+    answer = ANSWER if ending == ".jsonl" else flat
+    expected = [{**row, **answer} for row in ROWS]
+    if ending == ".csv":
+        expected = [{k: str(v) for k, v in row.items()} for row in expected]
+    assert read_back(out) == expected
+    assert [p.name for p in tmp_path.iterdir()] == [out.name]
+
+
+def test_a_list_in_csv_is_json_and_in_parquet_a_list(tmp_path: Path) -> None:
+    for name, expected in (("a.csv", "[1.5, 2.0]"), ("a.parquet", [1.5, 2.0])):
+        with tables.open_table(tmp_path / name) as writer:
+            writer.write([{"latent": [1.5, 2.0]}])
+        assert read_back(tmp_path / name) == [{"latent": expected}]
+
+
+def test_dates_of_a_table_become_text(tmp_path: Path) -> None:
+    day = datetime.date(2024, 2, 29)
+    for ending in tables.WRITERS:
+        write_in_pieces(tmp_path / f"a{ending}", [{"day": day}])
+        assert read_back(tmp_path / f"a{ending}") == [{"day": day if ending == ".parquet" else "2024-02-29"}]
+
+
+def write_in_pieces(path: Path, *pieces: list[dict[str, Any]]) -> None:
+    with tables.open_table(path) as writer:
+        for rows in pieces:
+            writer.write(rows)
+
+
+def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="several types"):
+        write_in_pieces(tmp_path / "a.parquet", [{"a": 1}], [{"a": "x"}])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_column_with_the_name_of_an_answer_stays() -> None:
+    assert tables.beside({"prediction": 1, "x": 2}, {"prediction": 3}) == {
+        "input.prediction": 1,
+        "x": 2,
+        "prediction": 3,
+    }
+
+
+def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").write_text("text\n")
+    (tmp_path / "rows.doc").write_text("")
+    for name, expected in (("empty.csv", "no rows"), ("rows.doc", "ends in"), ("none.csv", "no such file")):
+        with pytest.raises(UserError, match=expected):
+            tables.read_table(str(tmp_path / name))
+    file = write(tmp_path / "rows.csv")
+    for out, expected in (
+        ("a.txt", "must end in"),
+        ("no/a.csv", "no such folder"),
+        ("rows.csv", "another name"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            tables.check_out(str(tmp_path / out), str(file))
+
+
+READ: dict[str, tuple[Any, dict[str, Any], Any]] = {
+    "usual": (TextReader(), {"id": 1, "text": "a"}, "a"),
+    "named": (TextReader(text="body"), {"text": "b", "body": "a"}, "a"),
+    "usual pair": (TextReader(), {"premise": "a", "hypothesis": "b"}, ("a", "b")),
+    "named pair": (TextReader(text="x", pair="y"), {"x": "a", "y": "b"}, ("a", "b")),
+    "one of a pair": (TextReader(pairs=False), {"premise": "a", "hypothesis": "b"}, "a"),
+    "ids": (SequenceReader(), {"tokens": [1, 2]}, [1, 2]),
+    "a sequence": (SequenceReader(), {"text": "a"}, "a"),
+    "user": (UserReader(), {"user_id": 7}, "7"),
+    "prompt": (PromptReader(), {"prompt": "a"}, "a"),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_a_row_is_read(case: str) -> None:
+    reader, row, expected = READ[case]
+    assert reader.from_row(row, "here") == expected
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "missing": (TextReader(), {"txt": "a"}, "here: has no column sentence or text"),
+    "misspelt": (TextReader(text="texts"), {"text": "a"}, r"no column texts \(did you mean text\?\)"),
+    "half a pair": (TextReader(pairs=True), {"premise": "a"}, "no column hypothesis"),
+    "empty": (TextReader(), {"text": ""}, "here: text: is empty"),
+    "a number": (TextReader(), {"text": 3}, "holds int, not text"),
+    "no ids": (SequenceReader(), {"tokens": ["a"]}, "a list of whole numbers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_row_that_cannot_be_read_is_one_line(case: str) -> None:
+    reader, row, expected = REFUSED[case]
+    with pytest.raises(UserError, match=expected):
+        reader.from_row(row, "here")
+
+
+def test_a_batch_has_one_width_and_every_sample_is_in_one() -> None:
+    widths = np.random.default_rng(0).integers(1, 9, 500) * 2000
+    batches = list(batches_of_one_width(widths.tolist()))
+    assert sorted(place for batch in batches for place in batch) == list(range(500))
+    for batch in batches:
+        assert len({int(widths[place]) for place in batch}) == 1
+        assert len(batch) == 1 or len(batch) * widths[batch[0]] <= 8192
+
+
+def test_probabilities_of_large_logits() -> None:
+    assert softmax(np.array([[1e4, 1e4, -1e4]], np.float32)).tolist() == [[0.5, 0.5, 0.0]]

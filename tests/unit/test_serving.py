@@ -1,0 +1,249 @@
+"""Tests of launch/serving: batches of concurrent requests, stop strings, requests that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from isobatch.core.errors import UserError
+from isobatch.data.text.chat_templates import ChatTemplate
+from isobatch.launch.predicting.answerer import Answerer
+from isobatch.launch.predicting.rows import TextReader
+from isobatch.launch.serving.app import MAX_SAMPLES, language_model_app, prediction_app
+from isobatch.launch.serving.model_thread import BatchingQueue, ModelThread
+from isobatch.launch.serving.requests import MAX_BODY_BYTES
+from isobatch.launch.serving.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+TEMPLATE = ChatTemplate(
+    name="plain",
+    jinja="{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}",
+    end="</s>",
+    end_id=0,
+    closing="\n",
+    tokens={},
+)
+
+
+class Echo:
+    """Answers each text by itself in capitals, and remembers the sizes of batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def __call__(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+        assert self.may_go.wait(10)
+        self.batches.append(len(texts))
+        if "wrong" in texts:
+            raise UserError("wrong: is no text")
+        return [{"says": text.upper()} for text in texts]
+
+
+async def ask_together(echo: Echo, texts: Sequence[str]) -> list[Any]:
+    """All asked before the first batch is done."""
+    thread = ModelThread()
+    queue = BatchingQueue(echo, thread)
+    echo.may_go.clear()
+    asked = [asyncio.create_task(queue.ask([text, text + "!"])) for text in texts]
+    await asyncio.sleep(0.01)
+    echo.may_go.set()
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    thread.close()
+    return found
+
+
+def test_concurrent_requests_are_one_batch_and_get_their_own_answers() -> None:
+    echo, texts = Echo(), [f"text {n}" for n in range(9)]
+    found = asyncio.run(ask_together(echo, texts))
+    assert found == [[{"says": t.upper()}, {"says": t.upper() + "!"}] for t in texts]
+    assert sum(echo.batches) == 18
+    assert len(echo.batches) <= 2
+
+
+def test_only_who_asked_something_wrong_hears_of_it() -> None:
+    found = asyncio.run(ask_together(Echo(), ["a", "wrong", "b"]))
+    assert isinstance(found[1], UserError)
+    assert [found[0][0], found[2][0]] == [{"says": "A"}, {"says": "B"}]
+
+
+def cut_before(text: str, stops: Sequence[str]) -> str:
+    return text[: min((text.find(s) for s in stops if s in text), default=len(text))]
+
+
+@given(st.lists(st.text("abc", max_size=4)), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
+def test_a_stop_string_is_found_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
+    found, shown = StopStrings(stops), ""
+    for piece in pieces:
+        shown += found.push(piece)
+        if found.found:
+            break
+    whole = "".join(pieces)
+    first = next((n for n in range(len(whole) + 1) if any(s in whole[:n] for s in stops)), None)
+    # A longer stop string that begins earlier may be complete within the same piece.
+    expected = {cut_before(whole[:n], stops) for n in range(first, len(whole) + 1)} if first else {whole}
+    assert shown + found.rest() in expected
+    assert found.found == (first is not None)
+
+
+class Writer:
+    """Writes the prompt's words backwards, one a piece."""
+
+    def __init__(self, prompt: Any, sampling: Any) -> None:
+        text = prompt if isinstance(prompt, str) else "".join(part[0] for part in prompt)
+        self.words = text.split()[::-1]
+        self.most = sampling.max_new_tokens
+        self.prompt_tokens, self.tokens = len(self.words), 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.tokens >= self.most
+
+    def __iter__(self) -> Iterator[str]:
+        for word in self.words[: self.most]:
+            self.tokens += 1
+            yield f"{word} "
+
+
+@pytest.fixture
+def model() -> Iterator[TestClient]:
+    with TestClient(language_model_app("m", Writer, TEMPLATE)) as client:
+        yield client
+
+
+@pytest.fixture
+def answers() -> Iterator[TestClient]:
+    with TestClient(prediction_app("p", Answerer(Echo(), TextReader(pairs=False)))) as client:
+        yield client
+
+
+def test_completions_as_openai_describes_them(model: TestClient) -> None:
+    assert [m["id"] for m in model.get("/v1/models").json()["data"]] == ["m"]
+    assert model.get("/v1/models/m").json()["object"] == "model"
+    found = model.post("/v1/completions", json={"model": "m", "prompt": ["a b", "c d e"], "max_tokens": 2})
+    body = found.json()
+    assert body["object"] == "text_completion"
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in body["choices"]] == [
+        (0, "b a ", "length"),
+        (1, "e d ", "length"),
+    ]
+    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    stopped = model.post("/v1/completions", json={"prompt": "a b c", "stop": "b", "max_tokens": 9}).json()
+    assert stopped["choices"][0]["text"] == "c "
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_stream_says_what_the_whole_says(model: TestClient) -> None:
+    asked = {"messages": [{"role": "user", "content": "one two three"}], "max_tokens": 3, "stop": ["eno"]}
+    whole = model.post("/v1/chat/completions", json=asked).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with model.stream("POST", "/v1/chat/completions", json=asked | options) as streamed:
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in streamed.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    *events, usage = map(json.loads, lines)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0]["role"] == "assistant"
+    assert (
+        "".join(d["content"] for d in deltas) == whole["choices"][0]["message"]["content"] == "three two one "
+    )
+    assert events[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert usage["usage"] == whole["usage"]
+
+
+TEXT = {"prompt": "a"}
+WRONG_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "misspelt": (TEXT | {"temprature": 1}, "did you mean temperature?"),
+    "no prompt": ({}, "prompt: must be a text"),
+    "tokens": ({"prompt": [1, 2]}, "prompt: must be a text"),
+    "hot": (TEXT | {"temperature": 3}, "temperature: must be a number from 0 to 2"),
+    "a text": (TEXT | {"temperature": "1"}, "temperature: must be a number"),
+    "none": (TEXT | {"max_tokens": 0}, "max_tokens: must be a whole number from 1"),
+    "several": (TEXT | {"n": 2}, "n: only 1 is supported"),
+    "stop": (TEXT | {"stop": [1]}, "stop: must be a text"),
+    "stream": (TEXT | {"stream": "yes"}, "stream: must be true or false"),
+}
+ASKED = {"messages": [{"role": "user", "content": "a"}]}
+WRONG_CHATS: dict[str, tuple[dict[str, Any], str]] = {
+    "no messages": ({"messages": []}, "messages: must be a list"),
+    "no message": ({"messages": ["a"]}, 'messages[0]: must be an object with "role"'),
+    "a role": ({"messages": [{"role": "king", "content": "a"}]}, "a role is one of"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be a text"),
+    "an answer": ({"messages": [{"role": "assistant", "content": "a"}]}, "must not be the assistant's"),
+    "tools": (ASKED | {"tools": [{}]}, "tools: only [] is supported"),
+}
+WRONG_PREDICTIONS: dict[str, tuple[Any, str]] = {
+    "misspelt": ({"text": ["a"]}, "did you mean texts?"),
+    "nothing": ({}, "give {"),
+    "no list": ({"texts": "a"}, f"texts: must be a list of 1 to {MAX_SAMPLES}"),
+    "too many": ({"texts": ["a"] * (MAX_SAMPLES + 1)}, f"texts: must be a list of 1 to {MAX_SAMPLES}"),
+    "a number": ({"texts": ["a", 1]}, "texts[1]: holds int, not text"),
+    "empty": ({"texts": [" "]}, "texts[0]: is empty"),
+    "no row": ({"rows": ["a"]}, "rows: must be objects"),
+    "a column": ({"rows": [{"txt": "a"}]}, "rows[0]: has no column"),
+    "a list": ([1], "the body is list"),
+    "half a character": ({"texts": ["\ud800"]}, "the body is not JSON"),
+}
+
+
+def require_sentence(found: Any, expected: str, status: int = 400) -> None:
+    assert found.status_code == status
+    error = found.json()["error"]
+    assert expected in error["message"]
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("case", WRONG_COMPLETIONS)
+def test_a_wrong_completion_is_one_sentence(case: str, model: TestClient) -> None:
+    body, expected = WRONG_COMPLETIONS[case]
+    require_sentence(model.post("/v1/completions", json=body), expected)
+
+
+@pytest.mark.parametrize("case", WRONG_CHATS)
+def test_a_wrong_chat_is_one_sentence(case: str, model: TestClient) -> None:
+    body, expected = WRONG_CHATS[case]
+    require_sentence(model.post("/v1/chat/completions", json=body), expected)
+
+
+@pytest.mark.parametrize("case", WRONG_PREDICTIONS)
+def test_a_wrong_prediction_is_one_sentence(case: str, answers: TestClient) -> None:
+    body, expected = WRONG_PREDICTIONS[case]
+    require_sentence(answers.post("/predict", content=json.dumps(body)), expected)
+
+
+def test_other_wrong_requests(model: TestClient, answers: TestClient) -> None:
+    require_sentence(model.post("/v1/completions", json=TEXT | {"model": "x"}), "this server has 'm'", 404)
+    require_sentence(model.get("/v2"), "there are /v1/models", 404)
+    require_sentence(answers.get("/predict"), "Method Not Allowed", 405)
+    require_sentence(answers.post("/predict", content=b"{"), "the body is not JSON")
+    large = b" " * (MAX_BODY_BYTES + 1)
+    require_sentence(answers.post("/predict", content=large), "larger than 4 MiB", 413)
+    with TestClient(language_model_app("m", Writer, None)) as plain:
+        require_sentence(plain.post("/v1/chat/completions", json=ASKED), "use /v1/completions")
+
+
+def test_a_bug_is_said_in_the_terminal_and_answered(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail(_: Sequence[str]) -> list[dict[str, Any]]:
+        raise RuntimeError("a bug")
+
+    app = prediction_app("p", Answerer(fail, TextReader()))
+    with TestClient(app, raise_server_exceptions=False) as client:
+        require_sentence(client.post("/predict", json={"texts": ["a"]}), "its terminal says why", 500)
+    assert "RuntimeError: a bug" in capfd.readouterr().err
+
+
+def test_texts_and_rows_are_answered(answers: TestClient) -> None:
+    assert answers.get("/").json() == {"model": "p", "paths": ["/predict"]}
+    found = answers.post("/predict", json={"texts": ["a", "b"]}).json()
+    assert found == {"model": "p", "predictions": [{"says": "A"}, {"says": "B"}]}
+    assert answers.post("/predict", json={"rows": [{"text": "c"}]}).json()["predictions"] == [{"says": "C"}]
