@@ -6,16 +6,18 @@ import ast
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import ADDED_LATER
+from isobatch.core.number_ranges import AboveZero
 from isobatch.data import hub, readers, tokenizers
-from isobatch.data.base import Column, Columns, Ragged, save
+from isobatch.data.base import WEIGHT, Column, Columns, Ragged, save
 from isobatch.data.corpora import DEMO, DEMO_PACKAGES, overlap_notes, read_hub_rows
 from isobatch.data.tokenized import TokenizedData
 
@@ -32,6 +34,8 @@ PAIR_COLUMNS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": 
 LABEL_COLUMNS = ("label", "labels", "class", "category", "target")
 WITHHELD_LABELS = (None, "-1")
 """Labels that mean none, as in GLUE's test splits."""
+CLASS_WEIGHT = f"class{WEIGHT}"
+"""The column of a training sample's weight in the loss, by its class; there with --class-weights."""
 MAX_CLASSES = 1000
 MAX_TEXT_CHARACTERS = 1_000_000
 
@@ -50,6 +54,11 @@ class LabelledOptions:
     """Size of a tokenizer trained on the data, where no model brings one; by default 8192."""
     data_config: str | None = None
     """The configuration of a hub data set that has several, such as sst2 of glue."""
+    class_weights: Literal["balanced"] | tuple[AboveZero, ...] | None = field(
+        default=None, metadata=ADDED_LATER
+    )
+    """What a sample of each class counts in the training loss: balanced (samples / (classes x samples of the
+    class), of the whole training split), or a number for each class, in the order of their names."""
 
 
 class Example(NamedTuple):
@@ -77,6 +86,7 @@ class Labelled(TokenizedData):
 
     Columns: `tokens` (n, up to max_length) with the tokenizer's special tokens, `types` of the same shape
     for pairs (0 for the first text, 1 for the second), and `label` (n,) int64, the number of the class.
+    With --class-weights the training split has CLASS_WEIGHT (n,) float32 as well.
     The demo classifies functions of Python's standard library by the package they come from.
     """
 
@@ -115,6 +125,7 @@ class Labelled(TokenizedData):
             "max_length": self.recipe.max_length,
             "columns": [self.options.text_column, self.options.pair_column, self.options.label_column],
             "vocab_size": self._vocabulary_size(),
+            **({"class_weights": self.options.class_weights} if self.options.class_weights else {}),
         }
 
     def _content_identity(self) -> Any:
@@ -134,7 +145,7 @@ class Labelled(TokenizedData):
         tokenizer.save(str(folder / "tokenizer.json"))
         return extra
 
-    def encode_splits(self) -> tuple[dict[str, Columns], Tokenizer, dict[str, Any]]:
+    def encode_splits(self) -> tuple[dict[str, dict[str, Column]], Tokenizer, dict[str, Any]]:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
         row_readers, notes = self._rows_per_split()
         first = next(iter(row_readers["train"]()), None)
@@ -154,7 +165,7 @@ class Labelled(TokenizedData):
             notes += overlap_notes(split, same, len(splits[split]))
         labels = class_names(splits, columns, self.recipe.data)
         tokenizer, special = self._open_tokenizer(splits["train"])
-        found: dict[str, Columns] = {}
+        found: dict[str, dict[str, Column]] = {}
         for split, examples in splits.items():
             found[split], cut = self._encode_split(examples, labels, tokenizer, special["pad"] or 0)
             if cut:
@@ -162,6 +173,9 @@ class Labelled(TokenizedData):
                     f"{split}: {cut} of {len(examples)} texts are cut to {self.recipe.max_length} tokens"
                 )
         counts = np.bincount(np.asarray(found["train"]["label"]), minlength=len(labels))
+        weights = class_weights(self.options.class_weights, labels, counts)
+        if weights is not None:
+            found["train"][CLASS_WEIGHT] = weights[np.asarray(found["train"]["label"])]
         return (
             found,
             tokenizer,
@@ -171,6 +185,7 @@ class Labelled(TokenizedData):
                 **special,
                 "labels": labels,
                 "label_counts": counts.tolist(),
+                **({} if weights is None else {"class_weights": weights.tolist()}),
                 "majority": {s: _majority_share(c["label"]) for s, c in found.items()},
                 "notes": notes,
             },
@@ -343,6 +358,27 @@ def class_names(splits: Mapping[str, list[Example]], columns: ColumnNames, data:
             )
     whole = all(re.fullmatch(r"-?[0-9]+", label) for label in counts)
     return sorted(counts, key=int) if whole else sorted(counts)
+
+
+def class_weights(
+    asked: Literal["balanced"] | tuple[float, ...] | None, labels: Sequence[str], counts: np.ndarray
+) -> np.ndarray | None:
+    """(C,) float32: what a sample of each class counts in the loss; None where all count the same.
+
+    `counts` (C,): training samples of each class. balanced is n / (C * count) (King and Zeng 2001, as in
+    scikit-learn), of which the mean over all samples is 1. Raises UserError for another number of weights.
+    """
+    if asked is None:
+        return None
+    if asked == "balanced":
+        return (counts.sum() / (len(counts) * counts)).astype(np.float32)
+    if len(asked) != len(labels):
+        raise UserError(
+            f"--class-weights {','.join(f'{weight:g}' for weight in asked)}: the data has {len(labels)}"
+            f" classes ({', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}): give a number for"
+            " each, in this order"
+        )
+    return np.array(asked, np.float32)
 
 
 def _majority_share(labels: Any) -> float:

@@ -150,17 +150,13 @@ class DistilledClassifier(Classifier):
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: a classifier's, and from the teacher teacher.logits (B, C), teacher.states (B, M, H)."""
-        from torch.nn import functional as F
-
         if "teacher.logits" not in batch:
             return super().loss(model, batch, step)
         weight, hidden = self.options.kd_weight, "teacher.states" in batch
         logits_BC, states = self.logits_and_states(model, batch, hidden)
-        smoothing = self.recipe.label_smoothing
-        nll = F.cross_entropy(logits_BC, batch["label"], reduction="sum", label_smoothing=smoothing)
-        labels = nll * (1 - weight)
+        nll = self.cross_entropy(model, logits_BC, batch)
         logits = soft_label_loss(logits_BC, batch["teacher.logits"], self.options.temperature) * weight
-        found = {"labels": Loss(labels, "sample"), "distillation": Loss(logits, "sample")}
+        found = {"labels": Loss(nll.sum * (1 - weight), nll.unit), "distillation": Loss(logits, "sample")}
         if states is not None:
             found["hidden"] = Loss(hidden_state_loss(states, batch["teacher.states"]), "sample")
         return found

@@ -29,6 +29,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "bert-6l": {"num_hidden_layers": 6},
 }
 """BERTs to train from scratch; `bert-6l` has the layer widths of BERT-base."""
+CLASS_WEIGHT, CLASS_WEIGHTS = "class.weight", "class_weights"
+"""The column of a sample's weight by its class; the field of the facts, and the buffer, with all weights."""
 FAST_MIN_DELTA = 0.005
 """--min-delta of fast mode: half a percent of accuracy, which is 2 sentences of half of SST-2's dev split."""
 
@@ -131,6 +133,15 @@ class Classifier(Task):
             hub.fetch_weights(self._model_name, self.recipe.revision)
 
     def build_model(self, facts: Facts) -> nn.Module:
+        """With --class-weights it holds them, (C,), in a buffer that is no part of what is saved."""
+        import torch
+
+        model = self._initial_model(facts)
+        if (weights := facts.extra.get(CLASS_WEIGHTS)) is not None:
+            model.register_buffer(CLASS_WEIGHTS, torch.tensor(weights), persistent=False)
+        return model
+
+    def _initial_model(self, facts: Facts) -> Any:
         import torch
         from transformers import BertForSequenceClassification
         from transformers.utils import logging
@@ -169,11 +180,24 @@ class Classifier(Task):
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,), label (B,), and for pairs types (B, T)."""
+        return {"loss": self.cross_entropy(model, self.logits(model, batch), batch)}
+
+    def cross_entropy(self, model: Any, logits_BC: Tensor, batch: Batch) -> Loss:
+        """As torch.nn.CrossEntropyLoss with the recipe's weights and smoothing: the sum, and what it is over.
+
+        With --class-weights its unit is their sum over the global batch, by which PyTorch's mean divides too.
+        """
         from torch.nn import functional as F
 
-        logits_BC, smoothing = self.logits(model, batch), self.recipe.label_smoothing
-        total = F.cross_entropy(logits_BC, batch["label"], reduction="sum", label_smoothing=smoothing)
-        return {"loss": Loss(total, "sample")}
+        weighted = CLASS_WEIGHT in batch
+        total = F.cross_entropy(
+            logits_BC,
+            batch["label"],
+            model.class_weights if weighted else None,
+            reduction="sum",
+            label_smoothing=self.recipe.label_smoothing,
+        )
+        return Loss(total, "class" if weighted else "sample")
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """(B, C) in fp32; tokens beyond a sample's length are masked."""

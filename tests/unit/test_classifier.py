@@ -61,6 +61,33 @@ def test_the_loss_is_the_sum_of_the_cross_entropies(model: Any) -> None:
     assert found.sum.item() == pytest.approx(3 * F.cross_entropy(logits, rows["label"]).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weights", [None, [0.5, 2.5]])
+def test_weights_and_smoothing_are_those_of_pytorch(weights: list[float] | None, smoothing: float) -> None:
+    """However the batch is cut: parts are added up, and divided once by the whole batch's weight."""
+    task, known = make(label_smoothing=smoothing), facts()
+    known.extra |= {"class_weights": weights} if weights else {}
+    torch.manual_seed(0)
+    model = task.build_model(known).eval()
+    rows = batch([5, 9, 3, 7, 4], 9)
+    if weights:
+        rows["class.weight"] = torch.tensor(weights)[rows["label"]]
+    weight = torch.tensor(weights) if weights else None
+    expected = torch.nn.CrossEntropyLoss(weight, label_smoothing=smoothing)(
+        task.logits(model, rows), rows["label"]
+    ).item()
+    divisor = {"sample": 5.0, "class": 0.5 * 3 + 2.5 * 2}  # labels 0 1 0 1 0
+    for cut in ([5], [2, 3], [1, 1, 1, 1, 1]):
+        parts = [
+            dict(zip(rows, p, strict=True)) for p in zip(*(rows[k].split(cut) for k in rows), strict=True)
+        ]
+        losses = [task.loss(model, part, SimpleNamespace())["loss"] for part in parts]  # type: ignore[arg-type]
+        assert {loss.unit for loss in losses} == {"class" if weights else "sample"}
+        found = sum(loss.sum.item() for loss in losses) / divisor[losses[0].unit]
+        assert found == pytest.approx(expected, abs=1e-6)
+    assert "class_weights" not in model.state_dict(), "final/ has the tensors that transformers expects"
+
+
 def test_logits_do_not_depend_on_the_batch_or_padding(model: Any) -> None:
     together = make().logits(model, batch([5, 9, 3], 12, fill=7))
     for row, length in enumerate([5, 9, 3]):

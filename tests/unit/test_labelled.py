@@ -55,6 +55,21 @@ def test_texts_are_framed_by_special_tokens_and_labels_numbered_by_name(folder: 
     assert (batch["tokens"][0, batch["length"][0] :] == extra["pad"]).all()
 
 
+def test_balanced_weights_are_of_the_training_split_and_in_the_facts(folder: Path) -> None:
+    write(folder, "train", [*ROWS, ("more", "pos"), ("still more", "pos")])  # 4 pos, 2 neg
+    found, _, extra = make(folder, class_weights="balanced").encode_splits()
+    assert extra["class_weights"] == [6 / (2 * 2), 6 / (2 * 4)]
+    assert np.asarray(found["train"]["class.weight"]).tolist() == [0.75, 1.5, 0.75, 1.5, 0.75, 0.75]
+    assert "class.weight" not in found["valid"]
+    found, _, extra = make(folder, class_weights=(1.0, 2.5)).encode_splits()
+    assert extra["class_weights"] == [1.0, 2.5]
+    assert "class_weights" not in make(folder).encode_splits()[2]
+    identities = [make(folder, class_weights=w).identity() for w in (None, "balanced", (1.0, 2.5))]
+    assert len({str(i) for i in identities}) == 3
+    with pytest.raises(UserError, match=r"--class-weights 1,2,3: the data has 2 classes \(neg, pos\)"):
+        make(folder, class_weights=(1.0, 2.0, 3.0)).encode_splits()
+
+
 def test_pairs_have_types_and_are_cut_to_the_length(tmp_path: Path) -> None:
     rows = [("one two three", "four five", "0"), ("one", "two " * 30, "1")]
     write(tmp_path, "train", rows, "premise\thypothesis\tlabel")

@@ -138,7 +138,9 @@ def test_one_that_does_not_fit_says_why_beside_those_that_do() -> None:
 
 def test_what_fits_nowhere_says_what_would_have_to_shrink() -> None:
     long = [target(machine, 200_000) for machine in ("t4", "rtx3050-laptop")]
-    with pytest.raises(UserError, match=r"fits none of them; t4: .* it fits with .*--assume-length") as caught:
+    with pytest.raises(
+        UserError, match=r"fits none of them; t4: .* it fits with .*--assume-length"
+    ) as caught:
         compare("--compare t4,rtx3050-laptop", long, None, None)
     length = int(str(caught.value).rpartition(" ")[2])
     assert estimate(target("t4", length), None).fits
