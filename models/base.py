@@ -243,7 +243,7 @@ class Task(ABC):
     """Ways of training that differ in time and memory -> flags for each; `plan --compare full,fast`
     ranks them too."""
     monitor: ClassVar[tuple[str, str]] = ("loss", "min")
-    """The metric that early stopping and the best checkpoint follow, and its good direction."""
+    """The metric that early stopping and the best checkpoint follow by default, and its good direction."""
     cohort: ClassVar[int] = 1
     """Samples that must be computed together."""
 
@@ -254,6 +254,11 @@ class Task(ABC):
         """`recipe`: the common fields, read by attribute; `options`: an instance of `Options`."""
         self.recipe = recipe
         self.options = options
+
+    @property
+    def best_metric(self) -> tuple[str, str]:
+        """The metric that early stopping and the best checkpoint follow; its good direction, min or max."""
+        return self.monitor
 
     @property
     def plot_every(self) -> int:

@@ -17,7 +17,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Share, Temperature
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, StepContext, Teacher
-from isobatch.models.classification.task import Classifier
+from isobatch.models.classification.task import Classifier, ClassifierOptions
 from isobatch.models.encoder import encoders
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ RUN_FILES = ("recipe.json", "facts.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DistillationOptions:
+class DistillationOptions(ClassifierOptions):
     """The flags of distillation."""
 
     teacher: str | None = None

@@ -6,13 +6,15 @@ python -m launch auto --task classifier --data FOLDER --model distilbert/distilb
 from __future__ import annotations
 
 import difflib
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import ADDED_LATER
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
-from isobatch.models.encoder import encoders, evaluation
+from isobatch.models.encoder import class_metrics, encoders, evaluation
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
 from isobatch.models.encoder.report import ClassifierReport
@@ -35,13 +37,25 @@ FAST_MIN_DELTA = 0.005
 """--min-delta of fast mode: half a percent of accuracy, which is 2 sentences of half of SST-2's dev split."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassifierOptions:
+    """The flags of every workload that trains a classifier."""
+
+    best_metric: Literal["accuracy", "f1", "f1_macro", "mcc", "loss"] = field(
+        default="accuracy", metadata=ADDED_LATER
+    )
+    """What --patience and the best checkpoint follow. f1 is that of the second of two
+    classes, f1_macro the mean over classes, mcc Matthews' correlation."""
+
+
 class Classifier(Task):
     """A class per sample, trained by cross-entropy on the logits of the model's own head.
 
     Metrics: `loss` in nats per sample, `accuracy`, and `accuracy_ci95`, its 95 % interval [low, high] (Wilson
-    1927: it stays inside 0 to 1).
+    1927: it stays inside 0 to 1); those of models/encoder/class_metrics.py.
     """
 
+    Options: ClassVar[type] = ClassifierOptions
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "distilbert/distilbert-base-uncased",
         "max_length": 128,
@@ -60,8 +74,12 @@ class Classifier(Task):
         "min_delta": FAST_MIN_DELTA,
     }
     demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
-    monitor: ClassVar[tuple[str, str]] = ("accuracy", "max")
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
+
+    @property
+    def best_metric(self) -> tuple[str, str]:
+        name = self.options.best_metric
+        return name, "min" if name == "loss" else "max"
 
     @property
     def _model_name(self) -> str:
@@ -75,6 +93,8 @@ class Classifier(Task):
         name, length = self._model_name, self.recipe.max_length
         if length < 3:
             raise UserError(f"--max-length {length}: a text needs at least 3 tokens, two of them special")
+        if (metric := self.options.best_metric) != "accuracy" and not self.recipe.patience:
+            raise UserError(f"--best-metric {metric}: it counts with --patience, which says when to stop")
         if name in PRESETS:
             return
         if Path(name).expanduser().is_dir():
@@ -107,6 +127,8 @@ class Classifier(Task):
         from transformers import AutoConfig, BertConfig
 
         labels = facts.extra["labels"]
+        if self.options.best_metric == "f1" and len(labels) != 2:
+            raise UserError(f"--best-metric f1: the data has {len(labels)} classes: f1_macro is their mean")
         named: dict[str, Any] = {
             "id2label": dict(enumerate(labels)),
             "label2id": {n: i for i, n in enumerate(labels)},
@@ -217,21 +239,27 @@ class Classifier(Task):
         return model(**inputs, output_hidden_states=hidden_states)
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
+        """`answers` (B, 3): label, class with the largest logit, and its probability."""
+        import torch
         from torch.nn import functional as F
 
         logits_BC = self.logits(model, batch)
+        confidence, answer = logits_BC.softmax(1).max(1)
         return {
             "nll": Sum(F.cross_entropy(logits_BC, batch["label"], reduction="sum"), len(logits_BC)),
-            "right": Rows(logits_BC.argmax(1) == batch["label"]),
+            "answers": Rows(torch.stack([batch["label"].float(), answer.float(), confidence], dim=1)),
         }
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
-        is_correct, count = float(parts["right"].sum()), len(parts["right"])
-        loss = float(parts["nll"].value) / float(parts["nll"].weight)
+        label, answer, confidence = parts["answers"].T
+        count, correct = len(label), int((label == answer).sum())
+        confusion = class_metrics.confusion_matrix(label, answer, len(facts.extra["labels"]))
         return {
-            "loss": loss,
-            "accuracy": is_correct / count,
-            "accuracy_ci95": evaluation.wilson_interval(is_correct, count),
+            "loss": float(parts["nll"].value) / float(parts["nll"].weight),
+            "accuracy": correct / count,
+            "accuracy_ci95": evaluation.wilson_interval(correct, count),
+            "calibration_error": class_metrics.calibration_error(confidence, label == answer),
+            **class_metrics.class_metrics(confusion),
         }
 
     def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:

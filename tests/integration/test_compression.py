@@ -145,6 +145,13 @@ def check_report(home: Path) -> None:
     assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", html.replace("xlink:href=", "xlink-href="))
     markdown = (home / "report" / "report.md").read_text()
     assert "within the noise" in markdown or "worse" in markdown
+    for title in ("Classes of teacher, torch fp32", "Worst errors of teacher, torch fp32"):
+        assert f"## {title}" in markdown
+        assert f"<h2>{title}</h2>" in html
+    # What the report counts is what the run counted when it ended.
+    trained = summary(home / "runs" / "teacher")["metrics"]
+    assert made["models"][0]["confusion"] == trained["confusion"]
+    assert made["models"][0]["calibration_error"] == pytest.approx(trained["calibration_error"], abs=1e-5)
 
 
 def test_seeds_are_runs_of_their_own_and_one_answer(home: Path) -> None:

@@ -61,7 +61,9 @@ EXAMPLES = {
     "label_smoothing": "0.1",
 }
 """Our flag -> a value for it; 3 for others."""
-NOT_HERE = {"pruned_model_path", "lora_rank", "lora_target_modules", "tokenizer_name"}
+NOT_HERE = {
+    *("pruned_model_path", "lora_rank", "lora_target_modules", "tokenizer_name", "metric_for_best_model"),
+}
 """Synonyms of flags that another task, a loaded model or a file is needed for."""
 BATCHES = {"per_device_train_batch_size", "accumulate_grad_batches"}
 """Synonyms that say which global batch they come to."""

@@ -55,6 +55,7 @@ SYNONYMS = {
     "detect_anomaly": "anomaly",
     "eval_steps": "eval_every",
     "early_stopping_patience": "patience",
+    "metric_for_best_model": "best_metric",
     "model_name_or_path": "model",
     "text_model": "model",
     "gpt2_model_name": "model",
