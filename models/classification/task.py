@@ -253,13 +253,14 @@ class Classifier(Task):
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         label, answer, confidence = parts["answers"].T
         count, correct = len(label), int((label == answer).sum())
-        confusion = class_metrics.confusion_matrix(label, answer, len(facts.extra["labels"]))
+        names = facts.extra["labels"]
+        confusion = class_metrics.confusion_matrix(label, answer, len(names))
         return {
             "loss": float(parts["nll"].value) / float(parts["nll"].weight),
             "accuracy": correct / count,
             "accuracy_ci95": evaluation.wilson_interval(correct, count),
             "calibration_error": class_metrics.calibration_error(confidence, label == answer),
-            **class_metrics.class_metrics(confusion),
+            **class_metrics.class_metrics(confusion, names),
         }
 
     def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:

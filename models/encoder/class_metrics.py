@@ -7,9 +7,12 @@ Letters: C classes, n samples.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CALIBRATION_BINS = 15
 """As in Guo et al. 2017."""
@@ -67,13 +70,16 @@ def calibration_error(confidence: np.ndarray, is_right: np.ndarray) -> float:
     return float(np.abs(gaps).sum() / len(confidence))
 
 
-def class_metrics(confusion: np.ndarray) -> dict[str, Any]:
-    """f1_macro, precision_macro, recall_macro, mcc; of two classes f1, that of the second; confusion."""
+def class_metrics(confusion: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
+    """f1_macro, precision_macro, recall_macro, mcc; of two classes f1, that of the second.
+
+    And `classes`, the names, with `confusion`, whose rows (labels) and columns (answers) are in their order.
+    """
     figures = class_figures(confusion)
     found: dict[str, Any] = {"f1": float(figures.f1[1])} if len(confusion) == 2 else {}
     for name in ("f1", "precision", "recall"):
         found[f"{name}_macro"] = float(getattr(figures, name)[figures.occurs].mean())
     found["mcc"] = matthews_correlation(confusion)
     if len(confusion) <= LARGEST_CONFUSION:
-        found["confusion"] = confusion.tolist()
+        found |= {"classes": list(names), "confusion": confusion.tolist()}
     return found

@@ -29,19 +29,19 @@ def test_rows_are_labels_and_columns_answers() -> None:
 
 
 def test_macro_figures_are_means_over_classes() -> None:
-    found = class_metrics(CONFUSION)
+    found = class_metrics(CONFUSION, "abc")
     precision, recall = [3 / 5, 2 / 3, 1 / 2], [3 / 5, 2 / 3, 1 / 2]
     f1 = [2 * p * r / (p + r) for p, r in zip(precision, recall, strict=True)]
     assert found["precision_macro"] == pytest.approx(sum(precision) / 3)
     assert found["recall_macro"] == pytest.approx(sum(recall) / 3)
     assert found["f1_macro"] == pytest.approx(sum(f1) / 3)
-    assert found["confusion"] == CONFUSION.tolist()
+    assert (found["confusion"], found["classes"]) == (CONFUSION.tolist(), ["a", "b", "c"])
     assert "f1" not in found, "that is for two classes"
 
 
 def test_two_classes_have_the_f1_of_the_second_and_matthews_own_formula() -> None:
     tn, fp, fn, tp = 50, 10, 5, 35
-    found = class_metrics(np.array([[tn, fp], [fn, tp]]))
+    found = class_metrics(np.array([[tn, fp], [fn, tp]]), ("no", "yes"))
     assert found["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
     below = math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
     assert found["mcc"] == pytest.approx((tp * tn - fp * fn) / below)
@@ -57,7 +57,7 @@ def test_matthews_of_many_classes_is_the_correlation_of_their_indicators() -> No
 
 def test_what_is_undefined_is_0_and_what_never_occurs_has_no_part() -> None:
     never_answered = np.array([[8, 0, 0], [2, 0, 0], [0, 0, 0]])
-    found = class_metrics(never_answered)
+    found = class_metrics(never_answered, "abc")
     assert class_figures(never_answered).precision.tolist() == [0.8, 0, 0]
     assert found["f1_macro"] == pytest.approx((2 * 8 / (8 + 10) + 0) / 2), "the third class occurs nowhere"
     assert found["mcc"] == 0
@@ -72,7 +72,8 @@ def test_calibration_is_by_bins() -> None:
 
 
 def test_very_many_classes_log_no_matrix() -> None:
-    assert "confusion" not in class_metrics(np.eye(LARGEST_CONFUSION + 1, dtype=int))
+    many = LARGEST_CONFUSION + 1
+    assert "confusion" not in class_metrics(np.eye(many, dtype=int), ["x"] * many)
 
 
 def test_the_worst_errors_come_first_with_their_texts() -> None:

@@ -105,7 +105,7 @@ def test_accuracy_counts_correct_predictions() -> None:
     assert (found["loss"], found["accuracy"]) == (1.5, 0.75)
     low, high = found["accuracy_ci95"]
     assert 0 < low < 0.75 < high < 1
-    assert found["confusion"] == [[1, 0], [1, 2]]
+    assert (found["classes"], found["confusion"]) == (["neg", "pos"], [[1, 0], [1, 2]])
     assert found["f1"] == pytest.approx(2 * 2 / (2 * 2 + 0 + 1))
 
 
