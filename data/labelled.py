@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 from collections import Counter
@@ -15,14 +16,14 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import ADDED_LATER
-from isobatch.core.number_ranges import AboveZero
+from isobatch.core.number_ranges import AboveZero, HeldOutShare
 from isobatch.data import hub, readers, tokenizers
 from isobatch.data.base import WEIGHT, Column, Columns, Ragged, save
 from isobatch.data.corpora import DEMO, DEMO_PACKAGES, overlap_notes, read_hub_rows
 from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tokenizers import Tokenizer
 
@@ -36,6 +37,8 @@ WITHHELD_LABELS = (None, "-1")
 """Labels that mean none, as in GLUE's test splits."""
 CLASS_WEIGHT = f"class{WEIGHT}"
 """The column of a training sample's weight in the loss, by its class; there with --class-weights."""
+HELD_OUT_SHARE, HELD_OUT_SEED = 0.1, 20
+"""Part of each class that is validation where there is no such split and --valid is not given; its draw."""
 MAX_CLASSES = 1000
 MAX_TEXT_CHARACTERS = 1_000_000
 
@@ -59,6 +62,10 @@ class LabelledOptions:
     )
     """What a sample of each class counts in the training loss: balanced (samples / (classes x samples of the
     class), of the whole training split), or a number for each class, in the order of their names."""
+
+    valid: HeldOutShare | None = field(default=None, metadata=ADDED_LATER)
+    """Share of the training rows of each class to validate on, drawn at random and the same for every seed,
+    where the data has no validation split; by default 0.1."""
 
 
 class Example(NamedTuple):
@@ -108,7 +115,10 @@ class Labelled(TokenizedData):
                         f"--data {path}: a .txt file has no labels: give tsv, csv, jsonl, json or parquet"
                     )
             self._find_columns(readers.column_names(readers.find_splits(path, self.recipe.format)["train"]))
-        elif self.recipe.data != DEMO:
+            self._check_share(readers.find_splits(path, self.recipe.format))
+        elif self.recipe.data == DEMO:
+            self._check_share(("train", "valid"))
+        else:
             hub.require_dataset(self.recipe.data)
 
     def _find_columns(self, available: Sequence[str]) -> ColumnNames:
@@ -116,6 +126,16 @@ class Labelled(TokenizedData):
         return find_columns(
             self.recipe.data, available, options.text_column, options.pair_column, options.label_column
         )
+
+    def _check_share(self, splits: Iterable[str]) -> None:
+        if self.options.valid is not None and "valid" in splits:
+            raise UserError(
+                f"--valid {self.options.valid:g}: {self.recipe.data} has a validation split: leave it out"
+            )
+
+    def _held_out_share(self) -> float | None:
+        """The part of each class that is validation where there is no such split; None by rules 1."""
+        return self.options.valid or (HELD_OUT_SHARE if self.recipe.rules >= 2 else None)
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -126,7 +146,17 @@ class Labelled(TokenizedData):
             "columns": [self.options.text_column, self.options.pair_column, self.options.label_column],
             "vocab_size": self._vocabulary_size(),
             **({"class_weights": self.options.class_weights} if self.options.class_weights else {}),
+            **self._split_identity(),
         }
+
+    def _split_identity(self) -> dict[str, Any]:
+        """The share that is held out, unless it is known that the data has a validation split."""
+        path, share = self._data_path(), self._held_out_share()
+        if self.recipe.data == DEMO or share is None:
+            return {}
+        if path is not None and "valid" in readers.find_splits(path, self.recipe.format):
+            return {}
+        return {"valid": [share, HELD_OUT_SEED]}
 
     def _content_identity(self) -> Any:
         if self.recipe.data == DEMO:
@@ -153,10 +183,17 @@ class Labelled(TokenizedData):
             raise UserError(f"--data {self.recipe.data}: the train split is empty")
         columns = self._find_columns([str(k) for k in first[1]])
         splits = {split: list(read_examples(rows(), columns)) for split, rows in row_readers.items()}
+        self._check_share(splits)
+        if "valid" not in splits and (share := self._held_out_share()):
+            splits["train"], splits["valid"] = hold_out_by_class(splits["train"], share)
+            notes.append(
+                f"there is no validation split: {100 * share:g} % of the training rows of each class are it,"
+                " drawn at random (--valid)"
+            )
         if empty := next((split for split, examples in splits.items() if not examples), None):
             raise UserError(
                 f"--data {self.recipe.data}: the {empty} split holds no rows: give it some (without a file of"
-                " its own validation is every twentieth training row)"
+                " its own validation is a share of the training rows)"
             )
         notes += drop_unlabelled_test(splits)
         known = {(e.text, e.pair) for e in splits["train"]}
@@ -194,9 +231,8 @@ class Labelled(TokenizedData):
     def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
         if self.recipe.data == DEMO:
             return _demo_rows(), []
-        return rows_per_split(
-            self.recipe.data, self._data_path(), self.recipe.format, self.options.data_config
-        )
+        where = (self.recipe.data, self._data_path(), self.recipe.format, self.options.data_config)
+        return rows_per_split(*where) if self._held_out_share() is None else (_given_rows(*where), [])
 
     def _open_tokenizer(self, examples: list[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""
@@ -254,11 +290,7 @@ def rows_per_split(
 
     Where there is no validation split, every twentieth training row goes into one.
     """
-    if path is None:
-        found = _hub_rows(data, config)
-    else:
-        parts = readers.find_splits(path, file_format)
-        found = {split: partial(readers.read_rows, part) for split, part in parts.items()}
+    found = _given_rows(data, path, file_format, config)
     if "valid" in found:
         return found, []
     rows = list(found["train"]())
@@ -270,6 +302,43 @@ def rows_per_split(
     found["train"] = lambda: [row for number, row in enumerate(rows) if number not in held_out]
     found["valid"] = lambda: [row for number, row in enumerate(rows) if number in held_out]
     return found, ["there is no validation split: every twentieth row of the training data is it"]
+
+
+def _given_rows(
+    data: str, path: Path | None, file_format: str | None, config: str | None
+) -> dict[str, Callable[[], LocatedRows]]:
+    """Split -> a function that reads its rows, of the splits that a path or hub id has."""
+    if path is None:
+        return _hub_rows(data, config)
+    parts = readers.find_splits(path, file_format)
+    return {split: partial(readers.read_rows, part) for split, part in parts.items()}
+
+
+def hold_out_by_class(examples: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """(training, validation): a share of each class, drawn at random; both in the order of the rows.
+
+    Each class keeps a row for training. The draw depends on the rows alone, not on the recipe's seed: runs
+    with several seeds are measured on the same rows.
+    """
+    # Raw numbers, sorted: those are the same in every version of numpy, a Generator's permutation may change.
+    order = np.argsort(np.random.PCG64(HELD_OUT_SEED).random_raw(len(examples)), kind="stable")
+    by_class: dict[str | None, list[int]] = {}
+    for number in order.tolist():
+        by_class.setdefault(examples[number].label, []).append(number)
+    counts = _share_out({label: len(numbers) for label, numbers in by_class.items()}, share)
+    held_out = {number for label, numbers in by_class.items() for number in numbers[: counts[label]]}
+    train = [example for number, example in enumerate(examples) if number not in held_out]
+    return train, [examples[number] for number in sorted(held_out)]
+
+
+def _share_out(sizes: Mapping[str | None, int], share: float) -> dict[str | None, int]:
+    """How many of each class are held out: the largest remainders are rounded up, at least 1 in all."""
+    counts = {label: math.floor(size * share) for label, size in sizes.items()}
+    missing = max(1, round(sum(sizes.values()) * share)) - sum(counts.values())
+    for label in sorted(sizes, key=lambda label: (counts[label] - sizes[label] * share, str(label))):
+        if missing > 0 and counts[label] < sizes[label] - 1:
+            counts[label], missing = counts[label] + 1, missing - 1
+    return counts
 
 
 def drop_unlabelled_test(splits: dict[str, list[Example]]) -> list[str]:
