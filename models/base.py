@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
+    from isobatch.models.model_card import ModelDescription
 
 Batch = Mapping[str, "Tensor"]
 """Name -> tensor with one row per sample; always `index` (B,), the samples' numbers, and `length` (B,)."""
@@ -386,3 +387,9 @@ class Task(ABC):
     def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
         """A line or two that shows a person what the model learnt."""
         return None
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        """What the README.md of `final`, the exported model's folder, says of it, and how to use it."""
+        from isobatch.models.model_card import ModelDescription
+
+        return ModelDescription(title=f"Model of {type(self).__name__}")

@@ -6,6 +6,7 @@ python -m launch auto --task classifier --data FOLDER --model distilbert/distilb
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,6 +19,7 @@ from isobatch.models.encoder import class_metrics, encoders, evaluation
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
 from isobatch.models.encoder.report import ClassifierReport
+from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +35,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """BERTs to train from scratch; `bert-6l` has the layer widths of BERT-base."""
 CLASS_WEIGHT, CLASS_WEIGHTS = "class.weight", "class_weights"
 """The column of a sample's weight by its class; the field of the facts, and the buffer, with all weights."""
+USAGE = """\
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoModelForSequenceClassification.from_pretrained("."{code})
+inputs = tokenizer({text}, truncation=True, max_length={length}, return_tensors="pt")
+print(model.config.id2label[int(model(**inputs).logits.argmax())])
+"""
 FAST_MIN_DELTA = 0.005
 """--min-delta of fast mode: half a percent of accuracy, which is 2 sentences of half of SST-2's dev split."""
 
@@ -267,6 +277,27 @@ class Classifier(Task):
         """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""
         saving.save(model, facts, folder)
         encoders.write_layer_sizes(model, folder)
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        """The lines for transformers; a pruned model needs the code beside it."""
+        names = facts.extra["labels"]
+        shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+        pruned = encoders.is_pruned(json.loads((final / "config.json").read_text(encoding="utf-8")))
+        remark = (
+            "its layers have different sizes, which modeling_pruned.py beside it knows: read that file before"
+            " you trust it, or let `isobatch export RUN --to dense` write a folder that needs no code"
+        )
+        return ModelDescription(
+            title="Text classifier" + (", pruned" if pruned else ""),
+            summary=f"Tells {len(names)} classes apart: {shown}.",
+            usage=USAGE.format(
+                code=", trust_remote_code=True" if pruned else "",
+                text='"a first text", "a second text"' if evaluation.has_text_pairs(facts) else '"some text"',
+                length=self.recipe.max_length,
+            ),
+            remark=remark if pruned else "",
+            hub_fields={"library_name": "transformers", "pipeline_tag": "text-classification"},
+        )
 
     def report(self) -> ClassifierReport:
         return ClassifierReport(self.variants)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.tests.integration.helpers import furthest, launch, rows, summary
+from isobatch.tests.integration.helpers import furthest, launch, rows, run_card, summary
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.integration.test_resume import killed_at_random
 
@@ -67,6 +67,17 @@ def test_sparsity_rises_as_a_cubic_and_the_model_is_cut_on_the_way(home: Path) -
     assert cut["parameters"] < whole["parameters"]
     sparsity = [r["sparsity"] for r in rows(run) if "lr" in r]
     assert sparsity == sorted(sparsity)
+
+
+@pytest.mark.parametrize("name", ["teacher", "pruned"])
+def test_a_models_card_shows_lines_that_run(name: str, home: Path) -> None:
+    final = home / "runs" / name / "final"
+    assert run_card(final).strip() in ("email", "http", "json", "logging", "urllib")
+    card = (final / "README.md").read_text(encoding="utf-8")
+    metrics = summary(home / "runs" / name)["metrics"]
+    assert f"| accuracy | {metrics['accuracy']:.4f} |" in card
+    assert "latency" not in card
+    assert ("trust_remote_code" in card) == (name == "pruned")
 
 
 @pytest.mark.slow
