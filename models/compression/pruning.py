@@ -31,8 +31,8 @@ NUM_REMOVALS = 5
 """How often, over the ramp, masked weights are removed: each time makes the steps after it faster."""
 
 FREE_FAST_SPARSITY = 0.2
-"""--sparsity of fast mode: a fifth of the heads, which fast mode was measured to remove without a loss that can
-be told from chance (MiniLM on SST-2: +0.57 points, McNemar p 0.44; `accuracy` in benchmarks/LOG.md)."""
+"""--sparsity of fast mode: a fifth of the heads, which it was measured to remove without a loss that can be
+told from chance (MiniLM on SST-2: +0.57 points, McNemar p 0.44; `accuracy` in benchmarks/LOG.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
