@@ -36,7 +36,7 @@ TASKS = {
         "fine-tune or train a causal language model on text",
     ),
     "classifier": TaskEntry(
-        "models.classification.task:Classifier",
+        "models.classification.adapted:AdaptedClassifier",
         "data.labelled:Labelled",
         "fine-tune an encoder to classify texts or pairs",
     ),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
-from isobatch.models import hub, saving
+from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import (
     adapter_counts,
@@ -336,7 +336,7 @@ class CausalLM(Task):
             saving.save(model, facts, folder)
             configured.generation_config.save_pretrained(folder)
         else:
-            adapters.save_adapter(model, folder)
+            lora.save_adapter(model, folder)
             saving.save_tokenizer(configured.config.to_dict(), facts, folder)
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:

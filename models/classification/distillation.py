@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Share, Temperature
-from isobatch.models import hub
+from isobatch.models import hub, lora
 from isobatch.models.base import Batch, Loss, StepContext, Teacher
 from isobatch.models.classification.task import Classifier, ClassifierOptions
 from isobatch.models.encoder import encoders
@@ -203,6 +203,11 @@ def resolve_model(name_or_path: str, flag: str) -> str:
             raise UserError(f"{flag} {name_or_path}: is no run, folder or hub id (owner/name)")
         hub.require_available(name_or_path, None, flag)
         return name_or_path
+    if (folder / "final" / lora.CONFIG_FILE).is_file():
+        raise UserError(
+            f"{flag} {name_or_path}: that run trained an adapter: `export {name_or_path} --to merged` and"
+            f" give {folder}/exports/merged"
+        )
     if not (folder / "final" / "config.json").is_file():
         raise UserError(
             f"{flag} {name_or_path}: that run has no final/ yet: finish it with `resume {name_or_path}`"

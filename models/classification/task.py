@@ -22,7 +22,7 @@ from isobatch.models.encoder.report import ClassifierReport
 from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -280,8 +280,6 @@ class Classifier(Task):
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         """The lines for transformers; a pruned model needs the code beside it."""
-        names = facts.extra["labels"]
-        shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
         pruned = encoders.is_pruned(json.loads((final / "config.json").read_text(encoding="utf-8")))
         remark = (
             "its layers have different sizes, which modeling_pruned.py beside it knows: read that file before"
@@ -289,7 +287,7 @@ class Classifier(Task):
         )
         return ModelDescription(
             title="Text classifier" + (", pruned" if pruned else ""),
-            summary=f"Tells {len(names)} classes apart: {shown}.",
+            summary=summary_of(facts.extra["labels"]),
             usage=USAGE.format(
                 code=", trust_remote_code=True" if pruned else "",
                 text='"a first text", "a second text"' if evaluation.has_text_pairs(facts) else '"some text"',
@@ -323,6 +321,12 @@ class Classifier(Task):
             run = evaluation.torch_runner(encoders.open_classifier(str(folder)))
         trained = evaluation.predict(evaluation.torch_runner(model), batches())
         return exporting.check_agreement(kind, trained, evaluation.predict(run, batches()))
+
+
+def summary_of(names: Sequence[str]) -> str:
+    """What a model card says of a classifier with these classes."""
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    return f"Tells {len(names)} classes apart: {shown}."
 
 
 def _has_other_classes(folder: str, config: Any) -> bool:
