@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
 
-FILE = "README.md"
+FILE = hub.CARD_FILE
 OPEN_WEIGHTS = """\
 from safetensors.torch import load_file
 
