@@ -72,7 +72,7 @@ def chance_warning(run: RunFolder) -> str:
     summary = run.summary() or {}
     accuracy = summary.get("metrics", {}).get("accuracy")
     majority = run.facts.extra["majority"].get(summary.get("split"))
-    if accuracy is None or majority is None or accuracy > majority:
+    if accuracy is None or majority is None or round(accuracy, 6) > majority:  # which has six digits
         return ""
     return (
         f"compress: the classifier learnt nothing: its accuracy, {accuracy:.1%}, is not above that of always"

@@ -34,8 +34,9 @@ class ComparedModels:
         return [self.report.cells(row) for row in self.rows]
 
     def model_tables(self) -> list[ReportTable]:
-        """Tables of single models."""
-        return [table for row in self.rows for table in self.report.tables(row)]
+        """Tables of single models, of each run's first form."""
+        first = {row["run"]: row for row in reversed(self.rows)}
+        return [table for row in reversed(first.values()) for table in self.report.tables(row)]
 
     def caption(self, machine: str) -> str:
         """What the table's figures were measured on."""
