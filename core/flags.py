@@ -244,14 +244,14 @@ def _convert(kind: Any, value: Any) -> Any:
 def _convert_union(arguments: tuple[Any, ...], value: Any) -> Any:
     if value is None or (isinstance(value, str) and value.lower() == "none" and type(None) in arguments):
         return None
-    problem: Exception = ValueError("has no valid form")
+    problems = []
     for argument in arguments:
         if argument is not type(None):
             try:
                 return _convert(argument, value)
             except ValueError as error:
-                problem = error
-    raise problem
+                problems.append(str(error))
+    raise ValueError("; ".join(dict.fromkeys(problems)))
 
 
 def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:

@@ -57,7 +57,7 @@ def parse_question(row: Mapping[str, Any], where: str, chat_format: str) -> list
         asked = {"role": "user", "content": _text_field(row, "instruction", where)}
         messages = [asked | {"input": given if given.strip() else ""}]
     else:
-        messages = _parse_chat(row, chat_format, where)
+        messages = parse_message_list(row, chat_format, where)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages or not any(messages[-1].get(name, "").strip() for name in ("content", "input")):

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import ADDED_LATER
+from isobatch.core.number_ranges import AboveZero, HeldOutShare
 from isobatch.data import hub, readers, tokenizers
-from isobatch.data.base import Column, Columns, Ragged, save
+from isobatch.data.base import WEIGHT, Column, Columns, Ragged, save
 from isobatch.data.corpora import DEMO, DEMO_PACKAGES, overlap_notes, read_hub_rows
 from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tokenizers import Tokenizer
 
@@ -32,6 +35,10 @@ PAIR_COLUMNS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": 
 LABEL_COLUMNS = ("label", "labels", "class", "category", "target")
 WITHHELD_LABELS = (None, "-1")
 """Labels that mean none, as in GLUE's test splits."""
+CLASS_WEIGHT = f"class{WEIGHT}"
+"""The column of a training sample's weight in the loss, by its class; there with --class-weights."""
+HELD_OUT_SHARE, HELD_OUT_SEED = 0.1, 20
+"""Part of each class that is validation where there is no such split and --valid is not given; its draw."""
 MAX_CLASSES = 1000
 MAX_TEXT_CHARACTERS = 1_000_000
 
@@ -50,6 +57,15 @@ class LabelledOptions:
     """Size of a tokenizer trained on the data, where no model brings one; by default 8192."""
     data_config: str | None = None
     """The configuration of a hub data set that has several, such as sst2 of glue."""
+    class_weights: Literal["balanced"] | tuple[AboveZero, ...] | None = field(
+        default=None, metadata=ADDED_LATER
+    )
+    """What a sample of each class counts in the training loss: balanced (samples / (classes x samples of the
+    class), of the whole training split), or a number for each class, in the order of their names."""
+
+    valid: HeldOutShare | None = field(default=None, metadata=ADDED_LATER)
+    """Share of the training rows of each class to validate on, drawn at random and the same for every seed,
+    where the data has no validation split; by default 0.1."""
 
 
 class Example(NamedTuple):
@@ -77,6 +93,7 @@ class Labelled(TokenizedData):
 
     Columns: `tokens` (n, up to max_length) with the tokenizer's special tokens, `types` of the same shape
     for pairs (0 for the first text, 1 for the second), and `label` (n,) int64, the number of the class.
+    With --class-weights the training split has CLASS_WEIGHT (n,) float32 as well.
     The demo classifies functions of Python's standard library by the package they come from.
     """
 
@@ -98,7 +115,10 @@ class Labelled(TokenizedData):
                         f"--data {path}: a .txt file has no labels: give tsv, csv, jsonl, json or parquet"
                     )
             self._find_columns(readers.column_names(readers.find_splits(path, self.recipe.format)["train"]))
-        elif self.recipe.data != DEMO:
+            self._check_share(readers.find_splits(path, self.recipe.format))
+        elif self.recipe.data == DEMO:
+            self._check_share(("train", "valid"))
+        else:
             hub.require_dataset(self.recipe.data)
 
     def _find_columns(self, available: Sequence[str]) -> ColumnNames:
@@ -106,6 +126,16 @@ class Labelled(TokenizedData):
         return find_columns(
             self.recipe.data, available, options.text_column, options.pair_column, options.label_column
         )
+
+    def _check_share(self, splits: Iterable[str]) -> None:
+        if self.options.valid is not None and "valid" in splits:
+            raise UserError(
+                f"--valid {self.options.valid:g}: {self.recipe.data} has a validation split: leave it out"
+            )
+
+    def _held_out_share(self) -> float | None:
+        """The part of each class that is validation where there is no such split; None by rules 1."""
+        return self.options.valid or (HELD_OUT_SHARE if self.recipe.rules >= 2 else None)
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -115,7 +145,18 @@ class Labelled(TokenizedData):
             "max_length": self.recipe.max_length,
             "columns": [self.options.text_column, self.options.pair_column, self.options.label_column],
             "vocab_size": self._vocabulary_size(),
+            **({"class_weights": self.options.class_weights} if self.options.class_weights else {}),
+            **self._split_identity(),
         }
+
+    def _split_identity(self) -> dict[str, Any]:
+        """The share that is held out, unless it is known that the data has a validation split."""
+        path, share = self._data_path(), self._held_out_share()
+        if self.recipe.data == DEMO or share is None:
+            return {}
+        if path is not None and "valid" in readers.find_splits(path, self.recipe.format):
+            return {}
+        return {"valid": [share, HELD_OUT_SEED]}
 
     def _content_identity(self) -> Any:
         if self.recipe.data == DEMO:
@@ -134,7 +175,7 @@ class Labelled(TokenizedData):
         tokenizer.save(str(folder / "tokenizer.json"))
         return extra
 
-    def encode_splits(self) -> tuple[dict[str, Columns], Tokenizer, dict[str, Any]]:
+    def encode_splits(self) -> tuple[dict[str, dict[str, Column]], Tokenizer, dict[str, Any]]:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
         row_readers, notes = self._rows_per_split()
         first = next(iter(row_readers["train"]()), None)
@@ -142,10 +183,17 @@ class Labelled(TokenizedData):
             raise UserError(f"--data {self.recipe.data}: the train split is empty")
         columns = self._find_columns([str(k) for k in first[1]])
         splits = {split: list(read_examples(rows(), columns)) for split, rows in row_readers.items()}
+        self._check_share(splits)
+        if "valid" not in splits and (share := self._held_out_share()):
+            splits["train"], splits["valid"] = hold_out_by_class(splits["train"], share)
+            notes.append(
+                f"there is no validation split: {100 * share:g} % of the training rows of each class are it,"
+                " drawn at random (--valid)"
+            )
         if empty := next((split for split, examples in splits.items() if not examples), None):
             raise UserError(
                 f"--data {self.recipe.data}: the {empty} split holds no rows: give it some (without a file of"
-                " its own validation is every twentieth training row)"
+                " its own validation is a share of the training rows)"
             )
         notes += drop_unlabelled_test(splits)
         known = {(e.text, e.pair) for e in splits["train"]}
@@ -154,7 +202,7 @@ class Labelled(TokenizedData):
             notes += overlap_notes(split, same, len(splits[split]))
         labels = class_names(splits, columns, self.recipe.data)
         tokenizer, special = self._open_tokenizer(splits["train"])
-        found: dict[str, Columns] = {}
+        found: dict[str, dict[str, Column]] = {}
         for split, examples in splits.items():
             found[split], cut = self._encode_split(examples, labels, tokenizer, special["pad"] or 0)
             if cut:
@@ -162,6 +210,9 @@ class Labelled(TokenizedData):
                     f"{split}: {cut} of {len(examples)} texts are cut to {self.recipe.max_length} tokens"
                 )
         counts = np.bincount(np.asarray(found["train"]["label"]), minlength=len(labels))
+        weights = class_weights(self.options.class_weights, labels, counts)
+        if weights is not None:
+            found["train"][CLASS_WEIGHT] = weights[np.asarray(found["train"]["label"])]
         return (
             found,
             tokenizer,
@@ -171,6 +222,7 @@ class Labelled(TokenizedData):
                 **special,
                 "labels": labels,
                 "label_counts": counts.tolist(),
+                **({} if weights is None else {"class_weights": weights.tolist()}),
                 "majority": {s: _majority_share(c["label"]) for s, c in found.items()},
                 "notes": notes,
             },
@@ -179,9 +231,8 @@ class Labelled(TokenizedData):
     def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
         if self.recipe.data == DEMO:
             return _demo_rows(), []
-        return rows_per_split(
-            self.recipe.data, self._data_path(), self.recipe.format, self.options.data_config
-        )
+        where = (self.recipe.data, self._data_path(), self.recipe.format, self.options.data_config)
+        return rows_per_split(*where) if self._held_out_share() is None else (_given_rows(*where), [])
 
     def _open_tokenizer(self, examples: list[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""
@@ -239,11 +290,7 @@ def rows_per_split(
 
     Where there is no validation split, every twentieth training row goes into one.
     """
-    if path is None:
-        found = _hub_rows(data, config)
-    else:
-        parts = readers.find_splits(path, file_format)
-        found = {split: partial(readers.read_rows, part) for split, part in parts.items()}
+    found = _given_rows(data, path, file_format, config)
     if "valid" in found:
         return found, []
     rows = list(found["train"]())
@@ -255,6 +302,43 @@ def rows_per_split(
     found["train"] = lambda: [row for number, row in enumerate(rows) if number not in held_out]
     found["valid"] = lambda: [row for number, row in enumerate(rows) if number in held_out]
     return found, ["there is no validation split: every twentieth row of the training data is it"]
+
+
+def _given_rows(
+    data: str, path: Path | None, file_format: str | None, config: str | None
+) -> dict[str, Callable[[], LocatedRows]]:
+    """Split -> a function that reads its rows, of the splits that a path or hub id has."""
+    if path is None:
+        return _hub_rows(data, config)
+    parts = readers.find_splits(path, file_format)
+    return {split: partial(readers.read_rows, part) for split, part in parts.items()}
+
+
+def hold_out_by_class(examples: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """(training, validation): a share of each class, drawn at random; both in the order of the rows.
+
+    Each class keeps a row for training. The draw depends on the rows alone, not on the recipe's seed: runs
+    with several seeds are measured on the same rows.
+    """
+    # Raw numbers, sorted: those are the same in every version of numpy, a Generator's permutation may change.
+    order = np.argsort(np.random.PCG64(HELD_OUT_SEED).random_raw(len(examples)), kind="stable")
+    by_class: dict[str | None, list[int]] = {}
+    for number in order.tolist():
+        by_class.setdefault(examples[number].label, []).append(number)
+    counts = _share_out({label: len(numbers) for label, numbers in by_class.items()}, share)
+    held_out = {number for label, numbers in by_class.items() for number in numbers[: counts[label]]}
+    train = [example for number, example in enumerate(examples) if number not in held_out]
+    return train, [examples[number] for number in sorted(held_out)]
+
+
+def _share_out(sizes: Mapping[str | None, int], share: float) -> dict[str | None, int]:
+    """How many of each class are held out: the largest remainders are rounded up, at least 1 in all."""
+    counts = {label: math.floor(size * share) for label, size in sizes.items()}
+    missing = max(1, round(sum(sizes.values()) * share)) - sum(counts.values())
+    for label in sorted(sizes, key=lambda label: (counts[label] - sizes[label] * share, str(label))):
+        if missing > 0 and counts[label] < sizes[label] - 1:
+            counts[label], missing = counts[label] + 1, missing - 1
+    return counts
 
 
 def drop_unlabelled_test(splits: dict[str, list[Example]]) -> list[str]:
@@ -343,6 +427,27 @@ def class_names(splits: Mapping[str, list[Example]], columns: ColumnNames, data:
             )
     whole = all(re.fullmatch(r"-?[0-9]+", label) for label in counts)
     return sorted(counts, key=int) if whole else sorted(counts)
+
+
+def class_weights(
+    asked: Literal["balanced"] | tuple[float, ...] | None, labels: Sequence[str], counts: np.ndarray
+) -> np.ndarray | None:
+    """(C,) float32: what a sample of each class counts in the loss; None where all count the same.
+
+    `counts` (C,): training samples of each class. balanced is n / (C * count) (King and Zeng 2001, as in
+    scikit-learn), of which the mean over all samples is 1. Raises UserError for another number of weights.
+    """
+    if asked is None:
+        return None
+    if asked == "balanced":
+        return (counts.sum() / (len(counts) * counts)).astype(np.float32)
+    if len(asked) != len(labels):
+        raise UserError(
+            f"--class-weights {','.join(f'{weight:g}' for weight in asked)}: the data has {len(labels)}"
+            f" classes ({', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}): give a number for"
+            " each, in this order"
+        )
+    return np.array(asked, np.float32)
 
 
 def _majority_share(labels: Any) -> float:

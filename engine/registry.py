@@ -46,7 +46,7 @@ TASKS = {
         "the same in one stage with fine-tuning, without a reference",
     ),
     "classifier": TaskEntry(
-        "models.classification.task:Classifier",
+        "models.classification.adapted:AdaptedClassifier",
         "data.labelled:Labelled",
         "fine-tune an encoder to classify texts or pairs",
     ),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
+    from isobatch.models.model_card import ModelDescription
 
 Batch = Mapping[str, "Tensor"]
 """Name -> tensor with one row per sample; always `index` (B,), the samples' numbers, and `length` (B,)."""
@@ -247,7 +248,7 @@ class Task(ABC):
     """Ways of training that differ in time and memory -> flags for each; `plan --compare full,fast`
     ranks them too."""
     monitor: ClassVar[tuple[str, str]] = ("loss", "min")
-    """The metric that early stopping and the best checkpoint follow, and its good direction."""
+    """The metric that early stopping and the best checkpoint follow by default, and its good direction."""
     cohort: ClassVar[int] = 1
     """Samples that must be computed together."""
     rows_per_sample: ClassVar[int] = 1
@@ -261,6 +262,11 @@ class Task(ABC):
         """`recipe`: the common fields, read by attribute; `options`: an instance of `Options`."""
         self.recipe = recipe
         self.options = options
+
+    @property
+    def best_metric(self) -> tuple[str, str]:
+        """The metric that early stopping and the best checkpoint follow; its good direction, min or max."""
+        return self.monitor
 
     @property
     def plot_every(self) -> int:
@@ -388,3 +394,9 @@ class Task(ABC):
     def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
         """A line or two that shows a person what the model learnt."""
         return None
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        """What the README.md of `final`, the exported model's folder, says of it, and how to use it."""
+        from isobatch.models.model_card import ModelDescription
+
+        return ModelDescription(title=f"Model of {type(self).__name__}")

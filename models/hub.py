@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+CARD_FILE = "README.md"
 TOKENIZER_FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
 
 
@@ -200,9 +201,12 @@ def weights_hash(path: str, revision: str | None = None) -> str:
 
 
 def files_to_download(files: list[str]) -> list[str]:
-    """Of a repository's files: the small ones, and the weights in one format, safetensors before pickle."""
+    """Of a repository's files: the small ones, and the weights in one format, safetensors before pickle.
+
+    The card says the licence.
+    """
     own = [f for f in files if "/" not in f]
-    small = [f for f in own if f.endswith((".json", ".txt", ".py", ".jinja", ".model"))]
+    small = [f for f in own if f.endswith((".json", ".txt", ".py", ".jinja", ".model")) or f == CARD_FILE]
     for stem, suffix in (name.rsplit(".", 1) for name in WEIGHT_FILES):
         if weights := [f for f in own if f.startswith(stem) and f.endswith(suffix)]:
             return small + weights

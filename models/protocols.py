@@ -163,6 +163,16 @@ class Drawing:
     columns: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """A table of text with a title, and a note of what its figures are."""
+
+    title: str
+    note: str
+    head: list[str]
+    rows: list[list[str]]
+
+
 class TaskReport:
     """What the tasks of one family add to the report of a run. Tasks of one family return one class."""
 
@@ -206,4 +216,8 @@ class ModelComparison(TaskReport, ABC):
 
     def drawings(self, rows: list[ReportRow]) -> list[Drawing]:
         """Figures of all rows."""
+        return []
+
+    def tables(self, row: ReportRow) -> list[ReportTable]:
+        """More about one of the models than fits a row."""
         return []

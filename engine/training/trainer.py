@@ -25,6 +25,7 @@ from isobatch.engine.training.evaluate import host_batches, refuse_nonfinite_met
 from isobatch.engine.training.phase_loop import PhaseLoop
 from isobatch.engine.training.resume import newest_checkpoint
 from isobatch.engine.training.step_metrics import largest_differences
+from isobatch.models import model_card
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,18 +145,19 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
     if context.world.is_main:
         context.world.mark_progress("the export")
         model = session.gather_full_model(folder, context.progress.phase)
-        digests = write_final(context.run, context.task, model, session.facts)
+        write_final(context.run, context.task, model, session.facts)
         with uncompiled(model):  # a text grows by a token at a time
             sample = context.task.sample(model, session.facts, context.run.final)
         if sample:
             context.console.say(f"sample:\n{sample}")
             summary["sample"] = sample
         _add_final_metrics(context, model, exported, held_out)
+        _write_model_card(context, loop, exported, held_out)
         context.peak_memory.observe("export")
         summary |= metrics_fields(held_out) | context.peak_memory.fields()
         decisions = bytes_digest(context.run.decisions) if context.run.decisions.exists() else ""
         found: dict[str, Any] = {
-            "final": digests,
+            "final": folder_digests(context.run.final),
             "exported": folder.name,
             "summary": summary,
             "data": checked,
@@ -215,8 +217,19 @@ def _headline(context: RunContext) -> str:
     )
 
 
-def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> dict[str, str]:
-    """Export the model to final/ atomically; returns its files' digests."""
+def _write_model_card(
+    context: RunContext, loop: PhaseLoop, step: int, held_out: dict[str, dict[str, Any]]
+) -> None:
+    """Write final/README.md. `step`: of the exported weights, in the last phase."""
+    task, facts, final = context.task, context.session.facts, context.run.final
+    chosen_by = task.best_metric[0] if loop.early_stopping.patience else ""
+    measured = model_card.HeldOutFigures(held_out, context.progress.steps_before + step, chosen_by)
+    card = model_card.render(task.describe_model(final, facts), context.recipe, facts, measured)
+    atomic_files.write_text(final / model_card.FILE, card)
+
+
+def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> None:
+    """Export the model to final/ atomically."""
     temporary = run.folder / ".final.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     with atomic_files.explain_write_errors(temporary):
@@ -225,4 +238,3 @@ def write_final(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> d
         atomic_files.share_as_umask_allows(temporary)
     shutil.rmtree(run.final, ignore_errors=True)
     temporary.replace(run.final)
-    return folder_digests(run.final)

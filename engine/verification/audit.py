@@ -92,7 +92,7 @@ def _audit(run: RunFolder, witness: Path | None) -> Audit:
     lines, restarts = read_witness(witness, run.identity) if witness else ([], [])
     if witness and not lines:
         return Audit([f"{witness} holds no line about this run, {run.identity}"])
-    log = audit_log(run, sampler, schedules, task.monitor, lines, VALID in run.facts.samples)
+    log = audit_log(run, sampler, schedules, task.best_metric, lines, VALID in run.facts.samples)
     audit = Audit(log.problems, log, restarts=restarts)
     if not audit.problems:
         audit.problems = [

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.engine.checkpointing.digests import folder_digests
+from isobatch.models import model_card
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,9 +34,13 @@ def compare_folders(final: Path, fresh: Path) -> dict[str, Any]:
     """Compare two exports. Returns `files`, `identical` (their number), `largest` and `differing`.
 
     `largest` is the largest difference of tensors, as a share of their largest element; `differing` names
-    the files that differ by more than rounding, or that only `final` has.
+    the files that differ by more than rounding, or that only `final` has. Model cards are left out: they hold
+    measured figures, which are compared for themselves.
     """
-    wanted, found = folder_digests(final), folder_digests(fresh)
+    wanted, found = (
+        {name: digest for name, digest in folder_digests(folder).items() if name != model_card.FILE}
+        for folder in (final, fresh)
+    )
     same = [name for name in found if wanted.get(name) == found[name]]
     differing, largest = sorted(wanted.keys() - found.keys()), 0.0
     for name in sorted(found.keys() - set(same)):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import BareValue, build_options, nearest_hint
+from isobatch.core.measures import format_bytes
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
@@ -28,6 +29,9 @@ STAGES = CHAINS["compress"]
 ONLY_FIRST = ("model", "tokenizer", "revision", "preset")
 """Flags of the first stage's initial model; each later stage starts from the model of the one before."""
 EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}
+
+REMOVABLE = {"both": "their weights", "heads": "the heads", "neurons": "the neurons"}
+"""--granularity -> what --sparsity is a part of."""
 
 
 def compress(words: Sequence[str]) -> int:
@@ -51,14 +55,52 @@ def compress(words: Sequence[str]) -> int:
         if verdict.code != DONE:
             return verdict.code
         runs.append(run)
+        if len(runs) == 1 and (warning := chance_warning(run)):
+            print(warning, file=sys.stderr)
         for kind in EXPORTS[stage]:
             if not (run.folder / "exports" / kind).is_dir():
                 export_form(run, kind)
     folder = runs[-1].folder / "report"
     contents = write_report(runs, folder)
+    print("\n".join(["compress kept:", *map(kept_line, STAGES, runs)]), file=sys.stderr)
     text = f"{markdown(contents)}\n\n{folder}/report.html"
     print(atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else text)
     return DONE
+
+
+def chance_warning(run: RunFolder) -> str:
+    """A line where a classifier is no better than its largest class: then there is nothing to keep."""
+    summary = run.summary() or {}
+    accuracy = summary.get("metrics", {}).get("accuracy")
+    majority = run.facts.extra["majority"].get(summary.get("split"))
+    if accuracy is None or majority is None or round(accuracy, 6) > majority:  # which has six digits
+        return ""
+    return (
+        f"compress: the classifier learnt nothing: its accuracy, {accuracy:.1%}, is not above that of always"
+        f" answering the largest class, {majority:.1%}: what follows compresses chance; give more --epochs,"
+        " another --lr or a pretrained --model"
+    )
+
+
+def kept_line(stage: str, run: RunFolder) -> str:
+    """What a stage left of the model, and of its accuracy."""
+    summary = run.summary() or {}
+    metrics = summary.get("metrics", {})
+    said = [f"{summary.get('parameters', 0):,} parameters"]
+    if "heads_left" in metrics:
+        heads, neurons = sum(metrics["heads_left"]), sum(metrics["neurons_left"])
+        what = {"heads": "heads", "neurons": "neurons"}.get(
+            run.recipe.options["granularity"], "weights of both"
+        )
+        said.append(f"{heads:,} heads, {neurons:,} neurons ({metrics['sparsity']:.1%} of the {what} removed)")
+    if "bits" in metrics:
+        said.append(f"{metrics['bits']} bits, {format_bytes(metrics['file_bytes'])}")
+    if "accuracy" in metrics:
+        said.append(f"accuracy {metrics['accuracy']:.2%}")
+    if "mcnemar_p" in metrics:
+        points = 100 * (metrics["accuracy"] - metrics["baseline_accuracy"])
+        said[-1] += f" ({points:+.2f} points against its teacher, McNemar p {metrics['mcnemar_p']:.2f})"
+    return f"  {stage}: {'; '.join(said)}"
 
 
 def _flags_per_stage(flags: Mapping[str, str], written: Mapping[str, str]) -> dict[str, dict[str, str]]:

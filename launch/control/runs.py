@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_duration, printable
-from isobatch.engine.registry import TASKS, workload
+from isobatch.engine.registry import TASKS, workload_of
 from isobatch.engine.runs.run_folder import RunFolder, list_runs
 from isobatch.engine.runs.slurm_queue import JobStatus, SlurmSilentError, job_statuses, last_job_of
 from isobatch.launch.control.run_state import run_progress, run_state
@@ -165,7 +166,7 @@ def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dic
         "seconds_left": found.seconds_left if state == "running" else None,
         "made": (run.folder / "recipe.json").stat().st_mtime,
         "recipe": flat_recipe(run.recipe),
-        "metric": main_metric(run.recipe.task),
+        "metric": main_metric(run.recipe),
         "metrics": metrics if isinstance(metrics, dict) else {},
         "job": job,
         "job_state": None if silent else status.state if status else "",
@@ -183,6 +184,9 @@ def flat_recipe(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def main_metric(task: str) -> str:
+def main_metric(recipe: Recipe) -> str:
     """The metric that a task of ours is judged by; the loss for a user's own, whose code is not run."""
-    return workload(task).task.monitor[0] if task in TASKS else "loss"
+    if recipe.task in TASKS:
+        with contextlib.suppress(UserError):  # code that came with the run, or values of another version
+            return workload_of(recipe).make(recipe)[0].best_metric[0]
+    return "loss"

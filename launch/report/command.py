@@ -6,7 +6,7 @@ import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -101,12 +101,15 @@ def markdown(contents: Contents) -> str:
     for group in contents.groups:
         table = [list(group.report.columns), *group.table()]
         lines += ["", group.caption(contents.machine), "", *_markdown_table(table)]
+        for one in group.model_tables():
+            lines += ["", f"## {_escaped(one.title)}", "", _escaped(one.note), ""]
+            lines += _markdown_table([one.head, *one.rows])
     if not contents.groups:
         lines += ["", f"Trained on {contents.machine}."]
     if rest := runs_table(contents.unmeasured()):
         lines += ["", *_markdown_table(rest)]
     for run in contents.runs:
-        shown = {k: v for k, v in metrics_of(run).items() if isinstance(v, float | int | list)}
+        shown = {k: v for k, v in metrics_of(run).items() if _fits_a_line(v)}
         lines += ["", f"## {_escaped(run['run'])} ({_escaped(run['task'])})", ""]
         lines += [f"- {_escaped(name)}: {_escaped(format_value(value))}" for name, value in shown.items()]
         if run["use"]:
@@ -114,6 +117,13 @@ def markdown(contents: Contents) -> str:
         if run["sample"]:
             lines += ["", "What it writes:", "", *(f"    {line}" for line in str(run["sample"]).splitlines())]
     return printable("\n".join(lines))
+
+
+def _fits_a_line(value: Any) -> bool:
+    """Whether it is a number, or a list of such."""
+    return isinstance(value, float | int) or (
+        isinstance(value, list) and all(isinstance(one, float | int) for one in value)
+    )
 
 
 def _escaped(text: str) -> str:

@@ -14,7 +14,7 @@ from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.local.run_setup import locate_data
 from isobatch.launch.report.child_process import call_in_child
 from isobatch.launch.report.records import read_records, report_of
-from isobatch.models.protocols import Drawing, ModelComparison, ReportRow, TaskReport
+from isobatch.models.protocols import Drawing, ModelComparison, ReportRow, ReportTable, TaskReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +32,11 @@ class ComparedModels:
     def table(self) -> list[list[str]]:
         """A row of text per model, under the report's columns."""
         return [self.report.cells(row) for row in self.rows]
+
+    def model_tables(self) -> list[ReportTable]:
+        """Tables of single models, of each run's first form."""
+        first = {row["run"]: row for row in reversed(self.rows)}
+        return [table for row in reversed(first.values()) for table in self.report.tables(row)]
 
     def caption(self, machine: str) -> str:
         """What the table's figures were measured on."""

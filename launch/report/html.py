@@ -27,6 +27,7 @@ def render_page(contents: Contents, refresh: int | None = None) -> str:
             "caption": group.caption(contents.machine),
             "columns": group.report.columns,
             "rows": group.table(),
+            "tables": group.model_tables(),
             "figures": [_figure(drawing) for drawing in group.report.drawings(group.rows)],
         }
         for group in contents.groups

@@ -50,7 +50,8 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
     A run that fails is shown as failed, and the others go on; a stop ends the sweep.
     """
     points = distinct(points)
-    monitor = points[0][0].workload.task.monitor
+    first = points[0][0]
+    best_metric = first.workload.make(first.recipe)[0].best_metric
     trained = []
     for number, point in enumerate(points, 1):
         request, swept = labelled(point), point[1]
@@ -64,7 +65,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
         metrics = (run.summary() or {}).get("metrics", {}) if verdict.code == DONE else {}
         trained.append(Trained(values=values, folder=run.folder, code=verdict.code, metrics=metrics))
     folder = _folder(points)
-    found = summary(trained, *monitor)
+    found = summary(trained, *best_metric)
     atomic_files.write_json(folder / FILE_NAME, found)
     write_plot(found, folder)
     print(atomic_files.json_text(found) if options.json else f"{format_sweep(found)}\n\n{folder}")

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.models.causal_lm.adapters import block_matrices, check_targets, usual_targets
 from isobatch.models.causal_lm.model_sizes import LLAMA_LIKE, model_without_storage, size_from_config
+from isobatch.models.lora import block_matrices, check_targets, usual_targets
 
 if TYPE_CHECKING:
     from torch import nn

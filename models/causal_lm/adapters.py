@@ -1,4 +1,4 @@
-"""Adapters: LoRA, DoRA and QLoRA for causal language models, by peft and bitsandbytes.
+"""Adapters for causal language models: their flags, and the frozen model, perhaps in 8 or 4 bits.
 
 Few weights train beside frozen ones, which may be held in 8 or 4 bits. Papers: LoRA (Hu et al. 2021), DoRA
 (Liu et al. 2024), QLoRA (Dettmers et al. 2023).
@@ -9,25 +9,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import logging
 import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import ExportError, UserError
 from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import Positive, Probability
-from isobatch.models import hub
+from isobatch.models import hub, lora
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from torch import nn
 
     from isobatch.models.base import Batch
 
-ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,8 +34,6 @@ TOKENIZER_FILES = (
 )
 MERGE_TOLERANCE = 1e-4
 """Most that logits may differ between a merged and an unmerged adapter, relative to the largest logit."""
-PEFT_PREFIX = "base_model.model."
-"""What peft's wrapper model puts before the names of a model's parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,115 +180,22 @@ def _quantization_config(bits: int) -> Any:
 
 def add_adapter(model: nn.Module, options: Any, base: str, revision: str | None) -> None:
     """Add adapters to a model in place; its other weights are frozen, except the biases of --lora-bias."""
-    quiet_bitsandbytes()
-    from peft import LoraConfig, inject_adapter_in_model
-
     from isobatch.models.causal_lm.frozen_weights import hold_in_fp32, matrices_in_fp32
 
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-        revision=revision,
-        r=options.lora_r,
-        lora_alpha=options.lora_alpha,
-        lora_dropout=options.lora_dropout,
-        bias=options.lora_bias,
-        fan_in_fan_out=any(type(m).__name__.endswith("Conv1D") for m in model.modules()),
-        use_dora=options.adapter == "dora",
-        target_modules=_target_modules(model, options.lora_targets),
-    )
-    check_targets(block_matrices(model), options.lora_targets)
     # The magnitudes of DoRA are the norms of the matrices, and peft gives them the matrices' number format.
     whole = matrices_in_fp32(model) if options.adapter == "dora" else contextlib.nullcontext()
     with whole:
-        inject_adapter_in_model(config, model)
+        lora.add_adapter(model, options, base, revision)
     hold_in_fp32(p for p in model.parameters() if p.requires_grad)
-
-
-def check_targets(matrices: Iterable[str], wanted: str) -> None:
-    """Raise UserError unless each name of --lora-targets is one of `matrices`, those of the blocks.
-
-    Embeddings and head are refused: they may be one tied table.
-    """
-    if wanted in ("auto", "all-linear"):
-        return
-    for name in (name.strip() for name in wanted.split(",")):
-        if not any(f".{matrix}".endswith(f".{name}") for matrix in matrices):
-            known = sorted({matrix.rpartition(".")[2] for matrix in matrices})
-            raise UserError(
-                f"--lora-targets {wanted}: {name} is no matrix of the blocks; there are {', '.join(known)}"
-            )
-
-
-def quiet_bitsandbytes() -> None:
-    """Silence bitsandbytes' warnings about missing kernels; call it before peft is imported."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-
-def block_matrices(model: Any) -> dict[str, Any]:
-    """Name -> module of all matrices in the transformer blocks: neither embeddings nor the head."""
-    head = model.get_output_embeddings()
-    return {n: m for n, m in model.named_modules() if _is_matrix(m) and m is not head}
-
-
-def _is_matrix(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return weight is not None and weight.ndim == 2 and "Embedding" not in type(module).__name__
-
-
-def _target_modules(model: Any, wanted: str) -> Any:
-    """Names of the modules that get an adapter; None lets peft choose for the model types that it knows."""
-    if wanted not in ("auto", "all-linear"):
-        return [name.strip() for name in wanted.split(",")]
-    if wanted == "auto" and usual_targets(model.config.model_type):
-        return None
-    return sorted(block_matrices(model))
-
-
-def usual_targets(model_type: str) -> list[str] | None:
-    """The names that peft adapts in models of this type; None where it knows none."""
-    quiet_bitsandbytes()
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN_TARGETS
-
-    names = KNOWN_TARGETS.get(model_type)
-    return list(names) if names else None
-
-
-def save_adapter(model: Any, folder: Path) -> None:
-    """Save the adapter as peft does: PeftModel.from_pretrained opens the folder."""
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
-    # The default would ask the hub for the base model's number of embeddings.
-    found = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
-    weights = {PEFT_PREFIX + name: value.detach().cpu().contiguous() for name, value in found.items()}
-    save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
-    config = model.peft_config["default"]
-    config.inference_mode = True
-    config.save_pretrained(folder)
 
 
 def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False) -> Any:
     """The base model with the adapter in `folder`. Raises UserError if they do not fit together."""
-    quiet_bitsandbytes()
-    from peft import PeftConfig, PeftModel
     from transformers import AutoConfig
 
-    if not (folder / ADAPTER_FILE).is_file():  # peft would read a pickled one
-        raise UserError(f"{folder}: holds no {ADAPTER_FILE}")
-    known = PeftConfig.from_pretrained(str(folder))
-    if getattr(known, "megatron_config", None):  # peft would import the module that it names
-        raise UserError(f"{folder}: its {CONFIG_FILE} is one of Megatron: it is no adapter of isobatch")
-    base = str(known.base_model_name_or_path)
-    if Path(base).is_absolute() and not Path(base).is_dir():
-        raise UserError(f"{folder}: its base model {base} is not there: name it in its {CONFIG_FILE}")
-    config = AutoConfig.from_pretrained(base, revision=known.revision, **hub.remote_code_kwargs(remote_code))
-    model = load_base_model(base, config, known.revision, bits, remote_code)
-    try:
-        return PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError) as error:  # the shapes or the names do not match
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{folder}: is no adapter for {base}: {reason}") from None
+    base, revision = lora.base_model_of(folder)
+    config = AutoConfig.from_pretrained(base, revision=revision, **hub.remote_code_kwargs(remote_code))
+    return lora.put_adapter(load_base_model(base, config, revision, bits, remote_code), folder, base)
 
 
 def rounding_of(options: Any, config: Mapping[str, Any]) -> str:
@@ -308,7 +211,7 @@ def rounding_of(options: Any, config: Mapping[str, Any]) -> str:
 
 def copy_adapter_files(final: Path, folder: Path) -> None:
     """Copy the adapter and its tokenizer from `final` to `folder`."""
-    for file in (ADAPTER_FILE, CONFIG_FILE, *TOKENIZER_FILES):
+    for file in (lora.ADAPTER_FILE, lora.CONFIG_FILE, *TOKENIZER_FILES):
         if (final / file).is_file():
             shutil.copy(final / file, folder)
 

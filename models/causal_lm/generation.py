@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.models import hub
+from isobatch.models import hub, lora
 from isobatch.models.causal_lm import adapters, model_sizes
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def open_for_generation(folder: Path, bits: int = 16, remote_code: bool = False)
 
     disable_progress_bar()
     with hub.reading(folder):
-        if (folder / adapters.CONFIG_FILE).is_file():
+        if (folder / lora.CONFIG_FILE).is_file():
             model = adapters.open_adapted_model(folder, bits, remote_code)
         elif (folder / "config.json").is_file():
             model = AutoModelForCausalLM.from_pretrained(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
-from isobatch.models import hub, saving
+from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import (
     adapter_counts,
@@ -27,6 +27,7 @@ from isobatch.models.causal_lm import (
 )
 from isobatch.models.causal_lm.generation import Sampling, TextStream
 from isobatch.models.causal_lm.model_sizes import PRESETS
+from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +38,16 @@ if TYPE_CHECKING:
 
 MAX_LENGTH_WITH_ATTENTION_DROPOUT = 512
 """Above this length attention dropout is 0: keyed noise rules out the fused attention kernel."""
+
+USAGE = """\
+from {library} import {kind}
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = {kind}.from_pretrained("."{code})
+inputs = tokenizer("A text begins", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,8 +336,23 @@ class CausalLM(Task):
             saving.save(model, facts, folder)
             configured.generation_config.save_pretrained(folder)
         else:
-            adapters.save_adapter(model, folder)
+            lora.save_adapter(model, folder)
             saving.save_tokenizer(configured.config.to_dict(), facts, folder)
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        """The lines for transformers, or for peft where it is an adapter."""
+        adapted = self.options.adapter != "none"
+        library = "peft" if adapted else "transformers"
+        return ModelDescription(
+            title="Adapter of a language model" if adapted else "Language model",
+            summary="Continues a text." + (" It needs the model that it was trained on." if adapted else ""),
+            usage=USAGE.format(
+                library=library,
+                kind="AutoPeftModelForCausalLM" if adapted else "AutoModelForCausalLM",
+                code=", trust_remote_code=True" if self.options.remote_code else "",
+            ),
+            hub_fields={"library_name": library, "pipeline_tag": "text-generation"},
+        )
 
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]

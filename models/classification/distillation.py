@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Share, Temperature
-from isobatch.models import hub
+from isobatch.models import hub, lora
 from isobatch.models.base import Batch, Loss, StepContext, Teacher
-from isobatch.models.classification.task import Classifier
+from isobatch.models.classification.task import Classifier, ClassifierOptions
 from isobatch.models.encoder import encoders
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ RUN_FILES = ("recipe.json", "facts.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DistillationOptions:
+class DistillationOptions(ClassifierOptions):
     """The flags of distillation."""
 
     teacher: str | None = None
@@ -149,17 +149,13 @@ class DistilledClassifier(Classifier):
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: a classifier's, and from the teacher teacher.logits (B, C), teacher.states (B, M, H)."""
-        from torch.nn import functional as F
-
         if "teacher.logits" not in batch:
             return super().loss(model, batch, step)
         weight, hidden = self.options.kd_weight, "teacher.states" in batch
         logits_BC, states = self.logits_and_states(model, batch, hidden)
-        smoothing = self.recipe.label_smoothing
-        nll = F.cross_entropy(logits_BC, batch["label"], reduction="sum", label_smoothing=smoothing)
-        labels = nll * (1 - weight)
+        nll = self.cross_entropy(model, logits_BC, batch)
         logits = soft_label_loss(logits_BC, batch["teacher.logits"], self.options.temperature) * weight
-        found = {"labels": Loss(labels, "sample"), "distillation": Loss(logits, "sample")}
+        found = {"labels": Loss(nll.sum * (1 - weight), nll.unit), "distillation": Loss(logits, "sample")}
         if states is not None:
             found["hidden"] = Loss(hidden_state_loss(states, batch["teacher.states"]), "sample")
         return found
@@ -206,6 +202,11 @@ def resolve_model(name_or_path: str, flag: str) -> str:
             raise UserError(f"{flag} {name_or_path}: is no run, folder or hub id (owner/name)")
         hub.require_available(name_or_path, None, flag)
         return name_or_path
+    if (folder / "final" / lora.CONFIG_FILE).is_file():
+        raise UserError(
+            f"{flag} {name_or_path}: that run trained an adapter: `export {name_or_path} --to merged` and"
+            f" give {folder}/exports/merged"
+        )
     if not (folder / "final" / "config.json").is_file():
         raise UserError(
             f"{flag} {name_or_path}: that run has no final/ yet: finish it with `resume {name_or_path}`"

@@ -6,20 +6,24 @@ python -m launch auto --task classifier --data FOLDER --model distilbert/distilb
 from __future__ import annotations
 
 import difflib
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import ADDED_LATER
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
-from isobatch.models.encoder import encoders, evaluation, prediction
+from isobatch.models.encoder import class_metrics, encoders, evaluation, prediction
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
 from isobatch.models.encoder.prediction import TextClassifier
 from isobatch.models.encoder.report import ClassifierReport
+from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -30,17 +34,39 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "bert-6l": {"num_hidden_layers": 6},
 }
 """BERTs to train from scratch; `bert-6l` has the layer widths of BERT-base."""
+CLASS_WEIGHT, CLASS_WEIGHTS = "class.weight", "class_weights"
+"""The column of a sample's weight by its class; the field of the facts, and the buffer, with all weights."""
+USAGE = """\
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoModelForSequenceClassification.from_pretrained("."{code})
+inputs = tokenizer({text}, truncation=True, max_length={length}, return_tensors="pt")
+print(model.config.id2label[int(model(**inputs).logits.argmax())])
+"""
 FAST_MIN_DELTA = 0.005
 """--min-delta of fast mode: half a percent of accuracy, which is 2 sentences of half of SST-2's dev split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassifierOptions:
+    """The flags of every workload that trains a classifier."""
+
+    best_metric: Literal["accuracy", "f1", "f1_macro", "mcc", "loss"] = field(
+        default="accuracy", metadata=ADDED_LATER
+    )
+    """What --patience and the best checkpoint follow. f1 is that of the second of two
+    classes, f1_macro the mean over classes, mcc Matthews' correlation."""
 
 
 class Classifier(Task):
     """A class per sample, trained by cross-entropy on the logits of the model's own head.
 
     Metrics: `loss` in nats per sample, `accuracy`, and `accuracy_ci95`, its 95 % interval [low, high] (Wilson
-    1927: it stays inside 0 to 1).
+    1927: it stays inside 0 to 1); those of models/encoder/class_metrics.py.
     """
 
+    Options: ClassVar[type] = ClassifierOptions
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "distilbert/distilbert-base-uncased",
         "max_length": 128,
@@ -59,9 +85,13 @@ class Classifier(Task):
         "min_delta": FAST_MIN_DELTA,
     }
     demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
-    monitor: ClassVar[tuple[str, str]] = ("accuracy", "max")
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
     forms: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-int4")
+
+    @property
+    def best_metric(self) -> tuple[str, str]:
+        name = self.options.best_metric
+        return name, "min" if name == "loss" else "max"
 
     @property
     def _model_name(self) -> str:
@@ -75,6 +105,8 @@ class Classifier(Task):
         name, length = self._model_name, self.recipe.max_length
         if length < 3:
             raise UserError(f"--max-length {length}: a text needs at least 3 tokens, two of them special")
+        if (metric := self.options.best_metric) != "accuracy" and not self.recipe.patience:
+            raise UserError(f"--best-metric {metric}: it counts with --patience, which says when to stop")
         if name in PRESETS:
             return
         if Path(name).expanduser().is_dir():
@@ -107,6 +139,8 @@ class Classifier(Task):
         from transformers import AutoConfig, BertConfig
 
         labels = facts.extra["labels"]
+        if self.options.best_metric == "f1" and len(labels) != 2:
+            raise UserError(f"--best-metric f1: the data has {len(labels)} classes: f1_macro is their mean")
         named: dict[str, Any] = {
             "id2label": dict(enumerate(labels)),
             "label2id": {n: i for i, n in enumerate(labels)},
@@ -133,6 +167,15 @@ class Classifier(Task):
             hub.fetch_weights(self._model_name, self.recipe.revision)
 
     def build_model(self, facts: Facts) -> nn.Module:
+        """With --class-weights it holds them, (C,), in a buffer that is no part of what is saved."""
+        import torch
+
+        model = self._initial_model(facts)
+        if (weights := facts.extra.get(CLASS_WEIGHTS)) is not None:
+            model.register_buffer(CLASS_WEIGHTS, torch.tensor(weights), persistent=False)
+        return model
+
+    def _initial_model(self, facts: Facts) -> Any:
         import torch
         from transformers import BertForSequenceClassification
         from transformers.utils import logging
@@ -171,11 +214,24 @@ class Classifier(Task):
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,), label (B,), and for pairs types (B, T)."""
+        return {"loss": self.cross_entropy(model, self.logits(model, batch), batch)}
+
+    def cross_entropy(self, model: Any, logits_BC: Tensor, batch: Batch) -> Loss:
+        """As torch.nn.CrossEntropyLoss with the recipe's weights and smoothing: the sum, and what it is over.
+
+        With --class-weights its unit is their sum over the global batch, by which PyTorch's mean divides too.
+        """
         from torch.nn import functional as F
 
-        logits_BC, smoothing = self.logits(model, batch), self.recipe.label_smoothing
-        total = F.cross_entropy(logits_BC, batch["label"], reduction="sum", label_smoothing=smoothing)
-        return {"loss": Loss(total, "sample")}
+        weighted = CLASS_WEIGHT in batch
+        total = F.cross_entropy(
+            logits_BC,
+            batch["label"],
+            model.class_weights if weighted else None,
+            reduction="sum",
+            label_smoothing=self.recipe.label_smoothing,
+        )
+        return Loss(total, "class" if weighted else "sample")
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """(B, C) in fp32; tokens beyond a sample's length are masked."""
@@ -195,27 +251,53 @@ class Classifier(Task):
         return model(**inputs, output_hidden_states=hidden_states)
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
+        """`answers` (B, 3): label, class with the largest logit, and its probability."""
+        import torch
         from torch.nn import functional as F
 
         logits_BC = self.logits(model, batch)
+        confidence, answer = logits_BC.softmax(1).max(1)
         return {
             "nll": Sum(F.cross_entropy(logits_BC, batch["label"], reduction="sum"), len(logits_BC)),
-            "right": Rows(logits_BC.argmax(1) == batch["label"]),
+            "answers": Rows(torch.stack([batch["label"].float(), answer.float(), confidence], dim=1)),
         }
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
-        is_correct, count = float(parts["right"].sum()), len(parts["right"])
-        loss = float(parts["nll"].value) / float(parts["nll"].weight)
+        label, answer, confidence = parts["answers"].T
+        count, correct = len(label), int((label == answer).sum())
+        names = facts.extra["labels"]
+        confusion = class_metrics.confusion_matrix(label, answer, len(names))
         return {
-            "loss": loss,
-            "accuracy": is_correct / count,
-            "accuracy_ci95": evaluation.wilson_interval(is_correct, count),
+            "loss": float(parts["nll"].value) / float(parts["nll"].weight),
+            "accuracy": correct / count,
+            "accuracy_ci95": evaluation.wilson_interval(correct, count),
+            "calibration_error": class_metrics.calibration_error(confidence, label == answer),
+            **class_metrics.class_metrics(confusion, names),
         }
 
     def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""
         saving.save(model, facts, folder)
         encoders.write_layer_sizes(model, folder)
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        """The lines for transformers; a pruned model needs the code beside it."""
+        pruned = encoders.is_pruned(json.loads((final / "config.json").read_text(encoding="utf-8")))
+        remark = (
+            "its layers have different sizes, which modeling_pruned.py beside it knows: read that file before"
+            " you trust it, or let `isobatch export RUN --to dense` write a folder that needs no code"
+        )
+        return ModelDescription(
+            title="Text classifier" + (", pruned" if pruned else ""),
+            summary=summary_of(facts.extra["labels"]),
+            usage=USAGE.format(
+                code=", trust_remote_code=True" if pruned else "",
+                text='"a first text", "a second text"' if evaluation.has_text_pairs(facts) else '"some text"',
+                length=self.recipe.max_length,
+            ),
+            remark=remark if pruned else "",
+            hub_fields={"library_name": "transformers", "pipeline_tag": "text-classification"},
+        )
 
     def report(self) -> ClassifierReport:
         return ClassifierReport(self.variants)
@@ -264,6 +346,12 @@ class Classifier(Task):
             run = evaluation.torch_runner(encoders.open_classifier(str(folder)))
         trained = evaluation.predict(evaluation.torch_runner(model), batches())
         return exporting.check_agreement(kind, trained, evaluation.predict(run, batches()))
+
+
+def summary_of(names: Sequence[str]) -> str:
+    """What a model card says of a classifier with these classes."""
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    return f"Tells {len(names)} classes apart: {shown}."
 
 
 def _has_other_classes(folder: str, config: Any) -> bool:

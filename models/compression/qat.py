@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.core.facts import Facts
+    from isobatch.models.model_card import ModelDescription
 
 CALIBRATION_SAMPLES = 256
 """Training samples from which the ranges of the activations are chosen."""
@@ -115,6 +116,13 @@ class QAT(DistilledClassifier):
         """With its activations rounded as in training."""
         opened: nn.Module = open_quantized(final)
         return opened
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        """The lines of a classifier: they run the rounded weights in fp32."""
+        described = super().describe_model(final, facts)
+        beside = f"{exporting.ONNX_INT4_FILE} is the model in {self.options.bits} bits, for onnxruntime"
+        remarks = "; ".join(filter(None, (beside, described.remark)))
+        return dataclasses.replace(described, title=f"{described.title}, quantized", remark=remarks)
 
     def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
         """The ONNX file in final/, and the exports that were made."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.models import hub
+from isobatch.models import hub, lora
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 FAMILIES = ("bert", "roberta", "distilbert")
 """Model types whose heads and neurons can be pruned (see models/encoder/modeling_pruned.py)."""
+LABELS_FILE = "labels.json"
+"""Beside an adapter: class -> its number. A config.json there would hide the adapter from transformers."""
 SIZE_KEYS = {
     "bert": ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
     "roberta": ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
@@ -142,8 +145,6 @@ def write_layer_sizes(model: Any, folder: Path) -> None:
 
     An unpruned model's folder is left as it is.
     """
-    import json
-
     from isobatch.models.encoder import modeling_pruned
 
     file = folder / "config.json"
@@ -191,7 +192,10 @@ def classifier_class(config: Any) -> Any:
 
 
 def open_classifier(path: str) -> Any:
-    """A saved classifier in fp32 and evaluation mode, pruned or not. Raises UserError where it is damaged."""
+    """A saved classifier in fp32 and evaluation mode, pruned or not; an adapter merged into its base.
+
+    Raises UserError where it is damaged.
+    """
     import torch
     from transformers import AutoConfig
     from transformers.utils import logging
@@ -199,9 +203,35 @@ def open_classifier(path: str) -> Any:
     logging.disable_progress_bar()
     folder = hub.fetch_weights(path, None)
     no_code = hub.remote_code_kwargs(False)
+    if (Path(folder) / lora.CONFIG_FILE).is_file() and not hub.has_weights(Path(folder)):
+        return open_adapted(Path(folder)).merge_and_unload().eval()
     with hub.reading(path):
         config = AutoConfig.from_pretrained(folder, **no_code)
         found = classifier_class(config).from_pretrained(
             folder, config=config, dtype=torch.float32, **no_code
         )
         return found.eval()
+
+
+def open_adapted(folder: Path) -> Any:
+    """The adapted classifier in `folder`, in fp32 and evaluation mode, as peft wraps it. Raises UserError."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    no_code = hub.remote_code_kwargs(False)
+    base, revision = lora.base_model_of(folder)
+    place = hub.local_path_or_id(base, revision)
+    with hub.reading(folder):
+        names = json.loads((folder / LABELS_FILE).read_text(encoding="utf-8"))
+        id2label = {number: name for name, number in names.items()}
+        config = AutoConfig.from_pretrained(place, id2label=id2label, label2id=names, **no_code)
+        model = classifier_class(config).from_pretrained(
+            place,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # the adapter brings the head
+            **no_code,
+        )
+        return lora.put_adapter(model, folder, base).eval()

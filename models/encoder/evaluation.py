@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,6 +50,13 @@ class Predictions:
         """(n,) bool."""
         correct: np.ndarray = self.predicted_labels == self.labels
         return correct
+
+    @property
+    def probabilities(self) -> np.ndarray:
+        """(n, C)"""
+        powers = np.exp(self.logits - self.logits.max(1, keepdims=True), dtype=np.float64)
+        shares: np.ndarray = powers / powers.sum(1, keepdims=True)
+        return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,42 @@ def predict(run: Runner, batches: Iterable[Batch]) -> Predictions:
     found = [(run(model_inputs(batch)), np.asarray(batch["label"])) for batch in batches]
     logits, labels = zip(*found, strict=True)
     return Predictions(np.concatenate(logits), np.concatenate(labels))
+
+
+def worst_errors(
+    found: Predictions, batches: Iterable[Batch], tokenizer: Any, names: Sequence[str], count: int = 10
+) -> list[dict[str, Any]]:
+    """The wrong answers to whose labels the classifier gave the smallest probability, the worst first.
+
+    Each with its `text`, as far as the tokens tell (`tokenizer` is of the tokenizers library), its `label`,
+    the `answer`, both by name, and `probability`, the label's.
+    """
+    given = found.probabilities[np.arange(len(found.labels)), found.labels]
+    wrong = np.flatnonzero(~found.is_correct)
+    chosen = wrong[np.argsort(given[wrong], kind="stable")][:count]
+    tokens = _tokens_of(chosen, batches)
+    return [
+        {
+            "text": tokenizer.decode(tokens[sample]),
+            "label": names[found.labels[sample]],
+            "answer": names[found.predicted_labels[sample]],
+            "probability": round(float(given[sample]), 4),
+        }
+        for sample in chosen.tolist()
+    ]
+
+
+def _tokens_of(samples: np.ndarray, batches: Iterable[Batch]) -> dict[int, list[int]]:
+    """Sample -> its token ids without padding; `batches` hold all samples in order."""
+    found: dict[int, list[int]] = {}
+    start = 0
+    for batch in batches:
+        stop = start + len(batch["label"])
+        for sample in samples[(samples >= start) & (samples < stop)].tolist():
+            row = sample - start
+            found[sample] = np.asarray(batch["tokens"])[row, : int(batch["length"][row])].tolist()
+        start = stop
+    return found
 
 
 def torch_runner(model: nn.Module) -> Runner:

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.measures import format_bytes
+from isobatch.models import saving
 from isobatch.models.encoder import evaluation
-from isobatch.models.protocols import Batches, Drawing, ModelComparison, ReportRow
+from isobatch.models.encoder.class_metrics import (
+    CALIBRATION_BINS,
+    calibration_error,
+    class_figures,
+    confusion_matrix,
+    matthews_correlation,
+)
+from isobatch.models.protocols import Batches, Drawing, ModelComparison, ReportRow, ReportTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +24,10 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
 
+MOST_ANSWERS = 12
+"""Classes up to which the table of classes says how often each was answered with which."""
+MOST_TEXT = 300
+"""Characters of a text in the table of errors."""
 SIGNIFICANT = 0.05
 """McNemar's p from which a difference is within the noise."""
 
@@ -37,9 +49,11 @@ class ClassifierReport(ModelComparison):
         self, final: Path, exports: Path, facts: Facts, batches: Batches, in_child: Callable[..., Any]
     ) -> list[ReportRow]:
         rows = []
+        names, tokenizer = facts.extra["labels"], saving.load_tokenizer(facts)
         for variant in self.variants(final, exports):
             found = evaluation.predict(variant.open(), batches())
             correct = int(found.is_correct.sum())
+            confusion = confusion_matrix(found.labels, found.predicted_labels, len(names))
             rows.append(
                 {
                     "form": variant.name,
@@ -54,6 +68,10 @@ class ClassifierReport(ModelComparison):
                         vocabulary=facts.extra["vocabulary"],
                         pairs=evaluation.has_text_pairs(facts),
                     ),
+                    "class_names": names,
+                    "confusion": confusion.tolist(),
+                    "calibration_error": calibration_error(found.probabilities.max(1), found.is_correct),
+                    "worst_errors": evaluation.worst_errors(found, batches(), tokenizer, names),
                     "right": found.is_correct.tolist(),
                     "labels": found.labels.tolist(),
                 }
@@ -101,6 +119,11 @@ class ClassifierReport(ModelComparison):
             " whose middle halves overlap."
         )
 
+    def tables(self, row: ReportRow) -> list[ReportTable]:
+        """Its classes with their confusion, and its worst errors."""
+        name = f"{row['run']}, {row['form']}"
+        return [_table_of_classes(name, row), *_table_of_errors(name, row["worst_errors"])]
+
     def drawings(self, rows: list[ReportRow]) -> list[Drawing]:
         def draw(ax: Any) -> None:
             for row in rows:
@@ -132,6 +155,34 @@ class ClassifierReport(ModelComparison):
                 ax.set(xlabel="layer", ylabel=f"{name} left", xticks=layers, title=run["run"])
 
         return [Drawing("Heads and neurons left per layer", draw, 9, 2.6, columns=2)]
+
+
+def _table_of_classes(name: str, row: ReportRow) -> ReportTable:
+    """A line for each class and one for their mean; how often it was answered with which, of few classes."""
+    names, confusion = row["class_names"], np.array(row["confusion"])
+    figures = class_figures(confusion)
+    shares = np.stack([figures.precision, figures.recall, figures.f1], axis=1)
+    answers = names if len(names) <= MOST_ANSWERS else []
+    counts = confusion if answers else np.zeros((len(names), 0), int)
+    rows = [
+        [label, f"{samples:,}", *(f"{share:.3f}" for share in parts), *(f"{n:,}" for n in line)]
+        for label, samples, parts, line in zip(names, figures.samples, shares, counts, strict=True)
+    ]
+    means = shares[figures.occurs].mean(0)
+    rows.append(["mean", f"{confusion.sum():,}", *(f"{mean:.3f}" for mean in means), *("" for _ in answers)])
+    note = (
+        f"Matthews correlation {matthews_correlation(confusion):.3f}; expected calibration error"
+        f" {row['calibration_error']:.3f} ({CALIBRATION_BINS} bins); the mean is over classes (macro)."
+    )
+    head = ["class", "samples", "precision", "recall", "F1", *(f"answered {answer}" for answer in answers)]
+    return ReportTable(f"Classes of {name}", note, head, rows)
+
+
+def _table_of_errors(name: str, errors: list[dict[str, Any]]) -> list[ReportTable]:
+    rows = [[e["text"][:MOST_TEXT], e["label"], e["answer"], f"{e['probability']:.4f}"] for e in errors]
+    note = "The wrong answers of which the model was most certain, with texts as its tokens give them."
+    head = ["text", "label", "answer", "label's probability"]
+    return [ReportTable(f"Worst errors of {name}", note, head, rows)] if rows else []
 
 
 def _accuracy_verdict(row: ReportRow, first: ReportRow, p: float | None) -> str:

@@ -17,6 +17,7 @@ from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
+from isobatch.models.model_card import ModelDescription
 from isobatch.models.recommendation import model_size
 
 if TYPE_CHECKING:
@@ -34,6 +35,13 @@ LORA_BLOCKS = 4
 """Default of --lora-blocks."""
 LORA_GRADIENT_STEPS = 20
 """Steps within which LoRA must get a gradient: a small batch may hold no text."""
+USAGE = """\
+from recommendations import Recommendations
+
+trained = Recommendations(".")
+for title, score in trained.top(trained.users[0], 10):
+    print(f"{score:8.3f}  {title}")
+"""
 TEXT_CACHE_FOLDER = "encoded"
 """Folder beside the prepared data for the states that enter the lowest trained block."""
 
@@ -430,6 +438,14 @@ class Recommender(Task):
         from isobatch.models.recommendation.export import export_recommender
 
         export_recommender(model, folder, facts)
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        return ModelDescription(
+            title="Recommender",
+            summary="Ranks all items for a user of the training data, without those that the user had.",
+            usage=USAGE,
+            remark="with numpy and safetensors alone",
+        )
 
 
 def _training_weights_file(start: str) -> Path:

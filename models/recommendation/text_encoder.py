@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
 from isobatch.models import hub
-from isobatch.models.causal_lm.adapters import quiet_bitsandbytes
+from isobatch.models.lora import quiet_bitsandbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

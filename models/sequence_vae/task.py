@@ -15,6 +15,7 @@ from isobatch.core.errors import UserError
 from isobatch.models import hub
 from isobatch.models.base import Batch, Change, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.head_chunks import CHUNK_BYTES
+from isobatch.models.model_card import ModelDescription
 from isobatch.models.sequence_vae.options import SequenceVAEOptions
 from isobatch.models.sequence_vae.report import SequenceVAEReport
 
@@ -359,6 +360,15 @@ class SequenceVAE(Task):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if "tokenizer" in facts.extra:
             saving.load_tokenizer(facts).save(str(folder / "tokenizer.json"))
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        return ModelDescription(
+            title="Variational autoencoder over sequences",
+            summary="Encodes a sequence as a latent vector, and writes sequences from such vectors.",
+            usage="isobatch sample .. --count 3",
+            language="sh",
+            remark="a part of the run, which isobatch opens",
+        )
 
 
 def _token_count(step: StepContext) -> int | None:

@@ -89,6 +89,14 @@ def summary(run: Path) -> dict[str, Any]:
     return found
 
 
+def run_card(final: Path) -> str:
+    """What the lines in the card of final/ write, run in that folder by plain Python."""
+    lines = (final / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    done = command([warm_python(), "-c", lines], cwd=final)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def furthest(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.tests.integration.helpers import ROOT, launch, losses, summary
+from isobatch.tests.integration.helpers import ROOT, launch, losses, run_card, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,6 +80,7 @@ def test_the_demo_learns_and_writes(tmp_path: Path) -> None:
     first, second = (json.loads(launch(*words, cwd=tmp_path).stdout) for _ in range(2))
     assert first == second
     assert first["text"].startswith("def ")
+    assert run_card(run / "final").startswith("A text begins")
 
 
 def test_half_precision_says_so_and_stays_close(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.tests.integration.helpers import furthest, launch, rows, summary
+from isobatch.tests.integration.helpers import furthest, launch, rows, run_card, summary
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.integration.test_resume import killed_at_random
 
@@ -67,6 +67,17 @@ def test_sparsity_rises_as_a_cubic_and_the_model_is_cut_on_the_way(home: Path) -
     assert cut["parameters"] < whole["parameters"]
     sparsity = [r["sparsity"] for r in rows(run) if "lr" in r]
     assert sparsity == sorted(sparsity)
+
+
+@pytest.mark.parametrize("name", ["teacher", "pruned"])
+def test_a_models_card_shows_lines_that_run(name: str, home: Path) -> None:
+    final = home / "runs" / name / "final"
+    assert run_card(final).strip() in ("email", "http", "json", "logging", "urllib")
+    card = (final / "README.md").read_text(encoding="utf-8")
+    metrics = summary(home / "runs" / name)["metrics"]
+    assert f"| accuracy | {metrics['accuracy']:.4f} |" in card
+    assert "latency" not in card
+    assert ("trust_remote_code" in card) == (name == "pruned")
 
 
 @pytest.mark.slow
@@ -145,6 +156,13 @@ def check_report(home: Path) -> None:
     assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", html.replace("xlink:href=", "xlink-href="))
     markdown = (home / "report" / "report.md").read_text()
     assert "within the noise" in markdown or "worse" in markdown
+    for title in ("Classes of teacher, torch fp32", "Worst errors of teacher, torch fp32"):
+        assert f"## {title}" in markdown
+        assert f"<h2>{title}</h2>" in html
+    # What the report counts is what the run counted when it ended.
+    trained = summary(home / "runs" / "teacher")["metrics"]
+    assert made["models"][0]["confusion"] == trained["confusion"]
+    assert made["models"][0]["calibration_error"] == pytest.approx(trained["calibration_error"], abs=1e-5)
 
 
 def test_seeds_are_runs_of_their_own_and_one_answer(home: Path) -> None:
@@ -166,6 +184,8 @@ def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
     stages = ["chain-classifier", "chain-pruning", "chain-qat"]
     assert sorted(p.name for p in (home / "chained").iterdir()) == stages
     assert (home / "chained" / "chain-qat" / "report" / "report.html").is_file()
+    kept = done.stderr.partition("compress kept:\n")[2].splitlines()
+    assert [line.split(":")[0].strip() for line in kept[:3]] == ["classifier", "pruning", "qat"]
     shutil.rmtree(home / "chained" / "chain-qat")
     first = (home / "chained" / "chain-classifier" / "metrics.jsonl").read_bytes()
     again = launch(*words, cwd=home)

@@ -143,8 +143,8 @@ def test_what_the_hub_refuses_is_one_line(
     ids=["safetensors", "pickles alone", "shards"],
 )
 def test_one_form_of_the_weights_is_enough(weights: list[str], wanted: list[str]) -> None:
-    small = ["config.json", "generation_config.json", "merges.txt", "modeling_own.py"]
-    assert sorted(files_to_download([*small, *weights, "README.md", "original/params.json"])) == sorted(
+    small = ["config.json", "generation_config.json", "merges.txt", "modeling_own.py", "README.md"]
+    assert sorted(files_to_download([*small, *weights, "LICENSE", "original/params.json"])) == sorted(
         small + wanted
     )
 

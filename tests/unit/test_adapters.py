@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.core.errors import ExportError, UserError
+from isobatch.models import lora
 from isobatch.models.causal_lm import (
     adapter_counts,
     adapter_sizes,
@@ -198,11 +199,11 @@ def test_only_the_adapter_is_saved(tmp_path: Path) -> None:
     from safetensors import safe_open
 
     model = adapted("llama")
-    adapters.save_adapter(model, tmp_path)
-    with safe_open(tmp_path / adapters.ADAPTER_FILE, "pt") as file:
+    lora.save_adapter(model, tmp_path)
+    with safe_open(tmp_path / lora.ADAPTER_FILE, "pt") as file:
         names = list(file.keys())
     assert len(names) == 2 * 2 * 2
-    assert all(name.startswith(adapters.PEFT_PREFIX) and "lora_" in name for name in names)
+    assert all(name.startswith(lora.PEFT_PREFIX) and "lora_" in name for name in names)
 
 
 @pytest.mark.parametrize(("bits", "frozen"), [(8, "fp32"), (4, "fp32"), (4, "bf16")])

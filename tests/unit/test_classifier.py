@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from isobatch.core.errors import UserError
 from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.models.base import Rows, StepContext, Sum
-from isobatch.models.classification.task import Classifier
+from isobatch.models.classification.task import Classifier, ClassifierOptions
 from isobatch.models.encoder.evaluation import wilson_interval
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 VOCABULARY = 300
 
 
-def make(model: str = "tiny", **changes: Any) -> Classifier:
+def make(model: str = "tiny", best_metric: Any = "accuracy", **changes: Any) -> Classifier:
     values = {
         "revision": None,
         "tokenizer": None,
@@ -29,9 +29,11 @@ def make(model: str = "tiny", **changes: Any) -> Classifier:
         "seed": 0,
         "dropout": None,
         "label_smoothing": 0.0,
+        "patience": 0,
         **changes,
     }
-    return Classifier(SimpleNamespace(model=model, **values), None)
+    options = ClassifierOptions(best_metric=best_metric)
+    return Classifier(SimpleNamespace(model=model, **values), options)
 
 
 def facts(labels: tuple[str, ...] = ("neg", "pos"), folder: Path | str = "") -> Any:
@@ -61,6 +63,33 @@ def test_the_loss_is_the_sum_of_the_cross_entropies(model: Any) -> None:
     assert found.sum.item() == pytest.approx(3 * F.cross_entropy(logits, rows["label"]).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weights", [None, [0.5, 2.5]])
+def test_weights_and_smoothing_are_those_of_pytorch(weights: list[float] | None, smoothing: float) -> None:
+    """However the batch is cut: parts are added up, and divided once by the whole batch's weight."""
+    task, known = make(label_smoothing=smoothing), facts()
+    known.extra |= {"class_weights": weights} if weights else {}
+    torch.manual_seed(0)
+    model = task.build_model(known).eval()
+    rows = batch([5, 9, 3, 7, 4], 9)
+    if weights:
+        rows["class.weight"] = torch.tensor(weights)[rows["label"]]
+    weight = torch.tensor(weights) if weights else None
+    expected = torch.nn.CrossEntropyLoss(weight, label_smoothing=smoothing)(
+        task.logits(model, rows), rows["label"]
+    ).item()
+    divisor = {"sample": 5.0, "class": 0.5 * 3 + 2.5 * 2}  # labels 0 1 0 1 0
+    for cut in ([5], [2, 3], [1, 1, 1, 1, 1]):
+        parts = [
+            dict(zip(rows, p, strict=True)) for p in zip(*(rows[k].split(cut) for k in rows), strict=True)
+        ]
+        losses = [task.loss(model, part, SimpleNamespace())["loss"] for part in parts]  # type: ignore[arg-type]
+        assert {loss.unit for loss in losses} == {"class" if weights else "sample"}
+        found = sum(loss.sum.item() for loss in losses) / divisor[losses[0].unit]
+        assert found == pytest.approx(expected, abs=1e-6)
+    assert "class_weights" not in model.state_dict(), "final/ has the tensors that transformers expects"
+
+
 def test_logits_do_not_depend_on_the_batch_or_padding(model: Any) -> None:
     together = make().logits(model, batch([5, 9, 3], 12, fill=7))
     for row, length in enumerate([5, 9, 3]):
@@ -70,18 +99,25 @@ def test_logits_do_not_depend_on_the_batch_or_padding(model: Any) -> None:
 
 
 def test_accuracy_counts_correct_predictions() -> None:
-    parts = {"nll": Sum(6.0, 4), "right": torch.tensor([1.0, 0.0, 1.0, 1.0]).numpy()}
+    answers = [[0.0, 0.0, 0.9], [1.0, 0.0, 0.6], [1.0, 1.0, 0.8], [1.0, 1.0, 0.7]]
+    parts = {"nll": Sum(6.0, 4), "answers": torch.tensor(answers).numpy()}
     found = make().metrics(parts, "valid", facts())
     assert (found["loss"], found["accuracy"]) == (1.5, 0.75)
     low, high = found["accuracy_ci95"]
     assert 0 < low < 0.75 < high < 1
+    assert (found["classes"], found["confusion"]) == (["neg", "pos"], [[1, 0], [1, 2]])
+    assert found["f1"] == pytest.approx(2 * 2 / (2 * 2 + 0 + 1))
 
 
 def test_evaluate_has_a_row_per_sample(model: Any) -> None:
     rows = batch([5, 9, 3], 9)
     parts = make().evaluate(model, rows, StepContext(0, "evaluate", NativeNoise()))
-    assert isinstance(parts["right"], Rows)
-    assert parts["right"].values.tolist() == (make().logits(model, rows).argmax(1) == rows["label"]).tolist()
+    assert isinstance(parts["answers"], Rows)
+    label, answer, confidence = parts["answers"].values.T
+    logits = make().logits(model, rows)
+    assert label.tolist() == rows["label"].tolist()
+    assert answer.tolist() == logits.argmax(1).tolist()
+    assert confidence.tolist() == pytest.approx(logits.softmax(1).max(1).values.tolist())
 
 
 @pytest.mark.parametrize(
@@ -126,12 +162,21 @@ def test_transformers_opens_the_export(model: Any, tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"max_length": 2}, "--max-length 2: a text needs at least 3 tokens"),
+        ({"best_metric": "mcc"}, "--best-metric mcc: it counts with --patience"),
         ({"model": "tinny"}, r"--model tinny: is no preset \(did you mean tiny\?\)"),
     ],
 )
 def test_bad_input_is_answered_in_one_line(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         make(**{"model": "tiny", **changes}).check()
+
+
+def test_the_best_metric_may_be_another() -> None:
+    assert make().best_metric == ("accuracy", "max")
+    assert make(best_metric="f1_macro", patience=2).best_metric == ("f1_macro", "max")
+    assert make(best_metric="loss", patience=2).best_metric == ("loss", "min")
+    with pytest.raises(UserError, match="--best-metric f1: the data has 3 classes"):
+        make(best_metric="f1", patience=2).model_size(facts(("a", "b", "c")))
 
 
 def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ EXAMPLES = {
 NOT_HERE = {
     *("pruned_model_path", "lora_rank", "lora_target_modules", "lora_target", "tokenizer_name"),
     *("dataset_text_field", "text_column_name", "label_column_name", "chat_template", "loss_type"),
+    *("metric_for_best_model", "val_set_size", "val_size"),
 }
 """Synonyms of flags that another task, a loaded model or a file is needed for."""
 BATCHES = {"micro_batch_size", "per_device_train_batch_size", "accumulate_grad_batches"}

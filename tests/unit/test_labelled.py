@@ -11,18 +11,28 @@ import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.data import labelled, readers
 from isobatch.data.base import Ragged
-from isobatch.data.labelled import Labelled, LabelledOptions
+from isobatch.data.labelled import ColumnNames, Labelled, LabelledOptions
 from isobatch.tests.paths import REGISTER
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+FROZEN = [5, 13, 14, 17, 52, 56, 66, 68, 70, 71]
+"""Rows that are held out of `sorted_rows`: another draw would part a run from the data that it saw."""
 ROWS = [("a good film", "pos"), ("a bad film", "neg"), ("good , good", "pos"), ("bad , bad film", "neg")]
 
 
-def make(data: Path | str, max_length: int = 16, **options: Any) -> Labelled:
-    values = {"format": None, "tokenizer": None, "model": "tiny", "revision": None, "rules": 2, "seed": 0}
+def make(data: Path | str, max_length: int = 16, rules: int = 2, seed: int = 0, **options: Any) -> Labelled:
+    values = {
+        "format": None,
+        "tokenizer": None,
+        "model": "tiny",
+        "revision": None,
+        "rules": rules,
+        "seed": seed,
+    }
     recipe = SimpleNamespace(data=str(data), max_length=max_length, **values)
     return Labelled(recipe, LabelledOptions(vocab_size=300, **options))
 
@@ -55,6 +65,21 @@ def test_texts_are_framed_by_special_tokens_and_labels_numbered_by_name(folder: 
     assert (batch["tokens"][0, batch["length"][0] :] == extra["pad"]).all()
 
 
+def test_balanced_weights_are_of_the_training_split_and_in_the_facts(folder: Path) -> None:
+    write(folder, "train", [*ROWS, ("more", "pos"), ("still more", "pos")])  # 4 pos, 2 neg
+    found, _, extra = make(folder, class_weights="balanced").encode_splits()
+    assert extra["class_weights"] == [6 / (2 * 2), 6 / (2 * 4)]
+    assert np.asarray(found["train"]["class.weight"]).tolist() == [0.75, 1.5, 0.75, 1.5, 0.75, 0.75]
+    assert "class.weight" not in found["valid"]
+    found, _, extra = make(folder, class_weights=(1.0, 2.5)).encode_splits()
+    assert extra["class_weights"] == [1.0, 2.5]
+    assert "class_weights" not in make(folder).encode_splits()[2]
+    identities = [make(folder, class_weights=w).identity() for w in (None, "balanced", (1.0, 2.5))]
+    assert len({str(i) for i in identities}) == 3
+    with pytest.raises(UserError, match=r"--class-weights 1,2,3: the data has 2 classes \(neg, pos\)"):
+        make(folder, class_weights=(1.0, 2.0, 3.0)).encode_splits()
+
+
 def test_pairs_have_types_and_are_cut_to_the_length(tmp_path: Path) -> None:
     rows = [("one two three", "four five", "0"), ("one", "two " * 30, "1")]
     write(tmp_path, "train", rows, "premise\thypothesis\tlabel")
@@ -75,12 +100,60 @@ def test_whole_numbers_keep_their_order(tmp_path: Path) -> None:
     assert make(tmp_path).encode_splits()[2]["labels"] == ["2", "9", "10"]
 
 
-def test_every_twentieth_row_is_held_out_where_nothing_is(tmp_path: Path) -> None:
+def sorted_rows(folder: Path) -> Path:
+    """100 rows sorted by class: 60 of a, 37 of b, 3 of c."""
+    labels = "a" * 60 + "b" * 37 + "c" * 3
+    write(folder, "train", [(f"text {n}", label) for n, label in enumerate(labels)])
+    return folder
+
+
+def test_a_tenth_of_each_class_is_held_out_where_nothing_is(tmp_path: Path) -> None:
+    found, _, extra = make(sorted_rows(tmp_path)).encode_splits()
+    assert [np.bincount(found[s]["label"], minlength=3).tolist() for s in ("train", "valid")] == [
+        [54, 33, 3],  # type: ignore[arg-type]
+        [6, 4, 0],  # 3.7 and 0.3 of b and c: the larger rest is rounded up
+    ]
+    assert extra["notes"][0].startswith(
+        "there is no validation split: 10 % of the training rows of each class"
+    )
+    found, _, _ = make(tmp_path, valid=0.5).encode_splits()
+    assert np.bincount(np.asarray(found["valid"]["label"])).tolist() == [30, 19, 1]
+
+
+def test_the_draw_of_held_out_rows_is_frozen_and_no_seed_changes_it(tmp_path: Path) -> None:
+    data = make(sorted_rows(tmp_path))
+    rows = readers.read_rows(readers.find_splits(tmp_path, None)["train"])
+    examples = list(labelled.read_examples(rows, ColumnNames("sentence", None, "label")))
+    train, valid = labelled.hold_out_by_class(examples, 0.1)
+    assert [int(e.text.split()[1]) for e in valid] == FROZEN
+    assert sorted((*train, *valid), key=lambda e: int(e.text.split()[1])) == examples
+    assert data.identity() == make(tmp_path, seed=7).identity()
+    assert data.identity() != make(tmp_path, valid=0.2).identity()
+
+
+def test_a_class_of_one_row_stays_in_training(tmp_path: Path) -> None:
+    write(tmp_path, "train", [("first", "a"), ("second", "b"), ("third", "b")])
+    found, _, _ = make(tmp_path, valid=0.9).encode_splits()
+    assert np.bincount(np.asarray(found["train"]["label"])).tolist() == [1, 1]
+    write(tmp_path, "train", [("first", "a"), ("second", "b")])
+    with pytest.raises(UserError, match="the valid split holds no rows"):
+        make(tmp_path).encode_splits()
+
+
+def test_by_rules_1_every_twentieth_row_is_held_out(tmp_path: Path) -> None:
     write(tmp_path, "train", [(f"text {n}", "ab"[n < 50]) for n in range(100)])
-    found, _, extra = make(tmp_path).encode_splits()
+    found, _, extra = make(tmp_path, rules=1).encode_splits()
     assert [len(found[s]["label"]) for s in ("train", "valid")] == [95, 5]
     assert set(np.asarray(found["valid"]["label"]).tolist()) == {0, 1}, "also of data sorted by class"
     assert "every twentieth row" in extra["notes"][0]
+    assert "valid" not in make(tmp_path, rules=1).identity()
+
+
+def test_a_share_is_refused_where_there_is_a_validation_split(folder: Path) -> None:
+    assert "valid" not in make(folder).identity()
+    for data in (folder, "demo"):
+        with pytest.raises(UserError, match=r"--valid 0\.2: .* has a validation split: leave it out"):
+            make(data, valid=0.2).check()
 
 
 def test_a_test_split_without_labels_is_left_out(folder: Path) -> None:

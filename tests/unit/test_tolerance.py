@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from isobatch.core.plan import INVARIANCES, Plan
+from isobatch.engine.verification.proof import wrong_metrics
 from isobatch.engine.verification.tolerance import (
     FAR,
     FEW,
@@ -79,3 +80,24 @@ def test_the_guarantees_have_the_same_words_and_numbers() -> None:
     row = r"^\| `(\w+)` \|.*\| ([\de.-]+), ([\de.-]+)(?: at most)? \|$"
     table = re.findall(row, (ROOT / "docs" / "guarantees.md").read_text(), re.M)
     assert {name: (float(loss), float(norm)) for name, loss, norm in table} == TOLERANCE
+
+
+def test_a_row_that_rounding_counts_elsewhere_may_move_what_follows_from_counts() -> None:
+    """One of five rows of the rare class flipped: its recall by 1/5, accuracy by 1/105 and no more."""
+    logged = {"accuracy": 103 / 105, "recall_macro": (100 / 100 + 3 / 5) / 2, "confusion": [[100, 0], [2, 3]]}
+    metrics = {
+        "accuracy": 104 / 105,
+        "recall_macro": (100 / 100 + 4 / 5) / 2,
+        "confusion": [[100, 0], [1, 4]],
+    }
+    run = SimpleNamespace(facts=SimpleNamespace(samples={"valid": 105}), recipe=SimpleNamespace(rules=2))
+
+    def wrong(**changes: Any) -> list[str]:
+        redone: Any = SimpleNamespace(metrics={"valid": metrics})
+        return [p.split()[0] for p in wrong_metrics(run, {"valid": {**logged, **changes}}, redone, 1e-4)]  # type: ignore[arg-type]
+
+    assert wrong() == []
+    assert wrong(accuracy=0.9) == ["accuracy"]
+    assert wrong(recall_macro=0.05) == ["recall_macro"]
+    assert wrong(confusion=[[100, 0], [5, 0]]) == ["recall_macro", "confusion"]
+    assert wrong(confusion="none", recall_macro=0.9) == ["confusion"]

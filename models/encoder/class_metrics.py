@@ -1,0 +1,85 @@
+"""Figures of a classifier that follow from counts: confusion matrix, F1, Matthews correlation, calibration.
+
+A share of nothing (the precision of a class that is never answered) is 0, as scikit-learn's is.
+Letters: C classes, n samples.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CALIBRATION_BINS = 15
+"""As in Guo et al. 2017."""
+LARGEST_CONFUSION = 100
+"""Most classes whose confusion matrix is among the metrics: it is logged at every evaluation."""
+
+
+class ClassFigures(NamedTuple):
+    """Figures of each class, all (C,)."""
+
+    precision: np.ndarray
+    recall: np.ndarray
+    f1: np.ndarray
+    samples: np.ndarray
+    """Samples whose label it is."""
+    occurs: np.ndarray
+    """bool: whether it is any sample's label or answer; a macro figure is the mean over such classes."""
+
+
+def confusion_matrix(labels: np.ndarray, answers: np.ndarray, classes: int) -> np.ndarray:
+    """(C, C) int64: how many samples with the label of the row were answered with the class of the column."""
+    places = labels.astype(np.int64) * classes + answers.astype(np.int64)
+    return np.bincount(places, minlength=classes * classes).reshape(classes, classes)
+
+
+def class_figures(confusion: np.ndarray) -> ClassFigures:
+    """Precision, recall and F1 of each class, from a confusion matrix (C, C)."""
+    right, labelled, answered = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    both = labelled + answered
+    return ClassFigures(
+        _shares(right, answered), _shares(right, labelled), _shares(2 * right, both), labelled, both > 0
+    )
+
+
+def _shares(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
+
+
+def matthews_correlation(confusion: np.ndarray) -> float:
+    """Matthews' correlation, for C classes Gorodkin's R_K (2004); 0 where one side has a single class."""
+    total, right = int(confusion.sum()), int(confusion.trace())
+    labelled, answered = ([int(n) for n in confusion.sum(axis)] for axis in (1, 0))
+    product = sum(a * b for a, b in zip(labelled, answered, strict=True))
+    spread = [total**2 - sum(n**2 for n in counts) for counts in (labelled, answered)]
+    return (right * total - product) / math.sqrt(spread[0] * spread[1]) if all(spread) else 0.0
+
+
+def calibration_error(confidence: np.ndarray, is_right: np.ndarray) -> float:
+    """Expected calibration error (Naeini et al. 2015): mean distance of accuracy from confidence.
+
+    Over bins of equal width, weighted by their samples. confidence (n,): the answer's probability.
+    """
+    bins = np.clip(np.ceil(confidence * CALIBRATION_BINS).astype(int) - 1, 0, CALIBRATION_BINS - 1)
+    gaps = np.bincount(bins, weights=confidence.astype(np.float64) - is_right)
+    return float(np.abs(gaps).sum() / len(confidence))
+
+
+def class_metrics(confusion: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
+    """f1_macro, precision_macro, recall_macro, mcc; of two classes f1, that of the second.
+
+    And `classes`, the names, with `confusion`, whose rows (labels) and columns (answers) are in their order.
+    """
+    figures = class_figures(confusion)
+    found: dict[str, Any] = {"f1": float(figures.f1[1])} if len(confusion) == 2 else {}
+    for name in ("f1", "precision", "recall"):
+        found[f"{name}_macro"] = float(getattr(figures, name)[figures.occurs].mean())
+    found["mcc"] = matthews_correlation(confusion)
+    if len(confusion) <= LARGEST_CONFUSION:
+        found |= {"classes": list(names), "confusion": confusion.tolist()}
+    return found

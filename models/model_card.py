@@ -1,0 +1,175 @@
+"""The README.md of final/: what the model is, how to use it, its data, its measured quality, its licence.
+
+It holds what follows from the recipe, the facts and the weights alone, so that the same run writes the same
+card on any machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from isobatch.core.measures import printable
+from isobatch.models import hub
+
+if TYPE_CHECKING:
+    from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
+
+FILE = hub.CARD_FILE
+OPEN_WEIGHTS = """\
+from safetensors.torch import load_file
+
+weights = load_file("model.safetensors")
+print({name: tuple(tensor.shape) for name, tensor in weights.items()})
+"""
+"""Usage of a model whose task says nothing better."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDescription:
+    """What a task says of its finished model."""
+
+    title: str
+    """What it is, as in `Text classifier`."""
+    summary: str = ""
+    """A sentence or two on what it does."""
+    usage: str = OPEN_WEIGHTS
+    """Lines that run in the model's folder."""
+    language: str = "python"
+    """Of the lines: python or sh."""
+    remark: str = ""
+    """What a user of the lines must know."""
+    hub_fields: Mapping[str, str] = field(default_factory=dict)
+    """For the card's front matter: library_name, pipeline_tag."""
+
+
+class HeldOutFigures(NamedTuple):
+    """The held-out figures of the exported weights."""
+
+    metrics: Mapping[str, Mapping[str, Any]]
+    """Split -> name -> figure."""
+    steps: int
+    """Optimizer steps behind the weights, of all phases."""
+    chosen_by: str
+    """The metric of the valid split by which the checkpoint was chosen; empty where it is the last one."""
+
+
+def render(model: ModelDescription, recipe: Recipe, facts: Facts, measured: HeldOutFigures) -> str:
+    """The text of the card."""
+    base = _base_model(recipe)
+    usage = [f"In this folder{f' ({model.remark})' if model.remark else ''}:", ""]
+    usage += [f"```{model.language}", *model.usage.strip().splitlines(), "```"]
+    parts = [
+        _front_matter(model, recipe, base),
+        f"# {_plain(model.title)}\n\n{_plain(model.summary)}".strip(),
+        "\n".join(["## Use", "", *usage]),
+        "\n".join(["## Data", "", *_data_lines(recipe, facts)]),
+        "\n".join(["## Results", "", *_result_lines(facts, measured)]),
+        "\n".join(["## Training", "", *_training_lines(recipe, measured, base)]),
+        f"## Licence\n\n{_licence(recipe, base)}",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _front_matter(model: ModelDescription, recipe: Recipe, base: str | None) -> str:
+    """Fields by which the Hub sorts models, as YAML; empty where there are none."""
+    import yaml
+
+    fields: dict[str, str] = dict(model.hub_fields)
+    if base is not None and hub.is_id(base):
+        fields["base_model"] = base
+    if base is not None and (licence := licence_of(base, recipe.revision)):
+        fields["license"] = licence
+    return f"---\n{yaml.safe_dump(fields)}---" if fields else ""
+
+
+def _base_model(recipe: Recipe) -> str | None:
+    """The model that training started from, a folder or a hub id; None for one trained from scratch."""
+    name = recipe.model
+    return name if name and (hub.is_id(name) or Path(name).expanduser().is_dir()) else None
+
+
+def _short_name(place: str) -> str:
+    """A hub id as it is; of a path the last folder, of a run's final/ the run: places are this machine's."""
+    path = Path(place).expanduser()
+    if not path.exists():
+        return place
+    return path.parent.name if path.name == "final" else path.name
+
+
+def licence_of(model: str, revision: str | None) -> str | None:
+    """The licence that the model card of a folder, or of a hub id in the cache, names; None where none."""
+    import yaml
+
+    card = Path(hub.local_path_or_id(model, revision)) / FILE
+    if not card.is_file():
+        return None
+    front = re.match(r"---\r?\n(.*?)\r?\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    try:
+        fields = yaml.safe_load(front[1]) if front else None
+    except yaml.YAMLError:
+        return None
+    licence = fields.get("license") if isinstance(fields, dict) else None
+    return _plain(licence) if isinstance(licence, str) else None
+
+
+def _data_lines(recipe: Recipe, facts: Facts) -> list[str]:
+    sizes = ", ".join(f"{count:,} in {split}" for split, count in facts.samples.items())
+    notes = [f"- {_plain(note)}" for note in facts.extra.get("notes", [])]
+    named = f"{_plain(_short_name(recipe.data))}: samples: {sizes} (fingerprint {facts.fingerprint})."
+    return [named, *([""] if notes else []), *notes]
+
+
+def _result_lines(facts: Facts, measured: HeldOutFigures) -> list[str]:
+    splits = list(measured.metrics)
+    if not splits:
+        return ["Nothing was held out, so nothing was measured."]
+    names = [n for n, value in measured.metrics[splits[0]].items() if _figure(value)]
+    names = [n for n in names if "latency" not in n]  # that is the machine's
+    rows = [[n, *(_figure(measured.metrics[split].get(n)) for split in splits)] for n in names]
+    counts = " and ".join(f"all {facts.samples[split]:,} samples of {split}" for split in splits)
+    protocol = f"Measured on {counts}, with the weights in this folder."
+    if measured.chosen_by:
+        protocol += (
+            f" They are the best of the run's evaluations by {measured.chosen_by} on valid, which makes that"
+            " figure a little too good."
+        )
+    table = [f"| | {' | '.join(splits)} |", "|---" * (len(splits) + 1) + "|"]
+    return [protocol, "", *table, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _figure(value: Any) -> str:
+    """A number, a word or an interval as text; empty for longer lists and for what is missing."""
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(one, float) for one in value):
+        return " to ".join(map(_figure, value))
+    if isinstance(value, str):
+        return _plain(value)
+    if not isinstance(value, float | int):
+        return ""
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _training_lines(recipe: Recipe, measured: HeldOutFigures, base: str | None) -> list[str]:
+    start = f"from {_plain(_short_name(base))}" if base else f"from scratch ({_plain(recipe.model or '')})"
+    return [
+        f"isobatch, task {_plain(Path(recipe.task).name)}, {start}: {measured.steps:,} steps of"
+        f" {recipe.batch_size} samples, learning rate {recipe.lr:g}, seed {recipe.seed}, recipe"
+        f" {recipe.hash()}. `isobatch verify RUN` checks the whole run."
+    ]
+
+
+def _licence(recipe: Recipe, base: str | None) -> str:
+    if base is None:
+        return "The model was trained from scratch: no other model's licence applies. The data has its own."
+    name, licence = _plain(_short_name(base)), licence_of(base, recipe.revision)
+    said = f"says {licence}" if licence else "is not known here: see where it came from"
+    return f"The licence of {name}, from which this was trained, {said}. The data has its own."
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is, in one line."""
+    return re.sub(r"([\\|`<\[*#])", r"\\\1", " ".join(printable(text).split()))

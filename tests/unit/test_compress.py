@@ -1,0 +1,54 @@
+"""Tests of what `compress` says of its stages: what each kept, and a classifier that learnt nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isobatch.engine.registry import workload
+from isobatch.launch.commands.compress import chance_warning, kept_line
+from isobatch.models.compression.pruning import FREE_FAST_SPARSITY
+
+
+def run_of(metrics: dict[str, Any], granularity: str = "both") -> Any:
+    summary = {"split": "valid", "parameters": 22_565_376, "metrics": metrics}
+    facts = SimpleNamespace(extra={"majority": {"train": 0.6, "valid": 0.509174}})
+    recipe = SimpleNamespace(options={"granularity": granularity})
+    return SimpleNamespace(summary=lambda: summary, facts=facts, recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "warns"), [(0.885, False), (444 / 872, True), (445 / 872, False), (0.4, True)]
+)
+def test_a_classifier_no_better_than_its_largest_class_is_named(accuracy: float, warns: bool) -> None:
+    warning = chance_warning(run_of({"accuracy": accuracy}))
+    assert bool(warning) == warns
+    if warns:
+        assert f"{accuracy:.1%}, is not above that of always answering the largest class, 50.9%" in warning
+
+
+def test_each_stage_says_what_it_kept() -> None:
+    assert kept_line("classifier", run_of({"accuracy": 0.8853})) == (
+        "  classifier: 22,565,376 parameters; accuracy 88.53%"
+    )
+    pruned = {
+        "accuracy": 0.8911,
+        "heads_left": [12, 9, 8],
+        "neurons_left": [1536, 1536, 1536],
+        "sparsity": 0.2,
+        "baseline_accuracy": 0.8854,
+        "mcnemar_p": 0.44,
+    }
+    line = kept_line("pruning", run_of(pruned, "heads"))
+    assert "29 heads, 4,608 neurons (20.0% of the heads removed)" in line
+    assert line.endswith("accuracy 89.11% (+0.57 points against its teacher, McNemar p 0.44)")
+    assert "4 bits, 17 MB" in kept_line("qat", run_of({"bits": 4, "file_bytes": 17_400_000}))
+
+
+def test_fast_mode_removes_what_was_measured_to_cost_nothing() -> None:
+    """benchmarks/LOG.md, accuracy: a fifth of the heads; more was not measured in fast mode."""
+    recipe, notes = workload("pruning").complete({"mode": "fast"})
+    assert recipe.options["sparsity"] == FREE_FAST_SPARSITY == 0.2
+    assert "sparsity 0.2" in notes[-1]
