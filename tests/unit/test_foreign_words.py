@@ -317,7 +317,7 @@ def test_a_flag_of_the_task_comes_before_a_word_of_the_same_name(tmp_path: Path)
 
 def test_words_are_offered_where_their_flags_are() -> None:
     assert {"use_cache", "freeze_gpt2"} <= words_for(known_flags("recommender"))
-    assert not {"use_cache", "freeze_gpt2", "lora_rank"} & words_for(known_flags("classifier"))
+    assert not {"use_cache", "freeze_gpt2", "loss_type"} & words_for(known_flags("classifier"))
     assert {"use_amp", "num_epochs", "persistent_workers"} <= words_for(known_flags("classifier"))
 
 
