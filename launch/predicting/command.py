@@ -13,7 +13,7 @@ from isobatch.launch.local.run_setup import open_run
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.answerer import Answerer, ModelOptions, open_answerer, trained_task
 from isobatch.launch.predicting.onnx_file import open_onnx_answerer
-from isobatch.models.protocols import Generates, OpensItemLists, Predicts, PredictsBatches
+from isobatch.models.protocols import Generates, OpensItemLists, Predicts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -74,8 +74,7 @@ def _answers(where: str, texts: Sequence[str], options: PredictOptions) -> Itera
 
 def _require_one_source(texts: Sequence[str], options: PredictOptions, task: Task) -> None:
     if options.split is not None:
-        more = ", which this one has not" if not isinstance(task, PredictsBatches) else ""
-        raise UserError(f"--split: is for tasks of your own with a method predict{more}: give --file")
+        raise UserError("--split: is for tasks of your own with a method predict(model, batch): give --file")
     what = "ids of users" if isinstance(task, OpensItemLists) else "texts in quotes"
     if texts and options.file is not None:
         raise UserError(f"--file {options.file}: give {what} or a file, not both")

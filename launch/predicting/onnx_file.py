@@ -19,6 +19,8 @@ def open_onnx_answerer(where: str, options: ModelOptions) -> Answerer | None:
     """
     path = Path(where).expanduser()
     file = None if (path / "recipe.json").is_file() else prediction.onnx_file(path)
+    if file is None and path.suffix == ".onnx":
+        raise UserError(f"{where}: there is no such file")
     if file is None:
         return None
     for flag in flags_of(ModelOptions, "predict").values():

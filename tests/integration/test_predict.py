@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +115,9 @@ def test_a_file_of_pairs_has_the_columns_of_the_run(home: Path) -> None:
 
 WRONG: dict[str, tuple[list[str], str]] = {
     "no run": (["runs/none", "a"], "runs/none is not a run"),
+    "no ONNX file": (["runs/one/final/model.onnx", "a"], "there is no such file"),
+    "an ONNX file alone": (["alone.onnx", "a"], "alone.onnx: needs tokenizer.json beside it"),
+    "no ONNX": (["junk", "a"], "cannot be opened by onnxruntime"),
     "nothing asked": (["runs/one"], "Give texts in quotes"),
     "no file": (["runs/one", "--file", "no.csv"], "there is no such file"),
     "empty file": (["runs/one", "--file", "empty.csv"], "holds no rows"),
@@ -134,6 +138,9 @@ def test_what_is_wrong_is_one_line(case: str, home: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(home)
     (home / "empty.csv").write_text("text\n")
     (home / "other.jsonl").write_text('{"words": "a"}')
+    shutil.copy(home / "runs" / "small" / "final" / "model-int4.onnx", home / "alone.onnx")
+    shutil.copytree(home / "runs" / "one" / "final", home / "junk", dirs_exist_ok=True)
+    (home / "junk" / "model.onnx").write_bytes(b"junk")
     begun = home / "runs" / "begun"
     begun.mkdir(exist_ok=True)
     for name in ("recipe.json", "facts.json"):
