@@ -90,11 +90,12 @@ def test_fine_tune_a_chat_model(hub: Path, tmp_path: Path) -> None:
 
 
 def test_make_a_classifier_small_and_fast(hub: Path, tmp_path: Path) -> None:
-    (sample,), (train,) = wish("make a classifier small and fast")
+    (sample,), (train, ask) = wish("make a classifier small and fast")
     head, *rows = sample.splitlines()
     (tmp_path / "reviews.csv").write_text("\n".join([head, *(20 * rows)]) + "\n")
     said = run(train, tmp_path, hub)
     assert "| small-qat, onnxruntime 4-bit |" in said
+    assert re.search(r"good|bad", run(ask, tmp_path, hub))
     (named,) = re.findall(r"`(runs/small-qat/[^`]+)` needs no torch", README)
     assert (tmp_path / named).stat().st_size > 0
 
