@@ -9,6 +9,8 @@ BUG = 1
 WRONG_INPUT = 2
 FAILED = 3
 STOPPED = 75
+INTERRUPTED = 130
+"""By Ctrl-C where nothing is saved: 128 + SIGINT, as shells say it."""
 
 
 class IsobatchError(Exception):

@@ -14,7 +14,7 @@ import warnings
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import BUG, STOPPED, WRONG_INPUT, UserCodeError
+from isobatch.core.errors import BUG, INTERRUPTED, STOPPED, WRONG_INPUT, UserCodeError
 from isobatch.core.measures import printable
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
@@ -68,7 +68,7 @@ COMMANDS = {
         "commands.generate:generate",
         "continue a prompt with a trained language model",
     ),
-    "chat": ("commands.generate:chat", "talk with a model that was trained on conversations"),
+    "chat": ("commands.chat:chat", "talk with a model that was trained on conversations"),
     "predict": (
         "predicting.command:predict",
         "what a finished model says of texts, or of the rows of a file",
@@ -193,7 +193,7 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
         return STOPPED
     except KeyboardInterrupt:
         print("isobatch: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -54,7 +54,7 @@ COMMAND_OPTIONS = {
     "inspect": "commands.describe:ListingOptions",
     "report": "report.command:ReportOptions",
     "generate": "commands.generate:GenerateOptions",
-    "chat": "commands.generate:ChatOptions",
+    "chat": "commands.chat:ChatOptions",
     "predict": "predicting.command:PredictOptions",
     "serve": "serving.command:ServeOptions",
     "recommend": "predicting.recommend:RecommendOptions",

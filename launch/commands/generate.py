@@ -1,4 +1,4 @@
-"""`generate` and `chat`: text from a trained language model."""
+"""`generate`: text from a trained language model, and what `chat` shares with it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
-from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
+from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.protocols import Generates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
-
-RESET, QUIT = "/reset", "/quit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,16 +49,6 @@ class GenerateOptions(SamplingOptions):
     """One JSON object on standard output."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChatOptions(SamplingOptions):
-    """Flags of `chat`."""
-
-    tokens: number_ranges.Positive = 256
-    """Most tokens of an answer."""
-    system: str | None = None
-    """What the model is told before the first question."""
-
-
 def generate(words: Sequence[str]) -> int:
     """Usage: generate RUN --prompt "..." [--system "..."] [--tokens 60] [--temperature 0.8] [--top-k 50]
     [--top-p 0.9] [--seed 0] [--json]
@@ -68,70 +56,26 @@ def generate(words: Sequence[str]) -> int:
     run, options = open_single_run(words, "generate", GenerateOptions)
     if options.prompt is None:
         raise UserError('generate: needs --prompt "..."')
-    template = _template(run)
+    template = template_of(run)
     if template is None and options.system is not None:
         raise UserError(f"--system: {run.folder} was not trained on conversations: leave it out")
     write_text = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
     prompt = (
         options.prompt
         if template is None
-        else template.prompt_segments([*_system_messages(options.system), _user_message(options.prompt)])
+        else template.prompt_segments([*system_messages(options.system), user_message(options.prompt)])
     )
-    pieces = write_text(prompt, _sampling(options, template))
+    pieces = write_text(prompt, sampling(options, template))
     shown = options.prompt if template is None else ""
     if options.json:
         text = shown + "".join(pieces)
         print(atomic_files.json_text({"prompt": options.prompt, "text": text}, ensure_ascii=False))
     else:
-        _print_pieces(pieces, shown)
+        print_pieces(pieces, shown)
     return 0
 
 
-def chat(words: Sequence[str]) -> int:
-    """Usage: chat RUN [--system "..."] [--tokens 256] [--temperature 0.8] [--top-k 50] [--top-p 0.9]
-    [--seed 0]: a line is a question; /reset forgets all before, /quit or the end of input ends it.
-    """
-    run, options = open_single_run(words, "chat", ChatOptions)
-    template = _template(run)
-    if template is None:
-        raise UserError(
-            f"chat: {run.folder} was not trained on conversations (instruction and output, or messages): use"
-            " generate"
-        )
-    write_text = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
-    _chat_loop(template, options, lambda prompt: write_text(prompt, _sampling(options, template)))
-    return 0
-
-
-def _chat_loop(
-    template: ChatTemplate, options: ChatOptions, write_text: Callable[[list[ChatSegment]], Iterable[str]]
-) -> None:
-    messages = _system_messages(options.system)
-    for line in _input_lines():
-        if line == QUIT:
-            return
-        if line == RESET:
-            messages = _system_messages(options.system)
-            continue
-        messages.append(_user_message(line))
-        answer = _print_pieces(write_text(template.prompt_segments(messages)))
-        messages.append({"role": "assistant", "content": answer})
-
-
-def _input_lines() -> Iterator[str]:
-    """Lines of standard input without empty ones, with a prompt on a terminal."""
-    interactive = sys.stdin.isatty()
-    while True:
-        if interactive:
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.strip()
-
-
-def _print_pieces(pieces: Iterable[str], prefix: str = "") -> str:
+def print_pieces(pieces: Iterable[str], prefix: str = "") -> str:
     """Print each piece as it comes, to a terminal without what would steer it; returns the whole text."""
     shown: Callable[[str], str] = printable if sys.stdout.isatty() else str
     text = ""
@@ -143,20 +87,24 @@ def _print_pieces(pieces: Iterable[str], prefix: str = "") -> str:
     return text
 
 
-def _template(run: RunFolder) -> ChatTemplate | None:
+def template_of(run: RunFolder) -> ChatTemplate | None:
+    """The template of a model that was trained on conversations; None of another."""
     found = run.facts.extra.get("template")
     return ChatTemplate.from_dict(found) if found else None
 
 
-def _system_messages(system: str | None) -> list[dict[str, str]]:
+def system_messages(system: str | None) -> list[dict[str, str]]:
+    """What a conversation begins with."""
     return [{"role": "system", "content": system}] if system else []
 
 
-def _user_message(text: str) -> dict[str, str]:
+def user_message(text: str) -> dict[str, str]:
+    """A question."""
     return {"role": "user", "content": text}
 
 
-def _sampling(options: Any, template: ChatTemplate | None) -> Sampling:
+def sampling(options: Any, template: ChatTemplate | None) -> Sampling:
+    """How tokens are drawn, and where an answer ends."""
     return Sampling(
         max_new_tokens=options.tokens,
         temperature=options.temperature,

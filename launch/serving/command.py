@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
-from isobatch.core.errors import UserError
+from isobatch.core.errors import INTERRUPTED, UserError
 from isobatch.core.measures import printable
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
@@ -108,5 +110,10 @@ def _run(app: Any, listener: socket.socket, options: ServeOptions) -> int:
     print(printable(f"serving at http://{shown}:{port} (Ctrl-C ends it)"), flush=True)
     if options.host not in LOOPBACK:
         print("every machine that reaches this address can ask the model: there is no password", flush=True)
-    uvicorn.Server(settings).run(sockets=[listener])
+    try:
+        uvicorn.Server(settings).run(sockets=[listener])
+    except KeyboardInterrupt:
+        # Nothing is to be saved, and an interpreter takes seconds to take torch and its threads down.
+        print("isobatch: interrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
     return 0

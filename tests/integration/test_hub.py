@@ -100,14 +100,16 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 def test_a_model_comes_whole_after_its_tokenizer_and_is_then_here(
     hub: dict[str, str], tmp_path: Path
 ) -> None:
-    done = launch(*TASK, "--model", NAME, "--name", "fetched", cwd=tmp_path, **hub)
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of a small text\n" for n in range(400)))
+    words = [*TASK, "--model", NAME, "--data", "text.txt"]
+    done = launch(*words, "--name", "fetched", cwd=tmp_path, **hub)
     assert done.returncode == 0, done.stderr
     assert summary(tmp_path / "runs" / "fetched")["parameters"] > 0
     cached = [f.name for f in Path(hub["HF_HOME"]).rglob("snapshots/*/*")]
     assert "model.safetensors" in cached
     assert "pytorch_model.bin" not in cached
     offline = {**hub, "HF_HUB_OFFLINE": "1"}
-    again = launch(*TASK, "--model", NAME, "--name", "offline", "--again", cwd=tmp_path, **offline)
+    again = launch(*words, "--name", "offline", "--again", cwd=tmp_path, **offline)
     assert again.returncode == 0, again.stderr
 
 
