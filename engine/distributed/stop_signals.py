@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
@@ -38,15 +39,20 @@ def end_early_on_signals() -> None:
                 signal.signal(number, end)
 
 
+SAVING = b"isobatch: saving after this step; press Ctrl-C again to stop at once\n"
+
+
 class StopFlag:
     """A flag set by a stop signal in its `with` block; a second SIGINT interrupts at once."""
 
-    def __init__(self, catch_signals: bool = True, others_wait: bool = False) -> None:
+    def __init__(self, catch_signals: bool = True, others_wait: bool = False, answers: bool = False) -> None:
         self.catch_signals = catch_signals
         """False in another program's process, whose signal handlers must not be replaced."""
         self.others_wait = others_wait
         """Whether other ranks wait for this process to leave: a signal after the block then does not end it,
         except SIGINT. Schedulers and launchers both pass a signal on, so that a rank may get it twice."""
+        self.answers = answers
+        """Whether Ctrl-C is answered on standard error before the step has ended."""
         self.requested = False
         self.reason = "asked to stop by a signal"
         self.cause = ""
@@ -55,6 +61,9 @@ class StopFlag:
     def _handle_signal(self, number: int, _: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self.answers and number == signal.SIGINT:
+            # A stream may be in the middle of a line of its own: it must not be entered again.
+            os.write(2, (b"\n" if os.isatty(2) else b"") + SAVING)
         self.requested = True
 
     def request(self, reason: str) -> None:

@@ -60,7 +60,8 @@ class RunContext:
         self.recipe, self.task = self.session.recipe, self.session.task
         witness = Witness.from_environment(console.say) if world.is_main else None
         self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger, witness)
-        self.stop = StopFlag(catch_signals, others_wait=world.size > 1)
+        answers = world.is_main and not options.quiet
+        self.stop = StopFlag(catch_signals, others_wait=world.size > 1, answers=answers)
         self.writer = checkpoint.CheckpointWriter(world, self._checkpoint_is_complete)
         self.progress = Progress(self.session.phases[0])
         self.first_step_at: float | None = None

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from isobatch.engine.distributed.stop_signals import (
+    SAVING,
     STOP_SIGNALS,
     StopFlag,
     TerminatedError,
@@ -82,3 +83,16 @@ def test_a_signal_before_training_is_one_line_and_75(
         for n, handler in before.items():
             signal.signal(n, handler)
     assert capsys.readouterr().err == "isobatch: stopped by a signal; what was saved before stands\n"
+
+
+def test_ctrl_c_is_answered_at_once_and_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopFlag(answers=True):
+        signal.raise_signal(signal.SIGINT)
+        assert capfd.readouterr().err == SAVING.decode()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with StopFlag(answers=True):
+        signal.raise_signal(signal.SIGTERM)
+    with StopFlag():
+        signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err == ""
