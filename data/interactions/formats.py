@@ -18,13 +18,40 @@ if TYPE_CHECKING:
     import pyarrow as pa  # noqa: TC004  heavy, and no class here has flags
 
 TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
-USER_COLUMNS = ("user", "user_id", "userId", "uid", "ncf_user")
-ITEM_COLUMNS = ("item", "item_id", "itemId", "movieId", "movie_id", "product_id", "ncf_item")
-RATING_COLUMNS = ("rating", "score", "stars")
-TIME_COLUMNS = ("timestamp", "time", "date", "datetime")
-TITLE_COLUMNS = ("title", "name")
-UNSPLIT_STEMS = ("interactions", "ratings", "log")
+
+
+def _spelled(*names: str) -> tuple[str, ...]:
+    """The names as people write them: user_id, userId, UserId, UserID, userid, USER_ID."""
+    found = [*names]
+    for name in names:
+        first, *rest = name.split("_")
+        pascal = "".join(part.title() for part in (first, *rest))
+        camel = first + "".join(part.title() for part in rest)
+        found += [camel, pascal, re.sub("Id$", "ID", pascal), name.replace("_", ""), name.upper()]
+    return tuple(dict.fromkeys(found))
+
+
+USER_COLUMNS = _spelled(
+    *("user", "user_id", "uid", "ncf_user", "customer_id", "customer", "client_id", "account_id"),
+    *("member_id", "buyer_id", "visitor_id", "reviewer_id"),
+)
+ITEM_COLUMNS = _spelled(
+    *("item", "item_id", "movie_id", "product_id", "ncf_item", "product", "article_id", "sku", "asin"),
+    *("stock_code", "book_id", "track_id", "song_id", "artist_id", "game_id"),
+)
+RATING_COLUMNS = _spelled("rating", "score", "stars")
+TIME_COLUMNS = _spelled(
+    *("timestamp", "time", "date", "datetime", "order_date", "ordered_at", "created_at", "purchased_at"),
+    *("event_time", "invoice_date", "ts"),
+)
+TITLE_COLUMNS = _spelled("title", "name")
+UNSPLIT_STEMS = (
+    *("interactions", "ratings", "log", "orders", "purchases", "transactions", "clicks", "views", "plays"),
+    *("events", "reviews"),
+)
 """Words in the name of a file that holds all interactions, not yet split."""
+USER_STEMS, ITEM_STEMS = ("users", "customers"), ("items", "movies", "products", "articles", "books")
+"""Names of the tables of texts."""
 SPLITS = ("train", "valid", "test")
 
 
@@ -78,7 +105,7 @@ def find_tables(path: Path, file_format: str | None) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    stems = ("users", "items", "movies")
+    stems = (*USER_STEMS, *ITEM_STEMS)
     known = [
         f
         for f in sorted(path.iterdir())
@@ -123,11 +150,11 @@ def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> Raw
         raise UserError(f"--data {path}: {twice[0].name} and {twice[1].name} are the same split: keep one")
     found = RawInteractions({split: _read_interactions(fs[0], asked) for split, fs in splits.items() if fs})
     for file in files:
-        if file.stem == "users":
+        if file.stem in USER_STEMS:
             found.users = {
                 key: item.text for key, item in _read_id_texts(file, USER_COLUMNS, asked.user_text)
             }
-        elif file.stem in ("items", "movies"):
+        elif file.stem in ITEM_STEMS:
             found.items = dict(_read_id_texts(file, ITEM_COLUMNS, asked.item_text))
     return found
 

@@ -14,6 +14,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
 from isobatch.data.interactions import splits as splitting
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
+from isobatch.data.interactions.formats import TableColumns, read_tables
 from isobatch.engine.loading.prepare import prepare
 from isobatch.models.recommendation import catalogue
 from isobatch.models.recommendation.catalogue import Catalogue
@@ -160,6 +161,16 @@ def test_tables(kind: str, tmp_path: Path) -> None:
     chosen, _ = made(tmp_path / "t", user_text="town", item_text="genre")
     assert words(chosen, "users") == ["Ayr", "Bath"]
     assert words(chosen, "items") == ["war, sea", "sea", ""]
+
+
+def test_tables_of_a_shop_are_recognised(tmp_path: Path) -> None:
+    rows = "".join(f"c{n % 5},p{n % 3},2024-01-0{n % 9 + 1}\n" for n in range(20))
+    (tmp_path / "orders.csv").write_text("CustomerID,product_id,orderDate\n" + rows)
+    (tmp_path / "products.csv").write_text("product_id,name\np0,lamp\np1,desk\np2,chair\n")
+    found = read_tables(tmp_path, None, TableColumns())
+    assert found.splits["all"].column_names == ["user", "item", "time"]
+    assert found.splits["all"]["user"].to_pylist()[:2] == ["c0", "c1"]
+    assert found.items["p1"].title == "desk"
 
 
 def test_columns_of_other_names_and_a_single_file(tmp_path: Path) -> None:
@@ -309,7 +320,7 @@ def missing_file(folder: Path) -> Path:
     return folder
 
 
-@refused(r"has no column item or item_id or itemId \(there are user, thing, time\).*--item-column")
+@refused(r"has no column item or item_id or movie_id \(there are user, thing, time\).*--item-column")
 def missing_column(folder: Path) -> Path:
     (tables(folder) / "interactions.csv").write_text("user,thing,time\n1,2,3\n")
     return folder
