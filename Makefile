@@ -9,9 +9,9 @@ STAMP := $(VENV)/.made-from-lock
 demo: $(STAMP)
 	$(BIN)/python -m launch auto --task causal-lm --again
 
-# Three files at a time, the long ones first: many tests wait for processes to start or to end.
+# Two files at a time, the long ones first: most tests wait for one process to start.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # On two Slurms of two nodes each on this machine: root, and Debian's packages slurm-wlm and munge. A test
 # waits more than it computes.

@@ -151,7 +151,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if name in TRAINS:
         end_early_on_signals()
     if name in INTERNAL:
-        return guarded(lambda: _load_function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
+        return guarded(lambda: load_function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
     if name not in COMMANDS:
         from isobatch.core.flags import nearest_hint
 
@@ -208,10 +208,10 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
-    return _load_function(COMMANDS[name][0])
+    return load_function(COMMANDS[name][0])
 
 
-def _load_function(target: str) -> Callable[[Sequence[str]], int]:
+def load_function(target: str) -> Callable[[Sequence[str]], int]:
     """The function that `module:function` in launch/ names; imports the module."""
     module, _, function = target.partition(":")
     found: Callable[[Sequence[str]], int] = getattr(

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LOADER_THREAD = "feed"
 """Name of the thread that fetches where there are no loader processes."""
+CLOSING_SECONDS = 5.0
+"""How long a loader that is closed waits for the fetch that its thread is in."""
 Order = Callable[[int], np.ndarray]
 """Step -> sample numbers of its global batch, in the recipe's order."""
 
@@ -151,7 +153,8 @@ class BatchLoader:
             except BaseException as error:  # raised again in the training loop's thread
                 _put_unless_closed(ready, error, closed)
 
-        threading.Thread(target=produce, name=LOADER_THREAD, daemon=True).start()
+        thread = threading.Thread(target=produce, name=LOADER_THREAD, daemon=True)
+        thread.start()
         try:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):
@@ -159,6 +162,8 @@ class BatchLoader:
                 yield item
         finally:
             closed.set()
+            # A process that ends while a thread is within torch is aborted.
+            thread.join(CLOSING_SECONDS)
 
     def _in_workers(self, start: int, stop: int) -> Iterator[Any]:
         """The same as `_in_thread`, from the worker processes of a torch DataLoader."""

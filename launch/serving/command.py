@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +26,7 @@ from isobatch.models.protocols import Generates, OpensItemLists, Predicts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -110,10 +111,16 @@ def _run(app: Any, listener: socket.socket, options: ServeOptions) -> int:
     print(printable(f"serving at http://{shown}:{port} (Ctrl-C ends it)"), flush=True)
     if options.host not in LOOPBACK:
         print("every machine that reaches this address can ask the model: there is no password", flush=True)
-    try:
-        uvicorn.Server(settings).run(sockets=[listener])
-    except KeyboardInterrupt:
+    server = uvicorn.Server(settings)
+    end_gracefully = server.handle_exit
+
+    def handle_exit(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:
+            return end_gracefully(number, frame)
         # Nothing is to be saved, and an interpreter takes seconds to take torch and its threads down.
-        print("isobatch: interrupted", file=sys.stderr, flush=True)
+        os.write(2, b"isobatch: interrupted\n")
         os._exit(INTERRUPTED)
+
+    setattr(server, "handle_exit", handle_exit)  # noqa: B010  a method, as types see it
+    server.run(sockets=[listener])
     return 0

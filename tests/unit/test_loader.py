@@ -189,3 +189,12 @@ def test_narrow_numbers_travel_narrow_and_arrive_as_int64() -> None:
 def test_a_column_of_words_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="column name holds <U3: encode it as numbers"):
         save(tmp_path, {"name": np.array(["ann", "bob"])})
+
+
+def test_a_closed_loader_waits_for_the_fetch_that_it_is_in() -> None:
+    """Else a process that ends then is aborted: its thread may be within torch."""
+    before = running()
+    steps = loader(Slow(seconds=0.3), prefetch=4).steps(0, 6)
+    next(steps)
+    steps.close()
+    assert running() == before

@@ -1,0 +1,134 @@
+"""Mistakes that users make at the command line: each is answered by one line with the right way out."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+import pytest
+
+from isobatch.core.errors import UserError
+from isobatch.launch.cli import COMMANDS, load_function
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LM, CLF, REC, VAE = (f"--task {name}" for name in ("causal-lm", "classifier", "recommender", "sequence-vae"))
+MISTAKES = [
+    # What is trained
+    ("auto", "needs --task NAME"),
+    ("auto causal-lm", "what is 'causal-lm'? Flags start with --"),
+    ("auto --task", "needs --task NAME"),
+    ("auto --task causallm", "did you mean causal-lm?"),
+    ("auto --task classifer", "did you mean classifier?"),
+    ("auto --task ./missing.py:Task", "missing.py"),
+    (f"auto {LM} --epohs 3", "did you mean --epochs?"),
+    (f"auto {LM} --epochs", "--epochs: needs a value"),
+    (f"auto {LM} --epochs 0", "--epochs 0.0: must be above 0"),
+    (f"auto {LM} --epochs three", "--epochs three: is not a number"),
+    (f"auto {LM} --epochs 2 --steps 9", "--epochs and --steps exclude each other"),
+    (f"auto {LM} --epochs 1,2,3", "epochs"),
+    (f"auto {LM} --steps 1.5", "--steps 1.5: is not an integer"),
+    (f"auto {LM} --lr fast", "--lr fast: is not a number"),
+    (f"auto {LM} --lr 1e-3 --lr 2e-3", "--lr is given twice"),
+    (f"auto {LM} --lr 1e-3 --learning_rate 1e-3", "say the same thing"),
+    (f"auto {LM} --lr -1", "--lr -1"),
+    (f"auto {LM} --batch-size 0", "--batch-size 0"),
+    (f"auto {LM} --batch-size 2.5", "--batch-size 2.5: is not an integer"),
+    (f"auto {LM} --per-device-batch-size 2 --batch-size 4", "give one of them"),
+    (f"auto {LM} --scale-batch 0.001", "smaller than one sample"),
+    (f"auto {LM} --warmup 10m", "minutes depend on the machine"),
+    (f"auto {LM} --warmup 150%", "more than the whole run"),
+    (f"auto {LM} --warmup-ratio 10", "is neither 0 nor a share"),
+    (f"auto {LM} --eval-every 0", "leave it out to evaluate once an epoch"),
+    (f"auto {LM} --eval-steps often", "is not an interval such as 200 (steps)"),
+    (f"auto {LM} --seed one", "--seed one: is not an integer"),
+    (f"auto {LM} --optimizer adm", "did you mean adam"),
+    (f"auto {LM} --schedule cosin", "did you mean cosine?"),
+    (f"auto {LM} --dropout 1.5", "--dropout 1.5: must be"),
+    (f"auto {LM} --preset fats", "--preset fats: valid for causal-lm"),
+    (f"auto {LM} --phase two", "two"),
+    (f"auto {LM} --noise loud", "is not one of keyed, native"),
+    # Data and models
+    (f"auto {LM} --data nowhere/", "nowhere"),
+    (f"auto {LM} --data nowhere.txt", "nowhere.txt"),
+    (f"auto {LM} --data ''", "--data"),
+    (f"auto {LM} --model tny", "did you mean tiny?"),
+    (f"auto {LM} --validation_file v.txt", "takes a folder with train and valid files"),
+    (f"auto {LM} --template chatlm", "did you mean chatml?"),
+    (f"auto {LM} --load-bits 5", "--load-bits 5"),
+    (f"auto {LM} --load-in-4bit", "--load-bits 4"),
+    (f"auto {LM} --lora-r eight", "--lora-r eight: is not an integer"),
+    (f"auto {LM} --adapter lora", "--adapter lora"),
+    (f"auto {LM} --mix 0.5,0.5", "--mix"),
+    (f"auto {CLF} --class-weights heavy", "--class-weights heavy"),
+    (f"auto {CLF} --valid 1.5", "--valid 1.5"),
+    (f"auto {CLF} --best-metric f2", "--best-metric f2"),
+    (f"auto {CLF} --pack on", "--pack"),
+    (f"auto {REC} --text of", "did you mean off?"),
+    (f"auto {REC} --top-k 0", "--top-k 0"),
+    (f"auto {REC} --head mpl", "did you mean mlp?"),
+    (f"auto {VAE} --free-bits -1", "--free-bits -1"),
+    (f"auto {VAE} --backbone rnn", "--backbone rnn"),
+    # The machine
+    (f"auto {LM} --processes 0", "--processes 0"),
+    (f"auto {LM} --devices 0,1", "CUDA_VISIBLE_DEVICES=0,1 says which"),
+    (f"auto {LM} --gpus two", "two"),
+    (f"auto {LM} --precision fp8", "--precision fp8"),
+    (f"auto {LM} --precision 16-true", "use 16-mixed or bf16-mixed"),
+    (f"auto {LM} --strategy dp", "use ddp"),
+    (f"auto {LM} --strategy zero5", "--strategy zero5"),
+    (f"auto {LM} --deepspeed ds.json", "use --strategy zero1, zero2 or zero3"),
+    (f"auto {LM} --fsdp full_shard", "use --strategy fsdp2"),
+    (f"auto {LM} --memory-limit lots", "is not a size such as 10GB"),
+    (f"auto {LM} --memory-limit 150%", "--memory-limit 150%"),
+    (f"auto {LM} --compile maybe", "--compile maybe"),
+    (f"auto {LM} --workers -1", "--workers -1"),
+    (f"auto {LM} --accelerator tpu", "NVIDIA GPUs, Apple GPUs and CPUs"),
+    (f"auto {LM} --device-ids 0", "--processes says how many GPUs"),
+    (f"plan {LM} --hardware 8xh10", "did you mean 8xh100"),
+    (f"plan {LM} --hardware h100x8", "did you mean 8xh100?"),
+    (f"plan {LM} --hardware 0xh100", "0 is no count of a machine's parts"),
+    (f"plan {LM} --hardware tpu-v4", "is no machine that I know"),
+    (f"plan {LM} --compare full,fsat", "did you mean fast?"),
+    (f"plan {LM} --compare h100 --price cheap", "a price such as 2.10/h"),
+    (f"plan {LM} --compare h100 --deadline soon", "is no time such as 6h"),
+    # Where it is kept, and other files
+    (f"auto {LM} --name a/b", "is a folder's name in --out"),
+    (f"auto {LM} --save-every 0ep", "--save-every 0ep: must be above 0"),
+    (f"auto {LM} --tracker wandbb", "did you mean wandb?"),
+    (f"auto {LM} --profile 4", "as in 20:24"),
+    (f"auto {LM} --hub_model_id me/mine", "hf upload NAME RUN/final"),
+    (f"auto {LM} --resume_from_checkpoint last.ckpt", "`resume RUN` goes on with a run"),
+    (f"auto {LM} --config none.yaml", "there is no such file"),
+    (f"auto {LM} --like nowhere", "is no folder of a run"),
+    ("resume", "give the folder of one run"),
+    ("resume runs/none", "runs/none"),
+    ("verify runs/none", "runs/none"),
+    ("evaluate", "folder"),
+    ("generate runs/none --prompt hi", "runs/none"),
+    ("predict", "predict"),
+    ("compare runs/a", "give two runs or more"),
+    ("rm", "give the folders of runs"),
+    ("runs nowhere", "there is no folder nowhere"),
+    ("describe causal-ln", "did you mean causal-lm?"),
+    ("describe", "name one task"),
+    ("export runs/none --to onnx", "runs/none"),
+    ("report", "folder"),
+    ("logs", "give the folder of one run"),
+    ("serve", "give the folder of one run"),
+]
+"""What was typed -> a part of the answer."""
+
+
+@pytest.mark.parametrize(("typed", "way_out"), MISTAKES, ids=[typed for typed, _ in MISTAKES])
+def test_a_mistake_is_answered_with_the_way_out(
+    typed: str, way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command, *words = shlex.split(typed)
+    with pytest.raises(UserError) as refused:
+        load_function(COMMANDS[command][0])(words)
+    assert way_out in str(refused.value)
+    assert "\n" not in str(refused.value).strip()
+    assert list(tmp_path.iterdir()) == [], "a refused command leaves nothing behind"
