@@ -62,7 +62,7 @@ def test_every_command_of_the_page(cluster: Cluster, folder: Path) -> None:
     done = bash(FIRST, cluster, folder)
     assert done.returncode == 0, done.stderr
     assert summary(folder / "runs" / "first")["status"] == "done"
-    assert re.search(r"first\S* +done", done.stdout), done.stdout
+    assert re.search(r"first  .*  done ", done.stdout), done.stdout
     cluster.ask("sbatch", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 900")
     for block in LATER:
         done = bash(block, cluster, folder)
