@@ -142,6 +142,11 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         return options_to_dict(self)
 
+    def values(self) -> dict[str, Any]:
+        """Its fields as JSON, with the task's own among them."""
+        apart = ("options", "scaled_from", "rules")
+        return {name: value for name, value in self.to_dict().items() if name not in apart} | self.options
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
         """A recipe from recipe.json. Raises UserError where a field is unknown or has the wrong type."""

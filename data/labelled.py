@@ -18,9 +18,9 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import AboveZero, HeldOutShare
 from isobatch.data import hub, readers, tokenizers
-from isobatch.data.base import WEIGHT, Column, Columns, Ragged, save
+from isobatch.data.base import WEIGHT, Column, Ragged
 from isobatch.data.corpora import DEMO, DEMO_PACKAGES, overlap_notes, read_hub_rows
-from isobatch.data.tokenized import TokenizedData
+from isobatch.data.tokenized import EncodedSplits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -88,7 +88,7 @@ class ColumnNames(NamedTuple):
     label: str
 
 
-class Labelled(TokenizedData):
+class Labelled(EncodedSplits):
     """Labelled texts from a folder, a file, a hub id, or the demo.
 
     Columns: `tokens` (n, up to max_length) with the tokenizer's special tokens, `types` of the same shape
@@ -158,22 +158,8 @@ class Labelled(TokenizedData):
             return {}
         return {"valid": [share, HELD_OUT_SEED]}
 
-    def _content_identity(self) -> Any:
-        if self.recipe.data == DEMO:
-            return [tokenizers.file_hash(file) for files in _demo_files().values() for file in files]
-        if (path := self._data_path()) is None:
-            return [self.recipe.data, self.options.data_config]
-        return readers.content_hashes(readers.find_splits(path, self.recipe.format))
-
-    def read(self) -> Mapping[str, Columns]:
-        return self.encode_splits()[0]
-
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        splits, tokenizer, extra = self.encode_splits()
-        for split, columns in splits.items():
-            save(folder / split, columns)
-        tokenizer.save(str(folder / "tokenizer.json"))
-        return extra
+    def demo_files(self) -> list[Path]:
+        return [file for files in _demo_files().values() for file in files]
 
     def encode_splits(self) -> tuple[dict[str, dict[str, Column]], Tokenizer, dict[str, Any]]:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
@@ -183,13 +169,7 @@ class Labelled(TokenizedData):
             raise UserError(f"--data {self.recipe.data}: the train split is empty")
         columns = self._find_columns([str(k) for k in first[1]])
         splits = {split: list(read_examples(rows(), columns)) for split, rows in row_readers.items()}
-        self._check_share(splits)
-        if "valid" not in splits and (share := self._held_out_share()):
-            splits["train"], splits["valid"] = hold_out_by_class(splits["train"], share)
-            notes.append(
-                f"there is no validation split: {100 * share:g} % of the training rows of each class are it,"
-                " drawn at random (--valid)"
-            )
+        notes += self._hold_out(splits)
         if empty := next((split for split, examples in splits.items() if not examples), None):
             raise UserError(
                 f"--data {self.recipe.data}: the {empty} split holds no rows: give it some (without a file of"
@@ -227,6 +207,18 @@ class Labelled(TokenizedData):
                 "notes": notes,
             },
         )
+
+    def _hold_out(self, splits: dict[str, list[Example]]) -> list[str]:
+        """Take the validation rows from the training rows where there are none; a line that says so."""
+        self._check_share(splits)
+        share = self._held_out_share()
+        if "valid" in splits or not share:
+            return []
+        splits["train"], splits["valid"] = hold_out_by_class(splits["train"], share)
+        return [
+            f"there is no validation split: {100 * share:g} % of the training rows of each class are it,"
+            " drawn at random (--valid)"
+        ]
 
     def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
         if self.recipe.data == DEMO:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
-from isobatch.data import tokenizers
-from isobatch.data.base import Data
+from isobatch.data import readers, tokenizers
+from isobatch.data.base import Columns, Data, save
 from isobatch.data.corpora import DEMO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tokenizers import Tokenizer
 
@@ -85,3 +86,32 @@ class TokenizedData(Data):
                 f"--tokenizer {recipe.tokenizer}: its tokens are not those that {recipe.model} was trained"
                 f" with: leave it out{more}"
             )
+
+
+class EncodedSplits(TokenizedData):
+    """Data that is encoded as a whole, all splits with one tokenizer."""
+
+    @abstractmethod
+    def encode_splits(self) -> tuple[Mapping[str, Columns], Tokenizer, dict[str, Any]]:
+        """(columns per split, the tokenizer, what Facts should know). Raises UserError."""
+
+    @abstractmethod
+    def demo_files(self) -> list[Path]:
+        """The files that the demo is made of."""
+
+    def read(self) -> Mapping[str, Columns]:
+        return self.encode_splits()[0]
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        splits, tokenizer, extra = self.encode_splits()
+        for split, columns in splits.items():
+            save(folder / split, columns)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        return extra
+
+    def _content_identity(self) -> Any:
+        if self.recipe.data == DEMO:
+            return [tokenizers.file_hash(file) for file in self.demo_files()]
+        if (path := self._data_path()) is None:
+            return [self.recipe.data, self.options.data_config]
+        return readers.content_hashes(readers.find_splits(path, self.recipe.format))

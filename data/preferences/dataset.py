@@ -9,7 +9,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, hub, readers, tokenizers
-from isobatch.data.base import ArraySource, Column, Columns, Ragged, save
+from isobatch.data.base import ArraySource, Column, Columns, Ragged
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
 from isobatch.data.preferences import demo, encoding, pairs
@@ -18,7 +18,7 @@ from isobatch.data.text.chat_templates import VERBATIM, ChatTemplate
 from isobatch.data.text.conversations import SHOWN_PROMPTS, ConversationCounts
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.truncation import learn_mask
-from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, TokenizedData
+from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, EncodedSplits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -67,7 +67,7 @@ class PairSource(ArraySource):
         return {**found, "tokens": tokens, "learn": learn, "row_length": self._row_lengths(indices)}
 
 
-class Preferences(TokenizedData):
+class Preferences(EncodedSplits):
     """Rows with `prompt`, `chosen` and `rejected`. The demo is made of Python's own standard library.
 
     Columns: `chosen` and `rejected` (n, up to max_length), a prompt and an answer; `chosen.learn` and
@@ -108,28 +108,14 @@ class Preferences(TokenizedData):
             "pairs": [TOKENIZATION_VERSION, self.options.template, template],
         }
 
-    def _content_identity(self) -> Any:
-        if self.recipe.data == DEMO:
-            return [tokenizers.file_hash(file) for file in corpora.demo_files()]
-        if (path := self._data_path()) is None:
-            return [self.recipe.data, self.options.data_config]
-        return readers.content_hashes(readers.find_splits(path, self.recipe.format))
-
-    def read(self) -> Mapping[str, Columns]:
-        return self._encode_splits()[0]
-
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        splits, tokenizer, extra = self._encode_splits()
-        for split, columns in splits.items():
-            save(folder / split, columns)
-        tokenizer.save(str(folder / "tokenizer.json"))
-        return extra
+    def demo_files(self) -> list[Path]:
+        return corpora.demo_files()
 
     def open(self, folder: Path, split: str) -> ArraySource:
         """The pairs of a prepared split, as a PairSource."""
         return PairSource.open(folder / split)
 
-    def _encode_splits(self) -> tuple[dict[str, Columns], Any, dict[str, Any]]:
+    def encode_splits(self) -> tuple[dict[str, Columns], Any, dict[str, Any]]:
         """(columns per split, the tokenizer, what Facts should know)."""
         rows = self._open_rows()
         first = next((row for _, row in rows.splits["train"]()), None)

@@ -162,7 +162,7 @@ class BatchLoader:
                 yield item
         finally:
             closed.set()
-            # A process that ends while a thread is within torch is aborted.
+            # The fetch would disturb who measures next, and a process that ends within torch is aborted.
             thread.join(CLOSING_SECONDS)
 
     def _in_workers(self, start: int, stop: int) -> Iterator[Any]:

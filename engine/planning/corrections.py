@@ -67,7 +67,7 @@ def measured_run(plan: Plan, peak: int, seconds: float | None) -> Measured | Non
     predicted = plan.predicted_step_seconds / plan.correction["seconds"]
     if min(corrected, predicted, peak - process) <= 0:
         return None
-    if seconds is None or plan.correction["disturbed"]:
+    if seconds is None or plan.correction.get("disturbed"):
         seconds = plan.predicted_step_seconds
     return Measured(
         key=plan.correction["key"],

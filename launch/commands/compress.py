@@ -16,6 +16,7 @@ from isobatch.engine.registry import CHAINS
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
+from isobatch.launch.local.words.config_files import flags_of_files, join
 from isobatch.launch.local.words.foreign_words import translate, words_for
 from isobatch.launch.local.words.meanings import spelling
 from isobatch.launch.report.command import markdown, write_report
@@ -37,7 +38,11 @@ REMOVABLE = {"both": "their weights", "heads": "the heads", "neurons": "the neur
 def compress(words: Sequence[str]) -> int:
     """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]"""
     _, flags = split_words(words)
-    flags.pop("task")
+    file, base = flags_of_files(flags)
+    known = set().union(*map(known_flags, STAGES)) | {"json"}
+    flags = join(file, base, flags, known) if base else flags
+    for name in ("task", "config", "like"):
+        flags.pop(name, None)
     options = build_options(AutoOptions, {k: flags.pop(k) for k in ("json",) if k in flags}, "auto")
     translated = translate(flags, set().union(*map(flags_of_stage, STAGES)))
     stage_flags = _flags_per_stage(translated.flags, translated.written)
@@ -137,7 +142,7 @@ def _value_of_stage(word: str, position: int, flag: str) -> str:
 
 def flags_of_stage(stage: str) -> set[str]:
     """Names of the flags that `auto` takes for a stage, but for those that the chain gives itself."""
-    return known_flags(stage) - {"teacher", "pruned", "seeds"}
+    return known_flags(stage) - {"teacher", "pruned", "seeds", "config", "like"}
 
 
 def _check_all_stages(stage_flags: Mapping[str, Mapping[str, str]]) -> None:

@@ -9,7 +9,6 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.control.runs import flat_recipe
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.words.config_files import value_text
 
@@ -49,7 +48,7 @@ def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
             for run, s in zip(runs, summaries, strict=True)]  # fmt: skip
     return {
         "runs": [str(run.folder) for run in runs],
-        "recipe": _differing([flat_recipe(run.recipe) for run in runs]),
+        "recipe": _differing([run.recipe.values() for run in runs]),
         "data": _differing(data),
         "plan": _differing([{name: plan.get(name) for name in PLAN} for plan in plans]),
         "metrics": _side_by_side(metrics),

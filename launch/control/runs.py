@@ -165,22 +165,13 @@ def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dic
         "steps_total": found.total,
         "seconds_left": found.seconds_left if state == "running" else None,
         "made": (run.folder / "recipe.json").stat().st_mtime,
-        "recipe": flat_recipe(run.recipe),
+        "recipe": run.recipe.values(),
         "metric": main_metric(run.recipe),
         "metrics": metrics if isinstance(metrics, dict) else {},
         "job": job,
         "job_state": None if silent else status.state if status else "",
         "job_reason": status.reason if status else "",
         "leg": status.restarts + 1 if status else None,
-    }
-
-
-def flat_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Its fields with the task's own among them."""
-    values = recipe.to_dict()
-    return {
-        **{n: v for n, v in values.items() if n not in ("options", "scaled_from", "rules")},
-        **recipe.options,
     }
 
 

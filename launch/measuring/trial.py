@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ import torch
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
-from isobatch.engine.loading.loader import LOADER_THREAD
 from isobatch.engine.profiling.memory import peak_of_tensors
 from isobatch.engine.training.session import Session
 from isobatch.models.attention_functions import register_again, registered_attention
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from isobatch.engine.training.active_phase import ActivePhase
 
 WARM_STEPS = 2
-LOADER_SECONDS = 60.0
-"""How long one fetch of a micro-batch may go on after nobody wants it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +142,6 @@ class TrialSession:
             for _ in range(taken):
                 yield next(stream)
             stream.close()
-            _wait_for_loaders()
             self._step, count = (self._step + taken) % whole, count - taken
 
     def peak_of_step(self) -> int:
@@ -163,13 +158,6 @@ class TrialSession:
         """Wait for the device."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-
-
-def _wait_for_loaders() -> None:
-    """Until no thread fetches: one would disturb the next trial, and aborts a process that ends meanwhile."""
-    for thread in threading.enumerate():
-        if thread.name == LOADER_THREAD:
-            thread.join(LOADER_SECONDS)
 
 
 class _OwnPrecision:

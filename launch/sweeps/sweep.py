@@ -90,17 +90,11 @@ def _folder(points: Sequence[Point]) -> Path:
 
 def summary(trained: Sequence[Trained], metric: str, direction: str) -> dict[str, Any]:
     """The answer of --json: a row for each setting, and the best of them by the task's own metric."""
+    names = [name for name in trained[0].values if name != SEED] or [SEED]
     settings: dict[tuple[Any, ...], list[Trained]] = {}
     for one in trained:
-        key = tuple(v for name, v in one.values.items() if name != SEED) or (one.values.get(SEED),)
-        settings.setdefault(key, []).append(one)
-    if set(trained[0].values) == {SEED}:  # only seeds: each is a row
-        rows = [_row([one], one.values) for one in trained]
-    else:
-        rows = [
-            _row(group, {n: v for n, v in group[0].values.items() if n != SEED})
-            for group in settings.values()
-        ]
+        settings.setdefault(tuple(one.values[name] for name in names), []).append(one)
+    rows = [_row(group, dict(zip(names, values, strict=True))) for values, group in settings.items()]
     known = [row for row in rows if math.isfinite(row["metrics"].get(metric, math.nan))]
     choose = max if direction == "max" else min
     best = choose(known, key=lambda row: row["metrics"][metric], default=None)

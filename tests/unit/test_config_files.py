@@ -107,6 +107,16 @@ def test_a_wrong_file_is_one_line(text: str, words: tuple[str, ...], said: str, 
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"), [("lerning_rate: 3", "did you mean learning_rate?"), ("bits: 9", "--bits 9")]
+)
+def test_a_chain_reads_a_file_of_flags(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"task: compress\nepochs: 1\n{text}\n")
+    with pytest.raises(UserError) as refused:
+        auto(["--config", str(tmp_path / "c.yaml"), "--num_epochs", "2"])
+    assert said in str(refused.value)
+
+
 def test_files_that_are_not_there_are_one_line(tmp_path: Path) -> None:
     for words, said in (
         (("--config", f"{tmp_path}/no.yaml"), "there is no such file"),

@@ -22,8 +22,8 @@ from isobatch.launch.local.run_setup import prepare_facts
 from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.comparison import Comparison, compare, format_comparison
 from isobatch.launch.planning.critical_batch import critical_batch, format_critical_batch
-from isobatch.launch.planning.estimate import Target, estimate, what_would_fit
-from isobatch.launch.planning.idle_gpus import find_idle_gpus
+from isobatch.launch.planning.estimate import Estimate, Target, estimate, what_would_fit
+from isobatch.launch.planning.idle_gpus import IdleGpus, find_idle_gpus
 from isobatch.launch.planning.prices import Prices, parse_prices
 
 if TYPE_CHECKING:
@@ -153,14 +153,20 @@ def test_what_would_fit_names_adapters_of_a_model_that_has_them() -> None:
     assert "--adapter qlora" in what_would_fit(seven)
 
 
-def test_idle_gpus_are_offered_a_batch_that_feeds_them() -> None:
-    small = target("8xa100-80gb", batch_size=8)
-    found = estimate(small, None)
+def idle_at(machine: Target) -> tuple[IdleGpus | None, Estimate]:
+    """What idles at the target's plan, and the estimate of that plan."""
+    found = estimate(machine, None)
     assert found.plan
     assert found.model_size
-    assert found.plan.processes < 8
-    idle = find_idle_gpus(small, found.plan, found.model_size)
+    return find_idle_gpus(machine, found.plan, found.model_size), found
+
+
+def test_idle_gpus_are_offered_a_batch_that_feeds_them() -> None:
+    small = target("8xa100-80gb", batch_size=8)
+    idle, found = idle_at(small)
     assert idle is not None
+    assert found.plan
+    assert found.plan.processes < 8
     scaled = estimate(small.scaled(idle.scale), None)
     assert scaled.plan
     assert scaled.plan.processes == idle.scaled_used == 8
@@ -172,20 +178,14 @@ def test_idle_gpus_are_offered_a_batch_that_feeds_them() -> None:
 
 def test_a_length_in_steps_shrinks_with_the_batch() -> None:
     small = target("8xa100-80gb", batch_size=8, steps=[400])
-    found = estimate(small, None)
-    assert found.plan
-    assert found.model_size
-    idle = find_idle_gpus(small, found.plan, found.model_size)
+    idle, _ = idle_at(small)
     assert idle is not None
     assert f"--steps {-(-400 // idle.scale)}" in idle.sentence()
 
 
 def test_a_run_too_short_for_more_gpus_says_so() -> None:
     short = target("8xa100-80gb", batch_size=8, steps=[2])
-    found = estimate(short, None)
-    assert found.plan
-    assert found.model_size
-    idle = find_idle_gpus(short, found.plan, found.model_size)
+    idle, _ = idle_at(short)
     assert idle is not None
     assert (idle.scale, idle.flags) == (1, "")
     assert "GPUs idle: no larger batch makes this run of" in idle.sentence()
@@ -194,10 +194,7 @@ def test_a_run_too_short_for_more_gpus_says_so() -> None:
 @pytest.mark.parametrize(("machine", "batch"), [("h100", 8), ("cpu:2x24gb", 8), ("8xh100", 4096)])
 def test_busy_machines_are_offered_nothing(machine: str, batch: int) -> None:
     busy = target(machine, batch_size=batch)
-    found = estimate(busy, None)
-    assert found.plan
-    assert found.model_size
-    assert find_idle_gpus(busy, found.plan, found.model_size) is None
+    assert idle_at(busy)[0] is None
 
 
 def measured_run(folder: Path, squared: float, variance: float, batch: int = 32) -> Path:

@@ -91,11 +91,7 @@ def _as_text(where: str, value: Any) -> str | None:
 
 def flags_of_recipe(recipe: Recipe) -> dict[str, str]:
     """The recipe's values as text; those that are open are left out."""
-    values = {name: value for name, value in recipe.to_dict().items() if name in _RECIPE_FLAGS}
-    return {name: value_text(v) for name, v in {**values, **recipe.options}.items() if v is not None}
-
-
-_RECIPE_FLAGS = set(Recipe.__dataclass_fields__) - {"options", "scaled_from", "rules"}
+    return {name: value_text(value) for name, value in recipe.values().items() if value is not None}
 
 
 def value_text(value: Any) -> str:
