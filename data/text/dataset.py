@@ -15,7 +15,7 @@ from isobatch.data.base import ArraySource, Columns, save
 from isobatch.data.cleaning import near_duplicates, pipeline
 from isobatch.data.cleaning.steps import CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
-from isobatch.data.text import chat_templates, conversations
+from isobatch.data.text import chat_templates, conversations, demo_stories
 from isobatch.data.text.mixture import SET_COLUMN, Mixture
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import TEXT, TextSet, TextSetSpec, split_set_names
@@ -51,7 +51,7 @@ class TextOptions:
 
 
 class Text(TokenizedData):
-    """Text from folders, files, hub ids, or the demo: source code of Python's own standard library.
+    """Text from folders, files, hub ids, or the demo: short stories that are made up.
 
     Columns: those of PlainText, of Conversations where the rows hold such, or of Mixture for several sets.
     """
@@ -169,7 +169,7 @@ class Text(TokenizedData):
             "vocabulary": tokenizers.vocabulary_size(tokenization.tokenizer),
             **tokenization.special_ids,
             "splits": sizes,
-            "prompt": "def" if self.recipe.data == DEMO else found.prompt(),
+            "prompt": demo_stories.PROMPT if self.recipe.data == DEMO else found.prompt(),
             **found.facts(),
             "notes": found.notes,
         }

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import platform
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, corpora, hub, labelled, readers, tokenizers
+from isobatch.data import chat_formats, corpora, hub, labelled, readers
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.corpora import DEMO, RowCorpus
+from isobatch.data.text import demo_stories
 from isobatch.data.text.conversations import Conversations
 from isobatch.data.text.plain_text import PlainText
 from isobatch.data.tokenized import path_of
@@ -83,8 +83,8 @@ class TextSetSpec:
     def check(self) -> None:
         """Raise UserError where the set cannot be found or read."""
         if self.is_demo:
-            corpora.demo_files()
-        elif self.path is None:
+            return
+        if self.path is None:
             hub.require_dataset(self.location)
         else:
             self._check_files(self.path)
@@ -131,7 +131,7 @@ class TextSetSpec:
     def content_identity(self) -> Any:
         """What its texts depend on, as JSON: hashes of the files; the name of a hub data set."""
         if self.is_demo:
-            return [platform.python_version(), *(tokenizers.file_hash(f) for f in corpora.demo_files())]
+            return ["stories", demo_stories.VERSION]
         if self.path is None:
             return [self.location, self.options.data_config]
         return readers.content_hashes(readers.find_splits(self.path, self.file_format))
@@ -139,7 +139,7 @@ class TextSetSpec:
     def open(self, steps: Sequence[CleaningStep], folder: Path | None) -> TextSet:
         """Its texts, with a validation split; `folder` is the tokenizer's, None where it is trained."""
         if self.is_demo:
-            return PlainText(self.name, corpora.demo_corpus(), steps)
+            return PlainText(self.name, demo_stories.demo_stories(), steps)
         kind = self.kind()
         if self.path is not None and kind == TEXT:
             parts = readers.find_splits(self.path, self.file_format)

@@ -25,12 +25,12 @@ from isobatch.models.causal_lm import (
     model_sizes,
     perplexity,
 )
-from isobatch.models.causal_lm.generation import Sampling, TextStream
+from isobatch.models.causal_lm.generation import Sampling, TextStream, continue_text
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 MAX_LENGTH_WITH_ATTENTION_DROPOUT = 512
 """Above this length attention dropout is 0: keyed noise rules out the fused attention kernel."""
+LARGEST_REBUILT_MODEL = 20_000_000
+"""Parameters up to which the untrained model is built again, to show what it wrote."""
 
 USAGE = """\
 from {library} import {kind}
@@ -384,12 +386,15 @@ class CausalLM(Task):
         )
 
     def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
-        """A continuation of a prompt; for a model trained on conversations, answers to held-out prompts."""
-        from isobatch.models.causal_lm.generation import continue_text
+        """A continuation of a prompt; for a model trained on conversations, answers to held-out prompts.
+
+        Of a small model also what it wrote before it was trained.
+        """
+        import torch
 
         if self.options.generate_tokens == 0:
             return None
-        tokenizer, template = saving.load_tokenizer(facts), facts.extra.get("template") or {}
+        template = facts.extra.get("template") or {}
         sampling = Sampling(
             max_new_tokens=self.options.generate_tokens,
             seed=self.recipe.seed,
@@ -397,13 +402,24 @@ class CausalLM(Task):
         )
         prompts = facts.extra.get("prompts")
         if not prompts or self.options.generate_prompt:
-            prompt = self.options.generate_prompt or facts.extra.get("prompt", "")
-            return continue_text(model, tokenizer, prompt, sampling)
-        shown = []
-        for prompt, reference in prompts:
-            answer = "".join(TextStream(model, tokenizer, prompt, sampling))
-            shown.append(f"{prompt}{answer.strip()}\n[reference: {reference.strip()}]")
-        return "\n\n".join(shown)
+            prompts = [(self.options.generate_prompt or facts.extra.get("prompt", ""), None)]
+        write = partial(_answer_prompts, saving.load_tokenizer(facts), prompts, sampling)
+        if sum(p.numel() for p in model.parameters()) > LARGEST_REBUILT_MODEL:
+            return write(model)
+        torch.manual_seed(self.recipe.seed)
+        untrained = self.build_model(facts).eval()
+        return f"before training:\n{write(untrained)}\n\nafter training:\n{write(model)}"
+
+
+def _answer_prompts(
+    tokenizer: Any, prompts: Sequence[tuple[str, str | None]], sampling: Sampling, model: nn.Module
+) -> str:
+    """What the model writes after each prompt, and the reference where there is one."""
+    shown = []
+    for prompt, reference in prompts:
+        text = continue_text(model, tokenizer, prompt, sampling)
+        shown.append(text if reference is None else f"{text.strip()}\n[reference: {reference.strip()}]")
+    return "\n\n".join(shown)
 
 
 def _label_tokens(facts: Facts) -> list[list[list[int]]]:

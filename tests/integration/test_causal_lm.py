@@ -76,10 +76,12 @@ def test_the_demo_learns_and_writes(tmp_path: Path) -> None:
     assert sum(found[-5:]) / 5 < found[0] - 0.6
     assert "sample:" in done.stderr
     assert (run / "log.txt").read_text().count("sample:") == 1
-    words = ["generate", str(run), "--prompt", "def ", "--tokens", "8", "--json"]
+    assert "before training:\nOnce upon a time" in done.stderr
+    assert "after training:\nOnce upon a time" in done.stderr
+    words = ["generate", str(run), "--prompt", "One ", "--tokens", "8", "--json"]
     first, second = (json.loads(launch(*words, cwd=tmp_path).stdout) for _ in range(2))
     assert first == second
-    assert first["text"].startswith("def ")
+    assert first["text"].startswith("One ")
     assert run_card(run / "final").startswith("A text begins")
 
 
