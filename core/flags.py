@@ -127,8 +127,8 @@ def flags_of(options: type, group: str) -> dict[str, Flag]:
     """The flags of one dataclass, in order. Fields whose metadata says `derived` are not flags."""
     hints, helps = _hints(options), _field_docs(options)
     return {
-        field.name: Flag(
-            field.name,
+        field.name.rstrip("_"): Flag(  # a field cannot be called `from`
+            field.name.rstrip("_"),
             hints[field.name],
             _default(field),
             helps.get(field.name, ""),

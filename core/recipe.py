@@ -37,6 +37,10 @@ RULES = 2
 
 docs/decisions/0017-rules-2.md says what each version changed.
 """
+DERIVED = {"options", "scaled_from", "starts_from", "rules"}
+"""Fields of a recipe that are no flags."""
+TASK_CODE = "code"
+"""Among the options of a user's own task: the hash of its files. It is no flag."""
 SHORT_MODEL_NAMES = {
     **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
     "distilgpt2": "distilbert/distilgpt2",
@@ -120,6 +124,8 @@ class Recipe:
     """The task's own fields."""
     scaled_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})
     """Set by --scale-batch: the batch size and learning rate before scaling, and the rule."""
+    starts_from: dict[str, Any] | None = field(default=None, metadata={"derived": True, **ADDED_LATER})
+    """Set by --from: the run, the checkpoint and its digest whose weights this run begins with."""
     rules: int = field(default=1, metadata={"derived": True, **ADDED_LATER})
     """Version of the meaning of the fields: increased when the meaning of a field changes."""
 
@@ -144,15 +150,13 @@ class Recipe:
 
     def values(self) -> dict[str, Any]:
         """Its fields as JSON, with the task's own among them."""
-        apart = ("options", "scaled_from", "rules")
-        return {name: value for name, value in self.to_dict().items() if name not in apart} | self.options
+        return {name: value for name, value in self.to_dict().items() if name not in DERIVED} | self.options
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
         """A recipe from recipe.json. Raises UserError where a field is unknown or has the wrong type."""
         flags = flags_of(cls, "recipe")
-        derived = {"options", "scaled_from", "rules"}
-        if unknown := set(values) - set(flags) - derived - {"hash", "run"}:
+        if unknown := set(values) - set(flags) - DERIVED - {"hash", "run"}:
             raise UserError(f"recipe.json has unknown fields: {', '.join(sorted(unknown))}")
         if "task" not in values:
             raise UserError("recipe.json names no task")
@@ -160,7 +164,7 @@ class Recipe:
             raise UserError(
                 f"recipe.json follows rules {rules}, and this version knows 1 to {RULES}: update it"
             )
-        return cls(**{k: v for k, v in values.items() if k in flags or k in derived})
+        return cls(**{k: v for k, v in values.items() if k in flags or k in DERIVED})
 
     def hash(self) -> str:
         """Twelve hex digits of SHA-256 over every field."""

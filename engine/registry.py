@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, build_options, convert, flags_of, nearest_hint, to_json_value
 from isobatch.core.plan import PlanOptions
-from isobatch.core.recipe import DEMO, RULES, SHORT_MODEL_NAMES, Recipe
+from isobatch.core.recipe import DEMO, RULES, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
 from isobatch.engine import consent, unread_fields
 from isobatch.engine.task_files import is_task_file, load_task_class, task_file_hash
@@ -119,7 +119,7 @@ class Workload:
             if not (own_flags[name].omitted_at_default and value == own_flags[name].default)
         }
         code = task_file_hash(self.name)
-        written |= {"code": code} if code else {}
+        written |= {TASK_CODE: code} if code else {}
         recipe = Recipe(**{**common, "task": self.name, "options": written, "rules": RULES})
         consent.allow_model(recipe)
         recipe, left_out = self._without_unread(recipe, asked)

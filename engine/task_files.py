@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.errors import IsobatchError, UserCodeError, UserError
 from isobatch.core.flags import nearest_hint
+from isobatch.core.recipe import TASK_CODE
 from isobatch.models.base import Task
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _imports(file: Path, home: Path) -> Iterator[Path]:
 
 def task_file_problem(recipe: Recipe) -> str | None:
     """The problem if the recipe's task file has changed since the run was created; else None."""
-    found, trained = task_file_hash(recipe.task, recipe.rules >= 2), recipe.options.get("code")
+    found, trained = task_file_hash(recipe.task, recipe.rules >= 2), recipe.options.get(TASK_CODE)
     if found == trained:
         return None
     return f"{recipe.task} is not the code that was trained: {found or 'there is no file'}, {trained}"

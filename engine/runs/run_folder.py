@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import hashlib
 import itertools
 import os
 import re
@@ -22,6 +23,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options, flags_of, options_to_dict
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
+from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_options import RunOptions
 
 if TYPE_CHECKING:
@@ -209,6 +211,18 @@ class RunFolder:
         """The content of summary.json; None where there is none yet."""
         path = self.folder / "summary.json"
         return atomic_files.read_json(path) if path.exists() else None
+
+    def exported_weights(self) -> dict[str, str]:
+        """The checkpoint that final/ was made of, as a recipe's `starts_from`. Raises UserError."""
+        rows = newest_rows(self.metrics)
+        name = next((row["exported"] for row in reversed(rows) if "exported" in row), None)
+        if name is None:
+            raise UserError(f"{self.folder} is {self.status()}, not done: finish it with `resume` first")
+        checksums = self.checkpoints / name / "checksums.json"
+        if not checksums.is_file():
+            raise UserError(f"{self.folder} has no checkpoint {name} any more: its weights cannot be taken")
+        digest = hashlib.sha256(checksums.read_bytes()).hexdigest()
+        return {"run": str(self.folder.resolve()), "checkpoint": name, "digest": digest}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         atomic_files.write_json(self.folder / "summary.json", summary)

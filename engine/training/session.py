@@ -26,6 +26,7 @@ from isobatch.core.strategies import traits_of
 from isobatch.data.digests import PreparedFolder
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.engine.checkpointing.start_weights import load_start_weights
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
@@ -144,7 +145,7 @@ class Session:
             self.facts,
             self._plan,
             self.world.device,
-            self._build_on_rank_0 if self._rank_0_builds() else None,
+            self._build_on_rank_0 if self._rank_0_builds() else self._build,
         )
         self.packing = SamplePacking(self.model, self.noise) if self._plan.pack else None
         self._prepared, self._model_ended = "", False
@@ -156,13 +157,20 @@ class Session:
 
     def _build_on_rank_0(self, facts: Facts) -> nn.Module:
         """The model on rank 0, and a hollow one of the same outline on the others, if it can be had."""
-        build = partial(self.task.build_model, facts)
-        model = build() if self.world.is_main else build_hollow(build)
+        hollow = partial(build_hollow, partial(self.task.build_model, facts))
+        model = self._build(facts) if self.world.is_main else hollow()
         wanted = self.world.broadcast_object(outline(model) if model is not None else None)
         if model is not None and outline(model) == wanted:
             return model
         torch.manual_seed(self.recipe.seed)
-        return build()
+        return self._build(facts)
+
+    def _build(self, facts: Facts) -> nn.Module:
+        """The task's model with the weights that the recipe begins with."""
+        model = self.task.build_model(facts)
+        if self.recipe.starts_from:
+            load_start_weights(self.recipe.starts_from, model)
+        return model
 
     def prepare_phase(self, schedule: PhaseSchedule, saved: SavedCheckpoint | None = None) -> None:
         """Let the task prepare its model for a phase; with `saved`, also match the shapes of its weights."""
@@ -239,7 +247,7 @@ class Session:
         """The model with all its weights, on this process; from a checkpoint if the strategy shards it."""
         if not traits_of(self._plan.strategy).shards:
             return self.model
-        model = self.task.build_model(self.facts).eval()
+        model = self._build(self.facts).eval()
         with torch.no_grad():  # the phase decides which weights train, and so are in the checkpoint
             self.task.begin_phase(model, phase, partial(self._first_samples, device=torch.device("cpu")))
         portable_state.load_weights(SavedCheckpoint(saved), model)

@@ -41,7 +41,7 @@ def compress(words: Sequence[str]) -> int:
     file, base = flags_of_files(flags)
     known = set().union(*map(known_flags, STAGES)) | {"json"}
     flags = join(file, base, flags, known) if base else flags
-    for name in ("task", "config", "like"):
+    for name in ("task", "config", "like", "from"):
         flags.pop(name, None)
     options = build_options(AutoOptions, {k: flags.pop(k) for k in ("json",) if k in flags}, "auto")
     translated = translate(flags, set().union(*map(flags_of_stage, STAGES)))
@@ -142,7 +142,7 @@ def _value_of_stage(word: str, position: int, flag: str) -> str:
 
 def flags_of_stage(stage: str) -> set[str]:
     """Names of the flags that `auto` takes for a stage, but for those that the chain gives itself."""
-    return known_flags(stage) - {"teacher", "pruned", "seeds", "config", "like"}
+    return known_flags(stage) - {"teacher", "pruned", "seeds", "config", "like", "from"}
 
 
 def _check_all_stages(stage_flags: Mapping[str, Mapping[str, str]]) -> None:

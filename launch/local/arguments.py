@@ -22,6 +22,7 @@ from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import Workload, workload
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.words.config_files import config_text, flags_of_files, join
 from isobatch.launch.local.words.foreign_words import our_name, translate, words_for
@@ -60,6 +61,9 @@ class FlagFiles:
     """A YAML or JSON file of flags, as --dump-config prints; a run's recipe.json is one."""
     like: str | None = None
     """A run, whose recipe is taken."""
+    from_: str | None = None
+    """A run, whose recipe is taken and with whose trained weights this one begins: a NEW recipe, which says
+    what it came from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +239,31 @@ def _request(chosen: Workload, flags: Mapping[str, str], command: str, options_c
     plan = chosen.plan_options(recipe.preset, values["plan"])
     processes = values["plan"].get("processes")
     scaling = BatchScaling(**values["scaling"])
+    if start := values["files"].get("from"):
+        recipe = _starting_from(RunFolder.open(start), recipe, chosen, found.written)
     recipe, batch_notes = _with_batch_scaling(recipe, scaling, processes, found.written)
     notes = [*found.notes, *preset_notes, *batch_notes]
     rule = scaling.lr_rule if scaling.scale_batch == "auto" else None
     request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes, rule)
     check_request(request)
     return request
+
+
+def _starting_from(run: RunFolder, recipe: Recipe, chosen: Workload, written: Collection[str]) -> Recipe:
+    """The recipe that begins with the weights of a run. Raises UserError where they would mean nothing."""
+    if run.recipe.task != recipe.task:
+        raise UserError(f"--from {run.folder}: is a run of {run.recipe.task}, not of {recipe.task}")
+    if len(chosen.make(recipe)[0].phases()) > 1:
+        raise UserError(f"--from {run.folder}: {recipe.task} trains in phases: give --teacher RUN")
+    if recipe.data != run.recipe.data and "tokenizer" not in written:
+        if (run.final / "tokenizer.json").is_file():
+            recipe = dataclasses.replace(recipe, tokenizer=str(run.final.resolve()))
+        elif recipe.task == "recommender":
+            raise UserError(
+                f"--from {run.folder}: its weights belong to the users and items of {run.recipe.data}:"
+                " leave --data out"
+            )
+    return dataclasses.replace(recipe, starts_from=run.exported_weights())
 
 
 def request_text(request: Request) -> str:

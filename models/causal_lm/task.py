@@ -404,7 +404,8 @@ class CausalLM(Task):
         if not prompts or self.options.generate_prompt:
             prompts = [(self.options.generate_prompt or facts.extra.get("prompt", ""), None)]
         write = partial(_answer_prompts, saving.load_tokenizer(facts), prompts, sampling)
-        if sum(p.numel() for p in model.parameters()) > LARGEST_REBUILT_MODEL:
+        size = sum(p.numel() for p in model.parameters())
+        if size > LARGEST_REBUILT_MODEL or self.recipe.starts_from:
             return write(model)
         torch.manual_seed(self.recipe.seed)
         untrained = self.build_model(facts).eval()

@@ -32,3 +32,30 @@ def test_a_run_that_fails_does_not_end_the_sweep(tmp_path: Path) -> None:
     done = command(warm_command("auto", "--task", LINE, *words), tmp_path)
     assert done.returncode == 3, done.stderr
     assert [row["failed"] for row in json.loads(done.stdout)["rows"]] == [1, 0]
+
+
+def test_a_run_begins_with_the_weights_of_another(tmp_path: Path) -> None:
+    def ended(*words: str) -> str:
+        done = command(warm_command(*words), tmp_path)
+        return f"{done.returncode}: {done.stderr.strip() or done.stdout}"
+
+    first = ["auto", "--task", LINE, "--lr", "1e-2", "--steps", "9", "--name", "a", "--quiet"]
+    assert ended(*first).startswith("0")
+    assert ended("auto", "--from", "runs/a", "--steps", "3", "--name", "b", "--quiet").startswith("0")
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "b" / "metrics.jsonl").read_text().splitlines()]
+    before = json.loads((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[0])
+    losses = [row["loss"] for row in rows if "loss" in row and "lr" in row]
+    assert losses[0] < before["loss"], "it began where the other ended"
+    recipe = json.loads((tmp_path / "runs" / "b" / "recipe.json").read_text())
+    assert recipe["starts_from"]["run"] == str(tmp_path / "runs" / "a")
+    assert (recipe["lr"], recipe["steps"]) == (1e-2, [3])
+    assert ended("verify", "runs/b", "--processes", "2").startswith("0")
+    said = ended("auto", "--from", "runs/a", "--task", "recommender", "--steps", "3")
+    assert "is a run of" in said
+    checkpoint = (
+        tmp_path / "runs" / "a" / "checkpoints" / recipe["starts_from"]["checkpoint"] / "checksums.json"
+    )
+    checkpoint.write_text(checkpoint.read_text() + " ")
+    assert "is another checkpoint now" in ended("verify", "runs/b")
+    checkpoint.unlink()
+    assert "has no checkpoint" in ended("auto", "--from", "runs/a", "--steps", "3", "--name", "c")

@@ -1,4 +1,4 @@
-"""Flags from files: `--config run.yaml`, and `--like RUN`, the recipe of a run.
+"""Flags from files: `--config run.yaml`; `--like RUN`, the recipe of a run; `--from RUN`, with its weights.
 
 A file holds flags by name, of isobatch or of the tools whose words it understands, each value as it would be
 typed. A run's recipe.json is one too. What stands on the command line comes before what a file says.
@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import BareValue, Flag, nearest_hint, to_json_value
-from isobatch.core.recipe import Recipe
+from isobatch.core.recipe import TASK_CODE, Recipe
 from isobatch.launch.local.words.foreign_words import translate, words_for
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
 RECIPE_FILE = "recipe.json"
+SOURCES = ("config", "like", "from")
+"""Flags that name where other flags come from."""
 INSTEAD = {"epochs": "steps", "steps": "epochs"}
 """A flag that is typed -> the flag of a file that it replaces, because the two exclude each other."""
 NOTHING = ("null", "~", "")
@@ -30,19 +32,20 @@ def flags_of_files(flags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
 
     Raises UserError.
     """
-    config, like = flags.get("config"), flags.get("like")
-    if config is not None and like is not None:
-        raise UserError("--config and --like both say where flags come from: give one of them")
-    if config is None and like is None:
+    given = {name: flags[name] for name in SOURCES if name in flags}
+    if len(given) > 1:
+        first, second = (f"--{name}" for name in list(given)[:2])
+        raise UserError(f"{first} and {second} both say where flags come from: give one of them")
+    if not given:
         return "", {}
-    name, value = ("--config", config) if like is None else ("--like", like)
-    if value is None or isinstance(value, BareValue):
-        raise UserError(f"{name}: needs a value")
+    ((name, value),) = given.items()
+    if isinstance(value, BareValue):
+        raise UserError(f"--{name}: needs a value")
     path = Path(value).expanduser()
-    if name == "--like":
+    if name != "config":
         path /= RECIPE_FILE
         if not path.is_file():
-            raise UserError(f"--like {value}: is no folder of a run")
+            raise UserError(f"--{name} {value}: is no folder of a run")
     return str(path), read_flags(path)
 
 
@@ -91,7 +94,9 @@ def _as_text(where: str, value: Any) -> str | None:
 
 def flags_of_recipe(recipe: Recipe) -> dict[str, str]:
     """The recipe's values as text; those that are open are left out."""
-    return {name: value_text(value) for name, value in recipe.values().items() if value is not None}
+    values = {name: value for name, value in recipe.values().items() if name != TASK_CODE}
+    found = {name: value_text(value) for name, value in values.items() if value is not None}
+    return found | ({"from": recipe.starts_from["run"]} if recipe.starts_from else {})
 
 
 def value_text(value: Any) -> str:
