@@ -60,3 +60,8 @@ def parse_duration(text: str) -> float:
     if seconds <= 0:
         raise ValueError("is no time such as 6h, 90m or 1d12h")
     return seconds
+
+
+def format_p_value(p: float, digits: int = 3) -> str:
+    """The p-value of a test; below 0.001 that alone is said."""
+    return "< 0.001" if p < 0.001 else f"{p:.{digits}f}"

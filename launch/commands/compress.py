@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import BareValue, build_options, nearest_hint
-from isobatch.core.measures import format_bytes
+from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
@@ -104,7 +104,8 @@ def kept_line(stage: str, run: RunFolder) -> str:
         said.append(f"accuracy {metrics['accuracy']:.2%}")
     if "mcnemar_p" in metrics:
         points = 100 * (metrics["accuracy"] - metrics["baseline_accuracy"])
-        said[-1] += f" ({points:+.2f} points against its teacher, McNemar p {metrics['mcnemar_p']:.2f})"
+        p = format_p_value(metrics["mcnemar_p"], 2)
+        said[-1] += f" ({points:+.2f} points against its teacher, McNemar p {p})"
     return f"  {stage}: {'; '.join(said)}"
 
 

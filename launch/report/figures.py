@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from isobatch.models.protocols import Drawing
@@ -26,17 +27,51 @@ def draw_figure(draw: Any, width: float, height: float, columns: int = 1) -> Fig
     return figure
 
 
+def smoothed(values: list[float | None]) -> list[float | None]:
+    """Exponential moving average over about a twentieth of the points, without the pull of its start at 0.
+
+    As Adam's mean of gradients (Kingma and Ba 2015, section 3). None stays None.
+    """
+    decay = 1 - 1 / max(1, len(values) / 20)
+    mean, weight, found = 0.0, 0.0, list[float | None]()
+    for value in values:
+        if value is not None and math.isfinite(value):
+            mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
+        found.append(mean / weight if value is not None and weight else None)
+    return found
+
+
 def training_curves(run: dict[str, Any], names: tuple[str, ...]) -> Drawing:
     """The loss over the steps, and each metric of `names` that the run has."""
-    training, evaluations = run["training"], run["evaluations"]
+    training, evaluations, final = run["training"], run["evaluations"], run.get("final", {})
     curves = {name: training if name in training else evaluations for name in names}
     more = [(curve, name) for name, curve in curves.items() if name in curve]
 
     def draw(loss: Any, *others: Any) -> None:
         if "loss" in training:
-            loss.plot(training["step"], training["loss"], lw=0.8, alpha=0.7, label="training")
+            steps, values = training["step"], training["loss"]
+            loss.plot(steps, values, lw=0.6, alpha=0.3, color="C0")
+            loss.plot(steps, smoothed(values), lw=1.2, color="C0", label="training, smoothed")
         if "loss" in evaluations:
-            loss.plot(evaluations["step"], evaluations["loss"], marker="o", ms=2.5, lw=1.2, label="held out")
+            loss.plot(
+                evaluations["step"],
+                evaluations["loss"],
+                marker="o",
+                ms=3,
+                lw=1.2,
+                color="C1",
+                label="held out",
+            )
+        if "loss" in final:
+            loss.plot(
+                final["step"],
+                final["loss"],
+                ls="",
+                marker="*",
+                ms=8,
+                color="C1",
+                label="held out, exported weights",
+            )
         loss.set(xlabel="step", ylabel="loss")
         loss.set_title(f"{run['run']} ({run['task']})", loc="left")
         if loss.lines:

@@ -48,6 +48,7 @@ def report_of(run: RunFolder) -> TaskReport | None:
 def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
     """Run, task, the fields of its summary, `training` and `evaluations` (columns), `reported` (rows).
 
+    `evaluations` are on the validation split while it trained, `final` is that of the exported weights.
     And how it used its machine: `machine` (columns), `use`, `memory`, `plan` and `events` (tables). `notes`
     are on files that cannot be read: the run is shown with what there is.
     """
@@ -61,13 +62,15 @@ def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
     if damaged := damaged_rows(run.metrics):
         notes.append(f"damaged rows of metrics.jsonl that are left out: {damaged}")
     steps, starts = [r for r in rows if "lr" in r], _phase_starts(rows)
+    evaluated, final = _split_evaluations([r for r in rows if "split" in r], starts)
     return {
         "run": printable(run.folder.name),
         "task": printable(task),
         "state": _state(run, summary),
         **{name: summary.get(name) for name in SUMMARY_FIELDS},
         "training": _curve(steps, ("loss", *curves), starts),
-        "evaluations": _curve([r for r in rows if "split" in r], ("loss", *curves), starts),
+        "evaluations": _curve(evaluated, ("loss", *curves), starts),
+        "final": _curve(final, ("loss", *curves), starts),
         "reported": _reported(steps, report.reported if report else (), starts),
         "machine": (machine := _curve(steps, CURVES, starts)),
         "predicted_peak_memory_bytes": plan.get("predicted_peak_memory_bytes"),
@@ -140,6 +143,25 @@ def _phase_starts(rows: list[dict[str, Any]]) -> dict[str, int]:
     for row in rows:
         last[row["phase"]] = max(last.get(row["phase"], 0), row["step"])
     return {phase: sum(list(last.values())[:place]) for place, phase in enumerate(last)}
+
+
+def _split_evaluations(
+    rows: list[dict[str, Any]], starts: dict[str, int]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Evaluations on the validation split: each one later than all before it, and the others.
+
+    The exported weights are measured at the end, and may be those of an earlier step: a line through them
+    would run back.
+    """
+    line: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    newest = -1
+    for row in rows:
+        if row["split"] == "valid":
+            step = starts.get(row["phase"], 0) + row["step"]
+            (line if step > newest else others).append(row)
+            newest = max(newest, step)
+    return line, others
 
 
 def _curve(

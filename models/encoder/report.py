@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.measures import format_bytes
+from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.models import saving
 from isobatch.models.encoder import evaluation
 from isobatch.models.encoder.class_metrics import (
@@ -92,7 +92,7 @@ class ClassifierReport(ModelComparison):
 
     def cells(self, row: ReportRow) -> list[str]:
         low, high = (100 * x for x in row["accuracy_ci95"])
-        p = "" if row["mcnemar_p"] is None else f" ({row['mcnemar_p']:.3f})"
+        p = "" if row["mcnemar_p"] is None else f" ({format_p_value(row['mcnemar_p'])})"
         one, many = row["batch_1"], row["batch_16"]
         return [
             f"{row['run']}, {row['form']}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -16,10 +17,12 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
+from isobatch.core.measures import format_p_value
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.report.command import live_page, report, write_report
+from isobatch.launch.report.figures import draw_figure, smoothed, training_curves
 from isobatch.launch.report.machine_use import memory_table, use_table
 from isobatch.launch.report.watch import LOCAL, make_server
 from isobatch.tests.unit.helpers import plan
@@ -211,3 +214,36 @@ def test_in_a_browser_nothing_is_cut_missing_or_fetched(run: RunFolder, width: i
     assert found["tables"] >= 4
     assert found["curves"] >= 5
     assert "CONSOLE" not in done.stderr
+
+
+def test_no_curve_runs_back(run: RunFolder, tmp_path: Path) -> None:
+    """The best checkpoint's weights are measured at the end, at an earlier step: a point of its own."""
+    evaluations = [
+        ("valid", 20, 2.7),
+        ("valid", 40, 2.5),
+        ("valid", 60, 2.6),
+        ("test", 40, 2.8),
+        ("valid", 40, 2.5),
+    ]
+    with run.metrics.open("a") as stream:
+        for split, step, loss in evaluations:
+            stream.write(json.dumps({"phase": "train", "step": step, "split": split, "loss": loss}) + "\n")
+    found = records(run, tmp_path)
+    assert found["evaluations"] == {"step": [20, 40, 60], "loss": [2.7, 2.5, 2.6]}
+    assert found["final"] == {"step": [40], "loss": [2.5]}
+    axes = draw_figure(training_curves(found, ()).draw, 4, 3).axes[0]
+    assert all(list(line.get_xdata()) == sorted(line.get_xdata()) for line in axes.lines)
+
+
+def test_a_smoothed_loss_has_no_pull_of_its_start() -> None:
+    assert smoothed([2.0] * 100) == pytest.approx([2.0] * 100)
+    noisy = [3.0 + (-1) ** i for i in range(400)]
+    assert max(abs(value - 3) for value in smoothed(noisy)[50:] if value is not None) < 0.1
+    assert smoothed([None, math.nan, 1.0]) == [None, None, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("p", "text"), [(0.0, "< 0.001"), (0.00099, "< 0.001"), (0.001, "0.001"), (0.44, "0.440")]
+)
+def test_a_small_p_is_said_so(p: float, text: str) -> None:
+    assert format_p_value(p) == text
