@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,15 @@ TORCHRUN_SCRIPT = ROOT / "launch" / "torchrun.py"
 
 LOOPBACK_SCRIPT = ROOT / "launch" / "loopback.py"
 """The script that starts launchers of one machine's processes."""
+
+
+TYPED_VARIABLE = "ISOBATCH_TYPED"
+"""How the user calls this program, for its child processes; `launch/__main__.py` sets it."""
+
+
+def typed_command(*words: object) -> str:
+    """`words` as a command to show, in the form the user typed: `python -m launch` or `isobatch`."""
+    return " ".join([os.environ.get(TYPED_VARIABLE, "isobatch"), *map(str, words)])
 
 
 def own_command(*words: str) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 
 from isobatch.core.errors import StopRequestedError
 from isobatch.core.measures import format_bytes
+from isobatch.core.package import typed_command
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.distributed.device_memory import spills_to_host_memory
 from isobatch.engine.distributed.stop_signals import StopFlag
@@ -145,7 +146,7 @@ class RunContext:
         self.write_summary("stopped", self.stop.reason)
         step, folder = self.progress.step, self.run.folder
         raise StopRequestedError(
-            f"stopped at step {step}, saved; go on with: isobatch resume {folder}", self.stop.cause
+            f"stopped at step {step}, saved; go on with: {typed_command('resume', folder)}", self.stop.cause
         )
 
     def stop_if_asked(self) -> None:
