@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 INTERNAL = ("correction", "predicted_step_seconds", "micro_batch_cost")
 """Fields of the plan that are for programs, or stand in a sentence below."""
+WITHIN = 0.02
+"""Of a figure of the plan: other settings that differ by less are not listed. `--json` lists all."""
 
 
 def format_plan(
@@ -42,7 +44,7 @@ def format_plan(
         if name == "pin_memory":  # the last of the loader's fields
             shown |= fixed_loader_settings(chosen)
     width = max(map(len, shown), default=0)
-    lines += [f"  {name:<{width}}  {_format_value(v)!s:<12}  {why}" for name, (v, why) in shown.items()]
+    lines += [f"  {name:<{width}}  {_format_value(name, v)!s:<12}  {why}" for name, (v, why) in shown.items()]
     lines += [
         "",
         f"predicted: {chosen.predicted_step_seconds:.3g} s a step,"
@@ -54,9 +56,7 @@ def format_plan(
         ),
         *_whole_run(found, deadline),
         "",
-        "the same micro-batch in other ways would take (all but the first flag are other recipes):",
         *_format_alternatives(alternatives),
-        "",
         *_format_reading(found, reading),
         "other global batches would be other recipes (--scale-batch K --lr-rule sqrt|linear|none):",
     ]
@@ -86,20 +86,38 @@ def _whole_run(found: Estimate, deadline: float | None) -> list[str]:
 
 
 def _format_alternatives(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines on other settings that use another amount of memory; none where none does."""
+    rows = _that_differ(rows, "peak_memory_bytes")
+    if len(rows) < 2:
+        return []
     width = max(len(row["flags"]) for row in rows)
-    return [
+    lines = [
         f"  {row['flags']:<{width}}  {format_bytes(row['peak_memory_bytes']):>8}  {row['remark']}".rstrip()
         for row in rows
     ]
+    title = (
+        "the same micro-batch in other ways would take (other recipes, but for --activation-checkpointing):"
+    )
+    return [title, *lines, ""]
+
+
+def _that_differ(rows: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
+    """The first row, which is the plan itself, and those that differ from it in `field`."""
+    planned = rows[0][field]
+    return [row for row in rows if row is rows[0] or abs(row[field] - planned) > WITHIN * planned]
 
 
 def _format_reading(found: Estimate, rows: list[dict[str, Any]]) -> list[str]:
     """Lines on what the loader's settings change; none where reading was not measured."""
     if found.rate is None:
         return []
+    rows = _that_differ(rows, "step_seconds")
     rate = 1 / max(1e-9, found.rate.sample_seconds)
+    measured = f"samples are read at {rate:,.0f} a second in one thread (measured now)"
+    if len(rows) < 2:
+        return [measured, ""]
     width = max(len(row["flags"]) for row in rows)
-    lines = [f"samples are read at {rate:,.0f} a second in one thread (measured now); a step would take:"]
+    lines = [f"{measured}; a step would take:"]
     lines += [
         f"  {row['flags']:<{width}}  {row['step_seconds']:>8.3g} s"
         f"  {format_bytes(row['ready_bytes']):>8} ready  {row['remark']}".rstrip()
@@ -108,9 +126,11 @@ def _format_reading(found: Estimate, rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
-def _format_value(value: Any) -> Any:
+def _format_value(name: str, value: Any) -> Any:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if name.endswith("_bytes") and value is not None:
+        return format_bytes(value)
     if isinstance(value, dict):
         return format_fields(value)
     return f"{value:.3g}" if isinstance(value, float) else value

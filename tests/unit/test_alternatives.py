@@ -12,6 +12,7 @@ from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
+from isobatch.launch.planning.plan_text import _format_alternatives
 
 PARAMETERS = 124_439_808
 LORA = 294_912
@@ -71,3 +72,12 @@ def test_an_adapter_leaves_little_to_save(peaks) -> None:  # type: ignore[no-unt
         set(peaks(adapter="qlora", load_bits=4)) & {"--adapter qlora", "--adapter lora --load-bits 8"}
         == set()
     )
+
+
+def test_alternatives_that_hardly_differ_are_not_shown() -> None:
+    def rows(*peaks: int) -> list[dict[str, Any]]:
+        return [{"flags": f"--n {p}", "peak_memory_bytes": p, "remark": ""} for p in peaks]
+
+    shown = _format_alternatives(rows(1000, 985, 1015, 900, 1200))
+    assert [line.split()[1] for line in shown[1:-1]] == ["1000", "900", "1200"]
+    assert _format_alternatives(rows(1000, 985)) == []
