@@ -40,7 +40,7 @@ def make(model: str = "tiny", **changes: Any) -> CausalLM:
     }
     values["options"] = {}
     values |= {"optimizer": "adamw", **changes}
-    return CausalLM(SimpleNamespace(model=model, **values), CausalLMOptions())
+    return CausalLM(SimpleNamespace(**{"model": model, "starts_from": None, **values}), CausalLMOptions())
 
 
 def facts(folder: Path | str = "", **extra: Any) -> Any:
@@ -252,7 +252,8 @@ def test_a_sample_is_repeatable_and_leaves_the_random_state_alone(saved: Path, m
     assert model.training
     model.eval()
     assert samples[0] == samples[1]
-    assert str(samples[0]).startswith("def ")
+    assert str(samples[0]).startswith("before training:\ndef ")
+    assert "after training:\ndef " in str(samples[0])
     assert torch.equal(before, torch.get_rng_state())
 
 

@@ -60,7 +60,7 @@ OTHER: dict[str, Any] = {
 }
 """Another value of every field that can change what is learnt, without a download."""
 TASKS_OF_TESTS = ROOT / "tests" / "tasks"
-NAMES = {"task", "mode", "preset", "data", "phase", "model", "options", "scaled_from", "rules"}
+NAMES = {"task", "mode", "preset", "data", "phase", "model", "options", "scaled_from", "starts_from", "rules"}
 """Fields that are not tried: they name things, or are tried below."""
 
 
