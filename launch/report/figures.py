@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from isobatch.models.protocols import Drawing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from matplotlib.figure import Figure
 
 
@@ -26,23 +28,69 @@ def draw_figure(draw: Any, width: float, height: float, columns: int = 1) -> Fig
     return figure
 
 
+SMOOTHING = 0.9
+"""Weight of the past in the smoothed loss: about its last ten logged steps."""
+
+
+def smoothed(values: Sequence[float | None]) -> list[float]:
+    """Exponential moving average, debiased as Adam's moments are, so that it begins at the first value."""
+    found, mean, weight = [], 0.0, 0.0
+    for value in values:
+        if value is not None:
+            mean = SMOOTHING * mean + (1 - SMOOTHING) * value
+            weight = SMOOTHING * weight + 1 - SMOOTHING
+        found.append(mean / weight if weight else float("nan"))
+    return found
+
+
+def training_drawings(runs: Sequence[dict[str, Any]], names: tuple[str, ...]) -> list[Drawing]:
+    """A figure of the loss, and one for each metric of `names` that has a curve: all runs in each."""
+    shown = [name for name in ("loss", *names) if any(has_curve(run, name) for run in runs)]
+    return [Drawing(f"Training {name}", _drawer(runs, name), 4.6, 3.0) for name in shown]
+
+
 def training_curves(run: dict[str, Any], names: tuple[str, ...]) -> Drawing:
-    """The loss over the steps, and each metric of `names` that the run has."""
-    training, evaluations = run["training"], run["evaluations"]
-    curves = {name: training if name in training else evaluations for name in names}
-    more = [(curve, name) for name, curve in curves.items() if name in curve]
+    """The figures of one run side by side."""
+    drawings = training_drawings([run], names)
 
-    def draw(loss: Any, *others: Any) -> None:
-        if "loss" in training:
-            loss.plot(training["step"], training["loss"], lw=0.8, alpha=0.7, label="training")
-        if "loss" in evaluations:
-            loss.plot(evaluations["step"], evaluations["loss"], marker="o", ms=2.5, lw=1.2, label="held out")
-        loss.set(xlabel="step", ylabel="loss")
-        loss.set_title(f"{run['run']} ({run['task']})", loc="left")
-        if loss.lines:
-            loss.legend(fontsize=8, frameon=False)
-        for ax, (curve, name) in zip(others, more, strict=True):
-            ax.plot(curve["step"], curve[name], lw=1.2)
-            ax.set(xlabel="step", ylabel=name)
+    def draw(*axes: Any) -> None:
+        for ax, drawing in zip(axes, drawings, strict=True):
+            drawing.draw(ax)
 
-    return Drawing("Training", draw, 3.8 * (1 + len(more)), 2.6, columns=1 + len(more))
+    count = max(1, len(drawings))
+    return Drawing("Training", draw if drawings else lambda *_: None, 4.2 * count, 3.0, columns=count)
+
+
+def has_curve(run: dict[str, Any], name: str) -> bool:
+    """Whether there is more than a single number to draw."""
+    columns = (run["training"].get(name, ()), run["evaluations"].get(name, ()))
+    return any(sum(value is not None for value in column) > 1 for column in columns)
+
+
+def _drawer(runs: Sequence[dict[str, Any]], name: str) -> Callable[[Any], None]:
+    def draw(ax: Any) -> None:
+        for place, run in enumerate(runs):
+            _draw_run(ax, run, name, f"C{place}", f"{run['run']}: " if len(runs) > 1 else "")
+        words = name.replace("_", " ")
+        note = f" (smoothed: debiased EMA, {SMOOTHING})" if name == "loss" else ""
+        ax.set(xlabel="step")
+        ax.set_title(words + note, loc="left", fontsize=10)
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(fontsize=8, frameon=False)
+
+    return draw
+
+
+def _draw_run(ax: Any, run: dict[str, Any], name: str, colour: str, prefix: str) -> None:
+    """Training faint and smoothed, evaluations as a line, and those of the kept checkpoint as points."""
+    training, held_out, final = run["training"], run["evaluations"], run["final_evaluations"]
+    if name in training:
+        steps, values = training["step"], training[name]
+        ax.plot(steps, [float("nan") if v is None else v for v in values], lw=0.6, alpha=0.25, color=colour)
+        ax.plot(steps, smoothed(values), lw=1.4, color=colour, label=f"{prefix}training")
+    if name in held_out:
+        look = {"marker": "o", "ms": 3, "lw": 1.2, "ls": "--" if name in training else "-"}
+        ax.plot(held_out["step"], held_out[name], **look, color=colour, label=f"{prefix}held out")
+    if name in final:
+        look = {"marker": "*", "ms": 10, "ls": "none", "mfc": "none"}
+        ax.plot(final["step"], final[name], **look, color=colour, label=f"{prefix}kept checkpoint")

@@ -61,13 +61,16 @@ def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
     if damaged := damaged_rows(run.metrics):
         notes.append(f"damaged rows of metrics.jsonl that are left out: {damaged}")
     steps, starts = [r for r in rows if "lr" in r], _phase_starts(rows)
+    line, final = _part_evaluations([r for r in rows if "split" in r], starts)
     return {
         "run": printable(run.folder.name),
         "task": printable(task),
         "state": _state(run, summary),
         **{name: summary.get(name) for name in SUMMARY_FIELDS},
         "training": _curve(steps, ("loss", *curves), starts),
-        "evaluations": _curve([r for r in rows if "split" in r], ("loss", *curves), starts),
+        "evaluations": _curve(line, ("loss", *curves), starts),
+        "final_evaluations": _curve(final, ("loss", *curves), starts),
+        "recipe": _readable(lambda: run.recipe.values(), notes) or {},
         "reported": _reported(steps, report.reported if report else (), starts),
         "machine": (machine := _curve(steps, CURVES, starts)),
         "predicted_peak_memory_bytes": plan.get("predicted_peak_memory_bytes"),
@@ -140,6 +143,21 @@ def _phase_starts(rows: list[dict[str, Any]]) -> dict[str, int]:
     for row in rows:
         last[row["phase"]] = max(last.get(row["phase"], 0), row["step"])
     return {phase: sum(list(last.values())[:place]) for place, phase in enumerate(last)}
+
+
+def _part_evaluations(
+    rows: list[dict[str, Any]], starts: dict[str, int]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Evaluations on the way, and the rest: of the kept checkpoint at a step that is past, or another split."""
+    line: list[dict[str, Any]] = []
+    rest: list[dict[str, Any]] = []
+    last = -1
+    for row in rows:
+        step = starts[row["phase"]] + row["step"]
+        joins = step > last and row["split"] == rows[0]["split"]
+        (line if joins else rest).append(row)
+        last = max(last, step)
+    return line, rest
 
 
 def _curve(

@@ -92,7 +92,7 @@ class ClassifierReport(ModelComparison):
 
     def cells(self, row: ReportRow) -> list[str]:
         low, high = (100 * x for x in row["accuracy_ci95"])
-        p = "" if row["mcnemar_p"] is None else f" ({row['mcnemar_p']:.3f})"
+        p = "" if row["mcnemar_p"] is None else f" ({p_value(row['mcnemar_p'])})"
         one, many = row["batch_1"], row["batch_16"]
         return [
             f"{row['run']}, {row['form']}",
@@ -155,6 +155,11 @@ class ClassifierReport(ModelComparison):
                 ax.set(xlabel="layer", ylabel=f"{name} left", xticks=layers, title=run["run"])
 
         return [Drawing("Heads and neurons left per layer", draw, 9, 2.6, columns=2)]
+
+
+def p_value(p: float) -> str:
+    """Three digits say nothing of less than a thousandth."""
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
 def _table_of_classes(name: str, row: ReportRow) -> ReportTable:

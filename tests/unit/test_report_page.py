@@ -20,8 +20,11 @@ from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.report.command import live_page, report, write_report
+from isobatch.launch.report.figures import smoothed, training_drawings
 from isobatch.launch.report.machine_use import memory_table, use_table
+from isobatch.launch.report.tables import differences_table
 from isobatch.launch.report.watch import LOCAL, make_server
+from isobatch.models.encoder.report import p_value
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -121,6 +124,53 @@ def test_a_page_asks_again_only_while_a_run_trains(run: RunFolder) -> None:
         page = live_page([run])
     assert 'http-equiv="refresh"' in page
     assert ": training<" in page
+
+
+def evaluated(run: RunFolder, *rows: dict[str, Any]) -> RunFolder:
+    with run.metrics.open("a") as stream:
+        stream.writelines(json.dumps({"phase": "train", "split": "valid", **row}) + "\n" for row in rows)
+    return RunFolder.open(run.folder)
+
+
+def test_the_kept_checkpoint_is_a_point_and_no_curve_runs_back(run: RunFolder, tmp_path: Path) -> None:
+    steps = [{"step": step, "loss": loss} for step, loss in ((20, 2.0), (40, 1.5), (60, 1.7), (40, 1.5))]
+    found = records(evaluated(run, *steps, {"step": 40, "loss": 1.6, "split": "test"}), tmp_path)
+    assert found["evaluations"] == {"step": [20, 40, 60], "loss": [2.0, 1.5, 1.7]}
+    assert found["final_evaluations"] == {"step": [40, 40], "loss": [1.5, 1.6]}
+
+
+def test_a_single_evaluation_has_no_axis(run: RunFolder, tmp_path: Path) -> None:
+    found = records(evaluated(run, {"step": 60, "loss": 1.7}), tmp_path)
+    one = {**found, "training": {"step": [60]}}
+    assert training_drawings([one], ("accuracy",)) == []
+    assert [drawing.title for drawing in training_drawings([found], ("accuracy",))] == ["Training loss"]
+
+
+def test_the_smoothed_loss_begins_at_the_first_value_and_forgets() -> None:
+    assert smoothed([2.0, 2.0, 2.0]) == pytest.approx([2.0] * 3)
+    assert smoothed([1.0, 0.0]) == pytest.approx([1.0, 0.09 / 0.19])  # (0.9 x 0.1 x 1) / (1 - 0.9^2)
+
+
+def test_runs_lie_over_each_other_below_what_their_recipes_differ_in(run: RunFolder, tmp_path: Path) -> None:
+    other = RunFolder.create(
+        tmp_path / "other",
+        workload("causal-lm").complete({"steps": [100], "seed": 7})[0],
+        Facts(fingerprint="f", folder="", samples={"train": 100}, lengths=(8, 16)),
+        RunOptions(),
+    )
+    shutil.copy(run.metrics, other.metrics)
+    contents = write_report([run, RunFolder.open(other.folder)], tmp_path / "to")
+    assert differences_table(contents.runs) == [["recipe", "a run", "other"], ["seed", "0", "7"]]
+    page = (tmp_path / "to" / "report.html").read_text()
+    assert page.index("What differs") < page.index("<h2>Training</h2>")
+    assert ">a run: training<" in page
+    assert ">other: training<" in page
+    assert page.count("debiased EMA") == 1
+
+
+@pytest.mark.parametrize(("p", "text"), [(0.0, "p < 0.001"), (0.0004, "p < 0.001"), (0.03, "p = 0.030")])
+def test_a_small_p_is_said_so(p: float, text: str) -> None:
+    assert p_value(p) == text
 
 
 @pytest.fixture
