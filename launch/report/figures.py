@@ -34,7 +34,8 @@ SMOOTHING = 0.9
 
 def smoothed(values: Sequence[float | None]) -> list[float]:
     """Exponential moving average, debiased as Adam's moments are, so that it begins at the first value."""
-    found, mean, weight = [], 0.0, 0.0
+    found: list[float] = []
+    mean = weight = 0.0
     for value in values:
         if value is not None:
             mean = SMOOTHING * mean + (1 - SMOOTHING) * value

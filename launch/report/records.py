@@ -148,7 +148,7 @@ def _phase_starts(rows: list[dict[str, Any]]) -> dict[str, int]:
 def _part_evaluations(
     rows: list[dict[str, Any]], starts: dict[str, int]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Evaluations on the way, and the rest: of the kept checkpoint at a step that is past, or another split."""
+    """Evaluations on the way, and the rest: of a checkpoint whose step is past, or of another split."""
     line: list[dict[str, Any]] = []
     rest: list[dict[str, Any]] = []
     last = -1
