@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import printable
 from isobatch.core.package import ROOT
-from isobatch.launch.report.figures import draw_figure, training_curves
+from isobatch.launch.report.figures import draw_figure, training_drawings
 from isobatch.launch.report.machine_use import use_drawings
-from isobatch.launch.report.tables import runs_table
+from isobatch.launch.report.tables import differences_table, runs_table
 
 if TYPE_CHECKING:
     from isobatch.launch.report.contents import Contents
@@ -44,7 +44,8 @@ def render_page(contents: Contents, refresh: int | None = None) -> str:
         refresh=refresh,
         runs=contents.runs,
         machine_curves=[_machine_curves(run) for run in contents.runs],
-        curves=[_curves(run, names) for run, names in zip(contents.runs, contents.curves(), strict=True)],
+        differences=differences_table(contents.runs),
+        curves=_curves(contents),
         written=[run for run in contents.runs if run["sample"]],
     )
     return printable(page)
@@ -74,6 +75,10 @@ def _machine_curves(run: dict[str, Any]) -> list[str]:
     return [_svg(drawing.draw, drawing.width, drawing.height) for drawing in drawings]
 
 
-def _curves(run: dict[str, Any], names: tuple[str, ...]) -> str:
-    drawing = training_curves(run, names)
-    return _svg(drawing.draw, drawing.width, drawing.height, drawing.columns)
+def _curves(contents: Contents) -> list[str]:
+    """A figure per question and task: runs of one task lie over each other."""
+    tasks: dict[str, tuple[list[dict[str, Any]], tuple[str, ...]]] = {}
+    for run, names in zip(contents.runs, contents.curves(), strict=True):
+        tasks.setdefault(run["task"], ([], names))[0].append(run)
+    drawings = [drawing for runs, names in tasks.values() for drawing in training_drawings(runs, names)]
+    return [_svg(drawing.draw, drawing.width, drawing.height) for drawing in drawings]

@@ -48,7 +48,7 @@ def report_of(run: RunFolder) -> TaskReport | None:
 def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
     """Run, task, the fields of its summary, `training` and `evaluations` (columns), `reported` (rows).
 
-    `evaluations` are on the validation split while it trained, `final` is that of the exported weights.
+    `evaluations` are on the validation split while it trained, `final_evaluations` of the exported weights.
     And how it used its machine: `machine` (columns), `use`, `memory`, `plan` and `events` (tables). `notes`
     are on files that cannot be read: the run is shown with what there is.
     """
@@ -70,7 +70,8 @@ def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
         **{name: summary.get(name) for name in SUMMARY_FIELDS},
         "training": _curve(steps, ("loss", *curves), starts),
         "evaluations": _curve(evaluated, ("loss", *curves), starts),
-        "final": _curve(final, ("loss", *curves), starts),
+        "final_evaluations": _curve(final, ("loss", *curves), starts),
+        "recipe": _readable(lambda: run.recipe.values(), notes) or {},
         "reported": _reported(steps, report.reported if report else (), starts),
         "machine": (machine := _curve(steps, CURVES, starts)),
         "predicted_peak_memory_bytes": plan.get("predicted_peak_memory_bytes"),

@@ -17,6 +17,18 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
     return [head, *(_row(run, names) for run in runs)] if runs else []
 
 
+def differences_table(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """A row for each field in which the runs' recipes differ, a column for each run; none where none does."""
+    names = dict.fromkeys(name for run in runs for name in run["recipe"])
+    columns = {name: [_recipe_text(run["recipe"].get(name)) for run in runs] for name in names}
+    rows = [[name.replace("_", " "), *cells] for name, cells in columns.items() if len(set(cells)) > 1]
+    return [["recipe", *(run["run"] for run in runs)], *rows] if rows else []
+
+
+def _recipe_text(value: Any) -> str:
+    return "" if value is None else format_value(value)
+
+
 def metrics_of(run: dict[str, Any]) -> dict[str, Any]:
     """The metrics of a run's summary; none where a received run has something else there."""
     return run["metrics"] if isinstance(run["metrics"], dict) else {}

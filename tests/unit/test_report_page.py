@@ -22,8 +22,9 @@ from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.report.command import live_page, report, write_report
-from isobatch.launch.report.figures import draw_figure, smoothed, training_curves
+from isobatch.launch.report.figures import draw_figure, smoothed, training_curves, training_drawings
 from isobatch.launch.report.machine_use import memory_table, use_table
+from isobatch.launch.report.tables import differences_table
 from isobatch.launch.report.watch import LOCAL, make_server
 from isobatch.tests.unit.helpers import plan
 
@@ -230,16 +231,46 @@ def test_no_curve_runs_back(run: RunFolder, tmp_path: Path) -> None:
             stream.write(json.dumps({"phase": "train", "step": step, "split": split, "loss": loss}) + "\n")
     found = records(run, tmp_path)
     assert found["evaluations"] == {"step": [20, 40, 60], "loss": [2.7, 2.5, 2.6]}
-    assert found["final"] == {"step": [40], "loss": [2.5]}
+    assert found["final_evaluations"] == {"step": [40], "loss": [2.5]}
     axes = draw_figure(training_curves(found, ()).draw, 4, 3).axes[0]
     assert all(list(line.get_xdata()) == sorted(line.get_xdata()) for line in axes.lines)
 
 
 def test_a_smoothed_loss_neither_lags_nor_jumps() -> None:
     assert smoothed([float(v) for v in range(100)]) == pytest.approx(list(range(100)))
-    noisy: list[float | None] = [3.0 + (-1) ** i for i in range(400)]
-    assert max(abs(value - 3) for value in smoothed(noisy)[50:-50] if value is not None) < 0.1
-    assert smoothed([None, math.nan, 1.0]) == [None, None, 1.0]
+    noisy = [3.0 + (-1) ** i for i in range(400)]
+    assert max(abs(value - 3) for value in smoothed(noisy)[50:-50]) < 0.1
+    assert [math.isnan(value) for value in smoothed([None, math.nan, 1.0])] == [True, True, False]
+
+
+def evaluated(run: RunFolder, *rows: dict[str, Any]) -> RunFolder:
+    with run.metrics.open("a") as stream:
+        stream.writelines(json.dumps({"phase": "train", "split": "valid", **row}) + "\n" for row in rows)
+    return RunFolder.open(run.folder)
+
+
+def test_a_single_evaluation_has_no_axis(run: RunFolder, tmp_path: Path) -> None:
+    found = records(evaluated(run, {"step": 60, "loss": 1.7}), tmp_path)
+    one = {**found, "training": {"step": [60]}}
+    assert training_drawings([one], ("accuracy",)) == []
+    assert [drawing.title for drawing in training_drawings([found], ("accuracy",))] == ["Training loss"]
+
+
+def test_runs_lie_over_each_other_below_what_their_recipes_differ_in(run: RunFolder, tmp_path: Path) -> None:
+    other = RunFolder.create(
+        tmp_path / "other",
+        workload("causal-lm").complete({"steps": [100], "seed": 7})[0],
+        Facts(fingerprint="f", folder="", samples={"train": 100}, lengths=(8, 16)),
+        RunOptions(),
+    )
+    shutil.copy(run.metrics, other.metrics)
+    contents = write_report([run, RunFolder.open(other.folder)], tmp_path / "to")
+    assert differences_table(contents.runs) == [["recipe", "a run", "other"], ["seed", "0", "7"]]
+    page = (tmp_path / "to" / "report.html").read_text()
+    assert page.index("What differs") < page.index("<h2>Training</h2>")
+    assert ">a run: training<" in page
+    assert ">other: training<" in page
+    assert page.count("loss, smoothed") == 1
 
 
 @pytest.mark.parametrize(
