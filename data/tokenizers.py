@@ -13,6 +13,7 @@ import numpy as np
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.hub_cache import explain_hub_error
+from isobatch.core.terminal.status import doing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -286,7 +287,10 @@ def encode_texts(
 
     A megabyte of text is tokenized at a time, on all cores. No special tokens are added.
     """
+    done = 0
     for batch in _batch_texts(texts):
+        doing(f"tokenizing: {done:,} texts done")
+        done += len(batch)
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
             yield np.array(encoding.ids + suffix, dtype)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, INTERRUPTED, STOPPED, WRONG_INPUT, UserCodeError
 from isobatch.core.measures import printable
+from isobatch.core.terminal.status import doing, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
 from isobatch.engine.runs.classify_errors import classify
@@ -150,6 +151,9 @@ def main(words: Sequence[str] | None = None) -> int:
     name = ALIASES.get(arguments[0], arguments[0])
     if name in TRAINS:
         end_early_on_signals()
+    if name in COMMANDS and "--quiet" not in arguments:
+        start_status()
+        doing(name)
     if name in INTERNAL:
         return guarded(lambda: load_function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
     if name not in COMMANDS:
@@ -187,7 +191,8 @@ def _print_version() -> int:
 def guarded(action: Callable[[], int], debug: bool = False) -> int:
     """The exit code of an action; prints a known error in one line, a bug with its traceback."""
     try:
-        return action()
+        with stopped_status():
+            return action()
     except TerminatedError:
         print("isobatch: stopped by a signal; what was saved before stands", file=sys.stderr)
         return STOPPED

@@ -63,7 +63,7 @@ class StopFlag:
             raise KeyboardInterrupt
         if self.answers and number == signal.SIGINT:
             # A stream may be in the middle of a line of its own: it must not be entered again.
-            os.write(2, (b"\n" if os.isatty(2) else b"") + SAVING)
+            os.write(2, (b"\r\x1b[K" if os.isatty(2) else b"") + SAVING)
         self.requested = True
 
     def request(self, reason: str) -> None:

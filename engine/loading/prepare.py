@@ -15,6 +15,7 @@ import numpy as np
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
+from isobatch.core.terminal.status import doing
 from isobatch.data.base import Data, fingerprint, length_quantiles
 from isobatch.data.digests import DIGESTS_FILE, FACTS_FILE, changed_file, write_digests
 from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
@@ -49,6 +50,7 @@ def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:
     identity = {"kind": data.cache_name or class_name, "version": data.version}
     key = _hash({**identity, **data.identity(), "code": data.recipe.options.get("code")})
     folder = cache_folder() / "prepared" / key
+    doing("looking for the data")
     with atomic_files.explain_write_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
@@ -77,6 +79,7 @@ def _make(data: Data, folder: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
+        doing("preparing the data")
         extra = data.prepare(temporary)
         atomic_files.write_json(temporary / FACTS_FILE, _measure(data, temporary, extra).to_dict())
         shutil.rmtree(folder, ignore_errors=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.core.terminal.status import doing
 from isobatch.engine.machine.core_wait import DISTURBED, CoreWait
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
         kept = _from_dict(json.loads(file.read_text()))
         if not kept.disturbed or time.time() - file.stat().st_mtime < DISTURBED_SECONDS:
             return kept
+    doing("measuring this machine")
     found = measure(hardware)
     if kept is not None:
         found = _best(found, kept)

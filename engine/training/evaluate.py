@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError
+from isobatch.core.terminal.status import doing
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import dummy_micro_batch, make_micro_batches
@@ -58,11 +59,13 @@ def evaluate(
     sums: dict[str, list[float]] = {}
     rows: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     noise = KeyedNoise(seed)
-    training = model.training
+    training, seen = model.training, 0
     model.eval()
     with torch.no_grad():
         for host, counts in _batches(source, chosen, plan, world, task.cohort, equal_counts):
             samples = host["index"].numpy()
+            doing(f"evaluating {split}", min(seen * world.size, len(chosen)), len(chosen))
+            seen += len(samples) * counts
             world.mark_progress(f"evaluation of {split}")
             with world.accelerator.autocast():
                 noise.bind(EVALUATION_STEP, samples, world.device)

@@ -16,6 +16,7 @@ import torch
 from isobatch.core.errors import OutOfMemoryError
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.strategies import traits_of
+from isobatch.core.terminal.status import doing
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.planning.planner import with_smaller_budget
@@ -40,6 +41,7 @@ def probe_memory(session: Session, phase: str, report: Callable[[str], None]) ->
     `report` is called with each smaller budget. Raises TrainingError where even one sample does not fit.
     """
     world = session.world
+    doing("rehearsing the largest micro-batch")
     world.mark_progress("the rehearsal of the largest micro-batch")
     # One rank alone may have a memory limit: all ranks probe, or none.
     while any(world.all_gather_objects(_can_detect(session.plan))) and not all(

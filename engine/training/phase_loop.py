@@ -12,6 +12,7 @@ import numpy as np
 
 from isobatch.core.errors import TrainingError
 from isobatch.core.measures import now
+from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
@@ -77,7 +78,7 @@ class PhaseLoop:
     def run(self) -> None:
         """Train until the phase ends. A step's metrics are read while the next one runs, without a wait."""
         schedule, start = self.schedule, self.progress.step
-        self.context.console.start_phase(schedule.name, start, schedule.steps)
+        doing(f"{schedule.name}: the first steps")
         self.context.peak_memory.observe("load")
         trim_heap(self.world.device)
         self.step_began = now()
@@ -101,8 +102,8 @@ class PhaseLoop:
         self._read_metrics(pending)
         if self.saved_step != self.progress.step:
             self._save()
+        doing("saving")
         self.context.writer.wait()
-        self.context.console.end_phase()
 
     def checkpoint_folder(self, step: int) -> Path:
         """The folder of the checkpoint after a step of this phase."""

@@ -10,13 +10,14 @@ import torch
 from isobatch.core.errors import StopRequestedError
 from isobatch.core.measures import format_bytes
 from isobatch.core.package import typed_command
+from isobatch.core.terminal.console import format_metrics
+from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.distributed.device_memory import spills_to_host_memory
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.machine.core_wait import CoreWait
 from isobatch.engine.machine.slowdowns import SlowdownMonitor
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
-from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.metrics_log import MetricsLog
 from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from isobatch.core.plan import Plan
+    from isobatch.core.terminal.console import Console
     from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.runs.console import Console
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.runs.run_options import RunOptions
 
@@ -141,8 +142,8 @@ class RunContext:
 
     def stop_now(self) -> None:
         """Finish the save and write the summary after a request to stop. Raises StopRequestedError."""
+        doing("saving")
         self.writer.wait()
-        self.console.end_phase()
         self.write_summary("stopped", self.stop.reason)
         step, folder = self.progress.step, self.run.folder
         raise StopRequestedError(

@@ -23,6 +23,7 @@ from torch import nn
 
 from isobatch.core.errors import UserError
 from isobatch.core.strategies import traits_of
+from isobatch.core.terminal.status import doing
 from isobatch.data.digests import PreparedFolder
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -139,6 +140,7 @@ class Session:
 
     def build_model(self) -> None:
         """Build the model anew with its initial weights."""
+        doing("building the model")
         self.model, self.noise = prepare_model(
             self.task,
             self.recipe,

@@ -17,6 +17,7 @@ import torch
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.terminal.status import doing
 from isobatch.data.base import Source
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 
@@ -169,7 +170,8 @@ def _fill(
     world.barrier()
     answers = _open(folder, "r+")
     filled, digests = (np.load(folder / name, mmap_mode="r+") for name in (FILLED, DIGESTS))
-    for batch in missing[world.rank :: world.size]:
+    for done, batch in enumerate(missing[world.rank :: world.size]):
+        doing("asking the teacher", done * world.size, len(missing))
         world.mark_progress("the teacher's answers")
         found = _answer(source, batch, teacher, model, world)
         for name, values in found.items():

@@ -12,6 +12,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import REHEARSED_STEPS
+from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
@@ -96,6 +97,7 @@ def _measure_rounding(context: RunContext, schedule: PhaseSchedule, previous: Pa
         return
     session.prepare_phase(schedule)
     _probe_memory(context, schedule.name)
+    doing("rehearsing steps in other micro-batches")
     context.world.mark_progress("the rehearsal of another cut")
     plan = session.plan
     other = dataclasses.replace(plan, micro_batch_samples=_other_cut(plan, session.recipe.batch_size))
@@ -143,14 +145,17 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
     checked = context.checked_data()
     summary = context.summarize("done", "", held_out)
     if context.world.is_main:
+        doing("writing final/")
         context.world.mark_progress("the export")
         model = session.gather_full_model(folder, context.progress.phase)
         write_final(context.run, context.task, model, session.facts)
+        doing("writing a sample")
         with uncompiled(model):  # a text grows by a token at a time
             sample = context.task.sample(model, session.facts, context.run.final)
         if sample:
             context.console.say(f"sample:\n{sample}")
             summary["sample"] = sample
+        doing("measuring the exported model")
         _add_final_metrics(context, model, exported, held_out)
         _write_model_card(context, loop, exported, held_out)
         context.peak_memory.observe("export")

@@ -10,9 +10,9 @@ from isobatch.core.flags import flags_of
 from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
+from isobatch.core.terminal.console import format_metrics
 from isobatch.engine import consent
 from isobatch.engine.registry import CHAINS, workload_of
-from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job

@@ -10,6 +10,7 @@ from isobatch.core import number_ranges
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import printable
+from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.commands.generate import (
     SamplingOptions,
@@ -57,6 +58,7 @@ def chat(words: Sequence[str]) -> int:
             f"chat: {run.folder} was not trained on conversations (instruction and output, or messages): use"
             " generate"
         )
+    doing("loading the model")
     write_text = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
     talk = Conversation(
         template, lambda prompt: write_text(prompt, sampling(options, template)), options.system
@@ -105,6 +107,7 @@ class Conversation:
 
     def _ask(self, line: str) -> None:
         self.messages.append(user_message(line))
+        doing("answering")
         answer = print_pieces(self.write_text(self.template.prompt_segments(self.messages)))
         self.messages.append({"role": "assistant", "content": answer})
 
@@ -113,6 +116,7 @@ def _input_lines() -> Iterator[str]:
     """Lines of standard input without empty ones, with a prompt on a terminal."""
     interactive = sys.stdin.isatty()
     while True:
+        doing()
         if interactive:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()

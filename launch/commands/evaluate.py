@@ -9,8 +9,9 @@ from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
+from isobatch.core.terminal.console import format_metrics
+from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.console import format_metrics
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.models.protocols import EncodesLatents
@@ -81,6 +82,7 @@ def _evaluate(run: RunFolder, options: EvaluateOptions) -> dict[str, Any]:
     if options.iw_samples and isinstance(task, EncodesLatents):
         for name, found in metrics.items():
             batches = host_batches(replay.session.splits[name])
+            doing(f"the likelihood of {name}")
             found |= task.likelihood(replay.session.model.eval(), batches, options.iw_samples)
     return metrics
 

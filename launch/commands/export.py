@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
@@ -90,6 +91,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
     folder = run.folder / "exports" / kind
     unchecked = folder.with_name(f".{kind}.new")
     with run.lock("export"):
+        doing(f"exporting to {kind}")
         shutil.rmtree(unchecked, ignore_errors=True)
         unchecked.mkdir(parents=True)
         try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
+from isobatch.core.terminal.status import doing
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.run_setup import TrustOptions
@@ -59,6 +60,7 @@ def generate(words: Sequence[str]) -> int:
     template = template_of(run)
     if template is None and options.system is not None:
         raise UserError(f"--system: {run.folder} was not trained on conversations: leave it out")
+    doing("loading the model")
     write_text = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
     prompt = (
         options.prompt

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
+from isobatch.core.terminal.console import format_metrics
 from isobatch.engine import consent
-from isobatch.engine.runs.console import format_metrics
 from isobatch.engine.runs.log_reader import thinned_rows
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.describe import ListingOptions

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
+from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.slurm_queue import run_slurm
 from isobatch.launch.control.run_state import RunView, look, one_run
 from isobatch.launch.local.arguments import command_options
@@ -139,6 +140,7 @@ def _has_open(process: psutil.Process, path: str) -> bool:
 def _wait_for_end(seen: RunView) -> RunView:
     """Wait until nobody trains the run. Raises UserError where it does not end."""
     print(f"isobatch: waiting until {seen.run.folder} has ended", file=sys.stderr)
+    doing(f"waiting for {seen.run.folder}")
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)

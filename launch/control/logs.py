@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import DONE, FAILED, STOPPED, UserError
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Positive
+from isobatch.core.terminal.status import doing
 from isobatch.launch.control.run_state import RunView, look, one_run
 from isobatch.launch.local.arguments import command_options
 
@@ -86,6 +87,7 @@ class _LogReader:
 def _follow(run: RunFolder, log: _LogReader, lines: int | None) -> int:
     """Print the log as it grows, and a line whenever the run's job waits; returns the exit code."""
     said, ended = "", False
+    doing()
     log.print_new(lines)
     while True:
         seen = look(run.folder)

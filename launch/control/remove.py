@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.atomic_files import explain_write_errors
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import format_bytes
+from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.control.run_state import look
 from isobatch.launch.local.arguments import command_options, split_words
@@ -58,4 +59,5 @@ def _refuse_in_use(run: RunFolder) -> None:
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
         raise UserError(f"{question} Nobody can be asked here: say --yes")
+    doing()
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")

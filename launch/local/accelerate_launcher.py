@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
+from isobatch.core.terminal.console import LINE_MARK
+from isobatch.core.terminal.status import (
+    RELAY_VARIABLE,
+    STATUS_MARK,
+    doing,
+    on_terminal,
+    show_status_of_child,
+)
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import signals_to_catch
-from isobatch.engine.runs.console import LINE_MARK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +64,9 @@ def launch_workers(
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
         **consent.environment(),
         **(extra_environment or {}),
+        **({RELAY_VARIABLE: "1"} if on_terminal() else {}),
     }
+    doing(f"starting {plan.processes} processes")
     return _run_launcher([*command, *arguments], environment, folder, forward_signals)
 
 
@@ -141,6 +150,8 @@ def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:
             with contextlib.suppress(OSError):  # the terminal may be closed; training goes on
                 sys.stderr.write(line[len(LINE_MARK.encode()) :].decode(errors="replace"))
                 sys.stderr.flush()
+        elif line.startswith(STATUS_MARK.encode()):
+            show_status_of_child(line.decode(errors="replace"))
         else:
             with contextlib.suppress(OSError):  # a full disk must not end the run because of its log
                 log.write(line)

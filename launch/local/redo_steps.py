@@ -13,6 +13,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.plan import Plan
+from isobatch.core.terminal.status import doing
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.run_setup import open_run
 
@@ -53,6 +54,7 @@ def _redo_here(run: RunFolder, jobs: Jobs, folder: Path | None = None) -> list[R
 
     world, found = None, []
     for plan, job in jobs:
+        doing("redoing steps")
         replay = Replay(run, plan, world=world)
         world = replay.world
         found.append(replay.redo(job))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.plan import INVARIANCES
+from isobatch.core.terminal.status import doing
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CHECK_SECONDS, cache_folder, prepare
@@ -48,6 +49,7 @@ def prepare_facts(request: Request) -> Facts:
         raise UserError("--scale-batch auto: `auto` and `plan` find the scale; give the number that they say")
     task, data = request.workload.make(request.recipe)
     facts = prepare(data, partial(print_unless_quiet, quiet=request.run.quiet))
+    doing("looking for the model")
     task.fetch()
     if request.recipe.patience and "valid" not in facts.samples:
         raise UserError(
@@ -141,6 +143,7 @@ def plan_for_this_machine(
     recipe: Recipe, facts: Facts, options: PlanOptions, world: int | None = None
 ) -> Plan:
     """The plan for this machine; `world`: number of processes, if given. Raises UserError."""
+    doing("planning")
     task, _ = workload_of(recipe).make(recipe)
     size, machine = task.model_size(facts), detect()
     record = machine_record(machine, cache_folder())

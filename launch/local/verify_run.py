@@ -12,6 +12,7 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES, Plan, PlanOptions, StrategyChoice
+from isobatch.core.terminal.status import doing
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
@@ -68,6 +69,7 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
     if not proof.problems:
         locate_data(run, run.recipe, options.data)
         witness = Path(options.witness).expanduser() if options.witness else None
+        doing("checking the records")
         proof.audit = audit_records(run, witness)
         proof.problems += proof.audit.problems
         proof.unproven += proof.audit.unproven

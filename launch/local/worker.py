@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, UserError
+from isobatch.core.terminal.console import LINE_MARK
+from isobatch.core.terminal.status import RELAY_VARIABLE, doing, start_status
 from isobatch.engine import consent
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
@@ -43,6 +45,8 @@ def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) ->
     from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
 
     main = rank_and_world_size(os.environ)[0] == 0
+    if main and owns_process and not options.quiet:
+        start_status(_mark())
     with run.lock("train") if main else contextlib.nullcontext():
         world = Communicator(run.plan, options.hang_timeout, options.tracker, str(run.folder))
         verdict: Verdict | None = Verdict(BUG, "a bug: see the traceback")
@@ -65,20 +69,19 @@ def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) ->
 
 
 def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_process: bool) -> Verdict:
+    doing("loading the libraries")
     import torch
 
     from isobatch.core.errors import WorkerLostError
+    from isobatch.core.terminal.console import Console
     from isobatch.engine.distributed.lookout import Lookout
-    from isobatch.engine.runs.console import LINE_MARK, Console
     from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.trainer import train
     from isobatch.launch.local.measured_run import remember_run
     from isobatch.launch.local.plotter import Plotter, track_plots
 
-    # Under `auto` a mark distinguishes the run's own lines from the launcher's.
-    mark = LINE_MARK if NONCE in os.environ else ""
     log = run.folder / "log.txt" if world.is_main else None
-    console = Console(log, options.quiet or not world.is_main, mark)
+    console = Console(log, options.quiet or not world.is_main, _mark())
 
     def end_process(reason: str) -> None:
         """Called by lookout and watchdog: the main thread is blocked and cannot end the process itself."""
@@ -111,13 +114,18 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
             error = WorkerLostError(lookout.reason() or str(error))
         if code == FAILED and world.is_main:
             run.mark_failed(str(error))
-        console.end_phase()
+        doing()
         line = " ".join(str(error).split())
         if not owns_process:  # the caller raises the error
             return Verdict(code, str(error), error.cause)
         if (world.is_main and not isinstance(error, WorkerLostError)) or _failed_alone(run):
             console.say(line if code == STOPPED else f"isobatch: {line}", always=True)
         return Verdict(code, str(error), error.cause)
+
+
+def _mark() -> str:
+    """Distinguishes under `auto` the run's own lines from the launcher's."""
+    return LINE_MARK if NONCE in os.environ else ""
 
 
 def _failed_alone(run: RunFolder) -> bool:
@@ -135,8 +143,11 @@ def _quiet_libraries(options: RunOptions) -> None:
 def main(words: Sequence[str]) -> int:
     """`--run FOLDER` from `auto`, `--redo FOLDER` from `verify`, or a task's flags under a launcher."""
     if list(words[:1]) == ["--redo"] and len(words) == 2:
+        from isobatch.engine.distributed.communicator import rank_and_world_size
         from isobatch.launch.local.redo_steps import redo_task_file
 
+        if RELAY_VARIABLE in os.environ and rank_and_world_size(os.environ)[0] == 0:
+            start_status(LINE_MARK)
         return redo_task_file(Path(words[1]))
     if list(words[:1]) == ["--run"] and len(words) == 2:
         from isobatch.launch.local.run_setup import open_run

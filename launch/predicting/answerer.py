@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
+from isobatch.core.terminal.status import doing
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.engine.loading.prepare import cache_folder
 from isobatch.engine.registry import workload_of
@@ -81,6 +82,7 @@ def trained_task(run: RunFolder) -> Task:
 def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer:
     """The model of a run whose rows need no Data of its own. Raises UserError."""
     text, pair = (getattr(options, n) or run.recipe.options.get(n) for n in ("text_column", "pair_column"))
+    doing("loading the model")
     if isinstance(task, Generates):
         refuse_unread(options, run, "text_column", "tokens", "temperature", "top_k", "top_p", "seed")
         template = chat_template(run)

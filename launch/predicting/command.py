@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
+from isobatch.core.terminal.status import doing
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import open_run
 from isobatch.launch.predicting import tables
@@ -104,9 +105,13 @@ def _answer_texts(answerer: Answerer, texts: Sequence[str]) -> list[dict[str, An
 
 
 def _answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]:
+    done = 0
+    doing("predicting")
     for chunk in tables.in_chunks(tables.read_table(file)):
         samples = [answerer.rows.from_row(row, where) for where, row in chunk]
         answers = answerer.predict(samples)
+        done += len(chunk)
+        doing(f"predicting: {done:,} rows done")
         yield [tables.beside(row, answer) for (_, row), answer in zip(chunk, answers, strict=True)]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
+from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.predicting import tables
@@ -79,6 +80,7 @@ def _write_all(run: RunFolder, name: str, options: RecommendOptions) -> int:
         for block in _blocks(lists.recommend_to_all(options.top)):
             writer.write([row for user, entries in block for row in _ranked(user, entries)])
             users += len(block)
+            doing(f"recommending: {users:,} users done")
     said = {"users": users, "top": options.top, "out": str(out)}
     print(
         atomic_files.json_text(said) if options.json else f"{users:,} users, the best {options.top} -> {out}"

@@ -12,6 +12,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import PortNumber
+from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
@@ -70,6 +71,7 @@ def watch(runs: Sequence[RunFolder], options: ReportOptions) -> int:
         make_server(lambda: live_page(runs), options.port or 0) as server,
         contextlib.suppress(KeyboardInterrupt),
     ):
+        doing()
         print(f"http://{LOCAL}:{server.server_address[1]}/ (Ctrl-C ends)", flush=True)
         server.serve_forever()
     return 0
@@ -89,6 +91,7 @@ def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:
     contents = collect(runs)
     with atomic_files.explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    doing("drawing the report")
     atomic_files.write_json(folder / "report.json", contents.to_dict())
     atomic_files.write_text(folder / "report.md", markdown(contents) + "\n")
     atomic_files.write_text(folder / "report.html", render_page(contents))

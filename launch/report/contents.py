@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import printable
+from isobatch.core.terminal.status import doing
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
@@ -81,12 +82,14 @@ def collect(runs: Sequence[RunFolder], measure: bool = True) -> Contents:
         if measure and isinstance(report, ModelComparison) and run.status() == "done":
             measured.setdefault(type(report), (report, []))[1].extend(_measure(run, report))
     groups = [ComparedModels(report, report.compare(rows)) for report, rows in measured.values() if rows]
+    doing("reading the runs")
     records = [read_records(run, report) for run, report in zip(runs, reports, strict=True)]
     return Contents(detect().describe(), records, groups, reports)
 
 
 def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
     """A row for each form of the run's model; none where no split is held out."""
+    doing(f"measuring {run.folder.name}")
     locate_data(run, run.recipe, None)
     split = next((s for s in HELD_OUT_SPLITS if s in run.facts.samples), None)
     if split is None:

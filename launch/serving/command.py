@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.core import number_ranges
 from isobatch.core.errors import INTERRUPTED, UserError
 from isobatch.core.measures import printable
+from isobatch.core.terminal.status import doing
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.predicting.answerer import (
@@ -56,6 +57,7 @@ def serve(words: Sequence[str]) -> int:
     options = command_options(flags, ServeOptions, "serve")
     if len(positional) != 1:
         raise UserError("serve: give the folder of one run (`runs` lists them), or an ONNX file")
+    doing("loading the model")
     _require_libraries()
     listener = _listen(options.host, options.port)
     with listener:
@@ -108,6 +110,7 @@ def _run(app: Any, listener: socket.socket, options: ServeOptions) -> int:
     settings = uvicorn.Config(app, log_level="critical", access_log=False, timeout_graceful_shutdown=0)
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
+    doing()
     print(printable(f"serving at http://{shown}:{port} (Ctrl-C ends it)"), flush=True)
     if options.host not in LOOPBACK:
         print("every machine that reaches this address can ask the model: there is no password", flush=True)

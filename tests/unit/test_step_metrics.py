@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from isobatch.core.terminal.console import Console
 from isobatch.engine.loading.loader import BatchLoader, StepWork
-from isobatch.engine.runs.console import Console
 from isobatch.engine.training.step_metrics import flop_utilisation, gpu_uuid
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.causal_lm import model_sizes
@@ -82,7 +82,7 @@ def test_the_progress_line_has_it(tmp_path: Path) -> None:
     console.show_step({**row, "mfu": 0.4512}, 2, 1.0)
     console.show_step({**row, "step": 2}, 2, 0.0)
     first, last = (tmp_path / "log.txt").read_text().splitlines()
-    assert "5,000 tokens/s  MFU 45.1%  " in first
+    assert "5,000 tokens/s  lr 1.00e-03  MFU 45.1%  " in first
     assert "MFU" not in last
 
 

@@ -23,7 +23,8 @@ WARM, CLUSTER = "tests", "tests.slurm"
 """Commands from a warm process and the Slurm on one machine, which benchmarks use as the tests do."""
 ROOMS: dict[str, set[str]] = {
     "core": set(),
-    "data": {"core"},
+    "core.terminal": {"core"},
+    "data": {"core", "core.terminal"},
     "data.cleaning": {"core", "data"},
     "data.interactions": {"core", "data"},
     "data.text": {"core", "data", "data.cleaning"},
@@ -37,19 +38,28 @@ ROOMS: dict[str, set[str]] = {
     "models.recommendation": {"core", "models", "models.causal_lm"},
     "models.sequence_vae": {"core", "models", "models.causal_lm"},
     "engine": {"core", "data", "models"},
-    "engine.machine": {"core"},
+    "engine.machine": {"core", "core.terminal"},
     "engine.profiling": {"core", "engine.machine"},
     "engine.distributed": {"core", "engine.profiling"},
     "engine.runs": {"core", "engine.machine", "engine.profiling"},
     "engine.checkpointing": {"core", "engine.distributed"},
     "engine.optimization": {"core", "models"},
-    "engine.loading": {"core", "data"},
+    "engine.loading": {"core", "core.terminal", "data"},
     "engine.noise": {"core", "models", "engine.loading"},
     "engine.planning": {"core", "models", "engine.loading", "engine.machine"},
     "engine.model_setup": {"core", "models", "engine.loading", "engine.noise"},
     "engine.strategies": {"core", "engine.checkpointing", "engine.distributed", "engine.model_setup"},
     "engine.training": {
-        *("core", "data", "models", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),
+        *(
+            "core",
+            "core.terminal",
+            "data",
+            "models",
+            "engine",
+            "engine.checkpointing",
+            "engine.distributed",
+            "engine.loading",
+        ),
         *(
             "engine.model_setup",
             "engine.noise",
@@ -67,7 +77,16 @@ ROOMS: dict[str, set[str]] = {
     },
     "launch.local.words": {"core"},
     "launch.local": {
-        *("core", "models", "data", "engine", "engine.distributed", "engine.loading", "engine.optimization"),
+        *(
+            "core",
+            "core.terminal",
+            "models",
+            "data",
+            "engine",
+            "engine.distributed",
+            "engine.loading",
+            "engine.optimization",
+        ),
         *(
             "engine.machine",
             "engine.planning",
@@ -78,9 +97,18 @@ ROOMS: dict[str, set[str]] = {
         ),
         "launch.local.words",
     },
-    "launch": {"core", "engine.distributed", "engine.runs", "launch.local"},
+    "launch": {"core", "core.terminal", "engine.distributed", "engine.runs", "launch.local"},
     "launch.report": {
-        *("core", "models", "engine", "engine.machine", "engine.runs", "engine.training", "launch.local"),
+        *(
+            "core",
+            "core.terminal",
+            "models",
+            "engine",
+            "engine.machine",
+            "engine.runs",
+            "engine.training",
+            "launch.local",
+        ),
     },
     "launch.sweeps": {"core", "engine.runs", "launch.local", "launch.local.words", "launch.report"},
     "launch.measuring": {
@@ -113,7 +141,15 @@ ROOMS: dict[str, set[str]] = {
         *("launch.local", "launch.slurm.submission"),
     },
     "launch.control": {
-        *("core", "engine", "engine.optimization", "engine.planning", "engine.runs", "launch.local"),
+        *(
+            "core",
+            "core.terminal",
+            "engine",
+            "engine.optimization",
+            "engine.planning",
+            "engine.runs",
+            "launch.local",
+        ),
         *("launch.local.words", "launch.slurm"),
     },
     "launch.planning": {
@@ -127,6 +163,7 @@ ROOMS: dict[str, set[str]] = {
     "launch.commands": {
         *(
             "core",
+            "core.terminal",
             "data.text",
             "models",
             "models.causal_lm",
@@ -147,11 +184,29 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     "launch.predicting": {
-        *("core", "data", "data.text", "engine", "engine.loading", "engine.runs", "engine.verification"),
+        *(
+            "core",
+            "core.terminal",
+            "data",
+            "data.text",
+            "engine",
+            "engine.loading",
+            "engine.runs",
+            "engine.verification",
+        ),
         *("launch.commands", "launch.local", "models", "models.causal_lm", "models.encoder"),
     },
     "launch.serving": {
-        *("core", "data", "data.text", "launch.local", "launch.predicting", "models", "models.causal_lm"),
+        *(
+            "core",
+            "core.terminal",
+            "data",
+            "data.text",
+            "launch.local",
+            "launch.predicting",
+            "models",
+            "models.causal_lm",
+        ),
     },
     "benchmarks": {
         *(

@@ -1,4 +1,4 @@
-"""The console: progress lines and a progress bar for the user, and the same lines in log.txt."""
+"""The console of a run: lines and the progress of training for the user, and the same lines in log.txt."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes, format_duration, now, printable
+from isobatch.core.terminal.status import doing, on_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +19,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Console:
-    """Lines on standard error and in log.txt (`log`), from the main process; a progress bar on a terminal.
+    """Lines on standard error and in log.txt (`log`), from the main process; a bar on a terminal.
 
     `mark` is put before each line on standard error.
     """
@@ -26,7 +27,6 @@ class Console:
     def __init__(self, log: Path | None, quiet: bool = False, mark: str = "") -> None:
         self.quiet, self.mark = quiet, mark
         self.stream = log.open("a", encoding="utf-8", buffering=1) if log else None
-        self.bar: Any = None
         self._last = -1e9
 
     def say(self, text: str, always: bool = False) -> None:
@@ -37,55 +37,35 @@ class Console:
         if self.quiet and not always:
             return
         with contextlib.suppress(OSError):  # standard error may be closed; training goes on
-            self._show(text)
-
-    def _show(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.write(text, file=sys.stderr)
-        else:
             print(self.mark + text.replace("\n", f"\n{self.mark}"), file=sys.stderr, flush=True)
 
-    def start_phase(self, phase: str, start: int, total: int) -> None:
-        """Begin a phase at step `start` of `total`; a terminal gets a progress bar."""
-        if sys.stderr.isatty() and not self.quiet:
-            from tqdm import tqdm
-
-            self.bar = tqdm(
-                total=total, initial=start, desc=phase, unit="step", dynamic_ncols=True, file=sys.stderr
-            )
-
     def show_step(self, row: dict[str, Any], total: int, seconds_left: float) -> None:
-        """Show a logged step: at every step on a bar, every few seconds as a line."""
-        figures = _figures(row)
-        if self.bar is not None:
-            self.bar.set_postfix_str(figures, refresh=False)
-            with contextlib.suppress(OSError):
-                self.bar.update(row["step"] - self.bar.n)
+        """Show a logged step: each on a terminal's bar, one every few seconds as a line."""
+        figures = _figures(row, seconds_left)
+        doing(row["phase"], row["step"], total, figures)
         if now() - self._last >= _SECONDS_BETWEEN_LINES or row["step"] == total:
             self._last = now()
-            line = f"{row['phase']} {row['step']}/{total}  {figures}  ETA {format_duration(seconds_left)}"
-            if self.bar is None:
+            line = "  ".join((f"{row['phase']} {row['step']}/{total}", *figures))
+            if not on_terminal():
                 self.say(line)
             elif self.stream:
                 self.stream.write(line + "\n")
 
-    def end_phase(self) -> None:
-        """Close the progress bar."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
 
-
-def _figures(row: dict[str, Any]) -> str:
+def _figures(row: dict[str, Any], seconds_left: float) -> tuple[str, ...]:
+    """The figures of a step, the most important one first."""
     wait = row["data_seconds"] / max(1e-9, row["step_seconds"])
     rate = row.get("tokens_per_second", 0.0)
-    unit = (
-        "samples" if rate == row.get("samples_per_second") else "tokens"
-    )  # samples of length 1, such as pairs of ids
-    used = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
+    # Samples of length 1, such as pairs of ids, have as many tokens as samples.
+    unit = "samples" if rate == row.get("samples_per_second") else "tokens"
     return (
-        f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {rate:,.0f} {unit}/s{used}"
-        f"  {format_bytes(row['memory_bytes'])}  data wait {wait:.0%}"
+        f"loss {row['loss']:.4f}",
+        f"{format_duration(seconds_left)} left",
+        f"{rate:,.0f} {unit}/s",
+        f"lr {row['lr']:.2e}",
+        *([f"MFU {row['mfu']:.1%}"] if "mfu" in row else []),
+        format_bytes(row["memory_bytes"]),
+        f"data wait {wait:.0%}",
     )
 
 

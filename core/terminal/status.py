@@ -1,0 +1,252 @@
+"""The status: what this command is doing now, said from the first second on.
+
+    doing("measuring this machine")
+    doing("train", 120, 308, ("loss 2.3141", "1:02 left"))
+
+A terminal shows it in its last line, which is rewritten in place and cleared before anything else is printed.
+A pipe or a file gets a line for what lasts long. A child process of `auto` sends it to its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from isobatch.core.measures import format_duration, now, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+STATUS_MARK = "\x1eisobatch-status\x1e"
+"""Marks the lines in which a child process says what it is doing."""
+RELAY_VARIABLE = "ISOBATCH_RELAY_STATUS"
+"""Set for child processes whose parent shows their status on a terminal."""
+SHOWN_AFTER_SECONDS = 1.0
+SAID_AFTER_SECONDS = 10.0
+_PERIOD_SECONDS = 0.2
+_BAR_CELLS = 20
+_CLEAR = "\r\x1b[K"
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a command is doing: a text; where there is a count, `done` of `total`; and figures of it."""
+
+    text: str = ""
+    done: int = 0
+    total: int = 0
+    figures: tuple[str, ...] = ()
+    """The most important one first: those for which the line has no room are left out."""
+
+
+def format_activity(activity: Activity, seconds: float, width: int, encoding: str = "utf-8") -> str:
+    """The status line of an activity that began `seconds` ago, in at most `width` characters."""
+    if not activity.total:
+        return f"{activity.text} ... {format_duration(seconds)}"[:width]
+    full = round(_BAR_CELLS * min(1.0, activity.done / activity.total))
+    done, rest = ("\u2501", "\u2500") if encoding.lower().startswith("utf") else ("=", "-")
+    line = f"{activity.text} {done * full}{rest * (_BAR_CELLS - full)} {activity.done:,}/{activity.total:,}"
+    for figure in activity.figures:
+        if len(line) + 2 + len(figure) > width:
+            break
+        line += f"  {figure}"
+    return line[:width]
+
+
+class _Display(Protocol):
+    """Shows activities; `tick` is called a few times a second, with what goes on since `began`."""
+
+    def tick(self, activity: Activity, began: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Stream:
+    """A text stream of a terminal that has the status line cleared before it is written to."""
+
+    def __init__(self, stream: TextIO, display: _TerminalLine) -> None:
+        self.stream, self.display = stream, display
+
+    def write(self, text: str) -> int:
+        with self.display.lock:
+            self.display.clear()
+            self.display.inside_a_line = not text.endswith("\n") if text else self.display.inside_a_line
+            return self.stream.write(text)
+
+    def writelines(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class _TerminalLine:
+    """The last line of the terminal that standard error is."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.inside_a_line = False
+        """Whether somebody has begun a line and not ended it: then nothing may be put behind it."""
+        self._shown = ""
+        self._closed = False
+        self._streams = sys.stdout, sys.stderr
+        self._terminal = sys.stderr
+        self._idle_since: float | None = now()
+        if sys.stdout.isatty():
+            sys.stdout = _Stream(sys.stdout, self)
+        sys.stderr = _Stream(sys.stderr, self)
+
+    def tick(self, activity: Activity, began: float) -> None:
+        with self.lock:
+            if self._closed:
+                return
+            if not activity.text:
+                self._idle_since = None
+                self.clear()
+                return
+            if self._idle_since is None:
+                self._idle_since = began
+            if self.inside_a_line or now() - self._idle_since < SHOWN_AFTER_SECONDS:
+                return
+            width = shutil.get_terminal_size().columns - 1
+            text = printable(format_activity(activity, now() - began, width, self._terminal.encoding))
+            if text != self._shown:
+                self._put(_CLEAR + text)
+                self._shown = text
+
+    def clear(self) -> None:
+        if self._shown:
+            self._shown = ""
+            self._put(_CLEAR)
+
+    def _put(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone; the work goes on
+            self._terminal.write(text)
+            self._terminal.flush()
+
+    def close(self) -> None:
+        with self.lock:
+            self.clear()
+            self._closed = True
+            sys.stdout, sys.stderr = self._streams
+
+
+class _Relay:
+    """Lines for the parent process, which shows them."""
+
+    def __init__(self) -> None:
+        self._sent: Activity | None = None
+
+    def tick(self, activity: Activity, _: float) -> None:
+        if activity != self._sent:
+            self._sent = activity
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(f"{STATUS_MARK}{json.dumps(asdict(activity))}\n")
+                sys.stderr.flush()
+
+    def close(self) -> None:
+        self.tick(Activity(), 0.0)
+
+
+class _Lines:
+    """A line on standard error for what takes long, once; what has a count prints lines of its own."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+        self._said = ""
+
+    def tick(self, activity: Activity, began: float) -> None:
+        if now() - began >= SAID_AFTER_SECONDS and activity.text != self._said and not activity.total:
+            self._said = activity.text
+            with contextlib.suppress(OSError, ValueError):
+                print(printable(f"{self.mark}{activity.text} ..."), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Status:
+    """The activity of this process, and a thread that shows it."""
+
+    def __init__(self) -> None:
+        self.activity, self.began = Activity(), now()
+        self.display: _Display | None = None
+        self._stopped = threading.Event()
+
+    def change(self, activity: Activity) -> None:
+        if activity.text != self.activity.text:
+            self.began = now()
+        self.activity = activity
+
+    def start(self, mark: str) -> None:
+        if self.display is not None:
+            return
+        if RELAY_VARIABLE in os.environ and mark:
+            self.display = _Relay()
+        elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            self.display = _TerminalLine()
+        else:
+            self.display = _Lines(mark)
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, args=(self.display, self._stopped), daemon=True).start()
+
+    def _run(self, display: _Display, stopped: threading.Event) -> None:
+        while not stopped.wait(_PERIOD_SECONDS):
+            display.tick(self.activity, self.began)
+
+    def stop(self) -> None:
+        if self.display is not None:
+            self._stopped.set()
+            self.display.close()
+            self.display = None
+        self.activity = Activity()
+
+
+_status = _Status()
+
+
+def start_status(mark: str = "") -> None:
+    """Begin to show what this process does; `mark` is put before each line that is no terminal's."""
+    _status.start(mark)
+
+
+@contextlib.contextmanager
+def stopped_status() -> Iterator[None]:
+    """At the end of the block nothing is shown any more."""
+    try:
+        yield
+    finally:
+        _status.stop()
+
+
+def doing(text: str = "", done: int = 0, total: int = 0, figures: tuple[str, ...] = ()) -> None:
+    """Say what this process is doing from now on; without a text, nothing that a person waits for."""
+    _status.change(Activity(text, done, total, figures))
+
+
+def show_status_of_child(line: str) -> None:
+    """Do as a child process says in a line with STATUS_MARK."""
+    found = json.loads(line.removeprefix(STATUS_MARK))
+    doing(found["text"], found["done"], found["total"], tuple(found["figures"]))
+
+
+def on_terminal() -> bool:
+    """Whether a person sees the status in one line: here, or in the parent process."""
+    return isinstance(_status.display, _TerminalLine | _Relay)
+
+
+def _after_fork() -> None:
+    """A forked child has no thread that shows anything, and a copy of a lock that may be held for ever."""
+    if isinstance(_status.display, _TerminalLine):
+        sys.stdout, sys.stderr = _status.display._streams  # noqa: SLF001
+    _status.display = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,117 @@
+"""The status: what a command is doing, on a terminal, through a parent process, and in a file."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from isobatch.core.terminal import status
+from isobatch.core.terminal.console import Console
+from isobatch.core.terminal.status import Activity, format_activity
+
+FIGURES = ("loss 2.3141", "1:02 left", "12,345 tokens/s", "lr 1.00e-03", "542 MB", "data wait 0%")
+START = "import sys, time; from isobatch.core.terminal.status import doing, start_status, stopped_status\n"
+
+
+@pytest.mark.parametrize("width", [40, 79, 120, 199])
+def test_a_line_keeps_within_the_terminal_and_its_first_figures_stay(width: int) -> None:
+    line = format_activity(Activity("train", 120, 308, FIGURES), 5.0, width)
+    assert len(line) <= width
+    kept = [figure for figure in FIGURES if figure in line]
+    assert kept == list(FIGURES[: len(kept)])
+    assert len(kept) == {40: 0, 79: 3, 120: 6, 199: 6}[width]
+
+
+def test_a_bar_is_as_full_as_the_work_and_a_text_says_for_how_long() -> None:
+    bars = [format_activity(Activity("x", done, 10), 0, 79, "ascii") for done in (0, 5, 10, 12)]
+    assert [bar.count("=") for bar in bars] == [0, 10, 20, 20]
+    assert format_activity(Activity("loading the model"), 75, 79) == "loading the model ... 1:15"
+
+
+def in_a_terminal(program: str) -> tuple[list[str], str]:
+    """The states that a terminal's last line went through, and the text that stays on it."""
+    master, slave = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", START + program],
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(slave)
+    text = b""
+    while select.select([master], [], [], 20)[0]:
+        try:
+            block = os.read(master, 65536)
+        except OSError:  # the last process has closed it
+            break
+        if not block:
+            break
+        text += block
+    os.close(master)
+    assert child.wait() == 0
+    rows = text.decode().split("\r\n")
+    shown = [part for row in rows for part in row.split("\r\x1b[K")]
+    return shown, "\n".join(re.sub(r".*\r\x1b\[K", "", row) for row in rows)
+
+
+def test_on_a_terminal_the_line_comes_after_a_second_and_leaves_nothing_behind() -> None:
+    shown, left = in_a_terminal(
+        "start_status()\n"
+        "with stopped_status():\n"
+        "    doing('quick'); time.sleep(0.3); doing('slow'); time.sleep(1.2)\n"
+        "    print('an answer'); print('a note', file=sys.stderr)\n"
+        "    print('begun', end='', flush=True); time.sleep(0.6); print(', ended')\n"
+    )
+    assert "slow ... 0:00" in shown
+    assert not [part for part in shown if part.startswith("quick")]
+    assert left == "an answer\na note\nbegun, ended\n"
+
+
+def test_a_forked_child_prints_without_the_lock_of_its_parent() -> None:
+    _, left = in_a_terminal(
+        "import os\n"
+        "start_status(); doing('slow'); time.sleep(1.3)\n"
+        "with stopped_status(), sys.stdout.display.lock:\n"
+        "    if os.fork() == 0: print(end='', flush=True); os._exit(hasattr(sys.stdout, 'display'))\n"
+        "    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0\n"
+        "print('end')\n"
+    )
+    assert left == "end\n"
+
+
+def test_a_child_process_relays_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    relay = status._Relay()  # noqa: SLF001
+    for _ in range(2):
+        relay.tick(Activity("train", 3, 9, ("loss 1",)), 0.0)
+    (line,) = written.getvalue().removesuffix("\n").split("\n")
+    assert json.loads(line.removeprefix(status.STATUS_MARK))["done"] == 3
+    status.show_status_of_child(line)
+    try:
+        assert status._status.activity == Activity("train", 3, 9, ("loss 1",))  # noqa: SLF001
+    finally:
+        status.doing()
+
+
+def test_elsewhere_a_line_says_once_what_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    lines, long_ago = status._Lines("mark "), time.perf_counter() - 2 * status.SAID_AFTER_SECONDS  # noqa: SLF001
+    for _ in range(2):
+        lines.tick(Activity("exporting to onnx"), long_ago)
+    lines.tick(Activity("saving"), time.perf_counter())
+    lines.tick(Activity("train", 1, 9), long_ago)
+    assert capsys.readouterr().err == "mark exporting to onnx ...\n"
+
+
+def test_steps_are_lines_where_no_terminal_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"phase": "train", "step": 9, "loss": 1.5, "lr": 1e-3, "data_seconds": 0.0, "step_seconds": 1.0}
+    Console(None).show_step({**row, "memory_bytes": 5_000_000}, 9, 0.0)
+    assert capsys.readouterr().err.startswith("train 9/9  loss 1.5000  0:00 left  ")
+    status.doing()
