@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -23,9 +24,13 @@ TYPED_VARIABLE = "ISOBATCH_TYPED"
 """How the user calls this program, for its child processes; `launch/__main__.py` sets it."""
 
 
-def typed_command(*words: object) -> str:
-    """`words` as a command to show, in the form the user typed: `python -m launch` or `isobatch`."""
-    return " ".join([os.environ.get(TYPED_VARIABLE, "isobatch"), *map(str, words)])
+_SUGGESTED = re.compile(r"(?<![\w./-])isobatch (?=(?:auto|cancel|doctor|logs|plan|resume|verify)\b)")
+"""The beginning of a command in a hint."""
+
+
+def as_typed(text: str) -> str:
+    """A text for the user, with its commands in the form that was typed: `python -m launch resume RUN`."""
+    return _SUGGESTED.sub(os.environ.get(TYPED_VARIABLE, "isobatch") + " ", text)
 
 
 def own_command(*words: str) -> list[str]:

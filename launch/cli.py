@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, INTERRUPTED, STOPPED, WRONG_INPUT, UserCodeError
 from isobatch.core.measures import printable
+from isobatch.core.package import as_typed
 from isobatch.core.terminal.status import doing, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
@@ -226,7 +227,7 @@ def load_function(target: str) -> Callable[[Sequence[str]], int]:
 
 
 def _print_error(message: str, code: int = WRONG_INPUT) -> int:
-    print(printable(f"isobatch: {' '.join(message.split())}"), file=sys.stderr)
+    print(printable(as_typed(f"isobatch: {' '.join(message.split())}")), file=sys.stderr)
     return code
 
 

@@ -1,13 +1,17 @@
-"""Hints name the command in the form that the user typed."""
+"""Hints name the program in the form the user typed."""
 
 import pytest
 
-from isobatch.core.package import TYPED_VARIABLE, typed_command
+from isobatch.core.package import TYPED_VARIABLE, as_typed
 
 
-@pytest.mark.parametrize(("typed", "shown"), [(None, "isobatch"), ("python -m launch", "python -m launch")])
-def test_a_hint_names_the_command_that_was_typed(typed, shown, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("typed", "shown"), [("", "isobatch"), ("python -m launch", "python -m launch")])
+def test_a_command_in_a_hint_is_the_one_that_was_typed(
+    typed: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(TYPED_VARIABLE, raising=False)
     if typed:
         monkeypatch.setenv(TYPED_VARIABLE, typed)
-    assert typed_command("resume", "runs/a") == f"{shown} resume runs/a"
+    text = "isobatch: stopped; isobatch cancel runs/a --now, then isobatch resume /x/isobatch resume"
+    expected = f"isobatch: stopped; {shown} cancel runs/a --now, then {shown} resume /x/isobatch resume"
+    assert as_typed(text) == expected
