@@ -13,6 +13,10 @@ INTERRUPTED = 130
 """By Ctrl-C where nothing is saved: 128 + SIGINT, as shells say it."""
 
 
+USER_MODULE = "isobatch_user_"
+"""The name of a user's task file as a module begins so."""
+
+
 class IsobatchError(Exception):
     """Base of all expected errors: one line for the user, and an exit code."""
 

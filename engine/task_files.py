@@ -12,9 +12,10 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import IsobatchError, UserCodeError, UserError
+from isobatch.core.errors import USER_MODULE, IsobatchError, UserCodeError, UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.core.recipe import TASK_CODE
+from isobatch.data.base import Data
 from isobatch.models.base import Task
 
 if TYPE_CHECKING:
@@ -122,12 +123,15 @@ def load_task_class(location: str) -> type[Task]:
         problem = there if name else f"which class? Write {path}:Class"
         raise UserError(f"--task {location}: {problem}; found: {', '.join(own) or 'none'}")
     _refuse_former_contract(location, found)
+    _refuse_other_parameters(location, found, Task)
+    if isinstance(found.data, type):
+        _refuse_other_parameters(location, found.data, Data)
     return found
 
 
 def _import_file(location: str, file: Path) -> ModuleType:
     """Import a file as a module. Its folder is put last on sys.path, so it can import its neighbours."""
-    module_name = f"isobatch_user_{file.stem}"
+    module_name = f"{USER_MODULE}{file.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -196,3 +200,21 @@ def _refuse_former_contract(location: str, task: type[Task]) -> None:
         raise UserError(
             f"--task {location}: {task.__name__}.evaluate takes (self, model, batch, step) now: add step"
         )
+
+
+def _refuse_other_parameters(location: str, found: type, contract: type) -> None:
+    """Raise UserError for a method that cannot be called as the contract says."""
+    for name, method in vars(contract).items():
+        own = getattr(found, name, None)
+        if name.startswith("_") or own is method:
+            continue
+        if not (inspect.isfunction(method) and inspect.isfunction(own)):
+            continue
+        expected = inspect.signature(method).parameters
+        try:
+            inspect.signature(own).bind(*expected)
+        except TypeError:
+            has = ", ".join(inspect.signature(own).parameters)
+            raise UserError(
+                f"--task {location}: {found.__name__}.{name} takes ({', '.join(expected)}), not ({has})"
+            ) from None

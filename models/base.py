@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from isobatch.core.errors import UserError
 from isobatch.core.flags import NoOptions
 
 if TYPE_CHECKING:
@@ -379,6 +380,8 @@ class Task(ABC):
 
         with torch.device("meta"):
             model = self.build_model(facts)
+        if not isinstance(model, torch.nn.Module):
+            raise UserError(f"build_model() returned a {type(model).__name__}: return a torch.nn.Module")
         parameters = list(model.parameters())
         return ModelSize(
             parameters=sum(p.numel() for p in parameters),

@@ -1,10 +1,11 @@
-"""Classify exceptions: out of memory, another process lost, no disk space, or a bug."""
+"""Classify exceptions: out of memory, another process lost, no disk space, the user's code, or a bug."""
 
 from __future__ import annotations
 
 import errno
 
 from isobatch.core.errors import IsobatchError, OutOfMemoryError, UserError, WorkerLostError
+from isobatch.engine.runs.user_code import user_code_error
 
 _MEMORY = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
@@ -17,7 +18,7 @@ _CONNECTION = (
 
 
 def classify(error: BaseException) -> IsobatchError | None:
-    """The isobatch error that an exception stands for, or None for a bug."""
+    """The isobatch error that an exception stands for, or None for a bug of ours."""
     if isinstance(error, IsobatchError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -30,7 +31,7 @@ def classify(error: BaseException) -> IsobatchError | None:
         return OutOfMemoryError(f"out of memory: {_first_line(error)}")
     if isinstance(error, RuntimeError) and _any(_CONNECTION, text):
         return WorkerLostError(f"the connection to another process broke: {_first_line(error)}")
-    return None
+    return user_code_error(error)
 
 
 def _any(phrases: tuple[str, ...], text: str) -> bool:

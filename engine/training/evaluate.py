@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isobatch.core.errors import TrainingError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.terminal.status import doing
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
@@ -136,6 +136,11 @@ def _round_up(count: int, multiple: int) -> int:
 
 def _add(parts: Mapping[str, Sum | Rows], index: np.ndarray, sums: dict[str, list[float]], rows: Any) -> None:
     for name, part in parts.items():
+        if not isinstance(part, Rows | Sum):
+            raise UserError(
+                f"evaluate() returned a {type(part).__name__} as {name}: return {{name: Sum(total, count)}},"
+                " or Rows(values)"
+            )
         if isinstance(part, Rows):
             rows.setdefault(name, []).append((index, part.values.float().cpu().numpy()))
         else:

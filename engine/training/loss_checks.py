@@ -46,6 +46,11 @@ def check_loss_form(losses: Any) -> None:
         if not isinstance(part.sum, Tensor) or part.sum.ndim:
             found = f"of shape {tuple(part.sum.shape)}" if isinstance(part.sum, Tensor) else repr(part.sum)
             raise TrainingError(f"loss() part {name} is {found}, not a tensor of one number: {EXPECTED}")
+    if torch.is_grad_enabled() and not any(part.sum.requires_grad for part in losses.values()):
+        raise TrainingError(
+            "loss() has no gradient: no parameter that trains leads to it; are .detach(), .item() or"
+            " torch.no_grad() in the way?"
+        )
 
 
 def refuse_names(names: list[str]) -> None:

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, UserError
+from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, UserCodeError, UserError
 from isobatch.core.terminal.console import LINE_MARK
 from isobatch.core.terminal.status import RELAY_VARIABLE, doing, start_status
 from isobatch.engine import consent
@@ -106,8 +106,10 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         return Verdict(DONE, "")
     except Exception as caught:
         error = classify(caught)
-        if error is None:
+        if error is None or (isinstance(error, UserCodeError) and (options.debug or not owns_process)):
             raise
+        if isinstance(error, UserCodeError):
+            console.say(error.frames.rstrip("\n"))
         code = error.exit_code
         if isinstance(error, WorkerLostError):
             traceback.print_exc()
