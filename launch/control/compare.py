@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_folder import RunFolder, list_runs
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.words.config_files import value_text
 
@@ -29,14 +30,25 @@ class CompareOptions:
 
 
 def compare(words: Sequence[str]) -> int:
-    """Usage: compare RUN RUN... [--json]: what differs between runs, and their metrics side by side."""
+    """Usage: compare RUN RUN... [--json]: what differs between runs, and their metrics side by side.
+
+    A folder of runs stands for all of them.
+    """
     positional, flags = split_words(words)
     options = command_options(flags, CompareOptions, "compare")
-    if len(positional) < 2:
+    runs = [run for place in positional for run in _runs_at(place)]
+    if len(runs) < 2:
         raise UserError("compare: give two runs or more, as in: compare runs/a runs/b (`runs` lists them)")
-    found = compared([RunFolder.open(place) for place in positional])
+    found = compared(runs)
     print(atomic_files.json_text(found) if options.json else printable_lines(found))
     return DONE
+
+
+def _runs_at(place: str) -> list[RunFolder]:
+    """The run in this folder, or else the runs that lie in it. Raises UserError where there is none."""
+    folder = Path(place).expanduser()
+    inside = [] if (folder / "recipe.json").exists() else list(list_runs(folder))
+    return inside or [RunFolder.open(place)]
 
 
 def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.base import Task
 
-REFUSAL = "predicts nothing: give its task a method predict(model, batch)"
+REFUSAL = "predicts nothing: give its task a method predict(model, batch) and train again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -18,7 +19,6 @@ from isobatch.models.protocols import Generates, OpensItemLists, Predicts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from isobatch.models.base import Task
 
@@ -47,7 +47,12 @@ def predict(words: Sequence[str]) -> int:
     positional, flags = split_words(words)
     if not positional:
         raise UserError('predict: give the folder of a run, and texts or --file: predict RUN "text"')
-    options, texts = command_options(flags, PredictOptions, "predict"), positional[1:]
+    texts = positional[1:]
+    if "data" in flags:  # as `auto` calls it
+        flags.setdefault("file", flags.pop("data"))
+    if len(texts) == 1 and "file" not in flags and _is_table(texts[0]):
+        flags["file"] = texts.pop()
+    options = command_options(flags, PredictOptions, "predict")
     out = None if options.out is None else tables.check_out(options.out, options.file)
     answered = _answers(positional[0], texts, options)
     if out is not None:
@@ -55,6 +60,10 @@ def predict(words: Sequence[str]) -> int:
     else:
         _print(answered, options)
     return 0
+
+
+def _is_table(word: str) -> bool:
+    return Path(word).suffix.lower() in tables.ROW_ENDINGS and Path(word).is_file()
 
 
 def _answers(where: str, texts: Sequence[str], options: PredictOptions) -> Iterator[list[dict[str, Any]]]:

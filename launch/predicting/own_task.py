@@ -17,6 +17,7 @@ from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.registry import workload_of
 from isobatch.engine.verification.replay import Replay
 from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
+from isobatch.launch.predicting import tables
 from isobatch.models.encoder.prediction import batches_of_one_width
 from isobatch.models.protocols import PredictsBatches
 
@@ -41,7 +42,23 @@ def predict_own_rows(run: RunFolder, file: str | None, split: str | None) -> Ite
         raise UserError(f"--split {split}: the data has {', '.join(run.facts.samples)}")
     else:
         source = None
-    return _predict(run, source, split or "")
+    answers = _predict(run, source, split or "")
+    return answers if file is None or source is None else _beside_rows(answers, file, len(source))
+
+
+def _beside_rows(
+    answers: Iterator[list[dict[str, Any]]], file: str, count: int
+) -> Iterator[list[dict[str, Any]]]:
+    """The answers behind the rows of a table, where it has a row for each."""
+    if Path(file).suffix.lower() not in tables.ROW_ENDINGS:
+        yield from answers
+        return
+    rows = [row for _, row in tables.read_table(file)]
+    for found in answers:
+        start = found[0]["sample"]
+        if len(rows) == count:
+            found = [tables.beside(row, answer) for row, answer in zip(rows[start:], found, strict=False)]
+        yield found
 
 
 def _read_file(run: RunFolder, file: str) -> Source:

@@ -23,7 +23,7 @@ from isobatch.launch.sweeps.plot import write_plot
 from isobatch.launch.sweeps.points import distinct, labelled
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from isobatch.core.recipe import Recipe
     from isobatch.launch.local.launch_run import AutoOptions
@@ -68,7 +68,11 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
     found = summary(trained, *best_metric)
     atomic_files.write_json(folder / FILE_NAME, found)
     write_plot(found, folder)
-    print(atomic_files.json_text(found) if options.json else f"{format_sweep(found)}\n\n{folder}")
+    print(
+        atomic_files.json_text(found)
+        if options.json
+        else f"{format_sweep(found)}\nplot and all figures: {folder}"
+    )
     return max(one.code for one in trained)
 
 
@@ -123,14 +127,29 @@ def format_sweep(found: Mapping[str, Any]) -> str:
     cells = [["", *swept, *names[:MOST_COLUMNS], "run"]]
     for row in rows:
         mark = "best" if row == found["best"] and len(rows) > 1 else ""
-        failed = f" ({row['failed']} failed)" if row["failed"] else ""
         figures = [_figure(row, name) for name in names[:MOST_COLUMNS]]
-        cells.append(
-            [mark, *(str(row["values"][n]) for n in swept), *figures, Path(row["runs"][0]).name + failed]
-        )
+        cells.append([mark, *(str(row["values"][n]) for n in swept), *figures, _run_names(row)])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines += ["", *_legend(found)]
     return "\n".join(map(printable, lines))
+
+
+def _run_names(row: Mapping[str, Any]) -> str:
+    """The first run of a setting, and how many there are beside it."""
+    others = f" and {len(row['runs']) - 1} more" if len(row["runs"]) > 1 else ""
+    failed = f" ({row['failed']} failed)" if row["failed"] else ""
+    return Path(row["runs"][0]).name + others + failed
+
+
+def _legend(found: Mapping[str, Any]) -> Iterator[str]:
+    """What the table's figures are."""
+    better = "lower" if found["direction"] == "min" else "higher"
+    if len(found["rows"]) > 1:
+        yield f"best: by {found['metric']} ({better} is better)"
+    if any(row["deviations"] for row in found["rows"]):
+        seeds = max(len(row["runs"]) - row["failed"] for row in found["rows"])
+        yield f"+-: standard deviation of {seeds} seeds around their mean"
 
 
 MOST_COLUMNS = 4

@@ -66,10 +66,11 @@ def check_predictions(own_task: Path) -> None:
     found = [json.loads(line) for line in held_out.stdout.splitlines()]
     assert [row["sample"] for row in found] == list(range(80))
     (own_task / "new.csv").write_text("x,y\n0.0,1.0\n1.0,-0.4\n")
-    words = ["--file", "new.csv", "--out", "new.jsonl"]
-    done = launch("predict", "runs/one", *words, cwd=own_task)
-    assert done.stdout == "2 rows -> new.jsonl\n", done.stderr
+    for words in (["--file", "new.csv"], ["--data", "new.csv"], ["new.csv"]):
+        done = launch("predict", "runs/one", *words, "--out", "new.jsonl", cwd=own_task)
+        assert done.stdout == "2 rows -> new.jsonl\n", done.stderr
     rows_ = [json.loads(line) for line in (own_task / "new.jsonl").read_text().splitlines()]
+    assert [(row["x"], row["y"]) for row in rows_] == [("0.0", "1.0"), ("1.0", "-0.4")]  # as they came
     assert [row["class"] for row in rows_] == [0, 1]  # the upper half circle, and the lower one
     assert rows_[0]["probability"] < 0.5 < rows_[1]["probability"]
     assert "give --file FILE, or --split" in complaint(launch("predict", "runs/one", cwd=own_task))
@@ -83,6 +84,9 @@ def test_the_own_task_learns_the_same_on_two_processes(own_task: Path) -> None:
     assert losses(one) == pytest.approx(losses(two), abs=1e-5)
     figures = [[r["train_accuracy"] for r in rows(run) if "lr" in r] for run in (one, two)]
     assert figures[0] == figures[1]
+    compared = json.loads(launch("compare", "runs", "--json", cwd=own_task).stdout)
+    assert compared["runs"] == ["runs/one", "runs/two"]
+    assert compared["plan"]["processes"] == [1, 2]
 
 
 def test_the_own_task_reads_the_users_file_and_has_flags(own_task: Path) -> None:

@@ -6,8 +6,10 @@ import os
 import re
 import shlex
 import subprocess
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 OWN_TASKS = (ROOT / "docs" / "own-tasks.md").read_text(encoding="utf-8")
-CODE, FROM_PYTHON = re.findall(r"```python\n(.*?)```", OWN_TASKS, re.S)
+CODE, DATA, FROM_PYTHON = re.findall(r"```python\n(.*?)```", OWN_TASKS, re.S)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -164,3 +166,19 @@ def test_the_readme_is_short() -> None:
 def test_every_page_is_linked_from_the_readme_or_a_page() -> None:
     linked = {name for page in PAGES for name in re.findall(r"([\w-]+\.md)\)", page.read_text())}
     assert {page.name for page in PAGES[1:]} <= linked
+
+
+def test_data_of_ones_own_comes_from_a_table_and_from_the_hubs_library(tmp_path: Path) -> None:
+    import datasets
+
+    names: dict[str, Any] = {}
+    exec(DATA, names)
+    rows_of_file = "".join(f"{n},{n * n},{9 - n}\n" for n in range(40))
+    (tmp_path / "houses.csv").write_text(f"rooms,age,price\n{rows_of_file}")
+    table = names["Table"](SimpleNamespace(data=str(tmp_path / "houses.csv")), None).read()
+    assert {split: c["x"].shape for split, c in table.items()} == {"valid": (4, 2), "train": (36, 2)}
+    assert sorted(np.concatenate([c["y"][:, 0] for c in table.values()])) == list(range(-30, 10))
+    rows = datasets.Dataset.from_dict({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [5.0, 6.0]})
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "saved")
+    found = names["Hub"](SimpleNamespace(data=str(tmp_path / "saved")), None).read()["train"]
+    assert (found["x"].tolist(), found["y"].tolist()) == ([[1, 2], [3, 4]], [[5], [6]])

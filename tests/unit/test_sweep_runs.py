@@ -29,6 +29,7 @@ def test_the_best_is_by_the_tasks_own_metric_and_direction() -> None:
     assert text.splitlines()[0].split() == ["lr", "accuracy", "loss", "run"]
     assert text.splitlines()[2].startswith("best")
     assert "(1 failed)" in text.splitlines()[3]
+    assert text.splitlines()[-1] == "best: by accuracy (higher is better)"
 
 
 def test_seeds_alone_are_rows_and_beside_others_a_mean() -> None:
@@ -38,6 +39,8 @@ def test_seeds_alone_are_rows_and_beside_others_a_mean() -> None:
     (row,) = both["rows"]
     assert row["metrics"]["loss"] == pytest.approx(0.4)
     assert row["deviations"]["loss"] == pytest.approx(0.1 * 2**0.5)
+    assert format_sweep(both).splitlines()[1].endswith("1-0 and 1 more")
+    assert format_sweep(both).splitlines()[-1] == "+-: standard deviation of 2 seeds around their mean"
 
 
 @pytest.mark.parametrize("words", ["--seeds 2", "--dry-run", "--dump-config", "--scale-batch auto"])
