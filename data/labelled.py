@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 
     from isobatch.data.readers import LocatedRows
 
-TEXT_COLUMNS = ("sentence", "text", "sentence1", "premise", "question1", "question")
+TEXT_COLUMNS = (
+    *("sentence", "text", "sentence1", "premise", "question1", "question"),
+    *("content", "comment", "review", "message", "tweet", "body", "feedback", "description"),
+)
 """Usual names of a text column; the first that the data has is taken."""
 PAIR_COLUMNS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
-LABEL_COLUMNS = ("label", "labels", "class", "category", "target")
+LABEL_COLUMNS = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "emotion")
 WITHHELD_LABELS = (None, "-1")
 """Labels that mean none, as in GLUE's test splits."""
 CLASS_WEIGHT = f"class{WEIGHT}"
@@ -52,7 +55,7 @@ class LabelledOptions:
     pair_column: str | None = None
     """The column of a second text, for pairs; by default sentence2, hypothesis or question2."""
     label_column: str | None = None
-    """The column that holds the class; by default label, labels, class, category or target."""
+    """The column that holds the class; by default label, class, category, target, sentiment, intent, ..."""
     vocab_size: int | None = None
     """Size of a tokenizer trained on the data, where no model brings one; by default 8192."""
     data_config: str | None = None
@@ -168,6 +171,8 @@ class Labelled(EncodedSplits):
         if first is None:
             raise UserError(f"--data {self.recipe.data}: the train split is empty")
         columns = self._find_columns([str(k) for k in first[1]])
+        if {columns.text, columns.label} - {"text", "sentence", "label"}:
+            notes.append(f"texts are those of the column {columns.text}, classes those of {columns.label}")
         splits = {split: list(read_examples(rows(), columns)) for split, rows in row_readers.items()}
         notes += self._hold_out(splits)
         if empty := next((split for split, examples in splits.items() if not examples), None):

@@ -19,7 +19,7 @@ from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.words.config_files import flags_of_files, join
 from isobatch.launch.local.words.foreign_words import translate, words_for
 from isobatch.launch.local.words.meanings import spelling
-from isobatch.launch.report.command import markdown, write_report
+from isobatch.launch.report.command import text_of, write_report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,8 +68,8 @@ def compress(words: Sequence[str]) -> int:
     folder = runs[-1].folder / "report"
     contents = write_report(runs, folder)
     print("\n".join(["compress kept:", *map(kept_line, STAGES, runs)]), file=sys.stderr)
-    text = f"{markdown(contents)}\n\n{folder}/report.html"
-    print(atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else text)
+    dumped = atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else ""
+    print(dumped or text_of(contents, folder))
     return DONE
 
 

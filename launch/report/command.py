@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.report.contents import Contents, collect
 from isobatch.launch.report.html import render_page
-from isobatch.launch.report.tables import format_value, metrics_of, runs_table
+from isobatch.launch.report.tables import differences_table, metric_line, metrics_of, runs_table, text_table
 from isobatch.launch.report.watch import DRAW_SECONDS, LOCAL, make_server
 
 if TYPE_CHECKING:
@@ -58,8 +60,7 @@ def report(words: Sequence[str]) -> int:
         raise UserError(f"--port {options.port}: means nothing without --watch")
     folder = Path(options.to).expanduser() if options.to else runs[-1].folder / "report"
     contents = write_report(runs, folder)
-    text = printable(f"{markdown(contents)}\n\n{folder}/report.html")
-    print(atomic_files.json_text(contents.to_dict()) if options.json else text)
+    print(atomic_files.json_text(contents.to_dict()) if options.json else text_of(contents, folder))
     return 0
 
 
@@ -98,9 +99,20 @@ def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:
     return contents
 
 
+def text_of(contents: Contents, folder: Path) -> str:
+    """What a command prints of a report: on a terminal what fits it, else report.md."""
+    if sys.stdout.isatty() and contents.groups:
+        width = shutil.get_terminal_size().columns
+        tables = [text_table([list(g.report.columns), *g.table()], width) for g in contents.groups]
+        return printable("\n\n".join(["", *tables, f"all figures: {folder}/report.html"]))
+    return printable(f"{markdown(contents)}\n\n{folder}/report.html")
+
+
 def markdown(contents: Contents) -> str:
     """The text of report.md."""
     lines = ["# Report"]
+    if differing := differences_table(contents.runs):
+        lines += ["", "What the recipes differ in:", "", *_markdown_table(differing)]
     for group in contents.groups:
         table = [list(group.report.columns), *group.table()]
         lines += ["", group.caption(contents.machine), "", *_markdown_table(table)]
@@ -114,7 +126,7 @@ def markdown(contents: Contents) -> str:
     for run in contents.runs:
         shown = {k: v for k, v in metrics_of(run).items() if _fits_a_line(v)}
         lines += ["", f"## {_escaped(run['run'])} ({_escaped(run['task'])})", ""]
-        lines += [f"- {_escaped(name)}: {_escaped(format_value(value))}" for name, value in shown.items()]
+        lines += [_escaped(f"- {metric_line(name, value)}") for name, value in shown.items()]
         if run["use"]:
             lines += ["", *_markdown_table([["machine", "measured", "target", "is"], *run["use"]])]
         if run["sample"]:

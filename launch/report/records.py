@@ -13,7 +13,7 @@ from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows, thinned_rows
 from isobatch.launch.report.machine_use import CURVES, memory_table, use_table
-from isobatch.launch.report.tables import format_value
+from isobatch.launch.report.tables import format_value, in_words
 from isobatch.models.protocols import Reports, TaskReport
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ def _plan_table(plan: dict[str, Any]) -> list[list[str]]:
     """Rows (field, value, reason)."""
     reasons = plan.get("reasons") or {}
     shown = {name: plan[name] for name in plan if name in reasons}
-    return [[name, _plan_value(name, value), printable(reasons[name])] for name, value in shown.items()]
+    return [
+        [in_words(name), _plan_value(name, value), printable(reasons[name])] for name, value in shown.items()
+    ]
 
 
 def _plan_value(name: str, value: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes
@@ -13,25 +15,39 @@ if TYPE_CHECKING:
 def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
     """The table of runs whose models were not measured: a head, then a row for each run."""
     names = list(dict.fromkeys(n for r in runs for n, v in metrics_of(r).items() if _is_scalar(v)))
-    head = ["run", "split", "parameters", "trained", *names, "memory", "training"]
+    head = ["run", "split", "parameters", "trained", *map(in_words, names), "memory", "training"]
     return [head, *(_row(run, names) for run in runs)] if runs else []
 
 
 def differences_table(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """A row for each field in which the runs' recipes differ, a column for each run; none where none does."""
-    names = dict.fromkeys(name for run in runs for name in run["recipe"])
+    """A row for each field in which the runs' recipes differ, a column for each run; none where none does.
+
+    Fields that only some have are those of another task, not a difference.
+    """
+    names = [name for name in (runs[0]["recipe"] if runs else ()) if all(name in r["recipe"] for r in runs)]
     columns = {name: [_recipe_text(run["recipe"].get(name)) for run in runs] for name in names}
-    rows = [[name.replace("_", " "), *cells] for name, cells in columns.items() if len(set(cells)) > 1]
+    rows = [[in_words(name), *cells] for name, cells in columns.items() if len(set(cells)) > 1]
     return [["recipe", *(run["run"] for run in runs)], *rows] if rows else []
 
 
+def in_words(name: str) -> str:
+    """The name of a field or a metric, for people."""
+    return name.replace("_", " ")
+
+
 def _recipe_text(value: Any) -> str:
+    if isinstance(value, str) and Path(value).is_absolute():
+        return "/".join(Path(value).parts[-2:])
     return "" if value is None else format_value(value)
 
 
 def metrics_of(run: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of a run's summary; none where a received run has something else there."""
-    return run["metrics"] if isinstance(run["metrics"], dict) else {}
+    """The metrics of a run's summary; none where a received run has something else there.
+
+    Without latencies: those were measured in the training process, and a report measures them alone.
+    """
+    found = run["metrics"] if isinstance(run["metrics"], dict) else {}
+    return {name: value for name, value in found.items() if not str(name).startswith("latency_")}
 
 
 def _figure(value: Any, form: Callable[[Any], str]) -> str:
@@ -61,3 +77,20 @@ def format_value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(format_value, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def metric_line(name: str, value: Any) -> str:
+    """`name: value` in words, with four digits and bytes with their unit."""
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{in_words(name.removesuffix('_bytes'))}: {format_bytes(value)}"
+    if name.endswith("_ci95") and isinstance(value, list) and len(value) == 2:
+        return f"{in_words(name.removesuffix('_ci95'))}, 95 % interval: {value[0]:.4g} to {value[1]:.4g}"
+    return f"{in_words(name)}: {f'{value:.4g}' if isinstance(value, float) else format_value(value)}"
+
+
+def text_table(rows: list[list[str]], width: int) -> str:
+    """Rows in aligned columns; the last columns are left out where the terminal is narrower."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = max(1, sum(end - 2 <= width for end in accumulate(w + 2 for w in widths)))
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row[:columns], widths, strict=False)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -19,8 +19,10 @@ def test_mcnemar_is_the_exact_binomial_of_the_samples_they_disagree_on() -> None
     assert evaluation.mcnemar(one, one) == 1.0
 
 
-def row(right: int, of: int, p25: float, p75: float) -> dict:
+def row(right: int, of: int, p25: float, p75: float, run: str = "a", runtime: str = "torch") -> dict:
     return {
+        "run": run,
+        "runtime": runtime,
         "accuracy": right / of,
         "right": [True] * right + [False] * (of - right),
         "labels": [0] * of,
@@ -34,6 +36,15 @@ def test_a_difference_inside_the_noise_is_called_that() -> None:
     assert (near["accuracy_verdict"], near["speed_verdict"]) == ("within the noise", "within the noise")
     assert (worse["accuracy_verdict"], worse["speed_verdict"]) == ("worse", "faster")
     assert worse["speedup"] == pytest.approx(10 / 4.5, abs=1e-3)
+
+
+def test_speed_is_compared_within_a_runtime_and_what_the_runtime_gains_is_apart() -> None:
+    both = [(run, runtime) for run in ("big", "small") for runtime in ("torch", "onnx")]
+    times = {("big", "torch"): 8.0, ("big", "onnx"): 4.0, ("small", "torch"): 4.0, ("small", "onnx"): 1.0}
+    rows = compared([row(9, 10, times[one], times[one], *one) for one in both])
+    assert [one["speedup"] for one in rows] == [1, 1, 2, 4]
+    assert [one["speed_verdict"] for one in rows] == ["baseline", "baseline", "faster", "faster"]
+    assert [one["runtime_speedup"] for one in rows] == [1, 2, 1, 4]
 
 
 def test_models_of_other_samples_are_not_compared() -> None:

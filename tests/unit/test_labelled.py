@@ -200,9 +200,17 @@ def test_missing_columns_are_named(options: dict[str, str], says: str, folder: P
 
 
 def test_columns_without_usual_names_are_asked_for(tmp_path: Path) -> None:
-    write(tmp_path, "train", [("good", "1")], "review\tstars")
-    with pytest.raises(UserError, match=r"which column\? --text-column says; it has: review, stars"):
+    write(tmp_path, "train", [("good", "1")], "title\tstars")
+    with pytest.raises(UserError, match=r"which column\? --text-column says; it has: title, stars"):
         make(tmp_path).check()
+
+
+def test_usual_names_of_columns_are_known_and_said(tmp_path: Path) -> None:
+    rows = [("good", "pos"), ("bad", "neg"), ("fine", "pos"), ("poor", "neg")]
+    write(tmp_path, "train", rows, "comment\tsentiment")
+    _, _, extra = make(tmp_path).encode_splits()
+    assert "texts are those of the column comment, classes those of sentiment" in extra["notes"]
+    assert extra["labels"] == ["neg", "pos"]
 
 
 def test_plain_text_has_no_labels(tmp_path: Path) -> None:
