@@ -36,7 +36,7 @@ class RunOptions:
     noise_scale_every: Interval | None = field(default=None, metadata=ADDED_LATER)
     """How often to measure the gradient noise scale, for `plan --critical-batch RUN` (steps, 5% or 0.1ep):
     half a step's arithmetic each time, which changes nothing that is learnt."""
-    tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = "none"
+    tracker: Literal["none", "tensorboard", "wandb", "mlflow", "trackio"] = "none"
     """Also report metrics there."""
     witness: str | None = field(default=None, metadata=NOT_RECORDED)
     """Write the metrics' running seal there: to a file, or after `|` a command that reads a line."""

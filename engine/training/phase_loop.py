@@ -241,8 +241,7 @@ class PhaseLoop:
         context.log.log_step(row, result.loaded.work.samples)
         if (every := context.task.plot_every) and progress.step % every == 0:
             context.draw_plots()
-        if context.options.tracker != "none":
-            self.world.accelerator.log(tracked_values(row), step=row["step"])
+        context.track(tracked_values(row))
         average = (progress.train_seconds - progress.seconds_before) / progress.step
         context.console.show_step(row, schedule.steps, (schedule.steps - progress.step) * average)
 

@@ -23,7 +23,7 @@ from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
 from isobatch.engine.runs.summary import Progress, startup_seconds, summarize
 from isobatch.engine.runs.witness import Witness
 from isobatch.engine.training.session import Session
-from isobatch.engine.training.step_metrics import FlopUtilisation, flop_utilisation, gpu_uuid
+from isobatch.engine.training.step_metrics import FlopUtilisation, flop_utilisation, gpu_uuid, tracked_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +57,8 @@ class RunContext:
         """`draw_plots` is called when the run's figures are to be drawn; it must not wait."""
         self.run, self.world, self.options, self.console = run, world, options, console
         self.draw_plots = draw_plots
+        self.tracks = options.tracker != "none"
+        """Whether figures go to a tracker."""
         self.session = Session(run.recipe, run.facts, run.plan, world, console.say, self._record_plan)
         self.recipe, self.task = self.session.recipe, self.session.task
         witness = Witness.from_environment(console.say) if world.is_main else None
@@ -102,10 +104,24 @@ class RunContext:
         self.peak_memory.observe("evaluate")
         trim_heap(self.world.device)
         self.log.log_metrics({"phase": self.progress.phase, "step": step, "split": split, **metrics})
+        if step == self.progress.step:  # else they are of earlier weights: the final figures say those
+            self.track({f"{split}/{name}": value for name, value in tracked_values(metrics).items()})
         # A perplexity of words is for comparison with papers, and has many digits until a model knows words.
         shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
         self.console.say(f"{split} after step {step}: {format_metrics(shown, '.4f')}")
         return metrics
+
+    def track(self, values: dict[str, float]) -> None:
+        """Give figures to the tracker, over the steps of all phases. Training goes on where it fails."""
+        if not self.tracks:
+            return
+        try:
+            self.world.accelerator.log(values, step=self.progress.steps)
+        except Exception as error:  # a library's own: its server may be gone
+            self.tracks = False
+            self.console.say(
+                f"--tracker {self.options.tracker} gets nothing more: {type(error).__name__}: {error}"
+            )
 
     def tell_slowdowns(self) -> None:
         """Say what slows this machine down since the last call; the main rank records what it noticed."""

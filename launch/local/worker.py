@@ -78,7 +78,8 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.trainer import train
     from isobatch.launch.local.measured_run import remember_run
-    from isobatch.launch.local.plotter import Plotter, track_plots
+    from isobatch.launch.local.observers.plotter import Plotter
+    from isobatch.launch.local.observers.trackers import begin_tracking, end_tracking
 
     log = run.folder / "log.txt" if world.is_main else None
     console = Console(log, options.quiet or not world.is_main, _mark())
@@ -91,18 +92,19 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         os._exit(FAILED)
 
     lookout = Lookout(world, end_process)
-    if options.tracker != "none":
-        world.accelerator.init_trackers("isobatch", config={})
     try:
+        if options.tracker != "none":
+            begin_tracking(run, world)
         plotter = Plotter(run, draws=world.is_main)
         with lookout, torch.autograd.set_detect_anomaly(options.anomaly):
             context = RunContext(run, world, options, console, owns_process, plotter.start)
             train(context, end_process)
         if world.is_main:
             remember_run(run)
-        if context.task.plot_every:
+        if context.task.plot_every or options.tracker != "none":
             plotter.finish()
-            track_plots(run, world, context.progress.step)
+        if world.is_main and context.tracks:
+            end_tracking(run, world, context.progress.steps, console.say)
         return Verdict(DONE, "")
     except Exception as caught:
         error = classify(caught)

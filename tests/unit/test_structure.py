@@ -76,6 +76,7 @@ ROOMS: dict[str, set[str]] = {
         *("engine.optimization", "engine.runs", "engine.strategies", "engine.training", "models"),
     },
     "launch.local.words": {"core"},
+    "launch.local.observers": {"core", "engine", "engine.distributed", "engine.runs", "engine.training"},
     "launch.local": {
         *(
             "core",
@@ -95,6 +96,7 @@ ROOMS: dict[str, set[str]] = {
             "engine.training",
             "engine.verification",
         ),
+        "launch.local.observers",
         "launch.local.words",
     },
     "launch": {"core", "core.terminal", "engine.distributed", "engine.runs", "launch.local"},

@@ -10,7 +10,6 @@ from isobatch.core.package import own_command
 from isobatch.engine import consent
 
 if TYPE_CHECKING:
-    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_folder import RunFolder
 
 LOWEST_PRIORITY = 19
@@ -40,14 +39,3 @@ class Plotter:
         silent = subprocess.DEVNULL
         environment = {**os.environ, **consent.environment()}
         return subprocess.Popen(words, env=environment, stdin=silent, stdout=silent, stderr=silent)
-
-
-def track_plots(run: RunFolder, world: Communicator, step: int) -> None:
-    """Give the figures that were drawn to TensorBoard, as images."""
-    files = sorted((run.folder / "plots").glob("*.png"))
-    for tracker in world.accelerator.trackers:
-        if tracker.name == "tensorboard":
-            from matplotlib.image import imread
-
-            images = {file.stem: imread(file)[None, ..., :3] for file in files}
-            tracker.log_images(images, step=step, dataformats="NHWC")

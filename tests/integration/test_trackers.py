@@ -1,0 +1,50 @@
+"""--tracker: settings, figures over the steps of all phases, final metrics and plots arrive there."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isobatch.engine.training.run_context import RunContext
+from tests.integration.helpers import ROOT, launch
+
+LINE = f"{ROOT}/tests/tasks/failing.py:Line"
+
+
+def test_tensorboard_gets_settings_figures_and_plots(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ["--task", LINE, "--steps", "6", "--eval-every", "3", "--tracker", "tensorboard", "--name", "one"]
+    done = launch("auto", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    log = tmp_path / "runs" / "one" / "isobatch"
+    found = EventAccumulator(str(log))
+    found.Reload()
+    scalars = set(found.Tags()["scalars"])
+    assert {"loss", "lr", "valid/loss", "final/loss"} <= scalars
+    assert [event.step for event in found.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in found.Scalars("valid/loss")] == [3, 6]
+    assert found.Tags()["images"] == ["training"]
+    (settings,) = log.glob("*/hparams.yml")
+    assert "batch_size: 8" in settings.read_text()
+    assert "plan.strategy: single" in settings.read_text()
+
+
+def test_training_goes_on_where_a_tracker_fails() -> None:
+    said: list[str] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no server")
+
+    context: Any = SimpleNamespace(
+        tracks=True,
+        options=SimpleNamespace(tracker="mlflow"),
+        console=SimpleNamespace(say=said.append),
+        world=SimpleNamespace(accelerator=SimpleNamespace(log=fail)),
+        progress=SimpleNamespace(steps=1),
+    )
+    for _ in range(2):
+        RunContext.track(context, {"loss": 1.0})
+    assert said == ["--tracker mlflow gets nothing more: ConnectionError: no server"]
