@@ -54,10 +54,11 @@ class WrittenText(Protocol):
 class Generates(Protocol):
     """`isobatch generate`, `chat`, `predict` and `serve`: a language model."""
 
-    def writer(self, final: Path) -> Callable[[Any, Any], WrittenText]:
+    def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Any], WrittenText]:
         """The model in `final`, read once: (prompt, generation.Sampling) -> the text behind it, in pieces.
 
-        A prompt is a text, or a list of (text, whether it is an answer) in order.
+        A prompt is a text, or a list of (text, whether it is an answer) in order. `bits` of its matrices (16,
+        8 or 4); by default those of training.
         """
 
 

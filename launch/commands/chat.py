@@ -49,7 +49,7 @@ class ChatOptions(SamplingOptions):
 
 def chat(words: Sequence[str]) -> int:
     """Usage: chat RUN [--system "..."] [--tokens 256] [--temperature 0.8] [--top-k 50] [--top-p 0.9]
-    [--seed 0]: a line is a question; /help lists what else can be typed.
+    [--seed 0] [--load-bits 16|8|4]: a line is a question; /help lists what else can be typed.
     """
     run, options = open_single_run(words, "chat", ChatOptions)
     template = template_of(run)
@@ -59,7 +59,9 @@ def chat(words: Sequence[str]) -> int:
             " generate"
         )
     doing("loading the model")
-    write_text = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
+    write_text = require_capability(run, Generates, "writer", "continues no text").writer(
+        run.final, options.load_bits
+    )
     talk = Conversation(
         template, lambda prompt: write_text(prompt, sampling(options, template)), options.system
     )

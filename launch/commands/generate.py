@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
@@ -36,6 +36,8 @@ class SamplingOptions(TrustOptions):
     """Draw among the likeliest tokens that have this probability together."""
     seed: number_ranges.Count = 0
     """Another seed, another continuation."""
+    load_bits: Literal[16, 8, 4] | None = None
+    """Bits of the model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +48,15 @@ class GenerateOptions(SamplingOptions):
     """The text to continue; what is asked, of a model that was trained on conversations."""
     system: str | None = None
     """What such a model is told before."""
+    compare_bits: bool = False
+    """Write with 16, 8 and 4 bits one after the other, and show the speed and memory of each."""
     json: bool = False
     """One JSON object on standard output."""
 
 
 def generate(words: Sequence[str]) -> int:
     """Usage: generate RUN --prompt "..." [--system "..."] [--tokens 60] [--temperature 0.8] [--top-k 50]
-    [--top-p 0.9] [--seed 0] [--json]
+    [--top-p 0.9] [--seed 0] [--load-bits 16|8|4] [--compare-bits] [--json]
     """
     run, options = open_single_run(words, "generate", GenerateOptions)
     if options.prompt is None:
@@ -61,13 +65,18 @@ def generate(words: Sequence[str]) -> int:
     if template is None and options.system is not None:
         raise UserError(f"--system: {run.folder} was not trained on conversations: leave it out")
     doing("loading the model")
-    write_text = require_capability(run, Generates, "writer", "continues no text").writer(run.final)
+    task = require_capability(run, Generates, "writer", "continues no text")
     prompt = (
         options.prompt
         if template is None
         else template.prompt_segments([*system_messages(options.system), user_message(options.prompt)])
     )
-    pieces = write_text(prompt, sampling(options, template))
+    drawn = sampling(options, template)
+    if options.compare_bits:
+        from isobatch.launch.commands.compare_bits import print_compared_bits
+
+        return print_compared_bits(run, prompt, drawn, options.json)
+    pieces = task.writer(run.final, options.load_bits)(prompt, drawn)
     shown = options.prompt if template is None else ""
     if options.json:
         text = shown + "".join(pieces)

@@ -60,6 +60,8 @@ class ModelOptions(TrustOptions):
     """Of the draws; the same for every row, so that an answer does not depend on its place."""
     top: number_ranges.Positive = 10
     """Length of a recommender's lists."""
+    load_bits: Literal[16, 8, 4] | None = None
+    """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,13 @@ def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer
     text, pair = (getattr(options, n) or run.recipe.options.get(n) for n in ("text_column", "pair_column"))
     doing("loading the model")
     if isinstance(task, Generates):
-        refuse_unread(options, run, "text_column", "tokens", "temperature", "top_k", "top_p", "seed")
+        refuse_unread(
+            options, run, "text_column", "tokens", "temperature", "top_k", "top_p", "seed", "load_bits"
+        )
         template = chat_template(run)
         reader = PromptReader(text, template)
-        return Answerer(partial(_write, task.writer(run.final), sampling(options, template)), reader)
+        write_text = task.writer(run.final, options.load_bits)
+        return Answerer(partial(_write, write_text, sampling(options, template)), reader)
     if isinstance(task, OpensItemLists):
         refuse_unread(options, run, "text_column", "top")
         lists = task.open_lists(run.final)

@@ -44,10 +44,13 @@ class ServeOptions(TrustOptions):
     """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
     top: number_ranges.Positive = 10
     """Length of a recommender's lists."""
+    load_bits: Literal[16, 8, 4] | None = None
+    """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
 
 
 def serve(words: Sequence[str]) -> int:
     """Usage: serve RUN [--port 8000] [--host 127.0.0.1] [--form onnx-int4] [--top 10]
+    [--load-bits 8]
 
     A language model answers as OpenAI's API (/v1/completions, /v1/chat/completions), another model
     POST /predict with {"texts": [...]}. RUN may be an ONNX file of a classifier, or the folder of one: then
@@ -68,15 +71,15 @@ def make_app(where: str, options: ServeOptions) -> Any:
     """The ASGI application of a run, or of an ONNX file. Raises UserError."""
     from isobatch.launch.serving.app import language_model_app, prediction_app
 
-    asked = ModelOptions(form=options.form, top=options.top, trust=options.trust)
+    asked = ModelOptions(form=options.form, top=options.top, load_bits=options.load_bits, trust=options.trust)
     name = Path(where).expanduser().resolve().name
     if answerer := open_onnx_answerer(where, asked):
         return prediction_app(name, answerer)
     run = open_run(where, options.trust)
     task = trained_task(run)
     if isinstance(task, Generates):
-        refuse_unread(asked, run)
-        return language_model_app(name, task.writer(run.final), chat_template(run))
+        refuse_unread(asked, run, "load_bits")
+        return language_model_app(name, task.writer(run.final, options.load_bits), chat_template(run))
     if not isinstance(task, OpensItemLists | Predicts):
         raise UserError(f"serve: {run.recipe.task} reads its samples from files: use predict --file")
     return prediction_app(name, open_answerer(run, task, asked))

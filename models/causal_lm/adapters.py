@@ -132,9 +132,7 @@ def load_base_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    arguments: dict[str, Any] = {}
-    if bits != 16:
-        arguments = {"quantization_config": _quantization_config(bits), "device_map": {"": device}}
+    arguments = quantized_loading(bits, device)
     rounds = frozen_dtype == "bf16"
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         path,
@@ -166,6 +164,13 @@ def _follow_autocast(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         module.compute_dtype = wanted  # type: ignore[assignment]
 
 
+def quantized_loading(bits: int, device: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for matrices in 8 or 4 bits; none for 16. Raises UserError."""
+    if bits == 16:
+        return {}
+    return {"quantization_config": _quantization_config(bits), "device_map": {"": device}}
+
+
 def _quantization_config(bits: int) -> Any:
     try:
         importlib.import_module("bitsandbytes")
@@ -189,13 +194,17 @@ def add_adapter(model: nn.Module, options: Any, base: str, revision: str | None)
     hold_in_fp32(p for p in model.parameters() if p.requires_grad)
 
 
-def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False) -> Any:
-    """The base model with the adapter in `folder`. Raises UserError if they do not fit together."""
+def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False, device: Any = "cpu") -> Any:
+    """The base model with the adapter in `folder`; its matrices in 8 or 4 bits lie on `device`.
+
+    Raises UserError if they do not fit together.
+    """
     from transformers import AutoConfig
 
     base, revision = lora.base_model_of(folder)
     config = AutoConfig.from_pretrained(base, revision=revision, **hub.remote_code_kwargs(remote_code))
-    return lora.put_adapter(load_base_model(base, config, revision, bits, remote_code), folder, base)
+    model = load_base_model(base, config, revision, bits, remote_code, device=device)
+    return lora.put_adapter(model, folder, base)
 
 
 def rounding_of(options: Any, config: Mapping[str, Any]) -> str:

@@ -39,24 +39,32 @@ class Sampling:
 def open_for_generation(folder: Path, bits: int = 16, remote_code: bool = False) -> tuple[nn.Module, Any]:
     """The model (or the adapter on its base) and the tokenizer of a folder such as a run's final/.
 
-    Raises UserError if the folder holds neither. `bits` is the precision of an adapter's base.
+    On a GPU where there is one. `bits` of the matrices, of an adapter those of its base: 16 is what is
+    stored, on a GPU bf16; 8 and 4 round them. Raises UserError if the folder holds neither.
     """
+    import torch
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with hub.reading(folder):
         if (folder / lora.CONFIG_FILE).is_file():
-            model = adapters.open_adapted_model(folder, bits, remote_code)
+            model = adapters.open_adapted_model(folder, bits, remote_code, device)
         elif (folder / "config.json").is_file():
             model = AutoModelForCausalLM.from_pretrained(
-                folder, use_safetensors=True, **hub.remote_code_kwargs(remote_code)
+                folder,
+                use_safetensors=True,
+                **adapters.quantized_loading(bits, device),
+                **hub.remote_code_kwargs(remote_code),
             )
         else:
             raise UserError(f"{folder} holds no trained model (config.json): has the run finished?")
         if not (folder / "tokenizer.json").is_file():
             raise UserError(f"{folder} holds no tokenizer.json")
+        if bits == 16 and device.type == "cuda":
+            model = model.to(device, torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16)
         return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 

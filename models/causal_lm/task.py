@@ -376,13 +376,16 @@ class CausalLM(Task):
             figures["remark"] = f"{before}: the run's own figures are those of {rounded}"
         return figures
 
-    def writer(self, final: Path) -> Callable[[Any, Sampling], TextStream]:
-        """The model that is read once from `final`, as a function that streams text."""
+    def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Sampling], TextStream]:
+        """The model that is read once from `final`, as a function that streams text.
+
+        `bits` of its matrices; by default those of training.
+        """
         from isobatch.models.causal_lm import generation
 
         return partial(
             generation.TextStream,
-            *generation.open_for_generation(final, self.options.load_bits, self.options.remote_code),
+            *generation.open_for_generation(final, bits or self.options.load_bits, self.options.remote_code),
         )
 
     def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
