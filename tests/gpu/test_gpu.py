@@ -113,3 +113,17 @@ def test_a_vae_on_the_gpu_sees_what_the_cpu_sees(tmp_path: Path) -> None:
     for ours, theirs in zip(*reports, strict=True):
         for name in ("window_kl", "mutual_information", "kl_per_dimension"):
             assert ours[name] == pytest.approx(theirs[name], abs=1e-3)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_text_is_written_on_the_gpu(bits: int, tmp_path: Path) -> None:
+    """The model lies there, in bf16 or rounded, and writes as many tokens as it is asked for."""
+    from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
+
+    final = ragged(tmp_path, "run", "--compile", "off") / "final"
+    model, tokenizer = open_for_generation(final, bits)
+    assert {p.device.type for p in model.parameters()} == {"cuda"}
+    assert bits != 16 or {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    stream = TextStream(model, tokenizer, "a", Sampling(max_new_tokens=8, temperature=0, stop_token_id=None))
+    assert len("".join(stream)) > 0
+    assert 0 < stream.tokens <= 8
