@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise, hash_bits
-from isobatch.tests.gpu.helpers import gpu_only, plan_of, ragged
+from isobatch.tests.gpu.helpers import finished, gpu_only, plan_of, ragged
 from isobatch.tests.integration.helpers import furthest, launch, losses, rows, summary
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def test_a_text_is_written_on_the_gpu(bits: int, tmp_path: Path) -> None:
     """The model lies there, in bf16 or rounded, and writes as many tokens as it is asked for."""
     from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
 
-    final = ragged(tmp_path, "run", "--compile", "off") / "final"
+    words = ("--task", "causal-lm", "--model", "tiny", "--steps", "2", "--compile", "off", "--name", "run")
+    final = finished(tmp_path, "run", *words) / "final"
     model, tokenizer = open_for_generation(final, bits)
     assert {p.device.type for p in model.parameters()} == {"cuda"}
     assert bits != 16 or {p.dtype for p in model.parameters()} == {torch.bfloat16}
