@@ -168,6 +168,7 @@ def quantized_loading(bits: int, device: Any) -> dict[str, Any]:
     """Arguments of `from_pretrained` for matrices in 8 or 4 bits; none for 16. Raises UserError."""
     if bits == 16:
         return {}
+    lora.quiet_bitsandbytes()
     return {"quantization_config": _quantization_config(bits), "device_map": {"": device}}
 
 
