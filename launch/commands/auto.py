@@ -50,6 +50,10 @@ def auto(words: Sequence[str]) -> int:
 
         _refuse_with_a_sweep(points[0][0], options)
         return train_sweep(points, options)
+    if options.parallel > 1:
+        raise UserError(
+            f"--parallel {options.parallel}: is for a sweep; give a flag several values: --lr 1e-3,1e-4"
+        )
     request = with_automatic_scale(points[0][0])
     if options.dump_config:
         print(request_text(request))

@@ -17,8 +17,12 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, STOPPED
 from isobatch.core.flags import to_json_value
 from isobatch.core.measures import printable
+from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import run_name
+from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.launch.local.launch_run import find_or_train
+from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
+from isobatch.launch.sweeps.parallel import OUTPUT, shares_of_machine, train_in_parallel
 from isobatch.launch.sweeps.plot import write_plot
 from isobatch.launch.sweeps.points import distinct, labelled
 
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from isobatch.core.recipe import Recipe
+    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.launch.local.launch_run import AutoOptions
     from isobatch.launch.sweeps.points import Point
 
@@ -45,7 +50,7 @@ class Trained:
 
 
 def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
-    """Train a run for each point, one after the other; returns the exit code.
+    """Train a run for each point; returns the exit code.
 
     A run that fails is shown as failed, and the others go on; a stop ends the sweep.
     """
@@ -53,17 +58,11 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
     first = points[0][0]
     best_metric = first.workload.make(first.recipe)[0].best_metric
     trained = []
-    for number, point in enumerate(points, 1):
-        request, swept = labelled(point), point[1]
-        values = {name: to_json_value(_value(request.recipe, name)) for name in swept}
-        if not request.run.quiet:
-            shown = " ".join(f"{name} {value}" for name, value in values.items())
-            print(printable(f"run {number} of {len(points)}: {shown}"), file=sys.stderr)
-        run, verdict = find_or_train(request, trust=options.trust)
-        if verdict.code == STOPPED:
+    for swept, (run, code) in zip(_values(points), _train_all(points, options), strict=True):
+        if code == STOPPED:
             return STOPPED
-        metrics = (run.summary() or {}).get("metrics", {}) if verdict.code == DONE else {}
-        trained.append(Trained(values=values, folder=run.folder, code=verdict.code, metrics=metrics))
+        metrics = (run.summary() or {}).get("metrics", {}) if code == DONE else {}
+        trained.append(Trained(values=swept, folder=run.folder, code=code, metrics=metrics))
     folder = _folder(points)
     found = summary(trained, *best_metric)
     atomic_files.write_json(folder / FILE_NAME, found)
@@ -74,6 +73,44 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
         else f"{format_sweep(found)}\nplot and all figures: {folder}"
     )
     return max(one.code for one in trained)
+
+
+def _values(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Of each point, the swept flags with their values."""
+    return [
+        {name: to_json_value(_value(request.recipe, name)) for name in swept} for request, swept in points
+    ]
+
+
+def _train_all(points: Sequence[Point], options: AutoOptions) -> Iterator[tuple[RunFolder, int]]:
+    """The run of each point and the exit code of its training; one after the other, or several at once."""
+    if options.parallel > 1:
+        yield from _train_at_once(points, options)
+        return
+    for number, (point, values) in enumerate(zip(points, _values(points), strict=True), 1):
+        request = labelled(point)
+        if not request.run.quiet:
+            shown = " ".join(f"{name} {value}" for name, value in values.items())
+            print(printable(f"run {number} of {len(points)}: {shown}"), file=sys.stderr)
+        run, verdict = find_or_train(request, trust=options.trust)
+        yield run, verdict.code
+
+
+def _train_at_once(points: Sequence[Point], options: AutoOptions) -> Iterator[tuple[RunFolder, int]]:
+    shares = shares_of_machine(min(options.parallel, len(points)))
+    runs = []
+    for request in map(labelled, points):
+        facts = prepare_facts(request)
+        consent.remember(request.recipe)
+        run = find_run(request, facts) or create_run(request, facts)
+        consent.require(run.recipe, run.folder, options.trust)
+        refuse_if_in_a_job(run)
+        runs.append(run)
+    codes = train_in_parallel(runs, points[0][0].plan, shares)
+    for run, code in zip(runs, codes, strict=True):
+        if code not in (DONE, STOPPED):
+            print(printable(f"{run.folder} failed: see {run.folder / OUTPUT}"), file=sys.stderr)
+    yield from zip(runs, codes, strict=True)
 
 
 def _value(recipe: Recipe, name: str) -> Any:

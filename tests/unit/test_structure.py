@@ -112,7 +112,10 @@ ROOMS: dict[str, set[str]] = {
             "launch.local",
         ),
     },
-    "launch.sweeps": {"core", "engine.runs", "launch.local", "launch.local.words", "launch.report"},
+    "launch.sweeps": {
+        *("core", "core.terminal", "engine", "engine.machine", "engine.runs"),
+        *("launch.local", "launch.local.words", "launch.report"),
+    },
     "launch.measuring": {
         *("core", "models", "engine.distributed", "engine.loading", "engine.machine", "engine.planning"),
         *("engine.profiling", "engine.runs", "engine.training", "launch.local", "launch.report"),
