@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+REMARKS = ("notes", "turns")
+"""Fields of `extra` that say something of the data and decide nothing."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """Counts and lengths of prepared data; small enough for JSON, enough to plan from."""
@@ -40,14 +44,14 @@ class Facts:
         return sum(self.lengths) / len(self.lengths)
 
     def differing_fields(self, other: Facts) -> list[str]:
-        """Names of the fields that differ, but for `folder`, the notes, and a digest that only one has."""
+        """Names of the fields that differ, but for `folder`, REMARKS, and a digest that only one has."""
         values, other_values = self._compared(), other._compared()
         if not (self.digest and other.digest):
             del values["digest"]
         return [name for name in values if values[name] != other_values[name]]
 
     def _compared(self) -> dict[str, Any]:
-        extra = {name: value for name, value in self.extra.items() if name != "notes"}
+        extra = {name: value for name, value in self.extra.items() if name not in REMARKS}
         return {**self.to_dict(), "folder": "", "extra": extra}
 
     def to_dict(self) -> dict[str, Any]:

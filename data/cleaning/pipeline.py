@@ -3,7 +3,8 @@
 The steps, in this order whatever order was typed: `html` (tags, scripts, entities), `unicode` (NFC),
 `control` (control and zero-width characters), `short=10` (texts of so many words or fewer), `duplicates`
 (white space aside), `near=0.8` (near-duplicates: the share of word pairs in common, estimated by MinHash).
-Duplicates are looked for within a split. In a .txt file every line counts as a text.
+Duplicates are looked for within a split, and of conversations and documents in training also among those held
+out, which stay: a metric of texts that were learnt says nothing. In a .txt file every line counts as a text.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isobatch.data.cleaning import html
-from isobatch.data.cleaning.steps import FILTERS, TRANSFORMS, CleaningStep, make_filter, transform
+from isobatch.data.cleaning.steps import (
+    FILTERS,
+    REMEMBERING,
+    TRANSFORMS,
+    CleaningStep,
+    make_filter,
+    transform,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from isobatch.data.chat_formats import Message
 
-CLEANING_VERSION = 1
+CLEANING_VERSION = 2
 """Part of the cache key: raise it when the same texts come out differently."""
 SAMPLE_CHARACTERS = 60
 """Most characters of a text that a note shows."""
@@ -48,9 +56,9 @@ class CleaningPipeline:
         """A pipeline without the steps that drop texts, with its own counts; for training a tokenizer."""
         return CleaningPipeline([step for step in self.steps if step.name in TRANSFORMS], self.unit)
 
-    def clean_texts(self, texts: Iterable[str]) -> Iterator[str]:
-        """The documents that are kept, cleaned."""
-        is_kept = self._filter()
+    def clean_texts(self, texts: Iterable[str], held_out: Iterable[str] = ()) -> Iterator[str]:
+        """The documents that are kept, cleaned; a step against duplicates drops those in `held_out`."""
+        is_kept = self._filter(known=map(self.transforms_only().transform_text, held_out))
         for text in texts:
             changed = self.transform_text(text)
             if changed.strip() and is_kept(changed):
@@ -77,18 +85,25 @@ class CleaningPipeline:
             if kept:
                 yield "".join(kept)
 
-    def conversation_cleaner(self) -> Callable[[list[Message]], list[Message] | None]:
-        """A function for the conversations of one split: their cleaned messages, or None to drop them."""
-        is_kept = self._filter(skip="short")
+    def conversation_cleaner(
+        self, held_out: Iterable[list[Message]] = ()
+    ) -> Callable[[list[Message]], list[Message] | None]:
+        """A function for the conversations of one split: their cleaned messages, or None to drop them.
+
+        With a step against duplicates those in `held_out` are dropped.
+        """
+        silent = self.transforms_only()
+        is_kept = self._filter(skip="short", known=(_whole(silent.transform(one)) for one in held_out))
 
         def clean(messages: list[Message]) -> list[Message] | None:
-            changed = [
-                {k: v if k == "role" else self.transform_text(v) for k, v in m.items()} for m in messages
-            ]
-            whole = "\n".join(v for m in changed for k, v in m.items() if k != "role" and v)
-            return changed if is_kept(whole) else None
+            changed = self.transform(messages)
+            return changed if is_kept(_whole(changed)) else None
 
         return clean
+
+    def transform(self, messages: list[Message]) -> list[Message]:
+        """A conversation after the steps that change texts."""
+        return [{k: v if k == "role" else self.transform_text(v) for k, v in m.items()} for m in messages]
 
     def transform_text(self, text: str, line_break: str = "\n") -> str:
         """The text after the steps that change texts; `line_break` replaces the end of an HTML block."""
@@ -115,11 +130,19 @@ class CleaningPipeline:
                 self.outcomes[step].sample = self.outcomes[step].sample or f"{_excerpt(blocks[0])} -> nothing"
             yield chunk
 
-    def _filter(self, skip: str = "") -> Callable[[str], bool]:
-        """A function that says whether a text is kept; to be called once for each text of a split."""
+    def _filter(self, skip: str = "", known: Iterable[str] = ()) -> Callable[[str], bool]:
+        """A function that says whether a text is kept; to be called once for each text of a split.
+
+        `known`: cleaned texts that count as seen; read only where a step looks for duplicates.
+        """
         filters = [
             (step, make_filter(step)) for step in self.steps if step.name in FILTERS and step.name != skip
         ]
+
+        remembering = [drops for step, drops in filters if step.name in REMEMBERING]
+        for text in known if remembering else ():
+            for drops in remembering:
+                drops(text)
 
         def is_kept(text: str) -> bool:
             for step, drops in filters:
@@ -146,6 +169,11 @@ class CleaningPipeline:
             else:
                 effect = f"{unit} {'changed' if changes else 'dropped'}, such as {outcome.sample}"
                 yield f"clean {step}: {outcome.affected:,} of {outcome.seen:,} {effect}"
+
+
+def _whole(messages: list[Message]) -> str:
+    """All that is said in a conversation."""
+    return "\n".join(v for m in messages for k, v in m.items() if k != "role" and v)
 
 
 def _difference(before: str, after: str) -> str:

@@ -21,6 +21,8 @@ TRANSFORMS = ("html", "unicode", "control")
 """Steps that change texts."""
 FILTERS = {"short": 10.0, "duplicates": None, "near": 0.8}
 """Steps that drop whole texts, with the default of their number; None where they take none."""
+REMEMBERING = ("duplicates", "near")
+"""Steps that drop a text for others that were seen."""
 # The zero-width joiners matter between letters of Persian or Hindi and in emoji; after Latin letters and
 # white space they have no effect.
 CONTROL = re.compile(

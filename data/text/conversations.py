@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from isobatch.data import chat_formats
 from isobatch.data.base import Column, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning.pipeline import CleaningPipeline
+from isobatch.data.cleaning.steps import REMEMBERING
 from isobatch.data.corpora import overlap_notes
 from isobatch.data.readers import LocatedRows
 from isobatch.data.spooled_array import SpooledArray
@@ -124,6 +126,8 @@ class Conversations:
     remarks: list[str] = field(default_factory=list)
     """What the user should know of the rows."""
     cleaning: CleaningPipeline = field(default_factory=lambda: CleaningPipeline((), "conversations"))
+    most_turns: int = 0
+    """Answers of the longest training conversation."""
     known: set[int] = field(default_factory=set)
     """Hashes of the training rows' tokens."""
     prompts: list[list[str]] = field(default_factory=list)
@@ -185,6 +189,7 @@ class Conversations:
             found = hash(row.tokens.tobytes())
             if split == "train":
                 self.known.add(found)
+                self.most_turns = max(self.most_turns, sum(part.is_answer for part in conversation))
             counts.in_train += split != "train" and found in self.known
             tokens.add(cut.row.tokens)
             learn_masks.add(learn)
@@ -192,6 +197,8 @@ class Conversations:
             weights.append(int(learn.sum()))
         self.remarks += counts.notes(split, tokenization.max_length)
         self.remarks += overlap_notes(split, counts.in_train, counts.rows)
+        if counts.in_train and not any(step.name in REMEMBERING for step in self.cleaning.steps):
+            self.remarks.append("--clean duplicates leaves such rows out of training")
         if not weights:
             raise UserError(
                 f"--data {self.name}: the {split} split has no conversation to learn from"
@@ -210,7 +217,7 @@ class Conversations:
         self, split: str, template: ChatTemplate, counts: ConversationCounts, cleaning: CleaningPipeline
     ) -> Iterator[list[ChatSegment]]:
         """Yield each conversation of a split, cleaned and rendered; count those that are skipped."""
-        clean = cleaning.conversation_cleaner()
+        clean = cleaning.conversation_cleaner(self._held_out() if split == "train" else ())
         for where, row in self.rows[split]():
             try:
                 messages, had_leading_answer = _drop_leading_answers(self.parse(row, where))
@@ -223,6 +230,13 @@ class Conversations:
                 if cleaned is not None:
                     counts.leading_answers += had_leading_answer
                     yield template.segments(cleaned, where)
+
+    def _held_out(self) -> Iterator[list[Message]]:
+        """The conversations that are not trained on."""
+        for split in self.splits:
+            for where, row in self.rows[split]() if split != "train" else ():
+                with contextlib.suppress(SkippedRowError):
+                    yield _drop_leading_answers(self.parse(row, where))[0]
 
     def _truncate(
         self, conversation: list[ChatSegment], row: TokenRow, tokenization: TokenizationSettings
@@ -271,6 +285,7 @@ class Conversations:
             "template": self.template.to_dict(),
             "response_only": self.response_only,
             "prompts": self.prompts,
+            "turns": self.most_turns,
             **({"labels": self.labels, "label_tokens": self.label_tokens} if self.labels else {}),
         }
 

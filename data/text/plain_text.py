@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,10 @@ class PlainText:
         texts = iter(self.corpus.splits[split]())
         if not cleaning.steps:
             return texts
-        return cleaning.clean_lines(texts) if self.corpus.is_stream else cleaning.clean_texts(texts)
+        if self.corpus.is_stream:
+            return cleaning.clean_lines(texts)
+        others = [read for name, read in self.corpus.splits.items() if split == "train" != name]
+        return cleaning.clean_texts(texts, chain.from_iterable(read() for read in others))
 
     @property
     def notes(self) -> list[str]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from isobatch.engine.training.train_step import StepResult
     from isobatch.models.base import Change
 
+WARM_STEPS = 3
 COMPARED_STEP = 3
 """The step after which memory is compared with the prediction: all that lasts is allocated by then."""
 TRIM_EVERY = 8
@@ -54,6 +55,9 @@ class PhaseLoop:
         self.saved_step = -1
         self.step_began = now()
         self.noise_checked = False
+        self._first_step = 0
+        self._warm: tuple[int, float] | None = None
+        """The step from which steps are timed for the time left, and the phase's seconds until then."""
         context.progress = context.progress.next(self.schedule.name)
         context.checkpoints_to_keep = self.checkpoints_to_keep
 
@@ -78,6 +82,7 @@ class PhaseLoop:
     def run(self) -> None:
         """Train until the phase ends. A step's metrics are read while the next one runs, without a wait."""
         schedule, start = self.schedule, self.progress.step
+        self._first_step = start
         doing(f"{schedule.name}: the first steps")
         self.context.peak_memory.observe("load")
         trim_heap(self.world.device)
@@ -242,8 +247,18 @@ class PhaseLoop:
         if (every := context.task.plot_every) and progress.step % every == 0:
             context.draw_plots()
         context.track(tracked_values(row))
-        average = (progress.train_seconds - progress.seconds_before) / progress.step
-        context.console.show_step(row, schedule.steps, (schedule.steps - progress.step) * average)
+        context.console.show_step(row, schedule.steps, self._seconds_left())
+
+    def _seconds_left(self) -> float:
+        """Of the phase, by its steps after the first, which warm up and compile."""
+        progress = self.progress
+        seconds = progress.train_seconds - progress.seconds_before
+        if self._warm is None and progress.step - self._first_step >= WARM_STEPS:
+            self._warm = progress.step, seconds
+        step, before = self._warm or (0, 0.0)
+        if progress.step == step:
+            step, before = 0, 0.0
+        return (self.schedule.steps - progress.step) * (seconds - before) / (progress.step - step)
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation split; whether to stop early."""

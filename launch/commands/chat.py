@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
 
 HELP, RESET, SYSTEM, QUIT = "/help", "/reset", "/system", "/quit"
+SINGLE_QUESTIONS = f"it was trained on single questions: {RESET}, or --history off, forgets those before"
 COMMANDS = {
     HELP: "these lines",
     RESET: "forget all before",
@@ -45,11 +46,13 @@ class ChatOptions(SamplingOptions):
     """Most tokens of an answer."""
     system: str | None = None
     """What the model is told before the first question."""
+    history: bool = True
+    """Give the model all that was said; off asks each question alone, as /reset before each does."""
 
 
 def chat(words: Sequence[str]) -> int:
     """Usage: chat RUN [--system "..."] [--tokens 256] [--temperature 0.8] [--top-k 50] [--top-p 0.9]
-    [--seed 0] [--load-bits 16|8|4]: a line is a question; /help lists what else can be typed.
+    [--seed 0] [--load-bits 16|8|4] [--history off]: a line is a question; /help lists what else can be typed.
     """
     run, options = open_single_run(words, "chat", ChatOptions)
     template = template_of(run)
@@ -63,10 +66,15 @@ def chat(words: Sequence[str]) -> int:
         run.final, options.load_bits
     )
     talk = Conversation(
-        template, lambda prompt: write_text(prompt, sampling(options, template)), options.system
+        template,
+        lambda prompt: write_text(prompt, sampling(options, template)),
+        options.system,
+        options.history,
     )
     if sys.stdin.isatty():
         print(_banner(run), file=sys.stderr)
+    if options.history and run.facts.extra.get("turns") == 1:
+        print(SINGLE_QUESTIONS, file=sys.stderr)
     for line in _input_lines():
         if line == QUIT:
             break
@@ -86,8 +94,10 @@ class Conversation:
         template: ChatTemplate,
         write_text: Callable[[list[ChatSegment]], Iterable[str]],
         system: str | None = None,
+        keeps_history: bool = True,
     ) -> None:
         self.template, self.write_text, self.system = template, write_text, system
+        self.keeps_history = keeps_history
         self.messages = system_messages(system)
 
     def say(self, line: str) -> None:
@@ -108,6 +118,8 @@ class Conversation:
             self._ask(line)
 
     def _ask(self, line: str) -> None:
+        if not self.keeps_history:
+            self.messages = system_messages(self.system)
         self.messages.append(user_message(line))
         doing("answering")
         answer = print_pieces(self.write_text(self.template.prompt_segments(self.messages)))

@@ -30,7 +30,8 @@ class ExportOptions(TrustOptions):
     """Flags of `export`."""
 
     to: tuple[str, ...] = ()
-    """Forms to write: hf, dense, onnx, onnx-int4 (several: a,b); by default all that the task has."""
+    """Forms to write (several: a,b): hf, dense, onnx, onnx-int4 of classifiers, merged, adapter of language
+    models; by default all that the task has."""
     data: str | None = None
     """Where the data lies now, if it has moved."""
     json: bool = False
@@ -38,8 +39,8 @@ class ExportOptions(TrustOptions):
 
 
 def export(words: Sequence[str]) -> int:
-    """Usage: export RUN [--to hf,dense,onnx,onnx-int4] [--json]: into RUN/exports/, checked on all held-out
-    samples; exit 3 where an exported model answers otherwise than the trained one.
+    """Usage: export RUN [--to merged | --to hf,dense,onnx,onnx-int4] [--json]: into RUN/exports/, checked on
+    all held-out samples; exit 3 where an exported model answers otherwise than the trained one.
     """
     run, options = open_single_run(words, "export", ExportOptions)
     found = {kind: export_form(run, kind, options.data) for kind in _kinds(run, options)}

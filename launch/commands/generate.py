@@ -12,6 +12,7 @@ from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
+from isobatch.launch.local.arguments import split_words
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.protocols import Generates
@@ -55,10 +56,10 @@ class GenerateOptions(SamplingOptions):
 
 
 def generate(words: Sequence[str]) -> int:
-    """Usage: generate RUN --prompt "..." [--system "..."] [--tokens 60] [--temperature 0.8] [--top-k 50]
-    [--top-p 0.9] [--seed 0] [--load-bits 16|8|4] [--compare-bits] [--json]
+    """Usage: generate RUN "a text" (or --prompt "...") [--system "..."] [--tokens 60] [--temperature 0.8]
+    [--top-k 50] [--top-p 0.9] [--seed 0] [--load-bits 16|8|4] [--compare-bits] [--json]
     """
-    run, options = open_single_run(words, "generate", GenerateOptions)
+    run, options = open_single_run(_with_prompt(words), "generate", GenerateOptions)
     if options.prompt is None:
         raise UserError('generate: needs --prompt "..."')
     template = template_of(run)
@@ -84,6 +85,14 @@ def generate(words: Sequence[str]) -> int:
     else:
         print_pieces(pieces, shown)
     return 0
+
+
+def _with_prompt(words: Sequence[str]) -> list[str]:
+    """The words with a text behind the run as --prompt."""
+    positional, flags = split_words(words)
+    if len(positional) != 2 or "prompt" in flags:
+        return list(words)
+    return [word for word in words if word != positional[1]] + ["--prompt", positional[1]]
 
 
 def print_pieces(pieces: Iterable[str], prefix: str = "") -> str:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+MOST_WORD_PERPLEXITY = 1e5
+"""More than there are words in a language says nothing."""
+
+
 def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
     """The table of runs whose models were not measured: a head, then a row for each run."""
     names = list(dict.fromkeys(n for r in runs for n, v in metrics_of(r).items() if _is_scalar(v)))
@@ -47,7 +51,14 @@ def metrics_of(run: dict[str, Any]) -> dict[str, Any]:
     Without latencies: those were measured in the training process, and a report measures them alone.
     """
     found = run["metrics"] if isinstance(run["metrics"], dict) else {}
-    return {name: value for name, value in found.items() if not str(name).startswith("latency_")}
+    return {name: value for name, value in found.items() if not _is_noise(str(name), value)}
+
+
+def _is_noise(name: str, value: Any) -> bool:
+    """Another measurement of the same; or the perplexity of words of a model that knows none."""
+    return name.startswith("latency_") or (
+        name.endswith("word_perplexity") and isinstance(value, float) and value > MOST_WORD_PERPLEXITY
+    )
 
 
 def _figure(value: Any, form: Callable[[Any], str]) -> str:

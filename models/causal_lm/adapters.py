@@ -55,7 +55,8 @@ class AdapterOptions:
     load_bits: Literal[16, 8, 4] = 16
     """Bits of frozen matrices. 8 and 4 are for adapters, and save the memory of weights."""
     frozen_dtype: Literal["bf16", "fp32"] = field(default="fp32", metadata=ADDED_LATER)
-    """What frozen matrices and tables are rounded to; bf16, half the memory, unless fp32 is asked for."""
+    """What frozen matrices and tables are rounded to. With --adapter bf16, half the memory, unless fp32 is
+    asked for; without one nothing is frozen."""
 
 
 def implied_options(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ isobatch auto --task causal-lm --data FOLDER --model FOLDER --adapter qlora
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 from dataclasses import dataclass
@@ -49,6 +50,20 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 model = {kind}.from_pretrained("."{code})
 inputs = tokenizer("A text begins", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
+"""
+
+CHAT_USAGE = """\
+from {library} import {kind}
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = {kind}.from_pretrained("."{code})
+chat = [{{"role": "user", "content": "A question"}}]
+inputs = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)
+answer = model.generate(**inputs, max_new_tokens=100)[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))
 """
 
 
@@ -113,7 +128,12 @@ class CausalLM(Task):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return adapters.implied_options(values)
+        """What --adapter implies; and a model that reads less than the usual --max-length limits it."""
+        implied = adapters.implied_options(values)
+        context = _context_on_disk(values.get("model"), values.get("revision"))
+        if "max_length" not in values and context and context < cls.defaults["max_length"]:
+            implied["max_length"] = context
+        return implied
 
     def unread(self) -> Mapping[str, str]:
         found = hub.unread_revision(self._model_name, self.recipe.tokenizer)
@@ -345,10 +365,12 @@ class CausalLM(Task):
         """The lines for transformers, or for peft where it is an adapter."""
         adapted = self.options.adapter != "none"
         library = "peft" if adapted else "transformers"
+        chats = bool(facts.extra.get("template"))
         return ModelDescription(
             title="Adapter of a language model" if adapted else "Language model",
-            summary="Continues a text." + (" It needs the model that it was trained on." if adapted else ""),
-            usage=USAGE.format(
+            summary=("Answers in a conversation." if chats else "Continues a text.")
+            + (" It needs the model that it was trained on." if adapted else ""),
+            usage=(CHAT_USAGE if chats else USAGE).format(
                 library=library,
                 kind="AutoPeftModelForCausalLM" if adapted else "AutoModelForCausalLM",
                 code=", trust_remote_code=True" if self.options.remote_code else "",
@@ -360,7 +382,7 @@ class CausalLM(Task):
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         if self.options.adapter == "none":
-            raise UserError(f"--to {kind}: the run trained no adapter: final/ is the whole model")
+            raise UserError(f"export to {kind}: the run trained no adapter: final/ is the whole model")
         reopened = partial(adapters.open_adapted_model, remote_code=self.options.remote_code)
         adapted = reopened(final).eval()
         if kind == "adapter":
@@ -405,7 +427,7 @@ class CausalLM(Task):
         )
         prompts = facts.extra.get("prompts")
         if not prompts or self.options.generate_prompt:
-            prompts = [(self.options.generate_prompt or facts.extra.get("prompt", ""), None)]
+            prompts = [(self._first_words(facts, folder), None)]
         write = partial(_answer_prompts, saving.load_tokenizer(facts), prompts, sampling)
         size = sum(p.numel() for p in model.parameters())
         if size > LARGEST_REBUILT_MODEL or self.recipe.starts_from:
@@ -415,6 +437,34 @@ class CausalLM(Task):
         untrained = self.build_model(facts).eval()
         torch.set_rng_state(state)
         return f"before training:\n{write(untrained)}\n\nafter training:\n{write(model)}"
+
+    def _first_words(self, facts: Facts, folder: Path) -> str:
+        """What the sample begins with: --generate-prompt, as a question to a model of conversations."""
+        asked = self.options.generate_prompt
+        if asked and facts.extra.get("template"):
+            return _as_question(asked, folder)
+        return asked or str(facts.extra.get("prompt", ""))
+
+
+def _context_on_disk(name: str | None, revision: str | None) -> int | None:
+    """The tokens that a model reads at most, where it lies on this machine and says so."""
+    if not name or name in PRESETS:
+        return None
+    with contextlib.suppress(UserError):  # `check` says what is wrong with it
+        if Path(name).expanduser().is_dir():
+            return model_sizes.context_length(hub.load_config(str(Path(name).expanduser()), None))
+        if hub.is_id(name) and hub.snapshot(name, revision):
+            return model_sizes.context_length(hub.load_config(name, revision))
+    return None
+
+
+def _as_question(text: str, folder: Path) -> str:
+    """A text as the first message of a conversation, by the chat template of the tokenizer in `folder`."""
+    from transformers import AutoTokenizer
+
+    chat = [{"role": "user", "content": text}]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
 def _answer_prompts(

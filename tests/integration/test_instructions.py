@@ -28,6 +28,7 @@ from isobatch.tests.integration.helpers import (
     port_of,
     post,
     predictions,
+    run_card,
     summary,
     warm_command,
 )
@@ -77,7 +78,19 @@ def test_an_answer_is_learnt_and_given(home: Path) -> None:
     done = launch(*words, cwd=home)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["text"].strip() == "It says quack."
+    behind = [
+        "generate",
+        "runs/asked",
+        "What does a duck say?",
+        "--max_new_tokens",
+        "60",
+        "--temperature",
+        "0",
+    ]
+    assert launch(*behind, cwd=home).stdout.strip() == "It says quack."
+    assert run_card(run / "final").strip(), "its card asks a question as the template says"
     assert "[reference: It says" in (run / "log.txt").read_text()
+    assert json.loads((run / "facts.json").read_text())["extra"]["turns"] == 1
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     asked = [{"role": "user", "content": "What does a duck say?"}]
     prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)

@@ -38,6 +38,14 @@ def test_an_answer_is_part_of_the_next_question(talk: Any, capsys: pytest.Captur
     assert [message["content"] for message in asked[1]] == ["be kind", "one?", "an answer", "two?"]
 
 
+def test_without_history_each_question_is_asked_alone(talk: Any) -> None:
+    conversation, asked = talk
+    conversation.keeps_history = False
+    conversation.say("one?")
+    conversation.say("two?")
+    assert [message["content"] for message in asked[1]] == ["be kind", "two?"]
+
+
 def test_reset_forgets_all_but_what_was_told_first(talk: Any) -> None:
     conversation, asked = talk
     conversation.say("one?")

@@ -310,8 +310,9 @@ CHATS = [
 
 
 def test_fields_of_conversations_are_cleaned_and_the_whole_compared(tmp_path: Path) -> None:
-    for split in ("train", "valid"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    valid = "".join(json.dumps(row) + "\n" for row in CHATS)
+    (tmp_path / "valid.jsonl").write_text(valid)
+    (tmp_path / "train.jsonl").write_text(valid.replace("Say", "Tell"))
     text = make(tmp_path, "html", "unicode", "control", "short", "duplicates", template="plain")
     extra = text.prepare(tmp_path / "out")
     assert extra["splits"]["train"]["conversations"] == 2
@@ -320,8 +321,23 @@ def test_fields_of_conversations_are_cleaned_and_the_whole_compared(tmp_path: Pa
     assert "train: rows left out: 1 with an empty answer" in notes
     assert "clean short=10: does not apply to conversations" in notes
     # Per split: eight fields; of the four conversations the first two are one text then.
-    assert "clean html: 4 of 24 fields changed, such as «Say <b>hi</b>» -> «Say hi»" in notes
-    assert "clean duplicates: 2 of 8 conversations dropped, such as «Say hi hi»" in notes
+    assert "clean html: 4 of 24 fields changed, such as «Tell <b>hi</b>» -> «Tell hi»" in notes
+    assert "clean duplicates: 2 of 8 conversations dropped, such as «Tell hi hi»" in notes
+
+
+def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
+    rows = [{"instruction": f"Say {n}", "output": str(n)} for n in (0, 1, 2, 3, 0, 1)]
+    for split, chosen in (("train", rows), ("valid", [*rows[1:3], {**rows[3], "instruction": " Say  3"}])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    extra = make(tmp_path, "duplicates", template="plain").prepare(tmp_path / "out")
+    assert {split: sizes["conversations"] for split, sizes in extra["splits"].items()} == {
+        "train": 1,
+        "valid": 3,
+    }
+    assert not any("are in train too" in note for note in extra["notes"])
+    leaking = make(tmp_path, template="plain").prepare(tmp_path / "leaking")["notes"]
+    assert "valid: 2 of 3 rows are in train too" in leaking
+    assert "--clean duplicates leaves such rows out of training" in leaking
 
 
 @pytest.fixture

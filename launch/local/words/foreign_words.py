@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from isobatch.core.errors import UserError
 from isobatch.core.flags import BareValue
 from isobatch.launch.local.words.meanings import Meaning, as_written, spelling
-from isobatch.launch.local.words.other_tools import SYNONYMS, VALUES, WORDS
+from isobatch.launch.local.words.other_tools import OF_FINISHED_MODELS, SYNONYMS, VALUES, WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -68,7 +68,10 @@ def _meaning(name: str, value: str, own: Container[str]) -> Meaning | None:
 
 def our_name(name: str, own: Container[str]) -> str:
     """Our name of a flag that a word names; the word itself where it names none. `own`: as in `translate`."""
-    return name if name in own else SYNONYMS.get(name, name)
+    if name in own:
+        return name
+    ours = SYNONYMS.get(name, name)
+    return OF_FINISHED_MODELS.get(ours, ours) if ours not in own else ours
 
 
 def words_for(known: Iterable[str]) -> set[str]:

@@ -26,6 +26,9 @@ from isobatch.launch.local.words.meanings import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+OF_FINISHED_MODELS = {"generate_tokens": "tokens", "generate_prompt": "prompt"}
+"""Flags of training -> what commands that use a finished model call the same."""
+
 SYNONYMS = {
     "num_epochs": "epochs",
     "num_train_epochs": "epochs",
