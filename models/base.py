@@ -357,6 +357,10 @@ class Task(ABC):
         """
         return {}
 
+    def first_step_remark(self, losses: Mapping[str, float], facts: Facts) -> str:
+        """A line for the user on the losses of the first step, if they say that something is wrong."""
+        return ""
+
     def after_step(self, model: nn.Module, step: StepContext) -> Change | None:
         """After the optimizer: schedules, and changes of the model, even of its shape."""
         return None

@@ -237,6 +237,8 @@ class PhaseLoop:
         context.tell_slowdowns()
         if progress.steps == COMPARED_STEP:
             context.compare_memory()
+        if progress.steps == 1 and (remark := context.task.first_step_remark(losses, self.session.facts)):
+            context.console.say(remark)
         row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
         if result.recorded:
             row |= context.task.step_figures(_recorded_arrays(result, values))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -323,6 +324,17 @@ class CausalLM(Task):
         # the targets of padding are ignored. Without a mask SDPA takes its faster causal path.
         tokens, targets = batch["tokens"].long(), _targets(batch)
         return chunked_cross_entropy.next_token_loss(model, tokens, targets, count, smoothing)
+
+    def first_step_remark(self, losses: Mapping[str, float], facts: Facts) -> str:
+        """Of an adapter whose base does worse than guessing: it lacks what frozen weights cannot learn."""
+        chance = math.log(facts.extra["vocabulary"])
+        if self.options.adapter == "none" or losses["loss"] <= chance:
+            return ""
+        return (
+            f"the base model does worse than guessing here (loss {losses['loss']:.1f}, guessing"
+            f" {chance:.1f}): its tokens or its template are not those of these texts; an adapter may not mend"
+            " that, all weights can (--adapter none)"
+        )
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         """`nll`; in a mixture `nll.N` and `right.N` of each dataset, even if this batch has no row of it."""
