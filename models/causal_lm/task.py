@@ -332,8 +332,8 @@ class CausalLM(Task):
             return ""
         return (
             f"the base model does worse than guessing here (loss {losses['loss']:.1f}, guessing"
-            f" {chance:.1f}): its tokens or its template are not those of these texts; an adapter may not mend"
-            " that, all weights can (--adapter none)"
+            f" {chance:.1f}): its tokens or its template are not those of these texts; an adapter may not"
+            " mend that, all weights can (--adapter none)"
         )
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
