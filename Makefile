@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-lock
 
-.PHONY: demo test test-slurm gpu check soak pictures format lock clean
+.PHONY: demo test test-slurm gpu check soak pictures site format lock clean
 
 demo: $(STAMP)
 	$(BIN)/python -m launch auto --task causal-lm --again
@@ -30,6 +30,12 @@ soak: $(STAMP)
 # The README's pictures, from real runs: some minutes, and Chromium.
 pictures: $(STAMP)
 	$(BIN)/python docs/pictures/make.py
+
+# The documentation as a site in build/site, with every link checked.
+site:
+	$(PYTHON) -m venv build/site-tools
+	build/site-tools/bin/pip install --quiet mkdocs==1.6.1
+	build/site-tools/bin/mkdocs build --strict --site-dir build/site
 
 check: $(STAMP)
 	$(BIN)/ruff check .
