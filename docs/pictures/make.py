@@ -1,4 +1,4 @@
-"""Makes the pictures of the README from real runs: `make pictures` (needs Chromium for the report's)."""
+"""Makes the pictures of README and docs from real runs: `make pictures` (needs Chromium and tmux)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -20,14 +21,21 @@ SHOWN = {
 }
 """Command -> how many of the last lines that it says are shown."""
 COLUMNS = 112
-WIDTH, HEIGHT = 1280, 900
+PAGES = {"report": (1280, 900), "report-phone": (390, 844)}
+"""Picture of the report's top -> the window's width and height."""
+TERMINALS = (80, 200)
+"""Columns of the terminals that show a command while it works, and what it ends with."""
+WORKS_SECONDS, ENDS_SECONDS = 15, 120
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         terminal(SHOWN, folder)
         isobatch("auto --task compress --name small --quiet", folder)
-        report(Path(folder) / "runs" / "small-qat" / "report" / "report.html")
+        for name, (width, height) in PAGES.items():
+            page(Path(folder) / "runs" / "small-qat" / "report" / "report.html", name, width, height)
+        for columns in TERMINALS:
+            at_work(columns, folder)
 
 
 def isobatch(words: str, folder: str) -> str:
@@ -58,14 +66,45 @@ def terminal(commands: dict[str, int], folder: str) -> None:
     (HERE / "terminal.svg").write_text(console.export_svg(title="isobatch"))
 
 
-def report(page: Path) -> None:
-    """The top of a report page, as report.png."""
+def page(report: Path, name: str, width: int, height: int) -> None:
+    """The top of a report page, as NAME.png."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        sys.exit("report.png needs Chromium: apt-get install chromium")
+        sys.exit(f"{name}.png needs Chromium: apt-get install chromium")
     words = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    words += [f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={HERE / 'report.png'}", page.as_uri()]
+    words += [f"--window-size={width},{height}", f"--screenshot={HERE / name}.png", report.as_uri()]
     subprocess.run(words, check=True, capture_output=True)
+
+
+def at_work(columns: int, folder: str) -> None:
+    """A real terminal while a model trains, and after a report, as terminal-COLUMNS.svg."""
+    from rich.console import Console
+    from rich.text import Text
+
+    if shutil.which("tmux") is None:
+        sys.exit("the pictures of terminals need tmux: apt-get install tmux")
+    train = f"auto --task causal-lm --name work{columns} --again"
+    console = Console(record=True, width=columns, file=io.StringIO())
+    compared = "report runs/small-classifier runs/small-qat"
+    for words, seconds in ((train, WORKS_SECONDS), (compared, ENDS_SECONDS)):
+        console.print(Text(screen(f"{sys.executable} -m isobatch {words}", words, columns, seconds, folder)))
+        console.print()
+    (HERE / f"terminal-{columns}.svg").write_text(console.export_svg(title=f"{columns} columns"))
+
+
+def screen(command: str, words: str, columns: int, seconds: float, folder: str) -> str:
+    """What a terminal shows of a command after so many seconds, or when it has ended."""
+    tmux = ["tmux", "-L", "pictures"]
+    began = [*tmux, "new-session", "-d", "-s", "one", "-x", str(columns), "-y", "30", "-c", folder]
+    environment = {**os.environ, "ISOBATCH_CACHE": f"{folder}/cache", "TERM": "xterm-256color"}
+    subprocess.run([*began, f"{command}; sleep 5; echo; sleep 999"], env=environment, check=True)
+    shown, deadline = "", time.monotonic() + seconds
+    while time.monotonic() < deadline and "all figures" not in shown:
+        time.sleep(0.5)
+        taken = subprocess.run([*tmux, "capture-pane", "-p", "-t", "one"], capture_output=True, text=True)
+        shown = taken.stdout.rstrip()
+    subprocess.run([*tmux, "kill-server"], check=False)
+    return f"$ isobatch {words}\n{shown}"
 
 
 if __name__ == "__main__":
