@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PLAN = ("device", "processes", "strategy", "precision", "compile", "invariance")
 """Fields of a plan that may move results by rounding."""
+TOO_FEW = "compare: give two runs or more, as in: compare runs/a runs/b (`runs` lists them)"
 FIGURES = ("steps", "train_seconds", "peak_memory_bytes")
 
 
@@ -36,18 +37,23 @@ def compare(words: Sequence[str]) -> int:
     """
     positional, flags = split_words(words)
     options = command_options(flags, CompareOptions, "compare")
-    runs = [run for place in positional for run in _runs_at(place)]
+    runs = [run for place in positional for run in _runs_at(place, alone=len(positional) == 1)]
     if len(runs) < 2:
-        raise UserError("compare: give two runs or more, as in: compare runs/a runs/b (`runs` lists them)")
+        raise UserError(TOO_FEW)
     found = compared(runs)
     print(atomic_files.json_text(found) if options.json else printable_lines(found))
     return DONE
 
 
-def _runs_at(place: str) -> list[RunFolder]:
-    """The run in this folder, or else the runs that lie in it. Raises UserError where there is none."""
+def _runs_at(place: str, alone: bool) -> list[RunFolder]:
+    """The run in this folder, or else the runs that lie in it. Raises UserError where there is none.
+
+    `alone`: whether no other place was given.
+    """
     folder = Path(place).expanduser()
     inside = [] if (folder / "recipe.json").exists() else list(list_runs(folder))
+    if alone and not inside:
+        raise UserError(TOO_FEW)
     return inside or [RunFolder.open(place)]
 
 

@@ -147,6 +147,8 @@ def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:
     assert child.stderr is not None
     for line in child.stderr:
         if line.startswith(LINE_MARK.encode()):
+            if not on_terminal():  # the workers say themselves what takes long
+                doing()
             with contextlib.suppress(OSError):  # the terminal may be closed; training goes on
                 sys.stderr.write(line[len(LINE_MARK.encode()) :].decode(errors="replace"))
                 sys.stderr.flush()
