@@ -75,6 +75,7 @@ ROOMS: dict[str, set[str]] = {
         *("core", "data", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),
         *("engine.optimization", "engine.runs", "engine.strategies", "engine.training", "models"),
     },
+    "engine.forensics": set(),
     "launch.local.words": {"core"},
     "launch.local.observers": {"core", "engine", "engine.distributed", "engine.runs", "engine.training"},
     "launch.local": {
@@ -188,6 +189,7 @@ ROOMS: dict[str, set[str]] = {
             "launch.sweeps",
         ),
     },
+    "launch.forensics": set(),
     "launch.predicting": {
         *(
             "core",

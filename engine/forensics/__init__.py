@@ -1,0 +1,1 @@
+"""What happened in a run: which step saw a sample, one step again, where two runs part."""

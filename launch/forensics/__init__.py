@@ -1,0 +1,1 @@
+"""The commands that ask what happened in a run."""
