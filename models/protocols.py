@@ -215,6 +215,10 @@ class ModelComparison(TaskReport, ABC):
     def caption(self, row: ReportRow, machine: str) -> str:
         """What the figures of the table are figures of."""
 
+    def verdicts(self, rows: list[ReportRow]) -> list[str]:
+        """A sentence per run: what its model is worth, against the first run's where there are more."""
+        return []
+
     def drawings(self, rows: list[ReportRow]) -> list[Drawing]:
         """Figures of all rows."""
         return []

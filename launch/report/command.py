@@ -26,6 +26,9 @@ from isobatch.launch.report.watch import DRAW_SECONDS, LOCAL, make_server
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MOST_COLUMNS = 1000
+"""Characters of a line where no terminal limits them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions(TrustOptions):
@@ -100,22 +103,30 @@ def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:
 
 
 def text_of(contents: Contents, folder: Path) -> str:
-    """What a command prints of a report: on a terminal what fits it, else report.md."""
-    if sys.stdout.isatty() and contents.groups:
-        width = shutil.get_terminal_size().columns
-        tables = [text_table([list(g.report.columns), *g.table()], width) for g in contents.groups]
-        return printable("\n\n".join(["", *tables, f"all figures: {folder}/report.html"]))
-    return printable(f"{markdown(contents)}\n\n{folder}/report.html")
+    """What a command prints of a report: verdicts, the columns that the terminal has room for, and the
+    metrics of runs that were not measured.
+    """
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else MOST_COLUMNS
+    parts = []
+    for group in contents.groups:
+        parts += group.verdicts()
+        parts.append(text_table([list(group.report.columns), *group.table()], width))
+    for run in contents.unmeasured():
+        lines = [f"{run['run']} ({run['task']}): {run['state']}", *_metric_lines(run)]
+        parts.append("\n".join(lines))
+    return printable("\n\n".join([*parts, f"all figures: {folder}/report.html, as text {folder}/report.md"]))
 
 
 def markdown(contents: Contents) -> str:
     """The text of report.md."""
     lines = ["# Report"]
+    for group in contents.groups:
+        lines += [line for verdict in group.verdicts() for line in ("", _escaped(verdict))]
+        table = [list(group.report.columns), *group.table()]
+        lines += ["", *_markdown_table(table), "", group.caption(contents.machine)]
     if differing := differences_table(contents.runs):
         lines += ["", "What the recipes differ in:", "", *_markdown_table(differing)]
     for group in contents.groups:
-        table = [list(group.report.columns), *group.table()]
-        lines += ["", group.caption(contents.machine), "", *_markdown_table(table)]
         for one in group.model_tables():
             lines += ["", f"## {_escaped(one.title)}", "", _escaped(one.note), ""]
             lines += _markdown_table([one.head, *one.rows])
@@ -124,14 +135,17 @@ def markdown(contents: Contents) -> str:
     if rest := runs_table(contents.unmeasured()):
         lines += ["", *_markdown_table(rest)]
     for run in contents.runs:
-        shown = {k: v for k, v in metrics_of(run).items() if _fits_a_line(v)}
         lines += ["", f"## {_escaped(run['run'])} ({_escaped(run['task'])})", ""]
-        lines += [_escaped(f"- {metric_line(name, value)}") for name, value in shown.items()]
+        lines += [_escaped(f"- {line}") for line in _metric_lines(run)]
         if run["use"]:
             lines += ["", *_markdown_table([["machine", "measured", "target", "is"], *run["use"]])]
         if run["sample"]:
             lines += ["", "What it writes:", "", *(f"    {line}" for line in str(run["sample"]).splitlines())]
     return printable("\n".join(lines))
+
+
+def _metric_lines(run: dict[str, Any]) -> list[str]:
+    return [metric_line(name, value) for name, value in metrics_of(run).items() if _fits_a_line(value)]
 
 
 def _fits_a_line(value: Any) -> bool:

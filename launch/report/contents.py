@@ -39,6 +39,10 @@ class ComparedModels:
         first = {row["run"]: row for row in reversed(self.rows)}
         return [table for row in reversed(first.values()) for table in self.report.tables(row)]
 
+    def verdicts(self) -> list[str]:
+        """A sentence per run: what its model is worth."""
+        return self.report.verdicts(self.rows)
+
     def caption(self, machine: str) -> str:
         """What the table's figures were measured on."""
         return self.report.caption(self.rows[0], machine)
@@ -57,7 +61,8 @@ class Contents:
     def to_dict(self) -> dict[str, Any]:
         """The object of report.json."""
         models = [row for group in self.groups for row in group.rows]
-        return {"machine": self.machine, "runs": self.runs, "models": models}
+        verdicts = [verdict for group in self.groups for verdict in group.verdicts()]
+        return {"machine": self.machine, "runs": self.runs, "verdicts": verdicts, "models": models}
 
     def unmeasured(self) -> list[dict[str, Any]]:
         """Runs whose models were not measured."""

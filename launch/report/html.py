@@ -25,6 +25,7 @@ def render_page(contents: Contents, refresh: int | None = None) -> str:
     groups = [
         {
             "caption": group.caption(contents.machine),
+            "verdicts": group.verdicts(),
             "columns": group.report.columns,
             "rows": group.table(),
             "tables": group.model_tables(),

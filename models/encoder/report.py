@@ -131,6 +131,15 @@ class ClassifierReport(ModelComparison):
             " are speeds whose middle halves overlap."
         )
 
+    def verdicts(self, rows: list[ReportRow]) -> list[str]:
+        """Of each run the last form, which is the one to ship."""
+        first = rows[0]
+        last = {row["run"]: row for row in rows}
+        others = [row for name, row in last.items() if name != first["run"]]
+        if not others:
+            return [_worth_alone(first)]
+        return [_worth_against(row, first, _like(row, rows)) for row in others]
+
     def tables(self, row: ReportRow) -> list[ReportTable]:
         """Its classes with their confusion, and its worst errors."""
         name = row["run"] if row["form"].endswith("fp32") else f"{row['run']}, {row['form']}"
@@ -167,6 +176,42 @@ class ClassifierReport(ModelComparison):
                 ax.set(xlabel="layer", ylabel=f"{name} left", xticks=layers, title=run["run"])
 
         return [Drawing("Heads and neurons left per layer", draw, 9, 2.6, columns=2)]
+
+
+def _like(row: ReportRow, rows: list[ReportRow]) -> ReportRow:
+    """The first model in the same runtime, else the first of all."""
+    return next(other for other in rows if other["runtime"] == row["runtime"])
+
+
+def _worth_alone(row: ReportRow) -> str:
+    low, high = (100 * x for x in row["accuracy_ci95"])
+    samples = np.array(row["confusion"]).sum(1)
+    return (
+        f"{row['run']}: accuracy {100 * row['accuracy']:.1f} % ({low:.1f} to {high:.1f}) on"
+        f" {row['samples']:,} texts; always answering `{row['class_names'][samples.argmax()]}` would be right"
+        f" in {100 * samples.max() / samples.sum():.1f} %."
+    )
+
+
+def _worth_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:
+    """Accuracy and file against the first model, speed against the first in the same runtime."""
+    smaller = first["file_bytes"] / row["file_bytes"]
+    size = f"{smaller:.1f} times smaller" if smaller >= 1 else f"{1 / smaller:.1f} times larger"
+    accuracy = f"{100 * row['accuracy']:.1f} % against {100 * first['accuracy']:.1f} %"
+    return (
+        f"{row['run']}, {row['form']}, against {first['run']}: accuracy {accuracy}"
+        f" ({row['accuracy_verdict']}); a file of {format_bytes(row['file_bytes'])}, {size};"
+        f" {_speed_against(row, first, alike)}."
+    )
+
+
+def _speed_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:
+    runtime = RUNTIMES[row["runtime"]]
+    if alike is row:  # nothing else was measured in its runtime, which may be what makes it fast
+        other = f"{first['batch_1']['p50']:.2f} in {RUNTIMES[first['runtime']]}"
+        return f"{row['batch_1']['p50']:.2f} ms a text in {runtime}, {other}"
+    noise = ", which is within the noise" if row["speed_verdict"] == "within the noise" else ""
+    return f"{row['speedup']:.2f} times the speed in {runtime}{noise}"
 
 
 def _table_of_classes(name: str, row: ReportRow) -> ReportTable:

@@ -8,7 +8,8 @@ import pytest
 from isobatch.models.encoder import evaluation
 from isobatch.models.encoder.report import ClassifierReport
 
-compared = ClassifierReport(lambda final, exports: []).compare
+REPORT = ClassifierReport(lambda final, exports: [])
+compared = REPORT.compare
 
 
 def test_mcnemar_is_the_exact_binomial_of_the_samples_they_disagree_on() -> None:
@@ -51,3 +52,31 @@ def test_models_of_other_samples_are_not_compared() -> None:
     _, other = compared([row(90, 100, 9, 11), row(45, 50, 9, 11)])
     assert other["mcnemar_p"] is None
     assert "not comparable" in other["accuracy_verdict"]
+
+
+def worth(run: str, right: int, ms: float, runtime: str = "torch", file_bytes: int = 90_000_000) -> dict:
+    shown = {
+        "form": f"{runtime} fp32",
+        "file_bytes": file_bytes,
+        "samples": 100,
+        "accuracy_ci95": [0.82, 0.94],
+    }
+    shown |= {"class_names": ["bad", "good"], "confusion": [[36, 4], [6, 54]]}
+    return row(right, 100, ms, ms, run, runtime) | shown
+
+
+def test_a_model_alone_is_held_against_its_commonest_class() -> None:
+    assert REPORT.verdicts(compared([worth("a", 90, 5)])) == [
+        "a: accuracy 90.0 % (82.0 to 94.0) on 100 texts; always answering `good` would be right in 60.0 %."
+    ]
+
+
+def test_a_sentence_says_what_the_small_model_costs_and_gains() -> None:
+    small = worth("small", 89, 1, "onnx", 10_000_000)
+    alone = REPORT.verdicts(compared([worth("big", 90, 8), small]))
+    assert alone == [
+        "small, onnx fp32, against big: accuracy 89.0 % against 90.0 % (within the noise); a file of 10 MB,"
+        " 9.0 times smaller; 1.00 ms a text in onnxruntime, 8.00 in torch."
+    ]
+    (alike,) = REPORT.verdicts(compared([worth("big", 90, 8), worth("big", 90, 4, "onnx"), small]))
+    assert alike.endswith("9.0 times smaller; 4.00 times the speed in onnxruntime.")
