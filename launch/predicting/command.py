@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,11 @@ from isobatch.launch.local.run_setup import open_run
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.answerer import Answerer, ModelOptions, open_answerer, trained_task
 from isobatch.launch.predicting.onnx_file import open_onnx_answerer
+from isobatch.launch.predicting.rows import EmptyTextError
 from isobatch.models.protocols import Generates, OpensItemLists, Predicts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from isobatch.models.base import Task
 
@@ -97,7 +99,7 @@ def _answer_all(
 ) -> Iterator[list[dict[str, Any]]]:
     if options.file is None:
         return iter([_answer_texts(answerer, texts)])
-    return _answer_file(answerer, options.file)
+    return answer_file(answerer, options.file)
 
 
 def _answer_texts(answerer: Answerer, texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -113,15 +115,31 @@ def _answer_texts(answerer: Answerer, texts: Sequence[str]) -> list[dict[str, An
     return [tables.beside(*both) for both in zip(rows, answerer.predict(samples), strict=True)]
 
 
-def _answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]:
-    done = 0
+def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]:
+    """Rows without a text get an empty answer, and are counted at the end."""
+    done, empty = 0, []
     doing("predicting")
     for chunk in tables.in_chunks(tables.read_table(file)):
-        samples = [answerer.rows.from_row(row, where) for where, row in chunk]
-        answers = answerer.predict(samples)
+        samples: dict[int, Any] = {}
+        for place, (where, row) in enumerate(chunk):
+            try:
+                samples[place] = answerer.rows.from_row(row, where)
+            except EmptyTextError as error:
+                empty.append(error)
+        if not samples:
+            raise empty[0]
+        answers = dict(zip(samples, answerer.predict(list(samples.values())), strict=True))
+        blank = _without_values(next(iter(answers.values())))
         done += len(chunk)
         doing(f"predicting: {done:,} rows done")
-        yield [tables.beside(row, answer) for (_, row), answer in zip(chunk, answers, strict=True)]
+        yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
+    if empty:
+        first = str(empty[0]).removesuffix(": leave it out")
+        print(f"{len(empty):,} rows have no text and no answer; the first: {first}", file=sys.stderr)
+
+
+def _without_values(answer: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _without_values(v) if isinstance(v, dict) else None for k, v in answer.items()}
 
 
 def _write(answered: Iterator[list[dict[str, Any]]], out: Path, options: PredictOptions) -> None:
@@ -151,6 +169,8 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def _format_value(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):

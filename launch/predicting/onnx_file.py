@@ -28,7 +28,8 @@ def open_onnx_answerer(where: str, options: ModelOptions) -> Answerer | None:
         if not read and getattr(options, flag.name) != flag.default:
             raise UserError(f"{flag.spelling}: changes nothing of an ONNX file; leave it out")
     classifier = prediction.open_onnx(file, _trained_length(file))
-    return Answerer(classifier, TextReader(options.text_column, options.pair_column))
+    text, pair = (getattr(options, name) or classifier.columns[name] for name in prediction.COLUMNS)
+    return Answerer(classifier, TextReader(text, pair))
 
 
 def _trained_length(file: Path) -> int | None:

@@ -23,6 +23,10 @@ PROMPT_COLUMNS = ("prompt", "text", "question")
 USER_COLUMNS = ("user", "user_id", "userId")
 
 
+class EmptyTextError(UserError):
+    """A row without a text, which a file may have."""
+
+
 class RowReader(Protocol):
     """Makes samples for a `Predictor`. Both raise UserError."""
 
@@ -151,7 +155,7 @@ def require_text(value: Any, where: str) -> str:
     if value is not None and not isinstance(value, str):
         raise UserError(f"{where}: holds {type(value).__name__}, not text")
     if not value or not value.strip():
-        raise UserError(f"{where}: is empty: leave it out")
+        raise EmptyTextError(f"{where}: is empty: leave it out")
     if len(value) > MAX_TEXT_CHARACTERS:
         raise UserError(
             f"{where}: has {len(value):,} characters, at most {MAX_TEXT_CHARACTERS:,}: shorten it"

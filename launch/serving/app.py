@@ -39,7 +39,7 @@ def language_model_app(
 
 
 def prediction_app(name: str, answerer: Answerer) -> Starlette:
-    """POST /predict with {"texts": [...]} or {"rows": [{...}]}: {"predictions": [...]}, one for each."""
+    """POST /predict with {"texts": [...]}, {"text": "..."} or {"rows": [{...}]}: {"predictions": [...]}."""
     thread = ModelThread()
     queue = BatchingQueue(answerer.predict, thread)
 
@@ -52,10 +52,12 @@ def prediction_app(name: str, answerer: Answerer) -> Starlette:
 
 def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
     """Raises RequestError, and UserError for a text or row that cannot be read."""
-    refuse_unknown(body, ("texts", "rows"))
+    refuse_unknown(body, ("texts", "text", "rows"))
     if len(body) != 1:
-        raise RequestError('give {"texts": [...]} or {"rows": [{...}]}')
+        raise RequestError('give {"texts": [...]}, {"text": "..."} or {"rows": [{...}]}')
     ((field, values),) = body.items()
+    if field == "text":
+        field, values = "texts", values if isinstance(values, list) else [values]
     if not isinstance(values, list) or not 1 <= len(values) <= MAX_SAMPLES:
         raise RequestError(f"{field}: must be a list of 1 to {MAX_SAMPLES} entries", field=field)
     if field == "texts":
@@ -83,7 +85,8 @@ def _application(routes: list[Route], name: str, thread: ModelThread) -> Starlet
 
     handlers: dict[Any, Any] = {HTTPException: http_error, RequestError: _refuse, Exception: _report_bug}
     handlers[UserError] = _refuse
-    return Starlette(routes=[Route("/", describe), *routes], exception_handlers=handlers, lifespan=lifespan)
+    asked = [Route("/", describe), Route("/health", describe)]
+    return Starlette(routes=[*asked, *routes], exception_handlers=handlers, lifespan=lifespan)
 
 
 async def _refuse(_: Request, error: Exception) -> Response:

@@ -277,8 +277,14 @@ class Classifier(Task):
 
     def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""
+        self.note_inputs(model)
         saving.save(model, facts, folder)
         encoders.write_layer_sizes(model, folder)
+
+    def note_inputs(self, model: Any) -> None:
+        """Into config.json: which columns were read and how long texts were, for a copy away from its run."""
+        columns = {name: self.recipe.options.get(name) for name in prediction.COLUMNS}
+        model.config.isobatch = {**columns, "max_length": self.recipe.max_length}
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         """The lines for transformers; a pruned model needs the code beside it."""

@@ -29,6 +29,19 @@ if TYPE_CHECKING:
 
 CALIBRATION_SAMPLES = 256
 """Training samples from which the ranges of the activations are chosen."""
+USAGE = """\
+import json, numpy, onnxruntime, tokenizers
+
+tokenizer = tokenizers.Tokenizer.from_file("tokenizer.json")
+tokenizer.no_padding()
+tokenizer.enable_truncation({length})
+session = onnxruntime.InferenceSession("{file}")
+text = tokenizer.encode({text})
+values = {{"input_ids": text.ids, "attention_mask": text.attention_mask, "token_type_ids": text.type_ids}}
+inputs = {{i.name: numpy.array([values[i.name]]) for i in session.get_inputs()}}
+logits = session.run(None, inputs)[0][0]
+print(json.load(open("config.json"))["id2label"][str(logits.argmax())])
+"""
 QUANTIZERS_FILE = "quantizers.safetensors"
 """Scales and zero points in final/."""
 
@@ -103,6 +116,7 @@ class QAT(DistilledClassifier):
 
         from isobatch.models.encoder import quantization
 
+        self.note_inputs(model)
         saving.save(model, facts, folder, quantization.dequantized_state(model))
         encoders.write_layer_sizes(model, folder)
         metadata = {"bits": str(self.options.bits), "embedding_bits": str(self.options.embedding_bits)}
@@ -118,11 +132,14 @@ class QAT(DistilledClassifier):
         return opened
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
-        """The lines of a classifier: they run the rounded weights in fp32."""
+        """The lines for onnxruntime: they need no torch."""
         described = super().describe_model(final, facts)
-        beside = f"{exporting.ONNX_INT4_FILE} is the model in {self.options.bits} bits, for onnxruntime"
-        remarks = "; ".join(filter(None, (beside, described.remark)))
-        return dataclasses.replace(described, title=f"{described.title}, quantized", remark=remarks)
+        text = '"a first text", "a second text"' if evaluation.has_text_pairs(facts) else '"some text"'
+        usage = USAGE.format(file=exporting.ONNX_INT4_FILE, text=text, length=self.recipe.max_length)
+        beside = "model.safetensors has the same weights, rounded, for transformers"
+        return dataclasses.replace(
+            described, title=f"{described.title}, quantized", usage=usage, remark=beside
+        )
 
     def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
         """The ONNX file in final/, and the exports that were made."""

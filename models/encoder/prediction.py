@@ -26,6 +26,8 @@ WIDTH_MULTIPLE = 8
 """A text is padded to the next multiple of so many tokens: its width does not depend on its batch."""
 TOKENS_AT_A_TIME = 8192
 """Most tokens of a batch, padding included."""
+COLUMNS = ("text_column", "pair_column")
+"""Names in config.json's `isobatch` of what was read in training; null for the usual names."""
 ONNX_FILES = ("model-int4.onnx", "model.onnx")
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
 
@@ -39,6 +41,8 @@ class TextClassifier:
     labels: list[str]
     max_length: int
     pad: int
+    columns: dict[str, str | None]
+    """The columns that it read in training, by the names in COLUMNS."""
 
     @classmethod
     def open(cls, folder: Path, run: Runner, max_length: int | None) -> TextClassifier:
@@ -52,14 +56,16 @@ class TextClassifier:
             names = config["id2label"]
             labels = [str(names[str(number)]) for number in range(len(names))]
             pad = int(config.get("pad_token_id") or 0)
-            most = max_length or saving.max_input_tokens(config) or 512
+            read = config.get("isobatch") or {}
+            most = max_length or read.get("max_length") or saving.max_input_tokens(config) or 512
+            columns = {name: read.get(name) for name in COLUMNS}
             try:
                 tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
             except Exception as error:  # the library raises bare Exception for every fault in a file
                 raise UserError(f"{folder / TOKENIZER_FILE} cannot be read: {error}") from None
         tokenizer.no_padding()
         tokenizer.enable_truncation(most, strategy="longest_first")
-        return cls(run, tokenizer, labels, most, pad)
+        return cls(run, tokenizer, labels, most, pad, columns)
 
     def __call__(self, texts: Sequence[TextOrPair]) -> list[dict[str, Any]]:
         """`prediction`, its `probability`, and the `probabilities` of all classes, for each text."""

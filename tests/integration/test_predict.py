@@ -90,7 +90,12 @@ def test_an_answer_does_not_depend_on_its_batch(form: str, home: Path) -> None:
 
 def test_the_int4_file_answers_as_the_trained_model_wherever_it_is_opened(home: Path) -> None:
     trained = probabilities(predictions(home, "runs/small", *TEXTS))
-    for form in ("runs/small --form onnx-int4", "runs/small/final/model-int4.onnx", "runs/small/final"):
+    shutil.copytree(home / "runs" / "small" / "final", home / "shipped")
+    read = json.loads((home / "shipped" / "config.json").read_text())["isobatch"]
+    recipe = json.loads((home / "runs" / "small" / "recipe.json").read_text())
+    assert read["max_length"] == recipe["max_length"]
+    forms = ("runs/small --form onnx-int4", "runs/small/final/model-int4.onnx", "runs/small/final", "shipped")
+    for form in forms:
         found = probabilities(predictions(home, *form.split(), *TEXTS))
         assert found == pytest.approx(trained, abs=1e-3)
 

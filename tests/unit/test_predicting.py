@@ -14,10 +14,13 @@ from pyarrow import parquet
 
 from isobatch.core.errors import UserError
 from isobatch.launch.predicting import tables
+from isobatch.launch.predicting.answerer import Answerer
+from isobatch.launch.predicting.command import answer_file, format_row
 from isobatch.launch.predicting.rows import PromptReader, SequenceReader, TextReader, UserReader
 from isobatch.models.encoder.prediction import batches_of_one_width, softmax
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 ROWS = [{"id": str(n), "text": f'text "{n}", ü'} for n in range(5)]
@@ -162,6 +165,26 @@ def test_a_row_that_cannot_be_read_is_one_line(case: str) -> None:
     reader, row, expected = REFUSED[case]
     with pytest.raises(UserError, match=expected):
         reader.from_row(row, "here")
+
+
+def test_a_row_without_a_text_stays_in_its_place_without_an_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "rows.csv", [{"text": "a"}, {"text": " "}, {"text": "bc"}])
+    asked: list[str] = []
+
+    def predict(samples: Sequence[str]) -> list[dict[str, Any]]:
+        asked.extend(samples)
+        return [{"prediction": len(s), "probabilities": {"x": 0.5}} for s in samples]
+
+    (rows,) = answer_file(Answerer(predict, TextReader()), str(file))
+    assert asked == ["a", "bc"]
+    assert [row["prediction"] for row in rows] == [1, None, 2]
+    assert list(map(list, map(tables.flatten, rows))) == [["text", "prediction", "probabilities.x"]] * 3
+    assert format_row(rows[1]) == "text:    prediction:   probabilities: x "
+    assert "1 rows have no text and no answer; the first: " in capsys.readouterr().err
+    with pytest.raises(UserError, match="is empty"):
+        list(answer_file(Answerer(predict, TextReader()), str(write(file, [{"text": ""}]))))
 
 
 def test_a_batch_has_one_width_and_every_sample_is_in_one() -> None:

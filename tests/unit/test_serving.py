@@ -183,7 +183,7 @@ WRONG_CHATS: dict[str, tuple[dict[str, Any], str]] = {
     "tools": (ASKED | {"tools": [{}]}, "tools: only [] is supported"),
 }
 WRONG_PREDICTIONS: dict[str, tuple[Any, str]] = {
-    "misspelt": ({"text": ["a"]}, "did you mean texts?"),
+    "misspelt": ({"txts": ["a"]}, "did you mean texts?"),
     "nothing": ({}, "give {"),
     "no list": ({"texts": "a"}, f"texts: must be a list of 1 to {MAX_SAMPLES}"),
     "too many": ({"texts": ["a"] * (MAX_SAMPLES + 1)}, f"texts: must be a list of 1 to {MAX_SAMPLES}"),
@@ -247,3 +247,5 @@ def test_texts_and_rows_are_answered(answers: TestClient) -> None:
     found = answers.post("/predict", json={"texts": ["a", "b"]}).json()
     assert found == {"model": "p", "predictions": [{"says": "A"}, {"says": "B"}]}
     assert answers.post("/predict", json={"rows": [{"text": "c"}]}).json()["predictions"] == [{"says": "C"}]
+    assert answers.post("/predict", json={"text": "d"}).json()["predictions"] == [{"says": "D"}]
+    assert answers.get("/health").json()["model"] == "p"
