@@ -27,6 +27,7 @@ from isobatch.launch.local.run_setup import (
 )
 from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.targets import PlanCommandOptions
+from isobatch.launch.report.tables import table_beside, text_table, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,6 +116,10 @@ def resume(words: Sequence[str]) -> int:
         return _print_result(run, launch_run(run, run_options).code, options)
 
 
+LINE = 110
+"""Most characters of a line of metrics."""
+
+
 def _print_result(run: RunFolder, code: int, options: AutoOptions) -> int:
     if options.json:
         print(atomic_files.json_text(run.summary() or {"status": run.status()}, ensure_ascii=False))
@@ -124,10 +129,14 @@ def _print_result(run: RunFolder, code: int, options: AutoOptions) -> int:
 
 
 def print_outcome(run: RunFolder) -> None:
-    """One line: status, steps and metrics."""
+    """Status, steps and metrics; those of other models, such as a baseline, in a table beside its own."""
     summary = run.summary() or {}
     metrics = summary.get("metrics", {})
     shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
-    figures = format_metrics(shown, ".4g")
+    beside, rest = table_beside(shown)
+    figures = format_metrics(rest, ".4g")
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
-    print(printable(f"{run.folder}: {status}, {steps} steps" + (f", {split}: {figures}" if split else "")))
+    line = f"{run.folder}: {status}, {steps} steps" + (f", {split}: {figures}" if split else "")
+    print(printable("\n".join(wrapped(line, "  ", LINE))))
+    if beside:
+        print(printable(text_table(beside, LINE)))

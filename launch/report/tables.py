@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.measures import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 MOST_WORD_PERPLEXITY = 1e5
@@ -105,3 +105,38 @@ def text_table(rows: list[list[str]], width: int) -> str:
     columns = max(1, sum(end - 2 <= width for end in accumulate(w + 2 for w in widths)))
     lines = ("  ".join(c.ljust(w) for c, w in zip(row[:columns], widths, strict=False)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def table_beside(metrics: Mapping[str, Any]) -> tuple[list[list[str]], dict[str, Any]]:
+    """Metrics that come in several versions, `hr@10` and `popularity_hr@10`, as a table with a row for each
+    version; and the other metrics. No table where fewer than two versions have a row.
+    """
+    versions: dict[str, dict[str, Any]] = {}
+    for name in metrics:
+        prefix, own = next(((name[: -len(n) - 1], n) for n in metrics if name.endswith(f"_{n}")), ("", name))
+        versions.setdefault(prefix, {})[own] = metrics[name]
+    common = [
+        name
+        for name in versions.get("", {})
+        if 2 * sum(name in row for row in versions.values()) > len(versions)
+    ]
+    if len(versions) < 3:
+        return [], dict(metrics)
+    rows = [
+        [in_words(prefix) or "this model", *(_figure(row.get(name), "{:.4f}".format) for name in common)]
+        for prefix, row in versions.items()
+    ]
+    inside = {f"{prefix}_{name}".lstrip("_") for prefix in versions for name in common}
+    return [["", *common], *rows], {n: value for n, value in metrics.items() if n not in inside}
+
+
+def wrapped(text: str, separator: str, width: int) -> list[str]:
+    """Lines of at most `width` characters, broken at `separator` where it occurs; later ones indented."""
+    lines = [""]
+    for part in text.split(separator):
+        longer = f"{lines[-1]}{separator}{part}" if lines[-1] else part
+        if len(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(f"    {part}")
+    return lines

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isobatch.launch.report.tables import differences_table, metric_line, text_table
+from isobatch.launch.report.tables import differences_table, metric_line, table_beside, text_table, wrapped
 
 ROWS = [["model", "accuracy", "speed"], ["a long name", "0.91", "2.00x"], ["b", "0.9", "baseline of torch"]]
 
@@ -37,3 +37,25 @@ def test_a_field_of_one_task_alone_is_no_difference() -> None:
     assert differences_table([one, two]) == [
         ["recipe", "a", "b"], ["task", "x", "y"], ["lr", "0.1", "0.2"], ["model", "models/base", "me/big"]
     ]  # fmt: skip
+
+
+def test_a_baseline_stands_beside_the_model() -> None:
+    own = {"hr@10": 0.6, "ndcg@10": 0.3, "protocol": "leave-one-out", "popularity_hr@10": 0.2}
+    table, rest = table_beside({**own, "popularity_ndcg@10": 0.1, "full_hr@10": 0.5, "ease_lambda": 300})
+    assert table == [
+        ["", "hr@10", "ndcg@10"],
+        ["this model", "0.6000", "0.3000"],
+        ["popularity", "0.2000", "0.1000"],
+        ["full", "0.5000", ""],
+    ]
+    assert rest == {"protocol": "leave-one-out", "ease_lambda": 300}
+
+
+@pytest.mark.parametrize("metrics", [{}, {"loss": 1.0, "f1_macro": 0.5}, {"loss": 1.0, "ce_loss": 0.5}])
+def test_metrics_of_one_version_are_no_table(metrics: dict[str, float]) -> None:
+    assert table_beside(metrics) == ([], metrics)
+
+
+def test_a_long_line_is_broken_between_its_figures() -> None:
+    assert wrapped("a 1  b 2  c 3", "  ", 8) == ["a 1  b 2", "    c 3"]
+    assert wrapped("a long word", "  ", 4) == ["a long word"]
