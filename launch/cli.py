@@ -52,6 +52,10 @@ COMMANDS = {
         "commands.verify:verify",
         "redo logged steps under another cut and compare; exit 3 on a difference",
     ),
+    "replay": (
+        "forensics.replay:replay",
+        "one step of a run again: losses by sample, the first module with a NaN, gradients",
+    ),
     "evaluate": (
         "commands.evaluate:evaluate",
         "metrics of a finished run on its held-out data",

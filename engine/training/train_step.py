@@ -191,6 +191,27 @@ class Stepper:
             half.reduce(self.world.all_reduce_sum)
         return half
 
+    def losses_alone(self, loaded: LoadedStep) -> list[tuple[np.ndarray, dict[str, float]]]:
+        """(places in the global batch, share of each loss of the step) of this rank's samples, or
+        cohorts, each computed alone. Nothing that trains changes.
+        """
+        work, model, cohort = loaded.work, self.strategy.unwrapped, self.task.cohort
+        noise = self.noise.preserve_state() if self.noise else contextlib.nullcontext()
+        packing = self.packing.preserve_state() if self.packing else contextlib.nullcontext()
+        found = []
+        with noise, packing, loss_checks.preserve_state(model, self.world.device):
+            for number, (micro, host) in enumerate(zip(work.micro_batches, loaded.batches, strict=True)):
+                for start in range(0, len(micro.positions), cohort):
+                    rows = slice(start, start + cohort)
+                    part = {name: column[rows] for name, column in host.items()}
+                    self._bind(work.step, part, number)
+                    places = micro.positions[rows]
+                    losses = self._losses(part, work.step, places, model=model)
+                    found.append(
+                        (places, {k: float(self._share(v, work.unit_weights)) for k, v in losses.items()})
+                    )
+        return found
+
     @contextlib.contextmanager
     def _caching_transforms(self) -> Iterator[None]:
         """Compute functions of weights, such as fake quantisation, once for all micro-batches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from isobatch.engine.verification.compare_export import compare_export
 from isobatch.engine.verification.compare_weights import compare_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from isobatch.core.plan import Plan
@@ -178,12 +180,18 @@ class Replay:
         redone, rows = Redone(), self._logged(job.windows)
         with self.session:
             for window in sorted(job.windows, key=lambda w: w.checkpoint != INITIAL):
-                self._redo_window(window, rows, redone)
+                with self.phase_at(window) as (active, saved):
+                    self._redo_steps(active, window, rows, redone, saved)
             if job.held_out:
                 self._measure_held_out(redone)
         return redone
 
-    def _redo_window(self, window: Window, rows: LoggedRows, redone: Redone) -> None:
+    @contextlib.contextmanager
+    def phase_at(self, window: Window) -> Iterator[tuple[ActivePhase, SavedCheckpoint | None]]:
+        """The phase of a window as it was at its start; the checkpoint too where it is of the same phase.
+
+        The initial weights are those of the session's model: no other window may come before them.
+        """
         session, schedule = self.session, self.session.schedule_of(window.phase)
         saved = None
         if window.checkpoint != INITIAL:  # its checksums were compared when the records were
@@ -191,12 +199,12 @@ class Replay:
             session.build_model()
         if saved is None or self._schedule(saved) is schedule:
             with session.phase(schedule, saved) as active:
-                self._redo_steps(active, window, rows, redone, saved)
+                yield active, saved
             return
         with session.phase(self._schedule(saved), saved):  # that phase has ended: the next one starts from it
             pass
         with session.phase(schedule, None, saved.folder) as active:
-            self._redo_steps(active, window, rows, redone)
+            yield active, None
 
     def _redo_steps(
         self,

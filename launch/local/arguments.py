@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import keyword
 import math
 import re
 import sys
@@ -169,7 +170,8 @@ def command_options(flags: Mapping[str, str], kind: type, command: str) -> Any:
     found = sort_flags(flags, {command: flags_of(kind, command)}, command)
     for note in found.notes:
         print(note, file=sys.stderr)
-    return kind(**found.values[command])
+    fields = {f"{name}_" if keyword.iskeyword(name) else name: v for name, v in found.values[command].items()}
+    return kind(**fields)
 
 
 def task_name(words: Sequence[str]) -> str:

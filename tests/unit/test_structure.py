@@ -75,7 +75,14 @@ ROOMS: dict[str, set[str]] = {
         *("core", "data", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),
         *("engine.optimization", "engine.runs", "engine.strategies", "engine.training", "models"),
     },
-    "engine.forensics": set(),
+    "engine.forensics": {
+        "core",
+        "engine.checkpointing",
+        "engine.loading",
+        "engine.runs",
+        "engine.training",
+        "engine.verification",
+    },
     "launch.local.words": {"core"},
     "launch.local.observers": {"core", "engine", "engine.distributed", "engine.runs", "engine.training"},
     "launch.local": {
@@ -189,7 +196,10 @@ ROOMS: dict[str, set[str]] = {
             "launch.sweeps",
         ),
     },
-    "launch.forensics": set(),
+    "launch.forensics": {
+        *("core", "core.terminal", "engine.forensics", "engine.runs", "engine.verification"),
+        *("launch.local", "launch.report"),
+    },
     "launch.predicting": {
         *(
             "core",
