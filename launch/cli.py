@@ -94,6 +94,10 @@ COMMANDS = {
     "tasks": ("commands.describe:tasks", "the workloads there are"),
     "runs": ("control.runs:runs", "the runs in a folder: state, progress, Slurm jobs"),
     "compare": ("control.compare:compare", "runs side by side: what differs, and what they came to"),
+    "diff": (
+        "forensics.diff:diff",
+        "where two runs part: samples, step, module; exit 3 unless only float sums differ",
+    ),
     "rm": ("control.remove:remove", "remove runs that nobody trains"),
     "logs": ("control.logs:logs", "what a run says, or a node of its job; -f follows it"),
     "cancel": ("control.cancel:cancel", "end a run that trains or waits; it saves first"),

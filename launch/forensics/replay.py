@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint

@@ -1,0 +1,134 @@
+"""Where one step parts in two runs: the first module whose output differs, and the samples that carry it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isobatch.engine.forensics.module_record import BACKWARD, FORWARD
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from isobatch.engine.forensics.module_record import ModuleOutput
+    from isobatch.engine.forensics.observed_step import ObservedStep
+
+FLOOR = 2e-6
+"""Relative difference of an output by the order of fp32 sums alone, from equal weights and inputs."""
+SPREAD = 100.0
+"""Times the relative difference of the weights that an output may differ by."""
+REPRODUCED = 1e-5
+"""Difference of loss and norm within which a step is the logged one, on the kind of machine that trained."""
+MOST_SAMPLES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PartingModule:
+    """The first module whose output, or whose gradient, differs beyond rounding."""
+
+    module: str
+    direction: str
+    difference: float
+    """Relative to the output's norm; infinite where one is not finite, or shapes differ."""
+    samples: list[int] = field(default_factory=list)
+    """Numbers of the samples that carry it, the largest difference first; empty where rows are no samples."""
+    share: float = 1.0
+    """Of the batch's samples that differ beyond rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDifference:
+    """How two runs computed a step."""
+
+    weights: float
+    """Difference of all weights before the step, relative to their norm; infinite where names differ."""
+    parameter: str
+    """The parameter that differs most; empty where all weights are the same."""
+    loss: float
+    """Difference of the redone losses."""
+    module: PartingModule | None
+    """None where nothing differs beyond rounding."""
+    first_bits: str
+    """The first module with any difference at all; empty where the step is the same bit for bit."""
+
+
+def compare_steps(one: ObservedStep, other: ObservedStep) -> StepDifference:
+    """Compare two observations of the same step over the same samples."""
+    weights, parameter = _weights(one.weights, other.weights)
+    allowed = max(FLOOR, SPREAD * weights)
+    pairs = _pairs(one.outputs, other.outputs)
+    differing = ((a, _relative(a, b)) for a, b in pairs)
+    changed = [(a, found) for a, found in differing if not found.max(initial=0.0) <= 0.0]
+    beyond = next((pair for pair in changed if not pair[1].max() <= allowed), None)
+    module = None if beyond is None else _parting(*beyond, one.samples, allowed)
+    if module is None and (missing := _unpaired(one.outputs, other.outputs)):
+        module = PartingModule(missing, FORWARD, np.inf)
+    return StepDifference(
+        weights, parameter, abs(one.loss - other.loss), module, changed[0][0].module if changed else ""
+    )
+
+
+def not_reproduced(seen: ObservedStep) -> dict[str, tuple[float, float]]:
+    """Figure -> (logged, redone), where a redone step is not what the run logged; a run that logged no figure
+    of it is not compared.
+    """
+    found = {"loss": seen.loss, "grad_norm": seen.norm}
+    pairs = {n: (seen.logged[n], v) for n, v in found.items() if seen.logged.get(n) is not None}
+    return {
+        name: (logged, redone)
+        for name, (logged, redone) in pairs.items()
+        if not abs(logged - redone) <= REPRODUCED * max(1.0, abs(logged)) * (1 if name == "loss" else 100)
+    }
+
+
+def _weights(
+    one: Mapping[str, tuple[float, float]], other: Mapping[str, tuple[float, float]]
+) -> tuple[float, str]:
+    """The relative difference of all weights, and the parameter that differs most."""
+    if other_names := one.keys() ^ other.keys():
+        return np.inf, min(other_names)
+    differences = {name: max(abs(a - b) for a, b in zip(one[name], other[name], strict=True)) for name in one}
+    most = max(differences, key=lambda name: differences[name], default="")
+    if not most or differences[most] == 0:
+        return 0.0, ""
+    norm = float(np.linalg.norm([found[0] for found in one.values()]))
+    return float(np.linalg.norm(list(differences.values()))) / max(norm, 1e-30), most
+
+
+def _pairs(one: list[ModuleOutput], other: list[ModuleOutput]) -> list[tuple[ModuleOutput, ModuleOutput]]:
+    """Outputs of both, in the order of the first: forward, then backward."""
+    found = {(o.module, o.direction): o for o in other}
+    ordered = [o for way in (FORWARD, BACKWARD) for o in one if o.direction == way]
+    return [(o, found[o.module, o.direction]) for o in ordered if (o.module, o.direction) in found]
+
+
+def _unpaired(one: list[ModuleOutput], other: list[ModuleOutput]) -> str:
+    """A module that only one of them has; empty where both have the same."""
+    names: list[Any] = [{o.module for o in outputs if o.direction == FORWARD} for outputs in (one, other)]
+    return min(names[0] ^ names[1], default="")
+
+
+def _relative(one: ModuleOutput, other: ModuleOutput) -> np.ndarray:
+    """Of each sample: the difference of norms or of products with signs, relative to the norm."""
+    if len(one.norms) != len(other.norms):
+        return np.array([np.inf])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        difference = np.maximum(np.abs(one.norms - other.norms), np.abs(one.products - other.products))
+        scale = np.maximum(np.maximum(one.norms, other.norms), 1e-30)
+        relative = np.where(difference == 0, 0.0, difference / scale)
+    both = ~np.isfinite(one.norms) & ~np.isfinite(other.norms)
+    return np.where(both, 0.0, np.where(np.isnan(relative), np.inf, relative))
+
+
+def _parting(
+    output: ModuleOutput, relative: np.ndarray, samples: np.ndarray, allowed: float
+) -> PartingModule:
+    beyond = np.flatnonzero(~(relative <= allowed))
+    by_sample = len(relative) == len(samples)
+    order = beyond[np.argsort(-relative[beyond], kind="stable")][:MOST_SAMPLES]
+    named = samples[order].tolist() if by_sample else []
+    return PartingModule(
+        output.module, output.direction, float(relative.max()), named, len(beyond) / len(relative)
+    )
