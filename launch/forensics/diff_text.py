@@ -95,7 +95,7 @@ def _samples_verdict(found: dict[str, Any], where: str) -> str:
     samples, log = found.get("samples", {}), found["log"]
     reasons = [in_words(name) for name in ORDERING if name in found["recipe"]]
     verb = "differ" if len(reasons) > 1 else "differs"
-    why = f", because {' and '.join(reasons)} {verb}" if reasons else ""
+    why = f", because {' and '.join(reasons)} {verb}" if reasons else _row_counts(samples)
     if "why_not" in samples:
         return f"they saw other samples up to {where}{why} (which ones: {samples['why_not']})"
     if samples["step"] is None:
@@ -114,13 +114,17 @@ def _samples_verdict(found: dict[str, Any], where: str) -> str:
     return f"they part at {first}: they saw other samples{why}; {'; '.join(only)}"
 
 
+def _row_counts(samples: dict[str, Any]) -> str:
+    one, other = samples.get("rows", (0, 0))
+    return f" (A has {one:,} rows, B {other:,})" if one != other else ""
+
+
 def _data_verdict(found: dict[str, Any], where: str) -> str:
     samples = found.get("samples", {})
     parts = f"; what they computed parts at {where}" if found["log"]["step"] else ""
     if "why_not" in samples:
         return f"they were trained on other data (which rows: {samples['why_not']}){parts}"
-    one, other = samples["rows"]
-    counts = f" (A has {one:,} rows, B {other:,})" if one != other else ""
+    counts = _row_counts(samples)
     if not samples["changed"]:
         return (
             f"they were trained on other data{counts}; the training rows that both have are the same{parts}"
