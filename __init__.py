@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from isobatch.core.plan import Plan, PlanOptions
     from isobatch.data.base import ArraySource, Columns, Data, Ragged, Source
     from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.launch.api.functions import Verification, load, plan, train, verify
+    from isobatch.launch.api.functions import Verification, load, plan, replay, train, verify
     from isobatch.launch.api.recipe import Recipe
     from isobatch.launch.api.run import Run
     from isobatch.models.base import (
@@ -78,6 +78,7 @@ __all__ = [
     "WorkerLostError",
     "load",
     "plan",
+    "replay",
     "train",
     "verify",
 ]
@@ -90,7 +91,7 @@ _PLACES = {
     "core.plan": ("Plan", "PlanOptions"),
     "data.base": ("ArraySource", "Columns", "Data", "Ragged", "Source"),
     "engine.runs.run_options": ("RunOptions",),
-    "launch.api.functions": ("Verification", "load", "plan", "train", "verify"),
+    "launch.api.functions": ("Verification", "load", "plan", "replay", "train", "verify"),
     "launch.api.recipe": ("Recipe",),
     "launch.api.run": ("Run",),
     "models.base": (

@@ -20,8 +20,8 @@ Kind = Literal["equal", "samples", "rate", "jump", "drift", "apart"]
 jump. apart: no step in common."""
 JUMP = 30.0
 EXACT_FLOOR = (4e-6, 8e-5)
-"""What rounding of fp32 sums in a step from equal weights stays below: (loss, relative above one; norm). On the
-demo two cuts differ by 2e-7 and 2e-7, and fp32 and bf16 by 8e-6 and 6e-5."""
+"""What rounding of fp32 sums in a step from equal weights stays below: (loss, relative above one; norm). On
+the demo two cuts differ by 2e-7 and 2e-7, and fp32 and bf16 by 8e-6 and 6e-5."""
 RATE = 1e-9
 """Relative difference of two equal learning rates, which are computed in fp64."""
 

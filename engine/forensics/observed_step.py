@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,16 +13,18 @@ from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.checkpoint import list_checkpoints
 from isobatch.engine.forensics.module_record import BACKWARD, FORWARD, ModuleOutput, ModuleRecorder
+from isobatch.engine.loading.device_copies import to_tensors
 from isobatch.engine.verification.replay import INITIAL, Replay, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
     from isobatch.engine.loading.loader import LoadedStep
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.active_phase import ActivePhase
+    from isobatch.models.base import StepContext
 
 
 @dataclass(slots=True)
@@ -103,6 +105,35 @@ def observe_step(
             with within:
                 return _observe(replay, active, loaded, window, logged, alone)
     raise AssertionError("a window has at least one step")
+
+
+class StepParts(NamedTuple):
+    """What the task's loss gets in a step."""
+
+    model: nn.Module
+    """With the weights before the step."""
+    batch: dict[str, torch.Tensor]
+    """The whole global batch, or the samples asked for, on the device."""
+    step: StepContext
+    """Draws the step's noise of these samples."""
+
+
+@contextlib.contextmanager
+def open_step(replay: Replay, window: Window, samples: Sequence[int] = ()) -> Iterator[StepParts]:
+    """Redo a window but for its last step, and hand over what that one computes with; in the batch's order.
+
+    `samples`: only these of the batch. Raises UserError where one is not in it.
+    """
+    with replay.session, replay.phase_at(window) as (active, _):
+        for loaded in active.batches(window.start, window.stop - 1):
+            active.step(loaded)
+        numbers = replay.session.sampler.batch(window.stop - 1)
+        if samples and (missing := sorted({*samples} - {*numbers.tolist()})):
+            raise UserError(f"sample {missing[0]}: is not in step {window.stop} of {window.phase}")
+        numbers = numbers[np.isin(numbers, samples)] if samples else numbers
+        host = to_tensors(replay.session.splits["train"].fetch(numbers), pin=False)
+        batch, step = active.stepper.hand_over(window.stop - 1, host)
+        yield StepParts(active.strategy.unwrapped, batch, step)
 
 
 def logged_row(run: RunFolder, phase: str, step: int) -> dict[str, Any]:

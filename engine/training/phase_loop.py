@@ -228,7 +228,9 @@ class PhaseLoop:
             if not math.isfinite(value):
                 raise TrainingError(
                     f"the {what} became {value} at step {step + 1} of {self.progress.phase}: lower --lr,"
-                    " lengthen --warmup, or find the operation with --anomaly; checkpoints are from before"
+                    " lengthen --warmup, or find the operation with --anomaly; checkpoints are from before;"
+                    f" `isobatch replay {self.context.run.folder} --phase {self.progress.phase} --step"
+                    f" {step + 1}` shows the samples and the first module with a NaN"
                 )
 
     def _log(self, result: StepResult, losses: dict[str, float], norm: float, values: list[float]) -> None:

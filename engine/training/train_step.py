@@ -191,6 +191,12 @@ class Stepper:
             half.reduce(self.world.all_reduce_sum)
         return half
 
+    def hand_over(self, step: int, host: dict[str, Tensor]) -> tuple[dict[str, Tensor], StepContext]:
+        """(batch on the device, context) for the loss of the samples in `host`, with the step's noise."""
+        self._bind(step, host, 0)
+        positions = np.arange(len(host["index"]))
+        return to_device(host, self.world.device), self.step_context(step, positions=positions, host=host)
+
     def losses_alone(self, loaded: LoadedStep) -> list[tuple[np.ndarray, dict[str, float]]]:
         """(places in the global batch, share of each loss of the step) of this rank's samples, or
         cohorts, each computed alone. Nothing that trains changes.

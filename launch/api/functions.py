@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -29,9 +30,11 @@ from isobatch.launch.api.run import Run
 from isobatch.launch.local.arguments import Request, check_request
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from isobatch.core.plan import Plan
+    from isobatch.engine.forensics.observed_step import StepParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,28 @@ def verify(run: Run | str | Path, **options: Any) -> Verification:
         report = verify_run(open_run(found.folder, asked.trust), asked, owns_process=False)
     fields = ("verified", "problems", "steps", "unproven", "coverage")
     return Verification(*(report[name] for name in fields))
+
+
+@contextlib.contextmanager
+def replay(
+    run: Run | str | Path, step: int, *, samples: Sequence[int] = (), phase: str | None = None, **options: Any
+) -> Iterator[StepParts]:
+    """`(model, batch, step)` of a step of a run, redone here from its nearest checkpoint in one process.
+
+    `task.loss(model, batch, step)` is then what the run computed. `samples`: only these of the batch.
+    `options`: precision, device, data, trust, as `isobatch replay` has them. Raises UserError.
+
+        with isobatch.replay("runs/mine", 120) as (model, batch, step):
+            print(model(batch["input_ids"]).logits)
+    """
+    from isobatch.launch.forensics.replay import ReplayOptions, replay_parts
+    from isobatch.launch.local.process_state import preserve_process_state
+    from isobatch.launch.local.run_setup import open_run
+
+    found = run if isinstance(run, Run) else load(run)
+    asked = ReplayOptions(**_known(options, (ReplayOptions,)), step=step, phase=phase)
+    with preserve_process_state(), replay_parts(open_run(found.folder, asked.trust), asked, samples) as parts:
+        yield parts
 
 
 def _request(

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.core.plan import Plan
-    from isobatch.engine.forensics.observed_step import ObservedStep
+    from isobatch.engine.forensics.observed_step import ObservedStep, StepParts
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.verification.replay import Replay, Window
 
 SHOWN = 10
 """Samples of the largest losses, and parameters of the largest gradients, that are listed."""
@@ -80,25 +81,42 @@ def replay(words: Sequence[str]) -> int:
 
 def replay_step(run: RunFolder, options: ReplayOptions) -> ObservedStep:
     """Redo one step of a run as the flags say. Raises UserError."""
-    from isobatch.engine.forensics.observed_step import observe_step, window_to
+    from isobatch.engine.forensics.observed_step import observe_step
+
+    replayed, window = _open(run, options)
+    breaking = partial(_breaking, name=options.break_) if options.break_ else None
+    seen = observe_step(replayed, window, around=breaking)
+    if options.sample is not None and options.sample not in seen.samples:
+        raise UserError(
+            f"--sample {options.sample}: is not in step {window.stop}; `isobatch seen {run.folder} --sample"
+            f" {options.sample}` says which steps saw it"
+        )
+    return seen
+
+
+def replay_parts(
+    run: RunFolder, options: ReplayOptions, samples: Sequence[int]
+) -> contextlib.AbstractContextManager[StepParts]:
+    """The model, batch and context of a step, for Python. Raises UserError."""
+    from isobatch.engine.forensics.observed_step import open_step
+
+    return open_step(*_open(run, options), samples)
+
+
+def _open(run: RunFolder, options: ReplayOptions) -> tuple[Replay, Window]:
+    from isobatch.engine.forensics.observed_step import window_to
     from isobatch.engine.verification.replay import Replay
 
     phase, step = _place(run, options)
     locate_data(run, run.recipe, options.data)
     doing(f"replaying step {step} of {phase}")
     replayed = Replay(run, replay_plan(run, options))
-    schedule = replayed.session.schedule_of(phase)
-    if step > schedule.steps:
-        raise UserError(f"--step {step}: {phase} has {schedule.steps:,} steps")
-    window = window_to(run, replayed.session.phases, phase, step)
-    breaking = partial(_breaking, name=options.break_) if options.break_ else None
-    seen = observe_step(replayed, window, around=breaking)
-    if options.sample is not None and options.sample not in seen.samples:
-        raise UserError(
-            f"--sample {options.sample}: is not in step {step}; `isobatch seen {run.folder} --sample"
-            f" {options.sample}` says which steps saw it"
-        )
-    return seen
+    schedules = {schedule.name: schedule for schedule in replayed.session.schedules}
+    if phase not in schedules:
+        raise UserError(f"--phase {phase}: this recipe has {', '.join(schedules)}")
+    if step > schedules[phase].steps:
+        raise UserError(f"--step {step}: {phase} has {schedules[phase].steps:,} steps")
+    return replayed, window_to(run, replayed.session.phases, phase, step)
 
 
 def replay_plan(run: RunFolder, options: ReplayOptions) -> Plan:

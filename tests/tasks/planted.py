@@ -1,4 +1,4 @@
-"""A small net in which one thing can be planted: by --plant in the recipe, by the environment outside of it."""
+"""A small net in which one thing can be planted: by --plant in the recipe, or by the environment."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.nn import functional
 from isobatch.data.base import Columns, Data
 from isobatch.models.base import Batch, Loss, StepContext, Task
 
-LABEL, FLIP = "PLANTED_LABEL", "PLANTED_FLIP"
-"""Environment variables: the step, from 0, of a wrong label, and of a weight that changes by itself."""
+LABEL, FLIP, NAN = "PLANTED_LABEL", "PLANTED_FLIP", "PLANTED_NAN"
+"""Environment variables: the step, from 0, of a wrong label, of a weight that changes by itself, of a NaN."""
 TOUCHED = 13
 """The sample whose activations `--plant sample` scales."""
 ROWS, WIDTH = 64, 8
@@ -134,7 +134,10 @@ class Planted(Task):
             kept = step.noise.uniform("drop", hidden.shape[1:]) >= (self.recipe.dropout or 0.0)
             return hidden * kept
 
-        found = model(batch["x"], batch["token"], drop, batch["index"] == TOUCHED)
+        x = batch["x"]
+        if str(step.number) == os.environ.get(NAN):
+            x = torch.where((batch["index"] == batch["index"].min())[:, None], torch.nan, x)
+        found = model(x, batch["token"], drop, batch["index"] == TOUCHED)
         target = batch["y"]
         if str(step.number) == os.environ.get(LABEL):
             target = torch.where((batch["index"] == batch["index"].min())[:, None], -target, target)
