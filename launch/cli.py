@@ -52,6 +52,10 @@ COMMANDS = {
         "commands.verify:verify",
         "redo logged steps under another cut and compare; exit 3 on a difference",
     ),
+    "seen": (
+        "forensics.seen:seen",
+        "which steps of a run saw a row or a text of its data, or which rows a step saw",
+    ),
     "evaluate": (
         "commands.evaluate:evaluate",
         "metrics of a finished run on its held-out data",

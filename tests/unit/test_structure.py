@@ -75,7 +75,9 @@ ROOMS: dict[str, set[str]] = {
         *("core", "data", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),
         *("engine.optimization", "engine.runs", "engine.strategies", "engine.training", "models"),
     },
-    "engine.forensics": set(),
+    "engine.forensics": {
+        *("core", "data", "engine", "engine.loading", "engine.optimization", "engine.runs"),
+    },
     "launch.local.words": {"core"},
     "launch.local.observers": {"core", "engine", "engine.distributed", "engine.runs", "engine.training"},
     "launch.local": {
@@ -189,7 +191,7 @@ ROOMS: dict[str, set[str]] = {
             "launch.sweeps",
         ),
     },
-    "launch.forensics": set(),
+    "launch.forensics": {"core", "core.terminal", "engine.forensics", "launch.local"},
     "launch.predicting": {
         *(
             "core",
