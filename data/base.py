@@ -198,7 +198,7 @@ class TextQuery:
     tokens: Mapping[str, Sequence[np.ndarray]]
     """Column -> token ids, any of which a row of any of the columns is to hold."""
     equal: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Column of single numbers -> the number; all must be equal. For rows without text, such as pairs of ids."""
+    """Column of single numbers -> the number, for rows without text; all must be equal."""
     whole: bool = False
     """A row is these tokens and nothing else; otherwise it contains them."""
     spans_rows: bool = False

@@ -154,7 +154,7 @@ class Sequences(TokenizedData):
         if facts.extra["kind"] == "integers":
             words = text.replace(",", " ").split()
             if not words or not all(word.isdecimal() for word in words):
-                raise UserError("--text: this run learnt lists of integers: give such, as in --text '3 14 15'")
+                raise UserError("--text: this run learnt lists of integers: give one, as in --text '3 14 15'")
             ids = [int(word) for word in words]
         else:
             encoded = self.prepared_tokenizer(facts).encode(text.strip(), add_special_tokens=False)

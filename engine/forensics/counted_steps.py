@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.atomic_files import rows_in
+from isobatch.core.errors import UserError
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.metrics_log import SEAL
 
@@ -19,9 +20,15 @@ def counted_steps(run: RunFolder, schedules: Sequence[PhaseSchedule]) -> dict[st
     """Phase -> the last step of it in the log; 0 for one that has not begun.
 
     A phase is logged after the one before it. So the end of the log says it all, but where early stopping
-    may have cut an earlier phase.
+    may have cut an earlier phase. Raises UserError where the log has other phases.
     """
     names = [schedule.name for schedule in schedules]
+    first = next((row["phase"] for row in rows_in(run.metrics) if "chain" in row), names[0])
+    if first != names[0]:  # as with --pruned MODEL, which spares a phase if it is a finished classifier
+        raise UserError(
+            f"{run.folder}: its log begins with phase {first}, and its task would begin with {names[0]} here:"
+            " bring the model it began with to this machine"
+        )
     last = _last_steps(newest_rows(run.metrics))
     reached = max((names.index(name) for name in last if name in names), default=-1)
     may_be_cut = run.recipe.patience and any(s.early_stopping for s in schedules[: max(0, reached)])

@@ -39,7 +39,7 @@ def _equal_rows(rows: Ragged, tokens: np.ndarray) -> list[int]:
     candidates = np.flatnonzero(rows.lengths == len(tokens))
     starts = rows.offsets[candidates]
     same = _starting_at(rows.values, starts, tokens)
-    return candidates[same].tolist()  # type: ignore[no-any-return]
+    return candidates[same].tolist()
 
 
 def _places_within(rows: Ragged, tokens: np.ndarray, spans_rows: bool) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""The order in which a run takes its samples, from its folder alone: the prepared data adds lengths and texts."""
+"""The order in which a run takes its samples, from its folder alone; prepared data adds lengths and texts."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from isobatch.core.errors import UserError
-from isobatch.data.base import Source
+from isobatch.core.facts import Facts
+from isobatch.core.plan import Plan
+from isobatch.data.base import Data, Source
 from isobatch.engine.forensics.counted_steps import counted_steps
 from isobatch.engine.loading.inverse_order import steps_with
 from isobatch.engine.loading.loader import training_budget
 from isobatch.engine.loading.microbatching import make_micro_batches
-from isobatch.engine.loading.sampler import make_sampler
-from isobatch.engine.optimization.schedule import phase_schedules
+from isobatch.engine.loading.sampler import Sampler, make_sampler
+from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.task_files import is_task_file
 
 if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
-    from isobatch.core.plan import Plan
+    import numpy as np
+
     from isobatch.core.recipe import Recipe
-    from isobatch.data.base import Data
-    from isobatch.engine.loading.sampler import Sampler
-    from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
 
 

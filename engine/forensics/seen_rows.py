@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 TRAIN = "train"
 PREVIEW_CHARACTERS = 70
+MOST_ROWS = 200
+"""Most rows of a split whose steps are looked for: a word that is everywhere asks nothing."""
 LEFT_OUT_WORDS = ("left out", "dropped", "cut", "loses", "validation split", "held")
 """Notes on the preparation that have one of these say what is not among the rows, or not whole."""
 
@@ -29,6 +31,14 @@ def row_answer(order: RunOrder, row: int) -> dict[str, Any]:
     count = order.sampler.count
     if row >= count:
         raise UserError(f"--sample {row}: the training data has {count:,} rows, numbered 0 to {count - 1}")
+    return _row_answers(order, [row])[0]
+
+
+def _row_answers(order: RunOrder, rows: Sequence[int]) -> list[dict[str, Any]]:
+    return [_row_answer(order, row, text) for row, text in zip(rows, previews(order, rows), strict=True)]
+
+
+def _row_answer(order: RunOrder, row: int, text: str | None) -> dict[str, Any]:
     sightings = order.sightings(row)
     seen = [sighting for sighting in sightings if order.is_counted(sighting)]
     return {
@@ -38,12 +48,15 @@ def row_answer(order: RunOrder, row: int) -> dict[str, Any]:
         "used": is_used(order.sampler, row),
         "seen": _located(order, row, seen),
         "later": [_where(sighting) for sighting in sightings if not order.is_counted(sighting)],
-        "text": previews(order, [row])[0],
+        "text": text,
     }
 
 
 def text_answer(order: RunOrder, text: str) -> dict[str, Any]:
-    """The rows of every split that hold a text, and when those of training were seen. Raises UserError."""
+    """The places of a text in every split, and when the first MOST_ROWS of training were seen.
+
+    Raises UserError.
+    """
     found: dict[str, Any] = {"places": [], "rows": [], "whole": True, "note": ""}
     for split in sorted(order.facts.samples, key=lambda name: name != TRAIN):
         query = order.data.text_query(order.facts, split, text)
@@ -52,11 +65,11 @@ def text_answer(order: RunOrder, text: str) -> dict[str, Any]:
         assert isinstance(source, ArraySource)
         places = find_rows(query, source.columns)
         found["places"] += [{"split": split, "rows": list(place)} for place in places]
-        rows = sorted({row for place in places for row in place})
-        found["rows"] += [
-            row_answer(order, row) if split == TRAIN else {"split": split, "row": row, "seen": [], "later": []}
-            for row in rows
-        ]
+        rows = sorted({row for place in places for row in place})[:MOST_ROWS]
+        held_out = {"split": split, "seen": [], "later": []}
+        found["rows"] += (
+            _row_answers(order, rows) if split == TRAIN else [{**held_out, "row": row} for row in rows]
+        )
     return found
 
 
@@ -81,7 +94,7 @@ def step_answer(order: RunOrder, step: int, phase: str | None) -> dict[str, Any]
 
 def previews(order: RunOrder, rows: Sequence[int]) -> list[str | None]:
     """The beginning of each training row as text; None where the prepared data is not at hand."""
-    if order.source is None:
+    if order.source is None or not rows:
         return [None] * len(rows)
     described = order.data.describe_rows(order.facts, order.source.fetch(np.array(rows, np.int64)))
     return [_shorten(text) for text in described]

@@ -46,9 +46,10 @@ class SeenOptions(TrustOptions):
     def __post_init__(self) -> None:
         check_fields(self)
         asked = [f"--{name}" for name in QUESTIONS if getattr(self, name) is not None]
-        if len(asked) != 1:
-            given = f"{' and '.join(asked)} are {len(asked)} questions" if asked else "what shall be looked for?"
-            raise UserError(f"seen: {given}: give one of --sample, --text, --file or --step")
+        if not asked:
+            raise UserError("seen: what shall be looked for? Give one of --sample, --text, --file or --step")
+        if len(asked) > 1:
+            raise UserError(f"{' and '.join(asked)} are {len(asked)} questions: give one of them")
         if self.phase is not None and self.step is None:
             raise UserError(f"--phase {self.phase}: belongs to --step; other answers say every phase")
 
@@ -93,7 +94,8 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
     else:
         doing("looking for the text")
         found = seen_rows.text_answer(order, text or "")
-    return {"run": str(run.folder), **_state(run, order), **found, "notes": seen_rows.preparation_notes(order)}
+    notes = seen_rows.preparation_notes(order)
+    return {"run": str(run.folder), **_state(run, order), **found, "notes": notes}
 
 
 def _text(options: SeenOptions) -> str | None:

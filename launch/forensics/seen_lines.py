@@ -20,7 +20,7 @@ def lines(answer: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield from _row_lines(answer["rows"][0], answer)
     if not answer["data_at_hand"]:
-        yield "the prepared data is not on this machine, so texts and micro-batches are not shown (--data PATH)"
+        yield "the prepared data is not on this machine, which says texts and micro-batches (--data PATH)"
     if "starts_from" in answer:
         before = answer["starts_from"]
         yield f"the run began with the weights of {before}: ask `isobatch seen {before}` of those as well"
@@ -44,8 +44,9 @@ def _text_lines(answer: Mapping[str, Any]) -> Iterator[str]:
     rows = answer["rows"]
     for row in rows[:SHOWN]:
         yield from _row_lines(row, answer)
-    if len(rows) > SHOWN:
-        yield f"and {len(rows) - SHOWN:,} more rows: --json has all"
+    everywhere = {(place["split"], row) for place in places for row in place["rows"]}
+    if len(everywhere) > SHOWN:
+        yield f"and {len(everywhere) - len(rows[:SHOWN]):,} more rows, which --json names"
 
 
 def _row_lines(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
@@ -71,8 +72,9 @@ def _row_lines(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[st
 def _what(row: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
     """Which row a number names, and what it holds."""
     of_set = f"row {row['row_of_set']:,} of the set {row['set']}, " if "set" in row else ""
-    named = f"{of_set}row {row['row']:,} of the {answer['training_rows']:,} of the training data as prepared"
-    return f"{named}, from 0" + (f": {row['text']}" if row["text"] is not None else "")
+    rows = f"{answer['training_rows']:,} rows, the first is 0"
+    named = f"{of_set}row {row['row']:,} of the training data as prepared ({rows})"
+    return named + (f": {row['text']}" if row["text"] is not None else "")
 
 
 def _step_lines(step: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:

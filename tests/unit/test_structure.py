@@ -191,7 +191,7 @@ ROOMS: dict[str, set[str]] = {
             "launch.sweeps",
         ),
     },
-    "launch.forensics": {"core", "core.terminal", "engine.forensics", "launch.local"},
+    "launch.forensics": {"core", "core.terminal", "engine.forensics", "engine.runs", "launch.local"},
     "launch.predicting": {
         *(
             "core",
@@ -231,7 +231,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "benchmarks.components": {
         *("core", "data", "engine", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
-        *("engine.optimization", "engine.runs", "engine.training", "engine.verification", "launch.report"),
+        *("engine.optimization", "engine.runs", "engine.verification", "launch.report"),
     },
     "benchmarks.speed": {
         *("core", "data", "models.causal_lm", "models.encoder", "models.recommendation"),
