@@ -12,6 +12,7 @@ from isobatch.core.flags import check_fields
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.status import doing
+from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, is_prepared, locate_data, open_run
 
@@ -115,11 +116,15 @@ def _state(run: RunFolder, order: RunOrder) -> dict[str, Any]:
     """How far the run is, and what the answer rests on."""
     steps = {schedule.name: schedule.steps for schedule in order.schedules}
     before = run.recipe.starts_from
+    exported = next(
+        (row["exported"] for row in reversed(newest_rows(run.metrics)) if "exported" in row), None
+    )
     return {
         "status": run.status(),
         "training_rows": order.sampler.count,
         "steps": steps,
         "steps_done": order.counted,
+        "exported": exported,
         "data_at_hand": order.source is not None,
         **({"starts_from": before["run"]} if before else {}),
     }

@@ -21,6 +21,10 @@ def lines(answer: Mapping[str, Any]) -> Iterator[str]:
         yield from _row_lines(answer["rows"][0], answer)
     if not answer["data_at_hand"]:
         yield "the prepared data is not on this machine, which says texts and micro-batches (--data PATH)"
+    phase, last = list(answer["steps_done"].items())[-1]
+    if answer["exported"] not in (None, f"{phase}-{last}"):
+        step = answer["exported"].rpartition("-")[2]
+        yield f"final/ holds the weights after step {step} of {phase}, the best: later steps are not in it"
     if "starts_from" in answer:
         before = answer["starts_from"]
         yield f"the run began with the weights of {before}: ask `isobatch seen {before}` of those as well"
