@@ -246,7 +246,8 @@ class Data(ABC):
     def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
         """What `seen --text` compares the rows of a prepared split with. By default refused."""
         raise UserError(
-            f"--text: {type(self).__name__} has no method text_query to find texts: add it, or give --sample"
+            f"--text: {type(self).__name__} has no method text_query to find texts: give --sample, or add it"
+            " for runs to come"
         )
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:  # noqa: ARG002

@@ -99,6 +99,11 @@ def open_order(run: RunFolder, at_hand: bool) -> RunOrder:
         raise UserError(f"{run.folder}/recipe.json was changed: the order of its samples is not known")
     task, data = workload_of(recipe).make(recipe)
     source = data.open(Path(facts.folder), "train") if at_hand else None
+    if source is not None and len(source) != facts.samples["train"]:
+        raise UserError(
+            f"{run.folder}/facts.json says {facts.samples['train']:,} training samples, and the prepared data"
+            f" has {len(source):,}: `isobatch verify {run.folder}` says more"
+        )
     sampler = make_sampler(recipe, source or CountedSource(facts, data), task.cohort)
     schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
     plan = run.plan if run.has_plan else None

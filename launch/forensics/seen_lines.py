@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +10,8 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 """Most rows, and most steps of a row, that are written out; --json has all."""
+SHOWN_LATER = 3
+"""The same for steps that the run has not made."""
 
 
 def lines(answer: Mapping[str, Any]) -> Iterator[str]:
@@ -45,12 +48,15 @@ def _text_lines(answer: Mapping[str, Any]) -> Iterator[str]:
             f"{_count(len(crossing), 'time')} the text runs over a border of rows, which are windows of one"
             " stream: each row holds a part"
         )
-    rows = answer["rows"]
+    everywhere = {(place["split"], row) for place in places for row in place["rows"]}
+    of_split = Counter(split for split, _ in everywhere)
+    if len(everywhere) > 1:
+        yield "the text is in " + ", ".join(f"{_count(n, 'row')} of {split}" for split, n in of_split.items())
+    rows = sorted(answer["rows"], key=lambda row: not row["seen"])
     for row in rows[:SHOWN]:
         yield from _row_lines(row, answer)
-    everywhere = {(place["split"], row) for place in places for row in place["rows"]}
     if len(everywhere) > SHOWN:
-        yield f"and {len(everywhere) - len(rows[:SHOWN]):,} more rows, which --json names"
+        yield f"and {len(everywhere) - SHOWN:,} more rows, which --json names"
 
 
 def _row_lines(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
@@ -69,7 +75,8 @@ def _row_lines(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[st
     else:
         yield f"{name} was never seen: no step of this run holds it"
     if later:
-        yield f"  still to come ({_progress(answer)}): {_steps(later, several)}"
+        when = "not reached" if answer["status"] == "done" else "still to come"
+        yield f"  {when} ({_progress(answer)}): {_steps(later, several, SHOWN_LATER)}"
     yield f"  {_what(row, answer)}"
 
 
@@ -84,20 +91,21 @@ def _what(row: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
 def _step_lines(step: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
     rows = step["rows"]
     phase = f" of phase {step['phase']}" if len(answer["steps"]) > 1 else ""
-    held = "saw" if step["counted"] else f"is still to come ({_progress(answer)}) and holds"
+    when = "was not reached" if answer["status"] == "done" else "is still to come"
+    held = "saw" if step["counted"] else f"{when} ({_progress(answer)}) and holds"
     yield f"step {step['step']:,}{phase} (epoch {step['epoch']}) {held} {_count(len(rows), 'row')}:"
     for row in rows:
         text = "" if row["text"] is None else f"  {row['text']}"
         yield f"  {row['row']:,}{_place(row, '  ')}{text}"
 
 
-def _steps(sightings: Sequence[Mapping[str, Any]], several_phases: bool) -> str:
+def _steps(sightings: Sequence[Mapping[str, Any]], several_phases: bool, most: int = SHOWN) -> str:
     shown = [
         f"{one['phase'] + ' ' if several_phases else ''}step {one['step']:,}"
         f" (epoch {one['epoch']}{_place(one, ', ')})"
-        for one in sightings[:SHOWN]
+        for one in sightings[:most]
     ]
-    more = len(sightings) - SHOWN
+    more = len(sightings) - most
     return ", ".join(shown) + (f" and {more:,} more (--json has all)" if more > 0 else "")
 
 

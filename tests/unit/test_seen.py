@@ -389,7 +389,7 @@ def test_sequences_of_text_and_of_integers(tmp_path: Path) -> None:
 
 def test_an_own_task_says_what_is_missing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", RAGGED, batch_size=24)
-    with pytest.raises(UserError, match="Sequences has no method text_query to find texts: add it, or give"):
+    with pytest.raises(UserError, match="Sequences has no method text_query to find texts: give --sample"):
         found(run, "walk")
     assert row_answer(open_order(run, at_hand=True), 3)["text"].startswith("tokens [")
 
@@ -432,6 +432,33 @@ def test_a_changed_recipe_is_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
     with pytest.raises(UserError, match=r"recipe.json was changed"):
         open_order(RunFolder.open(run.folder), at_hand=True)
+
+
+def test_facts_that_do_not_fit_the_data_are_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", RAGGED, batch_size=24)
+    run.write_facts(dataclasses.replace(run.facts, samples={"train": 94}))
+    with pytest.raises(UserError, match="says 94 training samples, and the prepared data has 93"):
+        open_order(run, at_hand=True)
+
+
+def test_of_a_run_that_ended_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", RAGGED, passes=6, done=0.5, batch_size=24)
+    order = open_order(run, at_hand=True)
+    done, steps = order.counted["train"], order.schedules[0].steps
+    assert (done, steps) == (12, 24)
+    with run.metrics.open("a") as log:
+        log.write(json.dumps({"phase": "train", "step": 12, "final": {}, "exported": "train-8"}) + "\n")
+    run.write_summary({"status": "done"})
+    row = int(order.sampler.batch(20)[0])
+    assert seen([str(run.folder), "--sample", str(row)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"row {row} was seen 3 times: step ")
+    assert lines[1].startswith("  not reached (done after step 12 of 24): step ")
+    assert lines[-1] == "final/ holds the weights after step 8 of train, the best: later steps are not in it"
+    assert seen([str(run.folder), "--step", "21"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head == "step 21 (epoch 6) was not reached (done after step 12 of 24) and holds 24 rows:"
+    assert [line.split()[0] for line in rows[:24]] == [str(n) for n in order.sampler.batch(20)]
 
 
 def test_what_a_user_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
