@@ -48,7 +48,7 @@ def _text_lines(answer: Mapping[str, Any]) -> Iterator[str]:
             f"{_count(len(crossing), 'time')} the text runs over a border of rows, which are windows of one"
             " stream: each row holds a part"
         )
-    everywhere = {(place["split"], row) for place in places for row in place["rows"]}
+    everywhere = dict.fromkeys((place["split"], row) for place in places for row in place["rows"])
     of_split = Counter(split for split, _ in everywhere)
     if len(everywhere) > 1:
         yield "the text is in " + ", ".join(f"{_count(n, 'row')} of {split}" for split, n in of_split.items())

@@ -7,6 +7,8 @@ import functools
 import json
 import math
 import shutil
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -31,7 +33,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.forensics.seen import SeenOptions, answer_question, seen
 from isobatch.launch.local.run_setup import locate_data
-from isobatch.tests.paths import ROOT
+from isobatch.tests.paths import REGISTER, ROOT
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -450,7 +452,7 @@ def test_of_a_run_that_ended_early(tmp_path: Path, capsys: pytest.CaptureFixture
         log.write(json.dumps({"phase": "train", "step": 12, "final": {}, "exported": "train-8"}) + "\n")
     run.write_summary({"status": "done"})
     row = int(order.sampler.batch(20)[0])
-    assert seen([str(run.folder), "--sample", str(row)]) == 0
+    assert seen([str(run.folder), "--sample", str(row), "--trust"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"row {row} was seen 3 times: step ")
     assert lines[1].startswith("  not reached (done after step 12 of 24): step ")
@@ -483,3 +485,16 @@ def test_what_a_user_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "text.txt").write_text("nothing of the kind")
     assert seen([str(run.folder), "--file", str(tmp_path / "text.txt")]) == 0
     assert capsys.readouterr().out.startswith("no row of the prepared data is exactly this text")
+
+
+def test_an_answer_needs_no_torch(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "classifier")
+    script = REGISTER + (
+        "import sys; from isobatch.launch.cli import main; code = main(sys.argv[1:]);"
+        " print('torch' in sys.modules, 'transformers' in sys.modules); sys.exit(code)"
+    )
+    for question in (("--sample", "7"), ("--step", "2"), ("--text", "nothing of the kind")):
+        words = [sys.executable, "-c", script, "seen", str(run.folder), *question]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.splitlines()[-1] == "False False"
