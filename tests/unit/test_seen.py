@@ -19,16 +19,18 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data.base import Ragged, TextQuery
+from isobatch.engine.forensics.counted_steps import counted_steps
 from isobatch.engine.forensics.find_rows import find_rows
 from isobatch.engine.forensics.run_order import RunOrder, needs_data, open_order
 from isobatch.engine.forensics.seen_rows import row_answer, step_answer, text_answer
 from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.loading.sampler import make_sampler
-from isobatch.engine.optimization.schedule import phase_schedules
+from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import TASKS, workload
 from isobatch.engine.runs.ledger import read_ledger
-from isobatch.engine.runs.metrics_log import MetricsLog
+from isobatch.engine.runs.log_reader import newest_rows
+from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.forensics.seen import SeenOptions, answer_question, seen
@@ -498,3 +500,19 @@ def test_an_answer_needs_no_torch(tmp_path: Path) -> None:
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines()[-1] == "False False"
+
+
+@pytest.mark.parametrize(("patience", "first"), [(0, 900), (3, 700)])
+def test_the_steps_of_a_long_log(patience: int, first: int, tmp_path: Path) -> None:
+    """Its end names the last phase alone; with early stopping the one before may have been cut."""
+    schedules = [PhaseSchedule(name, 900, 10, 0.1, 10, name == "one") for name in ("one", "two")]
+    made = make_run(tmp_path / "run", RAGGED, batch_size=24)
+    recipe = dataclasses.replace(made.recipe, patience=patience)
+    run = RunFolder.create(tmp_path / "long", recipe, made.facts, RunOptions())
+    stops = (("one", first), ("two", 800))
+    rows = [{"phase": p, "step": n, "chain": "0" * 60} for p, stop in stops for n in range(1, stop + 1)]
+    rows += [{"phase": "two", "step": 300, "split": "test"}, {"phase": "two", "step": 800, SEAL: "0"}]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert all(row["phase"] == "two" for row in newest_rows(run.metrics))
+    assert counted_steps(run, schedules) == {"one": first, "two": 800}
+    assert counted_steps(made, [*schedules_of(made), schedules[1]])["two"] == 0
