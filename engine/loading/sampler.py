@@ -108,8 +108,8 @@ class Sampler:
         samples = np.empty_like(positions)
         unfilled, left, offset = np.arange(len(positions)), self.used, 0
         for number, ((size, _), quota) in enumerate(zip(self.parts, self.quotas, strict=True)):
-            before = positions * quota // left
-            taken = (positions + 1) * quota // left > before
+            before = _scale(positions, quota, left)
+            taken = _scale(positions + 1, quota, left) > before
             draws = epoch * quota + before[taken]
             samples[unfilled[taken]] = offset + self._draws_of_set(draws, size, self.seed_of_set(number))
             unfilled, positions = unfilled[~taken], (positions - before)[~taken]
@@ -185,6 +185,13 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
             f" epoch set {sampler.quotas.index(0) + 1} would have none: raise its share"
         )
     return sampler
+
+
+def _scale(numbers: np.ndarray, factor: int, divisor: int) -> np.ndarray:
+    """numbers * factor // divisor of numbers up to `divisor`, exactly: a product may be beyond int64."""
+    if factor * divisor < 1 << 63:
+        return numbers * factor // divisor
+    return (numbers.astype(object) * factor // divisor).astype(np.int64)
 
 
 def divide_by_shares(shares: Sequence[float], count: int) -> list[int]:

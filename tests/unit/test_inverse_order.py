@@ -96,6 +96,15 @@ def test_a_sample_outside_the_fraction_is_never_seen() -> None:
     assert len(used) == 250
 
 
+def test_a_huge_mixture_is_mixed_exactly() -> None:
+    """Position times quota is beyond int64 here."""
+    sampler = Sampler(HUGE, 64, 7, parts=((4 * 10**9, 0.5), (6 * 10**9, 0.5)), rules=2)
+    for step in (0, sampler.steps_per_epoch - 1):
+        batch = sampler.batch(step)
+        assert 31 <= (batch < 4 * 10**9).sum() <= 33
+        assert all(step in steps_with(sampler, sample, sampler.steps_per_epoch) for sample in batch.tolist())
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_ten_thousand_million_samples_are_answered_at_once(fraction: float) -> None:
     """In closed form: nothing of the order's length is made."""
