@@ -6,6 +6,7 @@ files and are memory-mapped: processes share the pages, and a corpus may be larg
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -22,12 +23,15 @@ from isobatch.data import digests
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
     from isobatch.data.digests import PreparedFile
 
 WEIGHT = ".weight"
 QUANTILES = 65
 SMALL_FILE_BYTES = 4096
+MEASURES = ("index", "length", "row_length")
+"""What `fetch` adds to the columns."""
 NUMBERS = "biuf"
 """numpy's kinds that a tensor can hold: bool, signed, unsigned, floating."""
 
@@ -187,6 +191,22 @@ def _common_count(columns: Columns) -> int:
     return counts.pop()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TextQuery:
+    """What the rows of a prepared split are compared with to find a text."""
+
+    tokens: Mapping[str, Sequence[np.ndarray]]
+    """Column -> token ids, any of which a row of any of the columns is to hold."""
+    equal: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Column of single numbers -> the number, for rows without text; all must be equal."""
+    whole: bool = False
+    """A row is these tokens and nothing else; otherwise it contains them."""
+    spans_rows: bool = False
+    """The rows are pieces of one stream, and the text may run over a border."""
+    note: str = ""
+    """What the user should know of how the text was read."""
+
+
 class Data(ABC):
     """One kind of data. `read` is all that a small one needs."""
 
@@ -222,6 +242,22 @@ class Data(ABC):
             f"--file {self.recipe.data}: {type(self).__name__} has no method read_rows for new samples: add"
             " it, or predict held-out ones with --split valid"
         )
+
+    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
+        """What `seen --text` compares the rows of a prepared split with. By default refused."""
+        raise UserError(
+            f"--text: {type(self).__name__} has no method text_query to find texts: give --sample, or add it"
+            " for runs to come"
+        )
+
+    def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:  # noqa: ARG002
+        """A line on each of some rows that `fetch` returned, for people."""
+        shown = {k: v for k, v in batch.items() if k not in MEASURES and not k.endswith(WEIGHT)}
+        rows = len(next(iter(batch.values())))
+        return [
+            "  ".join(f"{name} {np.array2string(column[row], threshold=8)}" for name, column in shown.items())
+            for row in range(rows)
+        ]
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         """Write the prepared arrays into `folder`; returns what Facts should know beside counts, lengths."""

@@ -18,15 +18,16 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import AboveZero, HeldOutShare
 from isobatch.data import hub, readers, tokenizers
-from isobatch.data.base import WEIGHT, Column, Ragged
+from isobatch.data.base import WEIGHT, Column, Ragged, TextQuery, load
 from isobatch.data.corpora import DEMO, DEMO_PACKAGES, overlap_notes, read_hub_rows
-from isobatch.data.tokenized import EncodedSplits
+from isobatch.data.tokenized import EncodedSplits, within_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tokenizers import Tokenizer
 
+    from isobatch.core.facts import Facts
     from isobatch.data.readers import LocatedRows
 
 TEXT_COLUMNS = (
@@ -163,6 +164,24 @@ class Labelled(EncodedSplits):
 
     def demo_files(self) -> list[Path]:
         return [file for files in _demo_files().values() for file in files]
+
+    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:
+        """Single texts are whole rows; of pairs either text is looked for within the row."""
+        tokenizer = self.prepared_tokenizer(facts)
+        if "types" in load(Path(facts.folder) / split):
+            return TextQuery({"tokens": within_text(tokenizer, text)})
+        tokenizer.enable_truncation(self.recipe.max_length, strategy="longest_first")
+        encoded = tokenizer.encode(text, add_special_tokens=True)
+        note = f"the text is cut to {self.recipe.max_length} tokens, as the rows are"
+        return TextQuery(
+            {"tokens": [np.array(encoded.ids)]}, whole=True, note=note if encoded.overflowing else ""
+        )
+
+    def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
+        labels, texts = facts.extra["labels"], super().describe_rows(facts, batch)
+        return [
+            f"{labels[number]}: {text}" for number, text in zip(batch["label"].tolist(), texts, strict=True)
+        ]
 
     def encode_splits(self) -> tuple[dict[str, dict[str, Column]], Tokenizer, dict[str, Any]]:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, hub, readers, sequence_sources, tokenizers
-from isobatch.data.base import Columns, Ragged, save
+from isobatch.data.base import Columns, Ragged, TextQuery, save
 from isobatch.data.corpora import DEMO, Corpus
 from isobatch.data.sequence_sources import INTEGERS, TEXT
 from isobatch.data.spooled_array import SpooledArray, spool_to_array
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
+    from isobatch.core.facts import Facts
     from isobatch.data.readers import SplitFiles
     from isobatch.data.sequence_sources import IdCorpus, SequenceColumn
 
@@ -147,6 +148,26 @@ class Sequences(TokenizedData):
         if (path := self._data_path()) is None:
             return self.recipe.data
         return readers.content_hashes(self._find_files(path))
+
+    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
+        """A whole row: a text, or integers with white space or commas between them."""
+        if facts.extra["kind"] == "integers":
+            words = text.replace(",", " ").split()
+            if not words or not all(word.isdecimal() for word in words):
+                raise UserError("--text: this run learnt lists of integers: give one, as in --text '3 14 15'")
+            ids = [int(word) for word in words]
+        else:
+            encoded = self.prepared_tokenizer(facts).encode(text.strip(), add_special_tokens=False)
+            ids = list(encoded.ids)
+        room = self.recipe.max_length - 1
+        note = f"the text is cut to {room} tokens, as the rows are" if len(ids) > room else ""
+        return TextQuery({"tokens": [np.array([*ids[:room], facts.extra["eos"]])]}, whole=True, note=note)
+
+    def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
+        if facts.extra["kind"] == "integers":
+            rows = zip(batch["tokens"], batch["length"].tolist(), strict=True)
+            return [" ".join(map(str, row[: length - 1].tolist())) for row, length in rows]
+        return super().describe_rows(facts, batch)
 
     def read(self) -> Mapping[str, Columns]:
         return self.encode_splits()[0]

@@ -7,6 +7,8 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from isobatch.core.errors import UserError
 from isobatch.data import readers, tokenizers
 from isobatch.data.base import Columns, Data, save
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from tokenizers import Tokenizer
+
+    from isobatch.core.facts import Facts
 
 DEFAULT_VOCABULARY_SIZE = 8192
 MIN_VOCABULARY_SIZE = 257
@@ -58,6 +62,18 @@ class TokenizedData(Data):
         source = self._tokenizer_source()
         return source.path if source.hub_id is None else tokenizers.download(source.hub_id, source.revision)
 
+    def prepared_tokenizer(self, facts: Facts) -> Tokenizer:
+        """The tokenizer that lies beside the prepared data."""
+        return tokenizers.open_tokenizer(Path(facts.folder) / "tokenizer.json")
+
+    def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
+        """The text of each row; of a pair the first."""
+        tokens, lengths = batch["tokens"], batch.get("row_length", batch["length"])
+        if tokens.ndim == 3:
+            tokens, lengths = tokens[:, 0], lengths[:, 0]
+        rows = [row[:length].tolist() for row, length in zip(tokens, lengths.tolist(), strict=True)]
+        return list(self.prepared_tokenizer(facts).decode_batch(rows))
+
     def _open_or_train_tokenizer(
         self, train: Callable[[int], Tokenizer]
     ) -> tuple[Tokenizer, dict[str, int | None]]:
@@ -86,6 +102,18 @@ class TokenizedData(Data):
                 f"--tokenizer {recipe.tokenizer}: its tokens are not those that {recipe.model} was trained"
                 f" with: leave it out{more}"
             )
+
+
+def within_text(tokenizer: Tokenizer, text: str) -> list[np.ndarray]:
+    """The token ids of a text as it stands at the start of a line, and behind a space.
+
+    Raises UserError for a text without tokens.
+    """
+    texts = [text.strip(), f" {text.strip()}"]
+    found = {tuple(e.ids) for e in tokenizer.encode_batch(texts, add_special_tokens=False)}
+    if not text.strip() or () in found:
+        raise UserError("--text: has no tokens: give some words")
+    return [np.array(ids) for ids in sorted(found)]
 
 
 class EncodedSplits(TokenizedData):

@@ -56,6 +56,10 @@ COMMANDS = {
         "forensics.replay:replay",
         "one step of a run again: losses by sample, the first module with a NaN, gradients",
     ),
+    "seen": (
+        "forensics.seen:seen",
+        "which steps of a run saw a row or a text of its data, or which rows a step saw",
+    ),
     "evaluate": (
         "commands.evaluate:evaluate",
         "metrics of a finished run on its held-out data",

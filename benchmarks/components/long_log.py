@@ -45,13 +45,12 @@ def measure(quick: bool) -> list[dict[str, Any]]:
 def _write(folder: Path, steps: int) -> None:
     """The records of a run of so many steps, with a ledger."""
     from isobatch.engine.loading.prepare import prepare
-    from isobatch.engine.loading.sampler import extend_chain
+    from isobatch.engine.loading.sampler import extend_chain, make_sampler
     from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
     from isobatch.engine.registry import workload
     from isobatch.engine.runs.metrics_log import MetricsLog
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.engine.training.session import make_sampler
 
     chosen = workload(TASK)
     recipe, _ = chosen.complete({"steps": steps, "eval_every": str(steps // 10)})

@@ -29,14 +29,13 @@ from isobatch.data.base import length_quantiles
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import make_micro_batches, padding_fraction
 from isobatch.engine.loading.prepare import prepare
-from isobatch.engine.loading.sampler import Sampler
+from isobatch.engine.loading.sampler import Sampler, make_sampler
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.engine.training.session import make_sampler
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import hub, tokenizers
-from isobatch.data.base import Columns, Ragged, save
+from isobatch.data.base import Columns, Ragged, TextQuery, save
 from isobatch.data.corpora import DEMO
 from isobatch.data.interactions import demo, formats, movielens
 from isobatch.data.interactions.splits import (
@@ -35,9 +36,10 @@ from isobatch.data.tokenizers import file_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
 
     from tokenizers import Tokenizer
+
+    from isobatch.core.facts import Facts
 
 CATALOGUE, NAMES_FILE = "catalogue", "names.json"
 """Folder beside the splits, and its file of ids and titles (read by models/recommendation/catalogue.py)."""
@@ -173,6 +175,31 @@ class Interactions(TokenizedData):
             **special,
             "notes": notes,
         }
+
+    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
+        """The interactions of a user, or of a user and an item, by the ids that the data has: USER[,ITEM]."""
+        names = self._names(facts)
+        given = [text.strip()] if text.strip() in names["users"] else [w.strip() for w in text.rsplit(",", 1)]
+        equal = {}
+        for column, kind, name in zip(("user", "item"), ("users", "items"), given, strict=False):
+            if name not in names[kind]:
+                raise UserError(
+                    f"--text {text}: there is no {column} {name}: rows are interactions, so give USER or"
+                    " USER,ITEM by their ids in the data"
+                )
+            equal[column] = names[kind].index(name)
+        return TextQuery({}, equal, whole=len(equal) == 2)
+
+    def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
+        names = self._names(facts)
+        pairs = zip(batch["user"].tolist(), batch["item"].tolist(), strict=True)
+        return [f"user {names['users'][u]}, item {names['titles'][i]}" for u, i in pairs]
+
+    def _names(self, facts: Facts) -> dict[str, list[str]]:
+        """Ids of `users` and `items` by number, and `titles` of the items."""
+        text = (Path(facts.folder) / CATALOGUE / NAMES_FILE).read_text()
+        found: dict[str, list[str]] = json.loads(text)
+        return found
 
     def _encode_texts(self, tokenizer: Tokenizer, texts: list[str], pad: int) -> Ragged:
         tokenizer.enable_truncation(self.recipe.max_length)

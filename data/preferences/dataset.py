@@ -9,7 +9,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, hub, readers, tokenizers
-from isobatch.data.base import ArraySource, Column, Columns, Ragged
+from isobatch.data.base import ArraySource, Column, Columns, Ragged, TextQuery
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
 from isobatch.data.preferences import demo, encoding, pairs
@@ -18,12 +18,13 @@ from isobatch.data.text.chat_templates import VERBATIM, ChatTemplate
 from isobatch.data.text.conversations import SHOWN_PROMPTS, ConversationCounts
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.truncation import learn_mask
-from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, EncodedSplits
+from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, EncodedSplits, within_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from isobatch.core.facts import Facts
     from isobatch.data.preferences.encoding import EncodedPair, RenderedPair
 
 TOKENIZATION_VERSION = 1
@@ -114,6 +115,10 @@ class Preferences(EncodedSplits):
     def open(self, folder: Path, split: str) -> ArraySource:
         """The pairs of a prepared split, as a PairSource."""
         return PairSource.open(folder / split)
+
+    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
+        """A text within the prompt or either answer."""
+        return TextQuery(dict.fromkeys(ANSWERS, within_text(self.prepared_tokenizer(facts), text)))
 
     def encode_splits(self) -> tuple[dict[str, Columns], Any, dict[str, Any]]:
         """(columns per split, the tokenizer, what Facts should know)."""

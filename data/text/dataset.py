@@ -11,7 +11,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.data.base import ArraySource, Columns, save
+from isobatch.data.base import ArraySource, Columns, TextQuery, load, save
 from isobatch.data.cleaning import near_duplicates, pipeline
 from isobatch.data.cleaning.steps import CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
@@ -19,10 +19,15 @@ from isobatch.data.text import chat_templates, conversations, demo_stories
 from isobatch.data.text.mixture import SET_COLUMN, Mixture
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import TEXT, TextSet, TextSetSpec, split_set_names
-from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, TokenizedData
+from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, TokenizedData, within_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from isobatch.core.facts import Facts
+
+LEARN_COLUMN = "learn"
+"""Which tokens of a row are learnt; blocks of plain text have none, as all of theirs are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +199,13 @@ class Text(TokenizedData):
         )
         found.bind_tokenizer(tokenization)
         return found, tokenization
+
+    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:
+        """A text within the rows; blocks of plain text are one stream. It is cleaned as they were."""
+        clean = pipeline.CleaningPipeline(self._cleaning_steps()).transforms_only()
+        tokens = within_text(self.prepared_tokenizer(facts), clean.transform_text(text))
+        is_stream = LEARN_COLUMN not in load(Path(facts.folder) / split)
+        return TextQuery({"tokens": tokens}, spans_rows=is_stream)
 
     def open(self, folder: Path, split: str) -> ArraySource:
         """The samples of a prepared split; those of a mixture have `parts`, the share of each set."""

@@ -9,10 +9,16 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from isobatch.core.errors import UserError
 from isobatch.engine.loading.permutation import permute, shuffle
+
+if TYPE_CHECKING:
+    from isobatch.core.recipe import Recipe
+    from isobatch.data.base import Source
 
 LENGTH_WINDOW = 64
 """Batches sorted together where the recipe groups by length. Another number changes what recipes mean."""
@@ -102,11 +108,10 @@ class Sampler:
         samples = np.empty_like(positions)
         unfilled, left, offset = np.arange(len(positions)), self.used, 0
         for number, ((size, _), quota) in enumerate(zip(self.parts, self.quotas, strict=True)):
-            before = positions * quota // left
-            taken = (positions + 1) * quota // left > before
+            before = _scale(positions, quota, left)
+            taken = _scale(positions + 1, quota, left) > before
             draws = epoch * quota + before[taken]
-            seed = self.seed + _PART_SEED * (number + 1)
-            samples[unfilled[taken]] = offset + self._draws_of_set(draws, size, seed)
+            samples[unfilled[taken]] = offset + self._draws_of_set(draws, size, self.seed_of_set(number))
             unfilled, positions = unfilled[~taken], (positions - before)[~taken]
             left, offset = left - quota, offset + size
             if not left:
@@ -123,6 +128,10 @@ class Sampler:
             samples[inside] = self._permute(positions[inside], used, seed, number + 1)
         return samples if self.fraction == 1 else self._permute(samples, size, seed, 0)
 
+    def seed_of_set(self, number: int) -> int:
+        """The seed of the permutations of a set."""
+        return self.seed + _PART_SEED * (number + 1)
+
     @property
     def quotas(self) -> list[int]:
         """Samples of each set in an epoch."""
@@ -130,18 +139,59 @@ class Sampler:
 
     def _batch_of_like_lengths(self, epoch: int, number: int) -> np.ndarray:
         """Samples are sorted by length within a window of batches, and the window's batches are shuffled."""
-        assert self.lengths is not None
         window, within = divmod(number, LENGTH_WINDOW)
+        samples = self.sorted_window(epoch, window)
+        full = len(samples) // self.batch_size
+        if within < full:  # a short last batch stays last
+            within = int(self._permute(np.array([within]), full, *self.window_key(epoch, window))[0])
+        return samples[within * self.batch_size : (within + 1) * self.batch_size]
+
+    def sorted_window(self, epoch: int, window: int) -> np.ndarray:
+        """The samples of a window of batches, sorted by length."""
+        assert self.lengths is not None
         span = LENGTH_WINDOW * self.batch_size
         samples = self._samples(epoch, window * span, (window + 1) * span)
-        samples = samples[np.argsort(self.lengths(samples), kind="stable")]
-        batches = math.ceil(len(samples) / self.batch_size)
-        full = batches if len(samples) % self.batch_size == 0 else batches - 1
-        if within < full:  # a short last batch stays last
-            within = int(
-                self._permute(np.array([within]), full, self.seed + _WINDOW_SEED, epoch * 65537 + window)[0]
-            )
-        return samples[within * self.batch_size : (within + 1) * self.batch_size]
+        return samples[np.argsort(self.lengths(samples), kind="stable")]
+
+    def window_key(self, epoch: int, window: int) -> tuple[int, int]:
+        """(seed, epoch) of the permutation of a window's whole batches."""
+        return self.seed + _WINDOW_SEED, epoch * 65537 + window
+
+
+def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
+    """The sampler of a recipe's training samples.
+
+    Raises UserError where several sets are mixed but the task needs cohorts, or a set's share has no sample.
+    """
+    lengths = source.lengths if recipe.group_by_length else None
+    parts = source.parts
+    if parts and cohort > 1:
+        raise UserError(
+            f"--data {recipe.data}: this task computes {cohort} samples together, so that it takes one set"
+        )
+    sampler = Sampler(
+        len(source),
+        recipe.batch_size,
+        recipe.seed,
+        recipe.train_fraction,
+        cohort,
+        lengths,
+        parts,
+        recipe.rules,
+    )
+    if parts and 0 in sampler.quotas:
+        raise UserError(
+            f"--mix {','.join(f'{share:g}' for _, share in parts)}: of the {sampler.used:,} samples of an"
+            f" epoch set {sampler.quotas.index(0) + 1} would have none: raise its share"
+        )
+    return sampler
+
+
+def _scale(numbers: np.ndarray, factor: int, divisor: int) -> np.ndarray:
+    """numbers * factor // divisor of numbers up to `divisor`, exactly: a product may be beyond int64."""
+    if factor * divisor < 1 << 63:
+        return numbers * factor // divisor
+    return (numbers.astype(object) * factor // divisor).astype(np.int64)
 
 
 def divide_by_shares(shares: Sequence[float], count: int) -> list[int]:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from isobatch.core.errors import UserError
 from isobatch.core.strategies import traits_of
 from isobatch.core.terminal.status import doing
 from isobatch.data.digests import PreparedFolder
@@ -29,7 +28,7 @@ from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.start_weights import load_start_weights
 from isobatch.engine.loading.device_copies import to_device, to_tensors
-from isobatch.engine.loading.sampler import Sampler
+from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
 from isobatch.engine.model_setup.hollow_model import build_hollow, outline
 from isobatch.engine.model_setup.packing import SamplePacking
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
-    from isobatch.data.base import Source
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.noise.keyed_noise import KeyedNoise
     from isobatch.models.base import Teacher
@@ -283,32 +281,3 @@ class Session:
             yield to_device(
                 to_tensors(self.splits["train"].fetch(rows), pin=False), device or self.world.device
             )
-
-
-def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
-    """The sampler of a recipe's training samples.
-
-    Raises UserError where several sets are mixed but the task needs cohorts, or a set's share has no sample.
-    """
-    lengths = source.lengths if recipe.group_by_length else None
-    parts = source.parts
-    if parts and cohort > 1:
-        raise UserError(
-            f"--data {recipe.data}: this task computes {cohort} samples together, so that it takes one set"
-        )
-    sampler = Sampler(
-        len(source),
-        recipe.batch_size,
-        recipe.seed,
-        recipe.train_fraction,
-        cohort,
-        lengths,
-        parts,
-        recipe.rules,
-    )
-    if parts and 0 in sampler.quotas:
-        raise UserError(
-            f"--mix {','.join(f'{share:g}' for _, share in parts)}: of the {sampler.used:,} samples of an"
-            f" epoch set {sampler.quotas.index(0) + 1} would have none: raise its share"
-        )
-    return sampler

@@ -13,13 +13,13 @@ from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
+from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.runs.witness import read_witness
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.run_context import DATA_WRITTEN
-from isobatch.engine.training.session import make_sampler
 from isobatch.engine.unread_fields import unread_values
 from isobatch.engine.verification.log_audit import VALID, LogRecord, audit_log
 

@@ -49,6 +49,7 @@ COMMAND_OPTIONS = {
     "prepare": "commands.plan:PrepareOptions",
     "slurm": "slurm.submission.options:SlurmOptions",
     "verify": "local.verify_run:VerifyOptions",
+    "seen": "forensics.seen:SeenOptions",
     "evaluate": "commands.evaluate:EvaluateOptions",
     "export": "commands.export:ExportOptions",
     "inspect": "commands.describe:ListingOptions",

@@ -9,8 +9,8 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.terminal.status import doing
+from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.registry import workload_of
-from isobatch.engine.training.session import make_sampler
 from isobatch.launch.local.run_setup import locate_data
 
 if TYPE_CHECKING:

@@ -190,15 +190,20 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = F
     located_recipe = dataclasses.replace(recipe, data=data) if data else recipe
     _, data_source = workload_of(recipe).make(located_recipe)
     prepared = Path(run.facts.folder)
-    # What is computed from the data is kept beside it: never in a place that a received run names.
-    ours = prepared.resolve().parent == (cache_folder() / "prepared").resolve()
-    there = ours and (prepared / FACTS_FILE).is_file()
-    if not data and there and not (mend and changed_file(prepared, CHECK_SECONDS)):
+    if not data and is_prepared(run) and not (mend and changed_file(prepared, CHECK_SECONDS)):
         return
     data_source.check()
     new_facts = prepare(data_source, partial(print_unless_quiet, quiet=run.options().quiet))
     refuse_other_data(run, new_facts)
     run.write_facts(new_facts)
+
+
+def is_prepared(run: RunFolder) -> bool:
+    """Whether the run's prepared data lies in this machine's cache."""
+    prepared = Path(run.facts.folder)
+    # What is computed from the data is kept beside it: never in a place that a received run names.
+    ours = prepared.resolve().parent == (cache_folder() / "prepared").resolve()
+    return ours and (prepared / FACTS_FILE).is_file()
 
 
 def refuse_other_data(run: RunFolder, new_facts: Facts) -> None:

@@ -21,11 +21,11 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_d
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.portable_state import TensorEntry
+from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.training.run_context import DATA_WRITTEN
-from isobatch.engine.training.session import make_sampler
 from isobatch.tests.forgery import reseal
 from isobatch.tests.paths import ROOT
 

@@ -23,7 +23,7 @@ from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.loading.prepare import prepare
-from isobatch.engine.loading.sampler import extend_chain
+from isobatch.engine.loading.sampler import extend_chain, make_sampler
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload
@@ -32,7 +32,6 @@ from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.witness import WITNESS
-from isobatch.engine.training.session import make_sampler
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.tests.forgery import reseal
 from isobatch.tests.unit.helpers import plan

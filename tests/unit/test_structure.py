@@ -76,12 +76,8 @@ ROOMS: dict[str, set[str]] = {
         *("engine.optimization", "engine.runs", "engine.strategies", "engine.training", "models"),
     },
     "engine.forensics": {
-        "core",
-        "engine.checkpointing",
-        "engine.loading",
-        "engine.runs",
-        "engine.training",
-        "engine.verification",
+        *("core", "data", "models", "engine", "engine.checkpointing", "engine.loading"),
+        *("engine.optimization", "engine.runs", "engine.training", "engine.verification"),
     },
     "launch.local.words": {"core"},
     "launch.local.observers": {"core", "engine", "engine.distributed", "engine.runs", "engine.training"},
@@ -127,18 +123,6 @@ ROOMS: dict[str, set[str]] = {
     "launch.measuring": {
         *("core", "models", "engine.distributed", "engine.loading", "engine.machine", "engine.planning"),
         *("engine.profiling", "engine.runs", "engine.training", "launch.local", "launch.report"),
-    },
-    "launch.api": {
-        *(
-            "core",
-            "engine",
-            "engine.loading",
-            "engine.machine",
-            "engine.planning",
-            "engine.runs",
-            "engine.verification",
-        ),
-        "launch.local",
     },
     "launch.slurm.submission": {"core", "launch.local", "launch.sweeps"},
     "launch.slurm": {
@@ -197,8 +181,20 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     "launch.forensics": {
-        *("core", "core.terminal", "engine.forensics", "engine.runs", "engine.verification"),
-        *("launch.local", "launch.report"),
+        *("core", "core.terminal", "data", "engine", "engine.forensics", "engine.loading", "engine.runs"),
+        *("engine.verification", "launch.local", "launch.report"),
+    },
+    "launch.api": {
+        *(
+            "core",
+            "engine",
+            "engine.loading",
+            "engine.machine",
+            "engine.planning",
+            "engine.runs",
+            "engine.verification",
+        ),
+        *("engine.forensics", "launch.forensics", "launch.local"),
     },
     "launch.predicting": {
         *(
@@ -239,7 +235,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "benchmarks.components": {
         *("core", "data", "engine", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
-        *("engine.optimization", "engine.runs", "engine.training", "engine.verification", "launch.report"),
+        *("engine.optimization", "engine.runs", "engine.verification", "launch.report"),
     },
     "benchmarks.speed": {
         *("core", "data", "models.causal_lm", "models.encoder", "models.recommendation"),

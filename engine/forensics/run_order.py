@@ -1,0 +1,135 @@
+"""The order in which a run takes its samples, from its folder alone; prepared data adds lengths and texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.core.plan import Plan
+from isobatch.data.base import Data, Source
+from isobatch.engine.forensics.counted_steps import counted_steps
+from isobatch.engine.loading.inverse_order import steps_with
+from isobatch.engine.loading.loader import training_budget
+from isobatch.engine.loading.microbatching import make_micro_batches
+from isobatch.engine.loading.sampler import Sampler, make_sampler
+from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
+from isobatch.engine.registry import workload_of
+from isobatch.engine.task_files import is_task_file
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from isobatch.core.recipe import Recipe
+    from isobatch.engine.runs.run_folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A step whose global batch holds a sample."""
+
+    phase: str
+    step: int
+    """From 1, within the phase."""
+    epoch: int
+    """From 1, within the phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sample lies in the plan's cut of a global batch."""
+
+    rank: int
+    micro_batch: int
+    """From 1, among those of the rank."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunOrder:
+    """A run's sampler and phases, and how far it got."""
+
+    data: Data
+    facts: Facts
+    source: Source | None
+    """The prepared training samples; None where they are not at hand."""
+    cohort: int
+    plan: Plan | None
+    sampler: Sampler
+    schedules: list[PhaseSchedule]
+    counted: dict[str, int]
+    """Phase -> its steps that the log counts."""
+
+    def sightings(self, sample: int) -> list[Sighting]:
+        """The steps of all phases that hold a sample, those that are still to come too; in order."""
+        return [
+            Sighting(schedule.name, step + 1, self.epoch_of(step + 1))
+            for schedule in self.schedules
+            for step in steps_with(self.sampler, sample, schedule.steps)
+        ]
+
+    def is_counted(self, sighting: Sighting) -> bool:
+        """Whether the run has made this step."""
+        return sighting.step <= self.counted[sighting.phase]
+
+    def epoch_of(self, step: int) -> int:
+        return (step - 1) // self.sampler.steps_per_epoch + 1
+
+    def places(self, step: int) -> tuple[np.ndarray, list[Place] | None]:
+        """The samples of a step, and where the plan puts each; None without plan or lengths."""
+        samples = self.sampler.batch(step - 1)
+        if self.source is None or self.plan is None:
+            return samples, None
+        lengths = self.source.lengths(samples)
+        ranks = make_micro_batches(lengths, self.plan.processes, training_budget(self.plan), self.cohort)
+        found = {
+            position: Place(rank, number)
+            for rank, micro_batches in enumerate(ranks)
+            for number, micro in enumerate(micro_batches, 1)
+            for position in micro.positions.tolist()
+        }
+        return samples, [found[position] for position in range(len(samples))]
+
+
+def open_order(run: RunFolder, at_hand: bool) -> RunOrder:
+    """A run's order. `at_hand`: whether its prepared data is on this machine. Raises UserError."""
+    recipe, facts = run.recipe, run.facts
+    if recipe.hash() != run.recorded_hash:
+        raise UserError(f"{run.folder}/recipe.json was changed: the order of its samples is not known")
+    task, data = workload_of(recipe).make(recipe)
+    source = data.open(Path(facts.folder), "train") if at_hand else None
+    if source is not None and len(source) != facts.samples["train"]:
+        raise UserError(
+            f"{run.folder}/facts.json says {facts.samples['train']:,} training samples, and the prepared data"
+            f" has {len(source):,}: `isobatch verify {run.folder}` says more"
+        )
+    sampler = make_sampler(recipe, source or CountedSource(facts, data), task.cohort)
+    schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
+    plan = run.plan if run.has_plan else None
+    counted = counted_steps(run, schedules)
+    return RunOrder(data, facts, source, task.cohort, plan, sampler, schedules, counted)
+
+
+def needs_data(recipe: Recipe) -> bool:
+    """Whether the order depends on more of the data than facts.json says."""
+    return recipe.group_by_length or is_task_file(recipe.task)
+
+
+class CountedSource(Source):
+    """The number of samples, of every set where there are several, without the samples."""
+
+    def __init__(self, facts: Facts, data: Data) -> None:
+        self.count = facts.samples["train"]
+        sizes = [one["samples"].get("train", 0) for one in facts.extra.get("sets", ())]
+        shares = getattr(data.options, "mix", None) or map(float, sizes)
+        self.parts = tuple(zip(sizes, shares, strict=True)) if sizes else ()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        raise NotImplementedError("lengths are in the prepared data")
+
+    def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
+        raise NotImplementedError("samples are in the prepared data")
