@@ -62,7 +62,8 @@ def text_answer(order: RunOrder, text: str) -> dict[str, Any]:
         query = order.data.text_query(order.facts, split, text)
         found |= {"whole": query.whole, "note": query.note}
         source = order.data.open(Path(order.facts.folder), split)
-        assert isinstance(source, ArraySource)
+        if not isinstance(source, ArraySource):
+            raise UserError("--text: the samples of this task are no columns to look through: give --sample")
         places = find_rows(query, source.columns)
         found["places"] += [{"split": split, "rows": list(place)} for place in places]
         rows = sorted({row for place in places for row in place})[:MOST_ROWS]

@@ -328,7 +328,7 @@ def test_a_text_in_windows_of_a_stream(tmp_path: Path) -> None:
     tokenizer = order.data.prepared_tokenizer(order.facts)  # type: ignore[attr-defined]
     held = [tokenizer.decode(tokens.rows(np.array([row]))[0].tolist()) for row in range(len(tokens))]
     crossing = 0
-    for number in range(380):
+    for number in range(0, 380, 3):
         wanted = f"line {number} of plain text"
         places = [place["rows"] for place in found(run, wanted)["places"] if place["split"] == "train"]
         whole = [[row] for row, text in enumerate(held) if wanted in text]
@@ -339,7 +339,7 @@ def test_a_text_in_windows_of_a_stream(tmp_path: Path) -> None:
             (place,) = places
             assert len(place) == 2
             assert wanted in held[place[0]] + held[place[1]]
-    assert crossing > 10
+    assert crossing > 5
     assert rows_of(found(run, "line 399 of plain text"))[0][0] == "valid"
     assert rows_of(found(run, "line 999 of plain text")) == []
 
