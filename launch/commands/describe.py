@@ -50,6 +50,8 @@ COMMAND_OPTIONS = {
     "slurm": "slurm.submission.options:SlurmOptions",
     "verify": "local.verify_run:VerifyOptions",
     "seen": "forensics.seen:SeenOptions",
+    "replay": "forensics.replay:ReplayOptions",
+    "diff": "forensics.diff:DiffOptions",
     "evaluate": "commands.evaluate:EvaluateOptions",
     "export": "commands.export:ExportOptions",
     "inspect": "commands.describe:ListingOptions",
