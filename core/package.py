@@ -24,7 +24,8 @@ TYPED_VARIABLE = "ISOBATCH_TYPED"
 """How the user calls this program, for its child processes; `launch/__main__.py` sets it."""
 
 
-_SUGGESTED = re.compile(r"(?<![\w./-])isobatch (?=(?:auto|cancel|doctor|logs|plan|resume|verify)\b)")
+_COMMANDS = "auto|cancel|diff|doctor|logs|plan|replay|resume|seen|verify"
+_SUGGESTED = re.compile(rf"(?<![\w./-])isobatch (?=(?:{_COMMANDS})\b)")
 """The beginning of a command in a hint."""
 
 

@@ -140,7 +140,7 @@ class Planted(Task):
         found = model(x, batch["token"], drop, batch["index"] == TOUCHED)
         target = batch["y"]
         if str(step.number) == os.environ.get(LABEL):
-            target = torch.where((batch["index"] == batch["index"].min())[:, None], -target, target)
+            target = torch.where((batch["index"] % 8 == 0)[:, None], -target, target)
         loss = (found - target).square().sum()
         return {"loss": Loss(loss * (2.0 if self.options.plant == "scale" else 1.0), "sample")}
 

@@ -116,6 +116,10 @@ ROOMS: dict[str, set[str]] = {
             "launch.local",
         ),
     },
+    "launch.forensics": {
+        *("core", "core.terminal", "data", "engine", "engine.forensics", "engine.loading", "engine.runs"),
+        *("engine.verification", "launch.local", "launch.report"),
+    },
     "launch.sweeps": {
         *("core", "core.terminal", "engine", "engine.machine", "engine.runs"),
         *("launch.local", "launch.local.words", "launch.report"),
@@ -173,16 +177,13 @@ ROOMS: dict[str, set[str]] = {
             "engine.runs",
             "engine.training",
             "engine.verification",
+            "launch.forensics",
             "launch.local",
             "launch.local.words",
             "launch.planning",
             "launch.report",
             "launch.sweeps",
         ),
-    },
-    "launch.forensics": {
-        *("core", "core.terminal", "data", "engine", "engine.forensics", "engine.loading", "engine.runs"),
-        *("engine.verification", "launch.local", "launch.report"),
     },
     "launch.api": {
         *(
