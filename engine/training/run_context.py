@@ -108,7 +108,8 @@ class RunContext:
             self.track({f"{split}/{name}": value for name, value in tracked_values(metrics).items()})
         # A perplexity of words is for comparison with papers, and has many digits until a model knows words.
         shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
-        self.console.say(f"{split} after step {step}: {format_metrics(shown, '.4f')}")
+        part = f", on {100 * fraction:g} % of its samples" if fraction < 1 else ""
+        self.console.say(f"{split} after step {step}{part}: {format_metrics(shown, '.4f')}")
         return metrics
 
     def track(self, values: dict[str, float]) -> None:
