@@ -5,6 +5,8 @@ Each stage is a run of its own in --out. Typed again, the command goes on where 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import BareValue, build_options, nearest_hint
 from isobatch.core.measures import format_bytes, format_p_value
+from isobatch.core.package import GO_ON_VARIABLE
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
@@ -22,7 +25,7 @@ from isobatch.launch.local.words.meanings import spelling
 from isobatch.launch.report.command import text_of, write_report
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
 
@@ -54,9 +57,10 @@ def compress(words: Sequence[str]) -> int:
         print(f"compress: {stage}", file=sys.stderr)
         source_flag = {"pruning": "teacher", "qat": "pruned"}.get(stage)
         source_options = {source_flag: str(runs[-1].folder)} if source_flag else {}
-        run, verdict = find_or_train(
-            parse_request(_to_words(stage, {**stage_flags[stage], **source_options}), "auto", AutoOptions)
-        )
+        stage_words = _to_words(stage, {**stage_flags[stage], **source_options})
+        request = parse_request(stage_words, "auto", AutoOptions)
+        with _goes_on_by_the_same_command():
+            run, verdict = find_or_train(request)
         if verdict.code != DONE:
             return verdict.code
         runs.append(run)
@@ -71,6 +75,16 @@ def compress(words: Sequence[str]) -> int:
     dumped = atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else ""
     print(dumped or text_of(contents, folder))
     return DONE
+
+
+@contextlib.contextmanager
+def _goes_on_by_the_same_command() -> Iterator[None]:
+    """A stage that is stopped says what goes on with the chain; `resume` would train that stage alone."""
+    os.environ[GO_ON_VARIABLE] = "the same compress command again, which begins where this one stopped"
+    try:
+        yield
+    finally:
+        del os.environ[GO_ON_VARIABLE]
 
 
 def chance_warning(run: RunFolder) -> str:

@@ -110,7 +110,10 @@ class Classifier(Task):
         if length < 3:
             raise UserError(f"--max-length {length}: a text needs at least 3 tokens, two of them special")
         if (metric := self.options.best_metric) != "accuracy" and not self.recipe.patience:
-            raise UserError(f"--best-metric {metric}: it counts with --patience, which says when to stop")
+            raise UserError(
+                f"--best-metric {metric}: it chooses the best checkpoint with --load-best-model-at-end, or"
+                " with --patience 3, which stops early too"
+            )
         if name in PRESETS:
             return
         if Path(name).expanduser().is_dir():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from isobatch.core.errors import STOPPED
+from isobatch.core.package import way_to_go_on
 from isobatch.engine.registry import workload
-from isobatch.launch.commands.compress import chance_warning, kept_line
+from isobatch.engine.runs.run_folder import Verdict
+from isobatch.launch.commands.compress import chance_warning, compress, kept_line
 from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
 
 
@@ -71,6 +75,20 @@ def test_pruning_says_at_its_ramps_end_what_it_did_not_bring() -> None:
     assert "removed nothing" in task.ramp_remark(0.0, in_one=False)
     assert "--prune-every 20% follows the length" in task.ramp_remark(0.2, in_one=True)
     assert task.ramp_remark(0.2, in_one=False) == ""
+
+
+def test_a_stopped_stage_leads_back_to_compress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Typed again, it goes on with the stopped stage: each is found by its recipe, as `auto` finds a run."""
+    said = []
+
+    def stopped(request: Any) -> tuple[Any, Verdict]:
+        said.append(way_to_go_on(Path("runs") / request.recipe.task))
+        return None, Verdict(STOPPED, "")
+
+    monkeypatch.setattr("isobatch.launch.commands.compress.find_or_train", stopped)
+    assert compress(["--task", "compress", "--steps", "6"]) == STOPPED
+    assert said == ["the same compress command again, which begins where this one stopped"]
+    assert way_to_go_on(Path("runs/a")) == "isobatch resume runs/a"
 
 
 def test_fast_mode_removes_what_was_measured_to_cost_nothing() -> None:
