@@ -34,6 +34,8 @@ ONLY_FIRST = ("model", "tokenizer", "revision", "preset")
 """Flags of the first stage's initial model; each later stage starts from the model of the one before."""
 EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}
 
+SMALL_GAIN = 0.05
+"""Share of the parameters: pruning that removes no more is seldom felt."""
 REMOVABLE = {"both": "their weights", "heads": "the heads", "neurons": "the neurons"}
 """--granularity -> what --sparsity is a part of."""
 
@@ -69,6 +71,8 @@ def compress(words: Sequence[str]) -> int:
         for kind in EXPORTS[stage]:
             if not (run.folder / "exports" / kind).is_dir():
                 export_form(run, kind)
+    if warning := small_gain(runs[0], runs[1]):
+        print(warning, file=sys.stderr)
     folder = runs[-1].folder / "report"
     contents = write_report(runs, folder)
     print("\n".join(["compress kept:", *map(kept_line, STAGES, runs)]), file=sys.stderr)
@@ -98,6 +102,17 @@ def chance_warning(run: RunFolder) -> str:
         f"compress: the classifier learnt nothing: its accuracy, {accuracy:.1%}, is not above that of always"
         f" answering the largest class, {majority:.1%}: what follows compresses chance; give more --epochs,"
         " another --lr or a pretrained --model"
+    )
+
+
+def small_gain(dense: RunFolder, pruned: RunFolder) -> str:
+    """A line where pruning left nearly all of the model."""
+    before, after = ((run.summary() or {}).get("parameters", 0) for run in (dense, pruned))
+    if not before or 1 - after / before > SMALL_GAIN:
+        return ""
+    return (
+        f"compress: pruning removed {1 - after / before:.1%} of the parameters, which makes the model little"
+        " smaller or faster: --granularity both with a higher --sparsity removes more"
     )
 
 

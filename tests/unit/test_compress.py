@@ -12,7 +12,7 @@ from isobatch.core.errors import STOPPED
 from isobatch.core.package import way_to_go_on
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import Verdict
-from isobatch.launch.commands.compress import chance_warning, compress, kept_line
+from isobatch.launch.commands.compress import chance_warning, compress, kept_line, small_gain
 from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
 
 
@@ -89,6 +89,14 @@ def test_a_stopped_stage_leads_back_to_compress(monkeypatch: pytest.MonkeyPatch)
     assert compress(["--task", "compress", "--steps", "6"]) == STOPPED
     assert said == ["the same compress command again, which begins where this one stopped"]
     assert way_to_go_on(Path("runs/a")) == "isobatch resume runs/a"
+
+
+@pytest.mark.parametrize(("left", "says"), [(21_975_266, "removed 3.3% of the parameters"), (15_000_000, "")])
+def test_pruning_that_left_nearly_all_is_named(left: int, says: str) -> None:
+    dense, pruned = (SimpleNamespace(summary=lambda n=n: {"parameters": n}) for n in (22_713_986, left))
+    said = small_gain(dense, pruned)  # type: ignore[arg-type]
+    assert says in said
+    assert bool(said) == bool(says)
 
 
 def test_fast_mode_removes_what_was_measured_to_cost_nothing() -> None:
