@@ -23,6 +23,9 @@ LOOPBACK_SCRIPT = ROOT / "launch" / "loopback.py"
 TYPED_VARIABLE = "ISOBATCH_TYPED"
 """How the user calls this program, for its child processes; `launch/__main__.py` sets it."""
 
+GO_ON_VARIABLE = "ISOBATCH_GO_ON"
+"""What goes on with a stopped run where `resume` is not it: a stage of a chain, whose command sets this."""
+
 
 _COMMANDS = "auto|cancel|diff|doctor|logs|plan|replay|resume|seen|verify"
 _SUGGESTED = re.compile(rf"(?<![\w./-])isobatch (?=(?:{_COMMANDS})\b)")
@@ -32,6 +35,11 @@ _SUGGESTED = re.compile(rf"(?<![\w./-])isobatch (?=(?:{_COMMANDS})\b)")
 def as_typed(text: str) -> str:
     """A text for the user, with its commands in the form that was typed: `python -m launch resume RUN`."""
     return _SUGGESTED.sub(os.environ.get(TYPED_VARIABLE, "isobatch") + " ", text)
+
+
+def way_to_go_on(run: Path) -> str:
+    """What the user does to go on with a stopped run."""
+    return os.environ.get(GO_ON_VARIABLE) or f"isobatch resume {run}"
 
 
 def own_command(*words: str) -> list[str]:

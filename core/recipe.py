@@ -76,6 +76,8 @@ class Recipe:
     """Optimizer steps in place of epochs; one number, or one per phase."""
     phase: str | None = None
     """Train only this phase."""
+    least_steps: Count = field(default=0, metadata=ADDED_LATER)
+    """Fewest optimizer steps of the run: --epochs that give fewer, on small data, are lengthened to them."""
     batch_size: Positive = 32
     """The GLOBAL batch in samples: the same on any number of processes."""
     max_length: Positive = 128

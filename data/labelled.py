@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import os
 import re
@@ -44,6 +45,8 @@ CLASS_WEIGHT = f"class{WEIGHT}"
 HELD_OUT_SHARE, HELD_OUT_SEED = 0.1, 20
 """Part of each class that is validation where there is no such split and --valid is not given; its draw."""
 MAX_CLASSES = 1000
+MIN_IDENTIFIERS, SAMPLED_ROWS = 50, 1000
+"""From so many rows on, a class for each is an identifier; rows in which fewer values are looked for."""
 MAX_TEXT_CHARACTERS = 1_000_000
 
 
@@ -193,6 +196,7 @@ class Labelled(EncodedSplits):
         if {columns.text, columns.label} - {"text", "sentence", "label"}:
             notes.append(f"texts are those of the column {columns.text}, classes those of {columns.label}")
         splits = {split: list(read_examples(rows(), columns)) for split, rows in row_readers.items()}
+        refuse_identifiers(splits["train"], columns.label, row_readers["train"](), self.recipe.data)
         notes += self._hold_out(splits)
         if empty := next((split for split, examples in splits.items() if not examples), None):
             raise UserError(
@@ -290,13 +294,16 @@ def find_columns(
 
     Raises UserError where one is missing.
     """
-    found = _find_column("--text-column", text, TEXT_COLUMNS, available, data)
-    classes = _find_column("--label-column", label, LABEL_COLUMNS, available, data)
+    wanted = {"--text-column": (text, TEXT_COLUMNS), "--label-column": (label, LABEL_COLUMNS)}
     if pair is not None:
-        pair = _find_column("--pair-column", pair, (), available, data)
-    elif PAIR_COLUMNS.get(found) in available:
-        pair = PAIR_COLUMNS[found]
-    return ColumnNames(found, pair, classes)
+        wanted["--pair-column"] = (pair, ())
+    found = {flag: _find_column(asked, usual, available) for flag, (asked, usual) in wanted.items()}
+    if missing := {flag: wanted[flag][0] for flag, name in found.items() if name is None}:
+        raise UserError(_missing_columns(missing, available, data))
+    texts, classes = str(found["--text-column"]), str(found["--label-column"])
+    if pair is None and PAIR_COLUMNS.get(texts) in available:
+        pair = PAIR_COLUMNS[texts]
+    return ColumnNames(texts, pair, classes)
 
 
 def rows_per_split(
@@ -365,24 +372,39 @@ def drop_unlabelled_test(splits: dict[str, list[Example]]) -> list[str]:
     return []
 
 
-def _find_column(
-    flag: str, asked: str | None, usual: tuple[str, ...], available: Sequence[str], data: str
-) -> str:
-    found = (
-        asked
-        if asked in available
-        else next((n for n in usual if n in available), None)
-        if asked is None
-        else None
+def _find_column(asked: str | None, usual: tuple[str, ...], available: Sequence[str]) -> str | None:
+    """The column asked for, else the first of the usual names; None where it is not there."""
+    return next((name for name in (usual if asked is None else (asked,)) if name in available), None)
+
+
+def _missing_columns(missing: Mapping[str, str | None], available: Sequence[str], data: str) -> str:
+    """One line on all columns that are not there. `missing`: flag -> the name asked for, if one was."""
+    said = [
+        f"{flag} {asked}: {data} has no such column{readers.did_you_mean(asked, available)}"
+        for flag, asked in missing.items()
+        if asked is not None
+    ]
+    if open_flags := [flag for flag, asked in missing.items() if asked is None]:
+        question = "which column? {} says" if len(open_flags) == 1 else "which columns? {} say"
+        said.append(f"--data {data}: {question.format(' and '.join(open_flags))}")
+    return "; ".join([*said, f"it has: {', '.join(available[:20]) or 'no columns'}"])
+
+
+def refuse_identifiers(examples: Sequence[Example], column: str, rows: LocatedRows, data: str) -> None:
+    """Raise UserError where every training row has a class of its own. `rows`: those of the examples."""
+    if len(examples) < MIN_IDENTIFIERS or len({e.label for e in examples}) < len(examples):
+        return
+    values: dict[str, set[str]] = {}
+    for _, row in itertools.islice(rows, SAMPLED_ROWS):
+        for name, value in row.items():
+            values.setdefault(str(name), set()).add(str(value))
+    labels = [name for name, found in values.items() if 1 < len(found) <= MIN_IDENTIFIERS]
+    hint = f"; labels may be in: {', '.join(labels)}" if labels else ""
+    count = len(examples)
+    raise UserError(
+        f"--data {data}: {count:,} classes for {count:,} rows: is `{column}` an identifier? Choose another"
+        f" --label-column{hint}"
     )
-    if found is None:
-        has = f"it has: {', '.join(available[:20]) or 'no columns'}"
-        if asked is None:
-            raise UserError(f"--data {data}: which column? {flag} says; {has}")
-        raise UserError(
-            f"{flag} {asked}: {data} has no such column{readers.did_you_mean(asked, available)}; {has}"
-        )
-    return found
 
 
 def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:

@@ -144,7 +144,8 @@ class Workload:
     def _fast_notes(self, asked: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
         if asked.get("mode") != "fast":
             return []
-        named = [f"{k} {v}" for k, v in self.task.fast.items() if k not in asked and k not in left_out]
+        chosen = _merge([self.task.fast, asked])  # in which --steps leaves out the mode's --epochs
+        named = [f"{k} {v}" for k, v in chosen.items() if k not in asked and k not in left_out]
         return [f"fast mode changes the recipe: {', '.join(named) or 'nothing for this task'}"]
 
     def plan_options(self, preset: str | None, asked: Mapping[str, Any]) -> PlanOptions:
@@ -190,9 +191,13 @@ def _value(flag: Flag, merged: Mapping[str, Any]) -> Any:
 
 
 def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge, later layers first. --epochs and --steps exclude each other: the later layer's wins."""
+    """Merge, later layers first. --epochs and --steps exclude each other: the later layer's wins, and leaves
+    out the least steps of an earlier one.
+    """
     merged: dict[str, Any] = {}
     for layer in layers:
+        if {"epochs", "steps"} & layer.keys():
+            merged.pop("least_steps", None)
         for given, other in (("epochs", "steps"), ("steps", "epochs")):
             if given in layer and other not in layer:
                 merged.pop(other, None)

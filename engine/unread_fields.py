@@ -47,6 +47,8 @@ def unread_fields(recipe: Recipe, task: Task, data: Data) -> dict[str, str]:
         found |= dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), f"{recipe.optimizer} has none")
     if recipe.schedule != "cosine":
         found["lr_floor"] = "it is the end of --schedule cosine"
+    if recipe.steps is not None:
+        found["least_steps"] = "it lengthens --epochs, and --steps is given"
     phases = task.phases()
     if [p.name for p in phases] == [recipe.phase]:
         found["phase"] = "this task has no other"

@@ -171,7 +171,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return guarded(lambda: load_function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
     if name not in COMMANDS:
         from isobatch.core.flags import nearest_hint
+        from isobatch.engine.registry import CHAINS, TASKS
 
+        if name in {*TASKS, *CHAINS}:
+            return _print_error(f"{name} is a task: isobatch auto --task {name}")
         return _print_error(
             f"there is no command {name!r}{nearest_hint(name, [*COMMANDS, *ALIASES])}; see --help"
         )

@@ -44,6 +44,9 @@ def phase_schedules(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: in
     if recipe.phase is not None and recipe.phase not in names:
         raise UserError(f"--phase {recipe.phase}: this task's phases are {', '.join(names)}")
     lengths = [_steps(recipe, index, p, len(phases), steps_per_epoch) for index, p in enumerate(phases)]
+    chosen = [n for p, n in zip(phases, lengths, strict=True) if recipe.phase in (None, p.name)]
+    stretch = max(1.0, recipe.least_steps / sum(chosen)) if recipe.steps is None else 1.0
+    lengths = [math.ceil(round(steps * stretch, 6)) for steps in lengths]
     return [
         PhaseSchedule(
             p.name,

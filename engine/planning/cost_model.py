@@ -325,4 +325,4 @@ def run_steps(recipe: Recipe, facts: Facts) -> float:
     """Optimizer steps of the run; one epoch where the recipe leaves it to the task."""
     if recipe.steps is not None:
         return float(sum(recipe.steps))
-    return sum(recipe.epochs or (1.0,)) * steps_per_epoch(recipe, facts)
+    return max(recipe.least_steps, sum(recipe.epochs or (1.0,)) * steps_per_epoch(recipe, facts))

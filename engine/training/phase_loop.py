@@ -55,6 +55,10 @@ class PhaseLoop:
         self.saved_step = -1
         self.step_began = now()
         self.noise_checked = False
+        self.losses: list[float] = []
+        """Of the steps that this process trained."""
+        self.held_out_losses: list[float] = []
+        """Of the validation split, by its evaluations."""
         self._first_step = 0
         self._warm: tuple[int, float] | None = None
         """The step from which steps are timed for the time left, and the phase's seconds until then."""
@@ -242,6 +246,7 @@ class PhaseLoop:
         if progress.steps == 1 and (remark := context.task.first_step_remark(losses, self.session.facts)):
             context.console.say(remark)
         row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
+        self.losses.append(row["loss"])
         if result.recorded:
             row |= context.task.step_figures(_recorded_arrays(result, values))
         row |= {"memory_bytes": context.peak_memory.bytes, **context.gpu_monitor.latest()}
@@ -271,13 +276,15 @@ class PhaseLoop:
         name, _ = self.context.task.best_metric
         stopping, step = self.early_stopping, self.progress.step
         metrics = self.context.measure("valid", self.context.recipe.eval_fraction, step)
+        self.held_out_losses += [metrics["loss"]] if "loss" in metrics else []
         if stopping.update(metrics[name], step) and stopping.patience:
             self._log_decision("best checkpoint", metric=name, value=stopping.best)
             self._save()
         if stopping.should_stop:
             why = f"{name} has not improved for {stopping.waited} evaluations"
             self._log_decision("early stop", reason=why, best_step=stopping.best_step)
-            self.context.console.say(f"stopped early at step {step}: {why}")
+            if step < self.schedule.steps:
+                self.context.console.say(f"stopped early at step {step}: {why}")
         return stopping.should_stop
 
     def _log_decision(self, decision: str, **facts: Any) -> None:

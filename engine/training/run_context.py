@@ -9,6 +9,7 @@ import torch
 
 from isobatch.core.errors import StopRequestedError
 from isobatch.core.measures import format_bytes
+from isobatch.core.package import way_to_go_on
 from isobatch.core.terminal.console import format_metrics
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
@@ -108,7 +109,8 @@ class RunContext:
             self.track({f"{split}/{name}": value for name, value in tracked_values(metrics).items()})
         # A perplexity of words is for comparison with papers, and has many digits until a model knows words.
         shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
-        self.console.say(f"{split} after step {step}: {format_metrics(shown, '.4f')}")
+        part = f", on {100 * fraction:g} % of its samples" if fraction < 1 else ""
+        self.console.say(f"{split} after step {step}{part}: {format_metrics(shown, '.4f')}")
         return metrics
 
     def track(self, values: dict[str, float]) -> None:
@@ -162,7 +164,7 @@ class RunContext:
         self.write_summary("stopped", self.stop.reason)
         step, folder = self.progress.step, self.run.folder
         raise StopRequestedError(
-            f"stopped at step {step}, saved; go on with: isobatch resume {folder}", self.stop.cause
+            f"stopped at step {step}, saved; go on with: {way_to_go_on(folder)}", self.stop.cause
         )
 
     def stop_if_asked(self) -> None:

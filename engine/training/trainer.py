@@ -19,6 +19,7 @@ from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.distributed.rank_record import RankRecord
 from isobatch.engine.distributed.watchdog import Watchdog
 from isobatch.engine.model_setup.compile_model import uncompiled
+from isobatch.engine.optimization.loss_trend import ending_remark
 from isobatch.engine.optimization.schedule import remarks
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields
 from isobatch.engine.training import memory_probe
@@ -141,6 +142,7 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         held_out[split] = context.measure(split, 1.0, exported)
         refuse_nonfinite_metrics(held_out[split], split)
     context.stop_if_asked()
+    _say_if_too_short(context, loop, held_out.get("valid", {}))
     context.check_data()
     checked = context.checked_data()
     summary = context.summarize("done", "", held_out)
@@ -171,6 +173,16 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         _log_final(context, found)
         context.run.write_summary(summary)
     context.world.barrier()
+
+
+def _say_if_too_short(context: RunContext, loop: PhaseLoop, valid: dict[str, float]) -> None:
+    """A line where training ended too early, unless early stopping chose its end."""
+    if context.progress.step < loop.schedule.steps or loop.earlier_best_step():
+        return
+    evaluations = [*loop.held_out_losses, *([valid["loss"]] if "loss" in valid else [])]
+    folder, schedules = str(context.run.folder), context.session.schedules
+    if remark := ending_remark(context.recipe, schedules, loop.losses, evaluations, folder):
+        context.console.say(remark)
 
 
 def _refuse_nonfinite_weights(context: RunContext, strategy: Strategy) -> None:

@@ -5,6 +5,8 @@ Each stage is a run of its own in --out. Typed again, the command goes on where 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import BareValue, build_options, nearest_hint
 from isobatch.core.measures import format_bytes, format_p_value
+from isobatch.core.package import GO_ON_VARIABLE
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
@@ -22,7 +25,7 @@ from isobatch.launch.local.words.meanings import spelling
 from isobatch.launch.report.command import text_of, write_report
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
 
@@ -31,6 +34,8 @@ ONLY_FIRST = ("model", "tokenizer", "revision", "preset")
 """Flags of the first stage's initial model; each later stage starts from the model of the one before."""
 EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}
 
+SMALL_GAIN = 0.05
+"""Share of the parameters: pruning that removes no more is seldom felt."""
 REMOVABLE = {"both": "their weights", "heads": "the heads", "neurons": "the neurons"}
 """--granularity -> what --sparsity is a part of."""
 
@@ -54,9 +59,10 @@ def compress(words: Sequence[str]) -> int:
         print(f"compress: {stage}", file=sys.stderr)
         source_flag = {"pruning": "teacher", "qat": "pruned"}.get(stage)
         source_options = {source_flag: str(runs[-1].folder)} if source_flag else {}
-        run, verdict = find_or_train(
-            parse_request(_to_words(stage, {**stage_flags[stage], **source_options}), "auto", AutoOptions)
-        )
+        stage_words = _to_words(stage, {**stage_flags[stage], **source_options})
+        request = parse_request(stage_words, "auto", AutoOptions)
+        with _goes_on_by_the_same_command():
+            run, verdict = find_or_train(request)
         if verdict.code != DONE:
             return verdict.code
         runs.append(run)
@@ -65,12 +71,24 @@ def compress(words: Sequence[str]) -> int:
         for kind in EXPORTS[stage]:
             if not (run.folder / "exports" / kind).is_dir():
                 export_form(run, kind)
+    if warning := small_gain(runs[0], runs[1]):
+        print(warning, file=sys.stderr)
     folder = runs[-1].folder / "report"
     contents = write_report(runs, folder)
     print("\n".join(["compress kept:", *map(kept_line, STAGES, runs)]), file=sys.stderr)
     dumped = atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else ""
     print(dumped or text_of(contents, folder))
     return DONE
+
+
+@contextlib.contextmanager
+def _goes_on_by_the_same_command() -> Iterator[None]:
+    """A stage that is stopped says what goes on with the chain; `resume` would train that stage alone."""
+    os.environ[GO_ON_VARIABLE] = "the same compress command again, which begins where this one stopped"
+    try:
+        yield
+    finally:
+        del os.environ[GO_ON_VARIABLE]
 
 
 def chance_warning(run: RunFolder) -> str:
@@ -84,6 +102,17 @@ def chance_warning(run: RunFolder) -> str:
         f"compress: the classifier learnt nothing: its accuracy, {accuracy:.1%}, is not above that of always"
         f" answering the largest class, {majority:.1%}: what follows compresses chance; give more --epochs,"
         " another --lr or a pretrained --model"
+    )
+
+
+def small_gain(dense: RunFolder, pruned: RunFolder) -> str:
+    """A line where pruning left nearly all of the model."""
+    before, after = ((run.summary() or {}).get("parameters", 0) for run in (dense, pruned))
+    if not before or 1 - after / before > SMALL_GAIN:
+        return ""
+    return (
+        f"compress: pruning removed {1 - after / before:.1%} of the parameters, which makes the model little"
+        " smaller or faster: --granularity both with a higher --sparsity removes more"
     )
 
 

@@ -139,4 +139,5 @@ def _length_by_recipe(run: RunFolder) -> int | None:
         return round(sum(recipe.steps))
     if recipe.epochs is None:
         return None
-    return sum(math.ceil(epochs * steps_per_epoch(recipe, run.facts)) for epochs in recipe.epochs)
+    steps = sum(math.ceil(epochs * steps_per_epoch(recipe, run.facts)) for epochs in recipe.epochs)
+    return max(recipe.least_steps, steps)

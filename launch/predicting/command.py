@@ -52,6 +52,8 @@ def predict(words: Sequence[str]) -> int:
     texts = positional[1:]
     if "data" in flags:  # as `auto` calls it
         flags.setdefault("file", flags.pop("data"))
+    if "batch_size" in flags:  # of training, and a word here
+        flags["eval_batch_size"] = flags.pop("batch_size")
     if len(texts) == 1 and "file" not in flags and _is_table(texts[0]):
         flags["file"] = texts.pop()
     options = command_options(flags, PredictOptions, "predict")

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import Interval
 from isobatch.core.number_ranges import Fraction, Positive, Share
 from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelSize, Phase, StepContext
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
-from isobatch.models.classification.task import FAST_MIN_DELTA
+from isobatch.models.classification.task import FAST_LEAST_STEPS, FAST_MIN_DELTA
 from isobatch.models.encoder import encoders, evaluation, importance, weight_surgery
 from isobatch.models.encoder.importance import Granularity, ImportanceScores, KeepMasks, PruningBudget
 
@@ -49,8 +50,8 @@ class PruningOptions(DistillationOptions):
     """What may go: attention heads, feed-forward neurons, or both."""
     multiple: Positive = 32
     """Neurons of a layer go and stay in multiples of this."""
-    prune_every: Positive = 40
-    """Steps between pruning events."""
+    prune_every: Positive | Interval = 40
+    """Steps between pruning events, or their share of the ramp (20%)."""
     ramp: Fraction = 0.5
     """Share of the run over which sparsity rises, as a cubic (Zhu and Gupta 2017)."""
     recover: Share = 0.5
@@ -72,6 +73,7 @@ class Pruning(DistilledClassifier):
     }
     fast: ClassVar[Mapping[str, Any]] = {
         "epochs": [4],
+        "least_steps": FAST_LEAST_STEPS,
         "batch_size": 64,
         "train_fraction": 0.3,
         "eval_fraction": 0.5,
@@ -81,7 +83,7 @@ class Pruning(DistilledClassifier):
         "importance": "l2",
         "granularity": "heads",
         "sparsity": FREE_FAST_SPARSITY,
-        "prune_every": 100,
+        "prune_every": "20%",
         "importance_window": 20,
         "distill_hidden": False,
     }
@@ -111,7 +113,9 @@ class Pruning(DistilledClassifier):
 
     def check(self) -> None:
         super().check()
-        options = self.options
+        options, every = self.options, self.options.prune_every
+        if isinstance(every, Interval) and (every.unit != "percent" or not every.value):
+            raise UserError(f"--prune-every {every}: give steps, or a share of the ramp such as 20%")
         if options.ramp + options.recover > 1 + 1e-9:
             raise UserError(
                 f"--ramp {options.ramp:g}: with --recover {options.recover:g} that is more than the whole run"
@@ -172,6 +176,11 @@ class Pruning(DistilledClassifier):
             1, round(step.total_steps * min(1.0, self.options.ramp / (1 - self.options.recover + 1e-9)))
         )
 
+    def steps_between(self, ramp: int) -> int:
+        """Steps between two pruning events of a ramp."""
+        every = self.options.prune_every
+        return every if isinstance(every, int) else every.steps(ramp, ramp)
+
     def _budget(self, model: Any) -> PruningBudget:
         sizes = self._sizes(model.config.to_dict())
         return PruningBudget(sizes, self.options.multiple, self.options.granularity)
@@ -191,7 +200,8 @@ class Pruning(DistilledClassifier):
         """At a pruning event: mask to the target of the cubic schedule; at some, remove what is masked."""
         if step.phase != "prune":
             return None
-        done, ramp, every = step.number + 1, self._ramp_steps(step), self.options.prune_every
+        done, ramp = step.number + 1, self._ramp_steps(step)
+        every = self.steps_between(ramp)
         if done > ramp or (done % every and done != ramp):
             return None
         progress = done / ramp
@@ -208,7 +218,20 @@ class Pruning(DistilledClassifier):
                 for linear in (layer.output, layer.down):
                     linear.register_buffer(weight_surgery.IMPORTANCE, None)
         self._sparsity_cache = None
-        return Change(self._decision_record(model, target, bool(kept_indices)), kept_indices)
+        record = self._decision_record(model, target, bool(kept_indices))
+        message = self.ramp_remark(record["sparsity"], every >= ramp > 1) if done == ramp else ""
+        return Change(record, kept_indices, message=message)
+
+    def ramp_remark(self, sparsity: float, in_one: bool) -> str:
+        """A line at the end of the ramp where pruning removed nothing, or all at once."""
+        if not sparsity:
+            return f"pruning removed nothing: --sparsity {self.options.sparsity:g} is too little: raise it"
+        if in_one:
+            return (
+                f"--prune-every {self.options.prune_every} is no less than the ramp's steps, so all went at"
+                " once: --prune-every 20% follows the length of the run"
+            )
+        return ""
 
     def _choose_kept(self, model: Any, target: float, step: StepContext) -> KeepMasks:
         """New masks at the target sparsity, the same on every process."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from isobatch.models import saving
 from isobatch.models.base import CHANGES_SHAPE, Batch, ModelSize, Phase
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
-from isobatch.models.classification.task import FAST_MIN_DELTA, onnx_variants
+from isobatch.models.classification.task import FAST_LEAST_STEPS, FAST_MIN_DELTA, onnx_variants
 from isobatch.models.encoder import encoders, evaluation, onnx_graph
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
@@ -70,6 +70,7 @@ class QAT(DistilledClassifier):
     defaults: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.defaults, "epochs": [2], "batch_size": 16}
     fast: ClassVar[Mapping[str, Any]] = {
         "epochs": [1],
+        "least_steps": FAST_LEAST_STEPS,
         "batch_size": 32,
         "train_fraction": 0.3,
         "eval_fraction": 0.5,

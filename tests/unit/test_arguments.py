@@ -26,7 +26,8 @@ from isobatch.launch.local.arguments import (
 )
 
 FLAGS = {
-    "recipe": """task mode preset data format model tokenizer revision seed epochs steps phase batch_size
+    "recipe": """task mode preset data format model tokenizer revision seed epochs steps phase least_steps
+        batch_size
         max_length lr weight_decay warmup schedule clip dropout optimizer train_fraction eval_fraction
         eval_every patience min_delta group_by_length noise adam_beta1 adam_beta2 adam_eps label_smoothing
         lr_floor""",

@@ -162,7 +162,7 @@ def test_transformers_opens_the_export(model: Any, tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"max_length": 2}, "--max-length 2: a text needs at least 3 tokens"),
-        ({"best_metric": "mcc"}, "--best-metric mcc: it counts with --patience"),
+        ({"best_metric": "mcc"}, "--best-metric mcc: it chooses .* with --load-best-model-at-end"),
         ({"model": "tinny"}, r"--model tinny: is no preset \(did you mean tiny\?\)"),
     ],
 )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from isobatch.core.errors import STOPPED
+from isobatch.core.package import way_to_go_on
 from isobatch.engine.registry import workload
-from isobatch.launch.commands.compress import chance_warning, kept_line
-from isobatch.models.compression.pruning import FREE_FAST_SPARSITY
+from isobatch.engine.runs.run_folder import Verdict
+from isobatch.launch.commands.compress import chance_warning, compress, kept_line, small_gain
+from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
 
 
 def run_of(metrics: dict[str, Any], granularity: str = "both") -> Any:
@@ -45,6 +49,54 @@ def test_each_stage_says_what_it_kept() -> None:
     assert "29 heads, 4,608 neurons (20.0% of the heads removed)" in line
     assert line.endswith("accuracy 89.11% (+0.57 points against its teacher, McNemar p 0.44)")
     assert "4 bits, 17 MB" in kept_line("qat", run_of({"bits": 4, "file_bytes": 17_400_000}))
+
+
+def test_fast_mode_trains_long_enough_on_small_data_unless_a_length_is_given() -> None:
+    recipe, notes = workload("classifier").complete({"mode": "fast"})
+    assert recipe.least_steps == 100
+    assert "least_steps 100" in notes[-1]
+    for length in ({"epochs": 1}, {"steps": 9}):
+        recipe, notes = workload("classifier").complete({"mode": "fast", **length})
+        assert recipe.least_steps == 0
+        assert "least_steps" not in notes[-1]
+
+
+@pytest.mark.parametrize(("every", "ramp", "steps"), [(40, 17, 40), ("20%", 17, 3), ("20%", 630, 126)])
+def test_the_interval_of_pruning_may_follow_the_ramp(every: Any, ramp: int, steps: int) -> None:
+    recipe, _ = workload("pruning").complete({"prune_every": every})
+    task, _ = workload("pruning").make(recipe)
+    assert isinstance(task, Pruning)
+    assert task.steps_between(ramp) == steps
+
+
+def test_pruning_says_at_its_ramps_end_what_it_did_not_bring() -> None:
+    task, _ = workload("pruning").make(workload("pruning").complete({})[0])
+    assert isinstance(task, Pruning)
+    assert "removed nothing" in task.ramp_remark(0.0, in_one=False)
+    assert "--prune-every 20% follows the length" in task.ramp_remark(0.2, in_one=True)
+    assert task.ramp_remark(0.2, in_one=False) == ""
+
+
+def test_a_stopped_stage_leads_back_to_compress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Typed again, it goes on with the stopped stage: each is found by its recipe, as `auto` finds a run."""
+    said = []
+
+    def stopped(request: Any) -> tuple[Any, Verdict]:
+        said.append(way_to_go_on(Path("runs") / request.recipe.task))
+        return None, Verdict(STOPPED, "")
+
+    monkeypatch.setattr("isobatch.launch.commands.compress.find_or_train", stopped)
+    assert compress(["--task", "compress", "--steps", "6"]) == STOPPED
+    assert said == ["the same compress command again, which begins where this one stopped"]
+    assert way_to_go_on(Path("runs/a")) == "isobatch resume runs/a"
+
+
+@pytest.mark.parametrize(("left", "says"), [(21_975_266, "removed 3.3% of the parameters"), (15_000_000, "")])
+def test_pruning_that_left_nearly_all_is_named(left: int, says: str) -> None:
+    dense, pruned = (SimpleNamespace(summary=lambda n=n: {"parameters": n}) for n in (22_713_986, left))
+    said = small_gain(dense, pruned)  # type: ignore[arg-type]
+    assert says in said
+    assert bool(said) == bool(says)
 
 
 def test_fast_mode_removes_what_was_measured_to_cost_nothing() -> None:

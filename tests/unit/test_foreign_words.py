@@ -66,7 +66,8 @@ EXAMPLES = {
 NOT_HERE = {
     *("pruned_model_path", "lora_rank", "lora_target_modules", "lora_target", "tokenizer_name"),
     *("dataset_text_field", "text_column_name", "label_column_name", "chat_template", "loss_type"),
-    *("metric_for_best_model", "val_set_size", "val_size"),
+    *("metric_for_best_model", "val_set_size", "val_size", "target_column", "label_field", "text_field"),
+    *("pruning_ratio", "target_sparsity"),
 }
 """Synonyms of flags that another task, a loaded model or a file is needed for."""
 BATCHES = {"micro_batch_size", "per_device_train_batch_size", "accumulate_grad_batches"}
@@ -136,6 +137,11 @@ BECOMES = [
     ("--lr_scheduler_type constant_with_warmup", "--schedule constant", ""),
     ("--accelerator gpu", "--device cuda", ""),
     ("--use_cpu", "--device cpu", ""),
+    (
+        "--load_best_model_at_end",
+        "--patience 9999",
+        "final/ is the best checkpoint, and nothing stops early",
+    ),
     ("--verbose False", "--quiet on", ""),
     ("--disable_tqdm", "--quiet on", ""),
     ("--torch_dtype bfloat16", "--precision bf16", "weights and moments stay in fp32"),

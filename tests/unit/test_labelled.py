@@ -13,7 +13,7 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.data import labelled, readers
 from isobatch.data.base import Ragged
-from isobatch.data.labelled import ColumnNames, Labelled, LabelledOptions
+from isobatch.data.labelled import ColumnNames, Labelled, LabelledOptions, find_columns
 from isobatch.tests.paths import REGISTER
 
 if TYPE_CHECKING:
@@ -170,7 +170,11 @@ def test_a_test_split_without_labels_is_left_out(folder: Path) -> None:
         ([("good", "1"), ("", "0")], "train.tsv line 3: sentence is empty"),
         ([("good", "1"), ("bad", "")], "train.tsv line 3: label is empty in the train split"),
         ([("good", "1"), ("x" * 1_000_001, "0")], "line 3: sentence has 1,000,001 characters"),
-        ([(f"text {n}", f"label {n}") for n in range(1001)], "label has 1,001 different values"),
+        (
+            [(f"text {n}", f"label {n}") for n in range(1001)],
+            "1,001 classes for 1,001 rows: is `label` an identifier",
+        ),
+        ([(f"text {n}", f"label {n % 1001}") for n in range(1002)], "label has 1,001 different values"),
     ],
 )
 def test_bad_rows_are_one_line(rows: list[tuple[str, ...]], says: str, tmp_path: Path) -> None:
@@ -184,6 +188,24 @@ def test_a_label_that_no_training_row_has_is_named(folder: Path) -> None:
     write(folder, "dev", [("a film", "pos"), ("some film", "odd")])
     with pytest.raises(UserError, match=r"dev\.tsv line 3: the valid split has the label odd"):
         make(folder).encode_splits()
+
+
+def test_all_missing_columns_are_named_at_once() -> None:
+    with pytest.raises(
+        UserError, match=r"^--data d: which columns\? --text-column and --label-column say; it"
+    ):
+        find_columns("d", ["id", "note"])
+    said = r"^--label-column strs: d has no such column \(did you mean stars\?\); --data d: which col"
+    with pytest.raises(UserError, match=said):
+        find_columns("d", ["id", "stars"], label="strs")
+
+
+def test_an_identifier_is_no_label(tmp_path: Path) -> None:
+    lines = [f"{n},film {n % 60},{'good' if n % 2 else 'bad'}" for n in range(60)]
+    (tmp_path / "rows.csv").write_text("\n".join(["id,comment,sentiment", *lines]))
+    said = r"60 classes for 60 rows: is `id` an identifier\? .*; labels may be in: sentiment$"
+    with pytest.raises(UserError, match=said):
+        make(tmp_path / "rows.csv", label_column="id").encode_splits()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +223,7 @@ def test_missing_columns_are_named(options: dict[str, str], says: str, folder: P
 
 def test_columns_without_usual_names_are_asked_for(tmp_path: Path) -> None:
     write(tmp_path, "train", [("good", "1")], "title\tstars")
-    with pytest.raises(UserError, match=r"which column\? --text-column says; it has: title, stars"):
+    with pytest.raises(UserError, match=r"columns\? --text-column and --label-column say; it has: title"):
         make(tmp_path).check()
 
 

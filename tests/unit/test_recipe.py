@@ -35,6 +35,7 @@ OTHER: dict[str, Any] = {
     "epochs": (2.0,),
     "steps": (2,),
     "phase": "train",
+    "least_steps": 2,
     "batch_size": 33,
     "max_length": 129,
     "lr": 2e-3,

@@ -37,6 +37,16 @@ def rates(total: int, peak: float = 1.0, per_epoch: int = 10, **values: Any) -> 
     return [learning_rate(made, peak, step, total, per_epoch) for step in range(total)]
 
 
+def test_small_data_gets_the_least_steps() -> None:
+    small = phase_schedules(recipe(epochs=(2.0,), least_steps=100), [Phase(name="train")], 17)
+    assert [p.steps for p in small] == [100]  # two passes are 34
+    halves = [Phase(name="prune", share=0.5), Phase(name="recover", share=0.5)]
+    both = phase_schedules(recipe(epochs=(4.0,), least_steps=100), halves, 17)
+    assert [p.steps for p in both] == [50, 50]
+    large = phase_schedules(recipe(epochs=(2.0,), least_steps=100), [Phase(name="train")], 60)
+    assert [p.steps for p in large] == [120]
+
+
 def test_linear_falls_to_one_step_above_zero() -> None:
     assert rates(4, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25])  # 1 - step / 4
 

@@ -103,7 +103,7 @@ ROOMS: dict[str, set[str]] = {
         "launch.local.observers",
         "launch.local.words",
     },
-    "launch": {"core", "core.terminal", "engine.distributed", "engine.runs", "launch.local"},
+    "launch": {"core", "core.terminal", "engine", "engine.distributed", "engine.runs", "launch.local"},
     "launch.report": {
         *(
             "core",

@@ -36,6 +36,7 @@ OTHER: dict[str, Any] = {
     "seed": 1,
     "epochs": (3.0,),
     "steps": (5,),
+    "least_steps": 9,
     "batch_size": 4,
     "max_length": 8,
     "lr": 0.5,

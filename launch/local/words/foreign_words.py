@@ -36,6 +36,8 @@ def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
     found = Translation({}, {}, [])
     for name, value in flags.items():
         meaning = _meaning(name, value, own)
+        if meaning is not None and meaning.yields and _sets_any(flags, meaning, own):
+            continue
         if meaning is None:
             ours = {our_name(name, own): value}
         else:
@@ -47,6 +49,10 @@ def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
                 raise UserError(f"{spelling(name)} and {first} say the same thing: give one of them")
             found.flags[key], found.written[key] = text, name
     return found
+
+
+def _sets_any(flags: Iterable[str], meaning: Meaning, own: Container[str]) -> bool:
+    return any(our_name(name, own) in (meaning.flags or ()) for name in flags)
 
 
 def _meaning(name: str, value: str, own: Container[str]) -> Meaning | None:
@@ -71,7 +77,8 @@ def our_name(name: str, own: Container[str]) -> str:
     if name in own:
         return name
     ours = SYNONYMS.get(name, name)
-    return OF_FINISHED_MODELS.get(ours, ours) if ours not in own else ours
+    of_finished = OF_FINISHED_MODELS.get(ours, ours)
+    return of_finished if ours not in own and of_finished in own else ours
 
 
 def words_for(known: Iterable[str]) -> set[str]:

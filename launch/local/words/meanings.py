@@ -26,6 +26,9 @@ ANY = Form("(?s).*", "a value")
 NEVER = "9999ep"
 """An --eval-every beyond the end of any run: it evaluates at its end alone."""
 
+NO_PATIENCE_ENDS = "9999"
+"""A --patience beyond the evaluations of any run: it keeps the best checkpoint and never stops."""
+
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
@@ -37,6 +40,8 @@ class Meaning:
     None: it is refused."""
     remark: str | None = ""
     """Why it has no effect, what to use in its place, or what to know; None: nothing is said."""
+    yields: bool = False
+    """Whether it gives way to a flag of ours that the user gave as well."""
 
     def flags_for(self, value: str) -> dict[str, str]:
         """Our flags and their values for this value of the word."""
@@ -54,6 +59,11 @@ class Meaning:
 
 def to(form: Form | str = ANY, remark: str | None = "", **flags: str) -> Meaning:
     return Meaning(_form(form), flags, remark)
+
+
+def unless_given(form: Form | str, remark: str, **flags: str) -> Meaning:
+    """As `to`, where the user does not set these flags himself."""
+    return Meaning(_form(form), flags, remark, yields=True)
 
 
 def no_effect(remark: str, form: Form | str = ANY) -> Meaning:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.launch.local.words.meanings import (
     NEVER,
+    NO_PATIENCE_ENDS,
     OFF,
     ON,
     SHARE,
@@ -21,12 +22,13 @@ from isobatch.launch.local.words.meanings import (
     refused,
     switch,
     to,
+    unless_given,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-OF_FINISHED_MODELS = {"generate_tokens": "tokens", "generate_prompt": "prompt"}
+OF_FINISHED_MODELS = {"generate_tokens": "tokens", "generate_prompt": "prompt", "data": "file"}
 """Flags of training -> what commands that use a finished model call the same."""
 
 SYNONYMS = {
@@ -108,6 +110,13 @@ SYNONYMS = {
     "ddp_timeout": "hang_timeout",
     "max_new_tokens": "generate_tokens",
     "lora_target_modules": "lora_targets",
+    "target_column": "label_column",
+    "label_field": "label_column",
+    "text_field": "text_column",
+    "pruning_ratio": "sparsity",
+    "target_sparsity": "sparsity",
+    "input": "data",
+    "input_file": "data",
 }
 """Names in other tools -> our flag, which takes the same values."""
 
@@ -141,6 +150,7 @@ _ATTENTION = (
 )
 _ANSWERS_ALONE = (to(ON, response_only="on"), to(OFF, response_only="off"))
 _PACKING = (to(ON, pack="on"), to(OFF, pack="off"))
+_HOW_SMALL = "the size follows from --sparsity 0.5, and from --bits 4 of qat"
 _SHARE_OF_SAMPLES = (refused("--train-fraction 0.1 takes a share of the samples"),)
 _DROP_LAST = (
     no_effect("every sample is learnt, and the last batch of an epoch may be smaller", OFF),
@@ -204,7 +214,10 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     ),
     "per_device_eval_batch_size": _EVALUATION_BATCH,
     "eval_batch_size": _EVALUATION_BATCH,
-    "load_best_model_at_end": (no_effect("final/ is the best checkpoint where there is --patience"),),
+    "load_best_model_at_end": (
+        unless_given(ON, "final/ is the best checkpoint, and nothing stops early", patience=NO_PATIENCE_ENDS),
+        to(OFF, None),
+    ),
     "save_strategy": (
         to("epoch", save_every="1ep"),
         no_effect("--save-steps (here --save-every) says how often, by default every 10 minutes", "steps"),
@@ -259,6 +272,11 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     "flash_attention": switch(attention="flash"),
     "plot_loss": (no_effect("`report RUN` draws it"),),
     "max_samples": _SHARE_OF_SAMPLES,
+    "max_train_samples": _SHARE_OF_SAMPLES,
+    "max_eval_samples": (refused("--eval-fraction 0.1 takes a share of the validation samples"),),
+    # Compression
+    "target_size": (refused(_HOW_SMALL),),
+    "target": (refused(_HOW_SMALL, r"\d.*"), to(label_column="{}")),
     "overfit_batches": _SHARE_OF_SAMPLES,
     "wandb": switch(tracker="wandb"),
     "wandb_project": (refused("WANDB_PROJECT=name in the environment names it"),),
@@ -311,6 +329,9 @@ VALUES: Mapping[str, tuple[Meaning, ...]] = {
     "processes": (
         no_effect("the plan takes as many as are of use", "auto|-1"),
         refused("give their number; CUDA_VISIBLE_DEVICES=0,1 says which GPUs", r"\[?\d+(, *\d+)+\]?"),
+    ),
+    "best_metric": tuple(
+        to(f"eval_{name}", best_metric=name) for name in ("accuracy", "f1", "f1_macro", "mcc", "loss")
     ),
     "mode": (to("reduce-overhead", compile="reduce-overhead"),),
     "schedule": (to("constant_with_warmup", schedule="constant"),),
