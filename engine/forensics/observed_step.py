@@ -107,6 +107,12 @@ def observe_step(
     raise AssertionError("a window has at least one step")
 
 
+def redo_figures(replay: Replay, window: Window) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of every step of a window."""
+    with replay.session, replay.phase_at(window) as (active, _):
+        return [active.step(loaded).loss_and_norm() for loaded in active.batches(window.start, window.stop)]
+
+
 class StepParts(NamedTuple):
     """What the task's loss gets in a step."""
 

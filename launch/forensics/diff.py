@@ -14,8 +14,6 @@ from isobatch.engine.forensics.compare_logs import EXACT_FLOOR, LogDifference, c
 from isobatch.engine.forensics.logged_steps import read_logged_steps
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
 from isobatch.launch.forensics.diff_text import lines_of, verdict_of
-from isobatch.launch.forensics.parted_samples import parted_samples
-from isobatch.launch.forensics.parted_step import parted_step
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 
@@ -77,8 +75,12 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
         "log": _as_dict(parted),
     }
     if parted.kind == "samples" or found["data_differs"]:
+        from isobatch.launch.forensics.parted_samples import parted_samples
+
         found["samples"] = parted_samples(one, other, parted)
     if level != "step" and parted.kind in ("jump", "drift") and not found["data_differs"]:
+        from isobatch.launch.forensics.parted_step import parted_step
+
         found["step"] = parted_step(one, other, parted, level)
     found["verdict"], found["equal"] = verdict_of(found)
     return found

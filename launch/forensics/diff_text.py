@@ -136,6 +136,8 @@ def _data_verdict(found: dict[str, Any], where: str) -> str:
 def _step_verdict(found: dict[str, Any], where: str) -> tuple[str, bool]:
     """Of runs that saw the same samples at the same rates, and computed something else."""
     log, step = found["log"], found.get("step", {})
+    if log["kind"] == "jump" and step.get("step", log["step"]) != log["step"]:
+        where = f"{_place(step['step'], log['phase'])}, logged at {log['step']:,}"
     one, other = log["values"]
     figure = "loss" if log["figure"] == "loss" else "gradient norm"
     begins = f"both saw the same samples; they part at {where} ({figure} {one:.6g} and {other:.6g})"

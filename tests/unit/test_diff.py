@@ -29,8 +29,8 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunFolder]:
 
     def run(plan: dict[str, Any] | None = None, **values: Any) -> RunFolder:
         recipe = isobatch.Recipe(task=TASK, **values)
-        options = {"precision": "fp32", "device": "cpu", "processes": 1, **(plan or {})}
-        kept = {"out": str(out), "name": f"run{next(names)}", "quiet": True, "again": True, "log_every": 1}
+        options = {"precision": "fp32", "device": "cpu", "processes": 1, "log_every": 1, **(plan or {})}
+        kept = {"out": str(out), "name": f"run{next(names)}", "quiet": True, "again": True}
         return RunFolder.open(isobatch.train(recipe, **options, **kept).folder)
 
     return run
@@ -90,11 +90,16 @@ def test_a_planted_difference_is_found_where_it_is(case: str, plain: RunFolder, 
         assert "they saw other samples, because" in found["verdict"]
 
 
-def test_the_sample_that_carries_a_difference_is_named(plain: RunFolder, train: Any) -> None:
-    found = diff_runs(plain, train(plant="sample"), level="sample")
-    step = found["log"]["step"]
-    assert planted.TOUCHED in batch(plain, step)
-    assert not any(planted.TOUCHED in batch(plain, before) for before in range(1, step))
+@pytest.fixture(scope="module")
+def later(train: Callable[..., RunFolder]) -> RunFolder:
+    """Sees the touched sample in its fourth step first."""
+    return train(seed=3)
+
+
+def test_the_sample_that_carries_a_difference_is_named(later: RunFolder, train: Any) -> None:
+    found = diff_runs(later, train(seed=3, plant="sample"), level="sample")
+    assert found["log"]["step"] == 4
+    assert [planted.TOUCHED in batch(later, step) for step in (1, 2, 3, 4)] == [False, False, False, True]
     assert found["step"]["module"]["module"] == "attn.project"
     assert found["step"]["module"]["samples"] == [planted.TOUCHED]
     assert found["verdict"].endswith("6% of the samples carry it, most: 13")
@@ -105,6 +110,14 @@ def batch(run: RunFolder, step: int) -> list[int]:
     from isobatch.launch.forensics.replay import ReplayOptions, replay_step
 
     return replay_step(run, ReplayOptions(step=step)).samples.tolist()
+
+
+def test_a_step_between_two_logged_ones_is_found(train: Any) -> None:
+    one, other = (train({"log_every": 12}, seed=3, **values) for values in ({}, {"plant": "sample"}))
+    found = diff_runs(one, other, level="sample")
+    assert (found["log"]["previous"], found["log"]["step"], found["step"]["step"]) == (1, 9, 4)
+    assert "they part at step 4, logged at 9 (" in found["verdict"]
+    assert found["step"]["module"]["samples"] == [planted.TOUCHED]
 
 
 @pytest.mark.parametrize(
