@@ -98,7 +98,7 @@ def previews(order: RunOrder, rows: Sequence[int]) -> list[str | None]:
     if order.source is None or not rows:
         return [None] * len(rows)
     described = order.data.describe_rows(order.facts, order.source.fetch(np.array(rows, np.int64)))
-    return [_shorten(text) for text in described]
+    return [shortened(text) for text in described]
 
 
 def preparation_notes(order: RunOrder) -> list[str]:
@@ -107,7 +107,8 @@ def preparation_notes(order: RunOrder) -> list[str]:
     return [note for note in notes if any(word in note for word in LEFT_OUT_WORDS)]
 
 
-def _shorten(text: str) -> str:
+def shortened(text: str) -> str:
+    """The beginning of a text, in one line."""
     line = " ".join(text.split())
     return line if len(line) <= PREVIEW_CHARACTERS else f"{line[:PREVIEW_CHARACTERS]}…"
 

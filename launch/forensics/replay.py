@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,6 +19,8 @@ from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.plan import PlanOptions
 from isobatch.core.terminal.status import doing
+from isobatch.engine.forensics.seen_rows import shortened
+from isobatch.engine.registry import workload_of
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run, plan_for_this_machine
 from isobatch.launch.report.tables import text_table
@@ -75,7 +78,11 @@ def replay(words: Sequence[str]) -> int:
         seen = replay_step(run, options)
     except bdb.BdbQuit:  # the user's own end of the debugger
         return 0
-    print(atomic_files.json_text(as_json(seen)) if options.json else printable(text_of(seen, options.sample)))
+    print(
+        atomic_files.json_text(as_json(seen))
+        if options.json
+        else printable(text_of(seen, run, options.sample))
+    )
     return 0
 
 
@@ -167,7 +174,7 @@ def _breaking(model: nn.Module, name: str) -> Iterator[None]:
         handle.remove()
 
 
-def text_of(seen: ObservedStep, sample: int | None = None) -> str:
+def text_of(seen: ObservedStep, run: RunFolder, sample: int | None = None) -> str:
     """What a person reads of a step."""
     lines = [
         f"step {seen.step} of {seen.phase}, redone from {seen.start}",
@@ -179,7 +186,7 @@ def text_of(seen: ObservedStep, sample: int | None = None) -> str:
         which = f", in samples {', '.join(map(str, samples[:SHOWN]))}" if len(samples) else ""
         lines.append(f"the first output with a NaN or an infinity: {bad.module} ({bad.direction}){which}")
     lines += ["", "losses of samples computed alone, as their share of the step:"]
-    lines.append(text_table([["sample", "loss"], *_sample_rows(seen, sample)], 110))
+    lines.append(text_table([["sample", "loss", "text"], *_sample_rows(seen, run, sample)], 110))
     largest = sorted(seen.gradients.items(), key=lambda item: -item[1])[:SHOWN]
     lines += ["", "the largest gradients:"]
     lines.append(text_table([["parameter", "norm"], *([name, f"{norm:.4g}"] for name, norm in largest)], 110))
@@ -192,13 +199,19 @@ def _beside(logged: dict[str, Any], name: str, found: float) -> str:
     return f" (logged {logged[name]:.6g}, differs by {abs(found - logged[name]):.1g})"
 
 
-def _sample_rows(seen: ObservedStep, sample: int | None) -> list[list[str]]:
-    """The samples with the largest losses, or the one asked for."""
+def _sample_rows(seen: ObservedStep, run: RunFolder, sample: int | None) -> list[list[str]]:
+    """The samples with the largest losses, or the one asked for, each with the beginning of its text."""
     rows = [(seen.samples[places], sum(losses.values())) for places, losses in seen.alone]
     if sample is not None:
         rows = [(numbers, loss) for numbers, loss in rows if sample in numbers]
-    rows.sort(key=lambda row: -row[1])
-    return [[", ".join(map(str, numbers[:SHOWN])), f"{loss:.6g}"] for numbers, loss in rows[:SHOWN]]
+    rows = sorted(rows, key=lambda row: -np.nan_to_num(row[1], nan=np.inf))[:SHOWN]
+    _, data = workload_of(run.recipe).make(run.recipe)
+    source = data.open(Path(run.facts.folder), "train")
+    texts = [data.describe_rows(run.facts, source.fetch(numbers[:1]))[0] for numbers, _ in rows]
+    return [
+        [", ".join(map(str, numbers[:SHOWN])), f"{loss:.6g}", shortened(text)]
+        for (numbers, loss), text in zip(rows, texts, strict=True)
+    ]
 
 
 def as_json(seen: ObservedStep) -> dict[str, Any]:

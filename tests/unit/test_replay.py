@@ -90,6 +90,8 @@ def test_a_run_that_became_nan_ends_with_the_line_that_shows_where(
     assert command.replay([str(tmp_path / "nan"), "--phase", "train", "--step", "7"]) == 0
     said = capsys.readouterr().out
     assert "the first output with a NaN or an infinity: inner (forward), in samples" in said
+    first = said.split("sample  loss")[1].splitlines()[1].split()
+    assert (first[1], first[2]) == ("nan", "x")
 
 
 WRONG: dict[str, tuple[list[str], str]] = {
