@@ -33,7 +33,7 @@ def make(model: str = "tiny", best_metric: Any = "accuracy", **changes: Any) -> 
         **changes,
     }
     options = ClassifierOptions(best_metric=best_metric)
-    return Classifier(SimpleNamespace(model=model, **values), options)
+    return Classifier(SimpleNamespace(**{"model": model, "options": {}, "max_length": 16, **values}), options)
 
 
 def facts(labels: tuple[str, ...] = ("neg", "pos"), folder: Path | str = "") -> Any:
