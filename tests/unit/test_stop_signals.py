@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
+from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.engine.distributed.stop_signals import (
     SAVING,
     STOP_SIGNALS,
@@ -16,6 +20,9 @@ from isobatch.engine.distributed.stop_signals import (
     signals_to_catch,
 )
 from isobatch.launch import cli
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -96,3 +103,29 @@ def test_ctrl_c_is_answered_at_once_and_once(capfd: pytest.CaptureFixture[str]) 
     with StopFlag():
         signal.raise_signal(signal.SIGINT)
     assert capfd.readouterr().err == ""
+
+
+SIGNAL_AT_NUMPY = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            os.kill(os.getpid(), signal.SIGNAL)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = [SCRIPT, "--task", "causal-lm"]
+runpy.run_path(SCRIPT, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_worker_that_still_imports_is_stopped_and_has_not_crashed(tmp_path: Path, name: str) -> None:
+    """Slurm repeats a signal that a lost node has missed: it comes to the first worker started there."""
+    code = SIGNAL_AT_NUMPY.replace("SIGNAL", name).replace("SCRIPT", repr(str(TRAIN_SCRIPT)))
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert ended.stderr.splitlines()[-1] == "isobatch: stopped by a signal; what was saved before stands"
+    assert "Traceback" not in ended.stderr
