@@ -361,6 +361,10 @@ class Task(ABC):
         """A line for the user on the losses of the first step, if they say that something is wrong."""
         return ""
 
+    def final_remark(self, metrics: Mapping[str, Any]) -> str:
+        """A line for the user on the metrics of the finished run, if they say that something is wrong."""
+        return ""
+
     def after_step(self, model: nn.Module, step: StepContext) -> Change | None:
         """After the optimizer: schedules, and changes of the model, even of its shape."""
         return None

@@ -62,14 +62,6 @@ class Generates(Protocol):
         """
 
 
-@runtime_checkable
-class Recommends(Protocol):
-    """`isobatch recommend`."""
-
-    def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:
-        """(title, score) of the `top` best items for a user by id. Raises UserError for an unknown one."""
-
-
 class ItemLists(Protocol):
     """A trained recommender, read once. `top`: length of a list."""
 
@@ -78,6 +70,15 @@ class ItemLists(Protocol):
 
     def recommend(self, user: str, top: int) -> list[dict[str, Any]]:
         """`item` (its id), `title` and `score` of the best items for a user. Raises UserError."""
+
+    def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
+        """The same list for a user who was not in training and took these items (ids or titles).
+
+        Raises UserError for an unknown item, and where the model's head has no vector for a new user.
+        """
+
+    def split_items(self, text: str) -> list[str]:
+        """The ids and titles in a text that commas part; a title may hold commas itself."""
 
     def recommend_to_all(self, top: int) -> Iterable[tuple[str, list[dict[str, Any]]]]:
         """(user, the same list) of every user."""
@@ -91,7 +92,7 @@ class ItemLists(Protocol):
 
 @runtime_checkable
 class OpensItemLists(Protocol):
-    """`isobatch recommend --out` and `--similar-to`, `predict` and `serve` of a recommender."""
+    """`isobatch recommend`, `predict` and `serve` of a recommender."""
 
     def open_lists(self, final: Path) -> ItemLists:
         """The model in `final`."""

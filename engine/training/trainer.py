@@ -211,6 +211,8 @@ def _add_final_metrics(
         held_out[split] |= more
         where = {"phase": context.progress.phase, "step": step, "split": split}
         context.log.log_metrics({**where, **held_out[split]})
+    if remark := context.task.final_remark(held_out[split]):
+        context.console.say(remark)
 
 
 def _log_final(context: RunContext, found: dict[str, Any]) -> None:

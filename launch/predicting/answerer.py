@@ -96,7 +96,9 @@ def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer
     if isinstance(task, OpensItemLists):
         refuse_unread(options, run, "text_column", "top")
         lists = task.open_lists(run.final)
-        return Answerer(partial(_recommend, lists, options.top), UserReader(options.text_column))
+        return Answerer(
+            partial(_recommend, lists, options.top), UserReader(text or run.recipe.options.get("user_column"))
+        )
     assert isinstance(task, Predicts), "trained_task has asked"
     if isinstance(task, EncodesLatents):
         refuse_unread(options, run, "text_column")
@@ -133,8 +135,11 @@ def _write(write_text: Any, drawn: Sampling, prompts: Sequence[Any]) -> list[dic
     return [{name: "".join(write_text(prompt, drawn))} for prompt in prompts]
 
 
-def _recommend(lists: ItemLists, top: int, users: Sequence[str]) -> list[dict[str, Any]]:
-    found = [lists.recommend(user, top) for user in users]
+def _recommend(lists: ItemLists, top: int, users: Sequence[str | list[str]]) -> list[dict[str, Any]]:
+    """`users`: ids; or, of users who were not in training, the items they took."""
+    found = [
+        lists.recommend(user, top) if isinstance(user, str) else lists.for_items(user, top) for user in users
+    ]
     return [
         {f"{name}s": [e[name] for e in entries] for name in ("item", "title", "score")} for entries in found
     ]

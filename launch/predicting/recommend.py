@@ -12,7 +12,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.predicting import tables
-from isobatch.models.protocols import OpensItemLists, Recommends
+from isobatch.models.protocols import OpensItemLists
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +30,8 @@ class RecommendOptions(TrustOptions):
 
     user: str | None = None
     """The user, by the id that the data has."""
+    items: str | None = None
+    """A user who was not in training, by what he took: ids or titles of items, with commas between them."""
     similar_to: str | None = None
     """Items like this one, by its id or title."""
     out: str | None = None
@@ -41,35 +43,38 @@ class RecommendOptions(TrustOptions):
 
 
 def recommend(words: Sequence[str]) -> int:
-    """Usage: recommend RUN --user ID | --similar-to ITEM | --out lists.parquet [--top 10] [--json]"""
+    """Usage: recommend RUN --user ID | --items ID,ID | --similar-to ITEM | --out lists.parquet
+    [--top 10] [--json]
+    """
     run, options = open_single_run(words, "recommend", RecommendOptions)
-    asked = [name for name in ("user", "similar_to", "out") if getattr(options, name) is not None]
+    asked = [name for name in ("user", "items", "similar_to", "out") if getattr(options, name) is not None]
     if len(asked) != 1:
         which = "one of them" if asked else "for all users --out lists.parquet"
-        raise UserError(f"recommend: needs --user ID, --similar-to ITEM, or {which}")
+        raise UserError(f"recommend: needs --user ID, --items ID,ID, --similar-to ITEM, or {which}")
     if options.out is not None:
         return _write_all(run, options.out, options)
     if options.similar_to is not None:
         found = _open_lists(run).similar(options.similar_to, options.top)
         return _print(found, {"similar_to": options.similar_to}, options)
-    return _print(_for_user(run, options), {"user": options.user}, options)
+    if options.items is not None:
+        lists = _open_lists(run)
+        taken = lists.split_items(options.items)
+        return _print(lists.for_items(taken, options.top), {"taken": taken}, options)
+    assert options.user is not None, "one of them was given"
+    return _print(_open_lists(run).recommend(options.user, options.top), {"user": options.user}, options)
 
 
 def _open_lists(run: RunFolder) -> ItemLists:
     return require_capability(run, OpensItemLists, "recommend", REFUSAL).open_lists(run.final)
 
 
-def _for_user(run: RunFolder, options: RecommendOptions) -> list[dict[str, Any]]:
-    task = require_capability(run, Recommends, "recommend", REFUSAL)
-    found = task.recommend(run.final, options.user or "", options.top)
-    return [{"title": title, "score": score} for title, score in found]
-
-
 def _print(items: list[dict[str, Any]], asked: dict[str, Any], options: RecommendOptions) -> int:
     if options.json:
         print(atomic_files.json_text({**asked, "items": items}, ensure_ascii=False))
+    width = max((len(entry["item"]) for entry in items), default=0)
     for entry in [] if options.json else items:
-        print(printable(f"{entry['score']:8.3f}  {entry['title']}"))
+        named = [entry["item"].ljust(width)] if entry["item"] != entry["title"] else []
+        print(printable("  ".join([f"{entry['score']:8.3f}", *named, entry["title"]])))
     return 0
 
 

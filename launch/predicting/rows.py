@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
+from isobatch.data.interactions.formats import USER_COLUMNS
 from isobatch.data.labelled import MAX_TEXT_CHARACTERS, PAIR_COLUMNS, TEXT_COLUMNS
 from isobatch.data.readers import did_you_mean
 from isobatch.data.sequence_sources import INTEGERS, TEXT, USUAL_COLUMNS
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 PROMPT_COLUMNS = ("prompt", "text", "question")
-USER_COLUMNS = ("user", "user_id", "userId")
+ITEMS_COLUMN = "items"
+"""A list of what a user took who was not in training."""
 
 
 class EmptyTextError(UserError):
@@ -96,13 +98,18 @@ class SequenceReader:
 
 @dataclass(frozen=True, slots=True)
 class UserReader:
-    """Ids of users."""
+    """Ids of users; or, of users who were not in training, the items that each took."""
 
     column: str | None = None
     texts_per_sample: int = 1
 
-    def from_row(self, row: Mapping[str, Any], where: str) -> str:
-        return self.from_text(row[find_column(row, self.column, USER_COLUMNS, where, "--text-column")], where)
+    def from_row(self, row: Mapping[str, Any], where: str) -> str | list[str]:
+        if not self.column and isinstance(taken := row.get(ITEMS_COLUMN), list):
+            if not taken:
+                raise EmptyTextError(f"{where}: {ITEMS_COLUMN}: is empty: leave it out")
+            return [str(item) for item in taken]
+        named = [name for name in USER_COLUMNS if name in row][:1] or ["user_id"]
+        return self.from_text(row[find_column(row, self.column, named, where, "--text-column")], where)
 
     def from_text(self, value: Any, where: str) -> str:
         return str(value) if isinstance(value, int) else require_text(value, where)

@@ -123,11 +123,18 @@ def table_beside(metrics: Mapping[str, Any]) -> tuple[list[list[str]], dict[str,
     if len(versions) < 3:
         return [], dict(metrics)
     rows = [
-        [in_words(prefix) or "this model", *(_figure(row.get(name), "{:.4f}".format) for name in common)]
+        [_version_in_words(prefix), *(_figure(row.get(name), "{:.4f}".format) for name in common)]
         for prefix, row in versions.items()
     ]
     inside = {f"{prefix}_{name}".lstrip("_") for prefix in versions for name in common}
     return [["", *common], *rows], {n: value for n, value in metrics.items() if n not in inside}
+
+
+def _version_in_words(prefix: str) -> str:
+    """`full_popularity`: among all items, where `popularity` is among those that were drawn."""
+    whole = prefix == "full" or prefix.startswith("full_")
+    own = prefix.removeprefix("full").lstrip("_") if whole else prefix
+    return (in_words(own) or "this model") + (", all items" if whole else "")
 
 
 def wrapped(text: str, separator: str, width: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -9,7 +10,7 @@ from isobatch.models import hub
 from isobatch.models.recommendation import recommendations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 
@@ -25,16 +26,27 @@ class RecommendationLists:
         return self._found.users
 
     def recommend(self, user: str, top: int) -> list[dict[str, Any]]:
-        try:
+        with _users_errors():
             return self._found.recommend(user, top)
-        except recommendations.UnknownUserError as error:
-            raise UserError(str(error)) from None
+
+    def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
+        with _users_errors():
+            return self._found.for_items(items, top)
+
+    def split_items(self, text: str) -> list[str]:
+        return self._found.split_items(text)
 
     def recommend_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         return self._found.recommend_to_all(top)
 
     def similar(self, item: str, top: int) -> list[dict[str, Any]]:
-        try:
+        with _users_errors():
             return self._found.similar(item, top)
-        except recommendations.UnknownItemError as error:
-            raise UserError(str(error)) from None
+
+
+@contextlib.contextmanager
+def _users_errors() -> Iterator[None]:
+    try:
+        yield
+    except recommendations.RecommendationError as error:
+        raise UserError(str(error)) from None

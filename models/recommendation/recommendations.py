@@ -5,6 +5,7 @@ the head if it is more than a product, the items that each user had, and names.
 
     from recommendations import Recommendations
     Recommendations("final").top("user id", 10)
+    Recommendations("final").for_items(["item id", "item id"], 10)  # of a user who was not there
 """
 
 from __future__ import annotations
@@ -17,21 +18,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 VECTORS_FILE = "model.safetensors"
 NAMES_FILE = "names.json"
 CONFIG_FILE = "config.json"
 MAX_SCORES_AT_ONCE = 1 << 22
 """Numbers of a block of users by all items."""
+NEWTON_STEPS = 30
+TOLERANCE = 1e-6
+"""The largest step at which a new user's vector is found."""
+RIDGE = 1e-6
+"""Share of the mean variance that is added to each, where there are fewer users than dimensions."""
 
 
-class UnknownUserError(ValueError):
+class RecommendationError(ValueError):
+    """What is asked cannot be answered."""
+
+
+class UnknownUserError(RecommendationError):
     """A user id that is not in the training data."""
 
 
-class UnknownItemError(ValueError):
+class UnknownItemError(RecommendationError):
     """Neither the id nor the title of an item in the training data."""
+
+
+class HeadError(RecommendationError):
+    """A head for which a new user has no vector."""
 
 
 class Recommendations:
@@ -108,16 +122,54 @@ class Recommendations:
             for number, scores in zip(numbers.tolist(), self.block_scores(numbers), strict=True):
                 yield self.users[number], self._best(self._without_had(number, scores), top)
 
+    def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
+        """What `recommend` gives, for a user who was not in training and took these items (ids or titles).
+
+        Raises UnknownItemError; HeadError where a score is more than a product of two vectors.
+        """
+        taken = np.array([self._item_number(item, "--items") for item in items])
+        scores = self.arrays["items"] @ self.new_user(taken) + self.arrays["bias"]
+        scores[taken] = -np.inf
+        return self._best(scores, top)
+
+    def new_user(self, taken: np.ndarray) -> np.ndarray:
+        """(dim,) the likeliest vector of a user who took these items, by number. Raises HeadError.
+
+        Each item taken has the probability softmax(V u + b), and u itself, before anything is known, the
+        normal distribution of the trained users' vectors.
+        """
+        if self.head != "dot":
+            raise HeadError(f"a new user's vector needs --head dot; this model has --head {self.head}")
+        v, b, users = (self.arrays[name].astype(np.float64) for name in ("items", "bias", "users"))
+        mean, covariance = users.mean(0), np.atleast_2d(np.cov(users.T, ddof=0))
+        scale = covariance.trace() / len(mean) or 1.0
+        precision = np.linalg.inv(covariance + RIDGE * scale * np.eye(len(mean)))
+        return _likeliest(v, b, taken, mean, precision)
+
+    def _item_number(self, item: str, flag: str) -> int:
+        number = self._item_numbers.get(item)
+        if number is None:
+            close = difflib.get_close_matches(item, self.titles, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"ids such as {', '.join(self.items[:5])}"
+            raise UnknownItemError(f"{flag} {item}: is not in the training data ({hint})")
+        return number
+
+    def split_items(self, text: str) -> list[str]:
+        """Ids and titles in a text that commas part; a title may hold commas itself."""
+        parts, found = text.split(","), []
+        while parts:
+            ends = range(len(parts), 0, -1)
+            end = next((n for n in ends if ",".join(parts[:n]).strip() in self._item_numbers), 1)
+            found.append(",".join(parts[:end]).strip())
+            parts = parts[end:]
+        return found
+
     def similar(self, item: str, top: int) -> list[dict[str, Any]]:
         """The items with the largest cosine of their vectors to an item's, by its id or title; not itself.
 
         Raises UnknownItemError.
         """
-        number = self._item_numbers.get(item)
-        if number is None:
-            close = difflib.get_close_matches(item, self.titles, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"ids such as {', '.join(self.items[:5])}"
-            raise UnknownItemError(f"--similar-to {item}: is not in the training data ({hint})")
+        number = self._item_number(item, "--similar-to")
         v = self.arrays["items"]
         lengths = np.maximum(np.linalg.norm(v, axis=1), np.finfo(v.dtype).tiny)
         cosines = v @ v[number] / (lengths * lengths[number])
@@ -144,3 +196,40 @@ class Recommendations:
             for i in best.tolist()
             if np.isfinite(scores[i])
         ]
+
+
+def _likeliest(
+    v: np.ndarray, b: np.ndarray, taken: np.ndarray, mean: np.ndarray, precision: np.ndarray
+) -> np.ndarray:
+    """(dim,) the largest sum of log softmax(v u + b) over `taken` and log normal(u; mean, 1/precision).
+
+    By Newton's method with halved steps: the function is concave, so that it has one maximum.
+    v: (items, dim); b: (items,); taken: (n,) numbers of items; mean: (dim,); precision: (dim, dim).
+    """
+    observed, count = v[taken].sum(0), len(taken)
+
+    def posterior(u: np.ndarray) -> float:
+        scores, off = v @ u + b, u - mean
+        highest = scores.max()
+        log_total = highest + np.log(np.exp(scores - highest).sum())
+        return float(observed @ u - count * log_total - off @ precision @ off / 2)
+
+    def newton_step(u: np.ndarray) -> np.ndarray:
+        scores = v @ u + b
+        shares = np.exp(scores - scores.max())
+        shares /= shares.sum()
+        expected = shares @ v
+        gradient = observed - count * expected - precision @ (u - mean)
+        spread = (v * shares[:, None]).T @ v - np.outer(expected, expected)
+        step: np.ndarray = np.linalg.solve(count * spread + precision, gradient)
+        return step
+
+    u = mean
+    for _ in range(NEWTON_STEPS):
+        step = newton_step(u)
+        while posterior(u + step) < posterior(u) and np.abs(step).max() > TOLERANCE:
+            step = step / 2
+        u = u + step
+        if np.abs(step).max() <= TOLERANCE:
+            break
+    return u

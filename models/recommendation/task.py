@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
+from isobatch.core.recipe import DEMO
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import model_sizes
@@ -140,6 +141,7 @@ class Recommender(Task):
             "lr": 2e-3,
             "schedule": "cosine",
             "epochs": [30],
+            "least_steps": 1800,
         }
     }
 
@@ -418,8 +420,23 @@ class Recommender(Task):
         validation = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
         return ranking.ease_metrics(model, batches, validation, self.options.top_k)
 
-    def recommend(self, final: Path, user: str, top: int) -> list[tuple[str, float]]:
-        return [(entry["title"], entry["score"]) for entry in self.open_lists(final).recommend(user, top)]
+    def final_remark(self, metrics: Mapping[str, Any]) -> str:
+        """Which baseline ranks better, and what to try; the one that ranks best."""
+        name = self.monitor[0]
+        if self.recipe.data == DEMO or not (name in metrics and f"popularity_{name}" in metrics):
+            return ""
+        baselines = {
+            "EASE, a linear model of the same interactions,": metrics.get(f"ease_{name}", 0.0),
+            "popularity alone": metrics[f"popularity_{name}"],
+        }
+        best = max(baselines, key=lambda baseline: baselines[baseline])
+        if baselines[best] <= metrics[name]:
+            return ""
+        found = (
+            f"{best} ranks better than this model ({name} {baselines[best]:.4f} against {metrics[name]:.4f})"
+        )
+        tries = [] if self.recipe.preset == "ids" else ["--preset ids"]
+        return f"{found}: try {' or '.join([*tries, 'more --epochs'])}"
 
     def open_lists(self, final: Path) -> RecommendationLists:
         from isobatch.models.recommendation.item_lists import RecommendationLists

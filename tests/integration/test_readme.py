@@ -103,12 +103,17 @@ def test_make_a_classifier_small_and_fast(hub: Path, tmp_path: Path) -> None:
 
 
 def test_recommend_items(tmp_path: Path) -> None:
-    (sample,), (train, ask) = wish("recommend items")
+    (sample,), (train, *asked) = wish("recommend items")
     (tmp_path / "shop").mkdir()
-    more = [f"u{n % 24},i{n * n % 17},{1700000300 + n}" for n in range(300)]
+    names = ["lamp", "desk", *(f"i{n}" for n in range(2, 17))]
+    more = [f"u{n % 24},{names[n * n % 17]},{1700000300 + n}" for n in range(300)]
     (tmp_path / "shop" / "interactions.csv").write_text(sample + "\n".join(more) + "\n")
     run([*train, "--quiet"], tmp_path)
-    assert len(re.findall(r"\bi\d+\b", run(ask, tmp_path))) == 3
+    counts = [
+        len(re.findall(r"^ .*\b(?:i\d+|lamp|desk)$", run(ask, tmp_path), re.MULTILINE)) for ask in asked
+    ]
+    assert counts[0] == 3
+    assert counts[1] > 3
 
 
 def test_train_a_model_of_my_own(tmp_path: Path) -> None:

@@ -200,6 +200,19 @@ def test_lists_for_all_users_are_those_of_each(home: Path) -> None:
         assert [row["item"] for row in own] == found["items"]
 
 
+def test_lists_for_a_user_who_was_not_there(home: Path) -> None:
+    done = launch("recommend", "runs/one", "--items", "3,5,8", "--top", "4", "--json", cwd=home)
+    found = json.loads(done.stdout)
+    assert found["taken"] == ["3", "5", "8"]
+    items = [entry["item"] for entry in found["items"]]
+    assert len(items) == 4
+    assert not {"3", "5", "8"} & set(items)
+    (home / "baskets.jsonl").write_text('{"items": [3, 5, 8]}\n')
+    (asked,) = predictions(home, "runs/one", "--file", "baskets.jsonl", "--top", "4")
+    assert asked["items"] == items
+    assert "--items 3x: is not in" in complaint(launch("recommend", "runs/one", "--items", "3x", cwd=home))
+
+
 def test_similar_items_have_the_largest_cosine(home: Path) -> None:
     from safetensors.numpy import load_file
 

@@ -140,6 +140,8 @@ READ: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "ids": (SequenceReader(), {"tokens": [1, 2]}, [1, 2]),
     "a sequence": (SequenceReader(), {"text": "a"}, "a"),
     "user": (UserReader(), {"user_id": 7}, "7"),
+    "customer": (UserReader(), {"order": 1, "customer_id": "c7"}, "c7"),
+    "a new user": (UserReader(), {"items": [3, "b"]}, ["3", "b"]),
     "prompt": (PromptReader(), {"prompt": "a"}, "a"),
 }
 
@@ -156,6 +158,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "half a pair": (TextReader(pairs=True), {"premise": "a"}, "no column hypothesis"),
     "empty": (TextReader(), {"text": ""}, "here: text: is empty"),
     "a number": (TextReader(), {"text": 3}, "holds int, not text"),
+    "no user": (UserReader(), {"name": "a"}, "here: has no column user_id"),
+    "nothing taken": (UserReader(), {"items": []}, "here: items: is empty"),
     "no ids": (SequenceReader(), {"tokens": ["a"]}, "a list of whole numbers"),
 }
 

@@ -253,7 +253,7 @@ def test_popularity_stands_beside_the_full_ranking() -> None:
 def recommender(**options: Any) -> Recommender:
     from isobatch.core.recipe import Recipe
 
-    common = {k: options.pop(k) for k in ("batch_size", "model", "optimizer") if k in options}
+    common = {k: options.pop(k) for k in ("batch_size", "model", "optimizer", "data") if k in options}
     return Recommender(
         Recipe(task="recommender", **{"model": "tiny", **common}), RecommenderOptions(**options)
     )
@@ -307,3 +307,19 @@ def test_no_gradient_for_lora_is_an_error() -> None:
     model.train()
     model(torch.tensor([0]), [torch.tensor([1])])[0].sum().backward()
     assert task.observe(model, step)["lora_grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"ndcg@10": 0.3, "popularity_ndcg@10": 0.2, "ease_ndcg@10": 0.25}, ""),
+        ({"ndcg@10": 0.3, "popularity_ndcg@10": 0.31, "ease_ndcg@10": 0.25}, "popularity alone ranks better"),
+        ({"ndcg@10": 0.3, "popularity_ndcg@10": 0.31, "ease_ndcg@10": 0.5}, "EASE, a linear model"),
+        ({"ndcg@10": 0.3, "popularity_ndcg@10": 0.2}, ""),
+    ],
+)
+def test_a_baseline_that_ranks_better_is_named(metrics: dict[str, float], said: str) -> None:
+    found = recommender(data="shop").final_remark(metrics)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+    assert ("--preset ids" in found) == bool(said)

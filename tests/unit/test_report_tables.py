@@ -46,7 +46,7 @@ def test_a_baseline_stands_beside_the_model() -> None:
         ["", "hr@10", "ndcg@10"],
         ["this model", "0.6000", "0.3000"],
         ["popularity", "0.2000", "0.1000"],
-        ["full", "0.5000", ""],
+        ["this model, all items", "0.5000", ""],
     ]
     assert rest == {"protocol": "leave-one-out", "ease_lambda": 300}
 

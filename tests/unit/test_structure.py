@@ -202,6 +202,7 @@ ROOMS: dict[str, set[str]] = {
             "core",
             "core.terminal",
             "data",
+            "data.interactions",
             "data.text",
             "engine",
             "engine.loading",
