@@ -37,7 +37,7 @@ RULES = 2
 
 docs/decisions/0017-rules-2.md says what each version changed.
 """
-DERIVED = {"options", "scaled_from", "starts_from", "rules"}
+DERIVED = {"options", "scaled_from", "starts_from", "forgets", "rules"}
 """Fields of a recipe that are no flags."""
 TASK_CODE = "code"
 """Among the options of a user's own task: the hash of its files. It is no flag."""
@@ -128,6 +128,8 @@ class Recipe:
     """Set by --scale-batch: the batch size and learning rate before scaling, and the rule."""
     starts_from: dict[str, Any] | None = field(default=None, metadata={"derived": True, **ADDED_LATER})
     """Set by --from: the run, the checkpoint and its digest whose weights this run begins with."""
+    forgets: list[int] | None = field(default=None, metadata={"derived": True, **ADDED_LATER})
+    """Set by `forget`: training rows, ascending, that are left out of every batch, which is smaller then."""
     rules: int = field(default=1, metadata={"derived": True, **ADDED_LATER})
     """Version of the meaning of the fields: increased when the meaning of a field changes."""
 

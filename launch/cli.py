@@ -60,6 +60,10 @@ COMMANDS = {
         "forensics.seen:seen",
         "which steps of a run saw a row or a text of its data, or which rows a step saw",
     ),
+    "forget": (
+        "forensics.forget:forget",
+        "a run without certain rows, trained anew from before it saw the first of them",
+    ),
     "evaluate": (
         "commands.evaluate:evaluate",
         "metrics of a finished run on its held-out data",

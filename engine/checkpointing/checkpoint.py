@@ -257,6 +257,20 @@ def checkpoint_name(phase: str, step: int) -> str:
     return f"{phase}-{step}"
 
 
+def phase_and_step(name: str) -> tuple[str, int]:
+    """The phase and step of a checkpoint's name."""
+    phase, _, step = name.rpartition("-")
+    return phase, int(step)
+
+
+def replace_state(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write other facts into a checkpoint's state.json; its tensors stay."""
+    recorded = atomic_files.read_json(folder / CHECKSUMS)
+    atomic_files.write_json(folder / "state.json", facts)
+    sums = {**recorded, "state.json": atomic_files.crc32(folder / "state.json")}
+    atomic_files.write_json(folder / CHECKSUMS, sums)
+
+
 def list_checkpoints(folder: Path, phases: list[str]) -> list[Path]:
     """Complete checkpoints, oldest first: by phase, then step."""
     found = [p for p in folder.glob("*-*") if (p / "index.json").exists() and not p.name.startswith(".")]

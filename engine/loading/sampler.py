@@ -52,6 +52,8 @@ class Sampler:
     """(samples, share) of each set where the split is several sets in a row; shares of any sum."""
     rules: int = 1
     """The recipe's: from 2 on every order of a small set is equally likely."""
+    forgets: np.ndarray | None = None
+    """Samples that are left out of the batches that hold them; those are smaller then."""
 
     def __post_init__(self) -> None:
         assert self.count > 0
@@ -76,8 +78,9 @@ class Sampler:
         """The samples of global batch `step`, (<= batch_size,) int64, in the recipe's order."""
         epoch, number = divmod(step, self.steps_per_epoch)
         if self.lengths is not None:
-            return self._batch_of_like_lengths(epoch, number)
-        return self._samples(epoch, number * self.batch_size, (number + 1) * self.batch_size)
+            return self._remembered(self._batch_of_like_lengths(epoch, number))
+        samples = self._samples(epoch, number * self.batch_size, (number + 1) * self.batch_size)
+        return self._remembered(samples)
 
     def batches(self, step: int = 0) -> Iterator[np.ndarray]:
         """Batches `step`, `step` + 1, ... without end; many are computed at once."""
@@ -88,8 +91,18 @@ class Sampler:
                 yield from (self.batch(step + k) for k in range(count))
             else:
                 samples = self._samples(epoch, number * self.batch_size, (number + count) * self.batch_size)
-                yield from (samples[k * self.batch_size : (k + 1) * self.batch_size] for k in range(count))
+                for k in range(count):
+                    yield self._remembered(samples[k * self.batch_size : (k + 1) * self.batch_size])
             step += count
+
+    def _remembered(self, samples: np.ndarray) -> np.ndarray:
+        """The samples of a batch that are not forgotten. Raises UserError where none is left."""
+        if self.forgets is None:
+            return samples
+        left = samples[~np.isin(samples, self.forgets)]
+        if not len(left):
+            raise UserError(f"a batch of {len(samples)} would lose all its samples: forget fewer of them")
+        return left
 
     def _samples(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions start..stop-1 of an epoch."""
@@ -178,6 +191,7 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
         lengths,
         parts,
         recipe.rules,
+        _forgotten(recipe, len(source), cohort),
     )
     if parts and 0 in sampler.quotas:
         raise UserError(
@@ -185,6 +199,20 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
             f" epoch set {sampler.quotas.index(0) + 1} would have none: raise its share"
         )
     return sampler
+
+
+def _forgotten(recipe: Recipe, count: int, cohort: int) -> np.ndarray | None:
+    if not recipe.forgets:
+        return None
+    if cohort > 1:
+        raise UserError(
+            f"the recipe forgets rows, and this task computes {cohort} samples together: begin a run on data"
+            " without them"
+        )
+    rows = np.unique(np.array(recipe.forgets, np.int64))
+    if rows[0] < 0 or rows[-1] >= count:
+        raise UserError(f"the recipe forgets row {rows[-1]:,}, and the training data has {count:,} rows")
+    return rows
 
 
 def _scale(numbers: np.ndarray, factor: int, divisor: int) -> np.ndarray:

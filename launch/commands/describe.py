@@ -50,6 +50,7 @@ COMMAND_OPTIONS = {
     "slurm": "slurm.submission.options:SlurmOptions",
     "verify": "local.verify_run:VerifyOptions",
     "seen": "forensics.seen:SeenOptions",
+    "forget": "forensics.forget:ForgetOptions",
     "replay": "forensics.replay:ReplayOptions",
     "diff": "forensics.diff:DiffOptions",
     "evaluate": "commands.evaluate:EvaluateOptions",

@@ -61,7 +61,19 @@ OTHER: dict[str, Any] = {
 }
 """Another value of every field that can change what is learnt, without a download."""
 TASKS_OF_TESTS = ROOT / "tests" / "tasks"
-NAMES = {"task", "mode", "preset", "data", "phase", "model", "options", "scaled_from", "starts_from", "rules"}
+NAMES = {
+    "task",
+    "mode",
+    "preset",
+    "data",
+    "phase",
+    "model",
+    "options",
+    "scaled_from",
+    "starts_from",
+    "forgets",
+    "rules",
+}
 """Fields that are not tried: they name things, or are tried below."""
 
 
