@@ -22,8 +22,8 @@ class IsobatchError(Exception):
 
     exit_code: ClassVar[int] = BUG
     cause: str = ""
-    """Why a restart may succeed: `memory` (with a smaller budget), `job memory` (the same, once) or `lost`
-    (a process died); else empty."""
+    """Why a restart may succeed: `memory` (with a smaller budget), `job memory` (the same, once), `lost`
+    (a process died) or `spike` (without some steps); else empty."""
 
 
 class UserError(IsobatchError, ValueError):
@@ -70,6 +70,12 @@ class WorkerLostError(TrainingError):
     """Another process died, or all processes hang: another attempt may succeed."""
 
     cause = "lost"
+
+
+class SpikeError(TrainingError):
+    """A step's loss or gradient jumped: another attempt goes back and leaves it out."""
+
+    cause = "spike"
 
 
 class StopRequestedError(IsobatchError):

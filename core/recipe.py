@@ -122,6 +122,9 @@ class Recipe:
     """Share of a target's probability that is spread evenly over all classes, or tokens, while training."""
     lr_floor: Share = field(default=0.0, metadata=ADDED_LATER)
     """Where --schedule cosine ends, as a share of --lr."""
+    on_spike: Literal["warn", "skip", "rollback"] = field(default="warn", metadata=ADDED_LATER)
+    """What to do where the loss or gradient norm of a step jumps: say so; go back and leave the step out; or
+    leave out the 20 steps before it as well."""
     options: dict[str, Any] = field(default_factory=dict, metadata={"derived": True})
     """The task's own fields."""
     scaled_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})

@@ -94,6 +94,7 @@ def observe_step(
     `prepare(model)` is called when the model is built.
     """
     logged = logged_row(replay.run, window.phase, window.stop)
+    _take_back(replay, window)
     with replay.session, replay.phase_at(window) as (active, _):
         if prepare is not None:
             prepare(replay.session.model)
@@ -105,6 +106,13 @@ def observe_step(
             with within:
                 return _observe(replay, active, loaded, window, logged, alone)
     raise AssertionError("a window has at least one step")
+
+
+def _take_back(replay: Replay, window: Window) -> None:
+    """Let the last step of a window be made, even where the run left it out."""
+    steps = replay.session.left_out
+    steps = {**steps, window.phase: steps.get(window.phase, frozenset()) - {window.stop}}
+    replay.session.left_out = steps
 
 
 def redo_figures(replay: Replay, window: Window) -> list[tuple[float, float]]:

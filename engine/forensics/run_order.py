@@ -15,6 +15,7 @@ from isobatch.engine.loading.inverse_order import steps_with
 from isobatch.engine.loading.loader import training_budget
 from isobatch.engine.loading.microbatching import make_micro_batches
 from isobatch.engine.loading.sampler import Sampler, make_sampler
+from isobatch.engine.optimization.left_out import LeftOut, left_out_steps
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.task_files import is_task_file
@@ -60,6 +61,8 @@ class RunOrder:
     schedules: list[PhaseSchedule]
     counted: dict[str, int]
     """Phase -> its steps that the log counts."""
+    left_out: LeftOut
+    """Steps that the run leaves out."""
 
     def sightings(self, sample: int) -> list[Sighting]:
         """The steps of all phases that hold a sample, those that are still to come too; in order."""
@@ -67,6 +70,7 @@ class RunOrder:
             Sighting(schedule.name, step + 1, self.epoch_of(step + 1))
             for schedule in self.schedules
             for step in steps_with(self.sampler, sample, schedule.steps)
+            if step + 1 not in self.left_out.get(schedule.name, ())
         ]
 
     def is_counted(self, sighting: Sighting) -> bool:
@@ -108,7 +112,8 @@ def open_order(run: RunFolder, at_hand: bool) -> RunOrder:
     schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
     plan = run.plan if run.has_plan else None
     counted = counted_steps(run, schedules)
-    return RunOrder(data, facts, source, task.cohort, plan, sampler, schedules, counted)
+    left_out = left_out_steps(run)
+    return RunOrder(data, facts, source, task.cohort, plan, sampler, schedules, counted, left_out)
 
 
 def needs_data(recipe: Recipe) -> bool:

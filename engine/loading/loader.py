@@ -6,7 +6,7 @@ import dataclasses
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -82,13 +82,21 @@ class BatchLoader:
     """Loads one rank's micro-batches from `source` in the order of `order`.
 
     `cohort`: samples that stay together. `equal_counts`: add dummies, so that all ranks have equally many.
+    `left_out`: steps, from 1, that are not loaded.
     """
 
     def __init__(
-        self, source: Source, order: Order, plan: Plan, rank: int, cohort: int = 1, equal_counts: bool = False
+        self,
+        source: Source,
+        order: Order,
+        plan: Plan,
+        rank: int,
+        cohort: int = 1,
+        equal_counts: bool = False,
+        left_out: Collection[int] = (),
     ) -> None:
         self.source, self.order, self.plan, self.rank, self.cohort = source, order, plan, rank, cohort
-        self.equal_counts = equal_counts
+        self.equal_counts, self.left_out = equal_counts, left_out
         self.budget = training_budget(plan)
 
     def plan_step(self, step: int) -> StepWork:
@@ -124,6 +132,8 @@ class BatchLoader:
 
     def _planned_micro_batches(self, start: int, stop: int) -> Iterator[tuple[StepWork, MicroBatch]]:
         for step in range(start, stop):
+            if step + 1 in self.left_out:
+                continue
             work = self.plan_step(step)
             for micro in work.micro_batches:
                 yield work, micro

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from isobatch.engine.loading.sampler import Sampler
     from isobatch.engine.model_setup.packing import SamplePacking
     from isobatch.engine.noise.keyed_noise import KeyedNoise
+    from isobatch.engine.optimization.left_out import LeftOut
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.strategies.base import Strategy
     from isobatch.models.base import Change, Task
@@ -43,6 +44,7 @@ class SessionParts(Protocol):
     world: Communicator
     splits: dict[str, Source]
     sampler: Sampler
+    left_out: LeftOut
 
     @property
     def plan(self) -> Plan: ...
@@ -57,7 +59,7 @@ class ActivePhase:
         self.stepper = self._make_stepper()
 
     def batches(self, start: int, stop: int) -> Iterator[LoadedStep]:
-        """Steps start..stop-1 with this rank's micro-batches, loaded ahead."""
+        """Steps start..stop-1, but those left out, with this rank's micro-batches, loaded ahead."""
         session = self.session
         loader = BatchLoader(
             session.splits["train"],
@@ -66,6 +68,7 @@ class ActivePhase:
             session.world.rank,
             session.task.cohort,
             self.strategy.equal_counts,
+            session.left_out.get(self.schedule.name, ()),
         )
         return session.world.recorder.waiting_for_data(loader.steps(start, stop))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.engine.optimization.left_out import is_consistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +22,8 @@ def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], Non
     """The newest checkpoint that is not damaged, the same on every rank; None without any.
 
     Each rank verifies a share of the files. Damaged checkpoints are removed, because they would count among
-    the newest when old ones are deleted. Raises TrainingError where it is of another recipe or other data.
+    the newest when old ones are deleted; so are those that were saved before a step before them was left out.
+    Raises TrainingError where it is of another recipe or other data.
     """
     world = session.world
     names = [p.name for p in checkpoint.list_checkpoints(run.checkpoints, session.phases)]
@@ -33,6 +35,11 @@ def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], Non
                 checkpoint.remove(folder)
             continue
         assert saved is not None
+        if not is_consistent(session.left_out, saved.state):
+            world.barrier()
+            if world.is_main:
+                checkpoint.remove(folder)
+            continue
         origin = (saved.state["recipe_hash"], saved.state["fingerprint"])
         if origin != (session.recipe.hash(), session.facts.fingerprint):
             raise TrainingError(

@@ -17,6 +17,7 @@ from isobatch.engine.distributed.device_memory import spills_to_host_memory
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.machine.core_wait import CoreWait
 from isobatch.engine.machine.slowdowns import SlowdownMonitor
+from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.metrics_log import MetricsLog
@@ -61,6 +62,7 @@ class RunContext:
         self.tracks = options.tracker != "none"
         """Whether figures go to a tracker."""
         self.session = Session(run.recipe, run.facts, run.plan, world, console.say, self._record_plan)
+        self.session.left_out = left_out_steps(run)
         self.recipe, self.task = self.session.recipe, self.session.task
         witness = Witness.from_environment(console.say) if world.is_main else None
         self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger, witness)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.noise.keyed_noise import KeyedNoise
+    from isobatch.engine.optimization.left_out import LeftOut
     from isobatch.models.base import Teacher
 
 CALIBRATION_BATCH = 32
@@ -83,6 +84,8 @@ class Session:
         self.splits = {split: data.open(Path(facts.folder), split) for split in facts.samples}
         self.sampler = make_sampler(recipe, self.splits["train"], self.task.cohort)
         self.schedules = phase_schedules(recipe, self.task.phases(), self.sampler.steps_per_epoch)
+        self.left_out: LeftOut = {}
+        """Steps that the run leaves out; of a session without a run none."""
         self.task.training_device = world.device
         if (teacher := self.task.teacher()) is not None:
             self._add_teacher(teacher, say)

@@ -14,6 +14,7 @@ from isobatch.data.base import fingerprint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.loading.sampler import make_sampler
+from isobatch.engine.optimization.left_out import left_out_steps, until
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
@@ -97,6 +98,7 @@ def _audit(run: RunFolder, witness: Path | None) -> Audit:
     if not audit.problems:
         audit.problems = [
             *_decision_problems(run, audit),
+            *_left_out_problems(run, log),
             *_checkpoint_problems(run, log),
             *_ending_problems(run, log),
             *_ledger_problems(run, log, sampler),
@@ -139,6 +141,19 @@ def _decision_problems(run: RunFolder, audit: Audit) -> list[str]:
             return [f"decisions.jsonl: {found} stands where the evaluations give {wanted}"]
     if len(derived) != len(written):
         return [f"decisions.jsonl: {len(written)} decisions, and the evaluations give {len(derived)}"]
+    return []
+
+
+def _left_out_problems(run: RunFolder, log: LogRecord) -> list[str]:
+    """Every step that was left out was decided to be, and the other way round, as far as the log goes."""
+    decided = left_out_steps(run)
+    for phase in log.phases:
+        name = phase.schedule.name
+        wanted, found = until(decided, name, phase.step), sorted(log.left_out.get(name, ()))
+        if wanted != found:
+            step = min({*wanted} ^ {*found})
+            how = "left out, and decisions.jsonl does not say so" if step in found else "to be left out"
+            return [f"metrics.jsonl: phase {name}, step {step}: is {how}"]
     return []
 
 
@@ -250,7 +265,12 @@ def _ledger_problems(run: RunFolder, log: LogRecord, sampler: Sampler) -> list[s
         stretches = seen.setdefault(row.phase, [])
         if stretches and row.step <= stretches[-1][1]:
             return [f"the ledger: phase {row.phase}: step {row.step} stands after {stretches[-1][1]}"]
-        if stretches and row.step == stretches[-1][1] + 1:
+        expected_step = stretches[-1][1] + 1 if stretches else 0
+        while expected_step in log.left_out.get(row.phase, ()):
+            expected_step += 1
+        if stretches and row.step == expected_step:
+            if expected_step > stretches[-1][1] + 1:
+                batches = sampler.batches(row.step - 1)
             stretches[-1][1] = row.step
         else:
             stretches.append([row.step, row.step])

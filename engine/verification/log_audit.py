@@ -12,7 +12,7 @@ from isobatch.core.atomic_files import lines_in, parse_row
 from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
-from isobatch.engine.runs.metrics_log import SEAL, first_seal
+from isobatch.engine.runs.metrics_log import LEFT_OUT, SEAL, first_seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +71,8 @@ class LogRecord:
     """(phase, step) of a seal -> (chain, samples seen) there."""
     sealed: bool = True
     """Whether the last row has a seal after it or in it."""
+    left_out: dict[str, set[int]] = field(default_factory=dict)
+    """Phase -> the steps that were left out."""
     ledger: list[tuple[str, int, int]] = field(default_factory=list)
     """(phase, first step, last step) of the stretches for which the log promises a ledger."""
 
@@ -200,6 +202,9 @@ class _Rows:
         if "chain" in row:
             self.record.final = None
             return self._check_step(row)
+        if LEFT_OUT in row:
+            self.record.final = None
+            return self._check_left_out(row)
         if "final" in row:
             self.record.final = row
         elif "checkpoint" in row:
@@ -214,6 +219,21 @@ class _Rows:
         return ""
 
     def _check_step(self, row: dict[str, Any]) -> str:
+        return self._enter(row) or self._missing_before(row) or self._wrong_figures(row)
+
+    def _check_left_out(self, row: dict[str, Any]) -> str:
+        """Take in that a step was left out: its samples are not in the chain."""
+        if problem := self._enter(row) or self._missing_before(row):
+            return problem
+        self._take_samples(row["step"] - 1)
+        next(self.batches)
+        self.step = row["step"]
+        self.record.left_out.setdefault(row["phase"], set()).add(self.step)
+        self.phase.last = {**self.phase.last, "step": self.step}
+        return ""
+
+    def _enter(self, row: dict[str, Any]) -> str:
+        """The phase and the place of a step's row."""
         if self.number < 0 or row["phase"] != self.phase.schedule.name:
             if problem := self.unmet() if self.number >= 0 else []:
                 return problem[0]
@@ -227,7 +247,14 @@ class _Rows:
             self.batches = self.sampler.batches()
         if not self.step < row["step"] <= self.phase.schedule.steps:
             return f"metrics.jsonl: phase {row['phase']}: step {row['step']} stands after step {self.step}"
-        return self._missing_before(row) or self._wrong_figures(row)
+        return ""
+
+    def _take_samples(self, step: int) -> None:
+        """Extend the chain by the batches up to a step."""
+        while self.step < step:
+            batch = next(self.batches)
+            self.chain, self.step = extend_chain(self.chain, batch), self.step + 1
+            self.samples += len(batch)
 
     def _missing_before(self, row: dict[str, Any]) -> str:
         """A row or an evaluation that must stand before this step's row."""
@@ -246,10 +273,7 @@ class _Rows:
 
     def _wrong_figures(self, row: dict[str, Any]) -> str:
         where = f"phase {row['phase']}, step {row['step']}"
-        while self.step < row["step"]:
-            batch = next(self.batches)
-            self.chain, self.step = extend_chain(self.chain, batch), self.step + 1
-            self.samples += len(batch)
+        self._take_samples(row["step"])
         if row["chain"] != self.chain:
             return f"{where}: the samples seen are not the recipe's ({row['chain']}, {self.chain})"
         schedule, needed = self.phase.schedule, ("loss", "lr", "grad_norm", "samples", "tokens")

@@ -65,7 +65,9 @@ class Proof:
     def coverage(self) -> str:
         """What was checked, in a sentence's part."""
         total = self.audit.steps
-        said = [f"{len(self.redone)} of {total} steps redone"] if self.redone else []
+        left_out = sum(map(len, self.audit.log.left_out.values())) if self.audit.log else 0
+        said = [f"{len(self.redone)} of {total - left_out} steps redone"] if self.redone else []
+        said += [f"{left_out} left out as decided"] if left_out else []
         said += [f"samples of all {total} checked"] if total else []
         said += self.covered
         if not self.redone:
@@ -83,7 +85,8 @@ class Proof:
         """
         self.steps += redone.steps
         for phase, first, last in redone.covered:
-            self.redone |= {(phase, step) for step in range(first, last + 1)}
+            left_out = self.audit.log.left_out.get(phase, ()) if self.audit.log else ()
+            self.redone |= {(phase, step) for step in range(first, last + 1) if step not in left_out}
         for r in redone.steps:
             where, allowed = f"phase {r['phase']}, step {r['step']}", tolerance(r["after"])
             if not r["loss_difference"] <= allowed[0]:

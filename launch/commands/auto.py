@@ -17,7 +17,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
-from isobatch.launch.local.launch_run import AutoOptions, find_or_train, launch_run
+from isobatch.launch.local.launch_run import AutoOptions, ResumeOptions, find_or_train, launch_run, skip_steps
 from isobatch.launch.local.run_setup import (
     locate_data,
     options_of_run,
@@ -85,24 +85,29 @@ def _refuse_with_a_sweep(request: Request, options: AutoOptions) -> None:
 
 
 def resume(words: Sequence[str]) -> int:
-    """Usage: resume RUN [plan flags, run flags, --data PATH]. The recipe stays, on any machine."""
+    """Usage: resume RUN [plan flags, run flags, --data PATH] [--skip-step 1200-1203]
+
+    The recipe stays, on any machine.
+    """
     positional, flags = split_words(words)
     if len(positional) != 1:
         raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
     groups = {
         "recipe": {"data": flags_of(Recipe, "recipe")["data"]},
-        "resume": {name: flags_of(AutoOptions, "resume")[name] for name in ("json", "trust")},
+        "resume": flags_of(ResumeOptions, "resume"),
         "plan": flags_of(PlanOptions, "plan"),
         "run": flags_of(RunOptions, "run"),
     }
     found = sort_flags(flags, groups, "resume")
     values = found.values
-    options = AutoOptions(**values["resume"])
+    options = ResumeOptions(**values["resume"])
     run = RunFolder.open(positional[0])
     run_options = options_of_run(run, values["run"])
     for note in found.notes:
         print_unless_quiet(note, run_options.quiet)
     if run.status() == "done":
+        if options.skip_step is not None:
+            raise UserError(f"--skip-step {options.skip_step}: {run.folder} is done; see `forget`")
         print_unless_quiet(f"{run.folder} is done", run_options.quiet)
         return _print_result(run, DONE, options)
     refuse_if_in_a_job(run)
@@ -110,6 +115,8 @@ def resume(words: Sequence[str]) -> int:
     with run.lock("launch"):
         run.refuse_if_training()
         recipe = run.recipe
+        if options.skip_step is not None:
+            skip_steps(run, options.skip_step)
         locate_data(run, recipe, values["recipe"].get("data"), mend=True)
         asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
         store_plan(run, plan_with_remarks(recipe, run.facts, asked, run_options.quiet))
@@ -120,7 +127,7 @@ LINE = 110
 """Most characters of a line of metrics."""
 
 
-def _print_result(run: RunFolder, code: int, options: AutoOptions) -> int:
+def _print_result(run: RunFolder, code: int, options: AutoOptions | ResumeOptions) -> int:
     if options.json:
         print(atomic_files.json_text(run.summary() or {"status": run.status()}, ensure_ascii=False))
     elif code == DONE:

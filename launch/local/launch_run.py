@@ -7,9 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from isobatch.core import number_ranges
-from isobatch.core.errors import DONE
+from isobatch.core.errors import DONE, UserError
 from isobatch.core.strategies import traits_of
 from isobatch.engine import consent
+from isobatch.engine.optimization.left_out import ASKED, leave_out, refuse_where_steps_matter
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.engine.runs.witness import use_witness
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoOptions(TrustOptions):
-    """Flags of `auto` and `resume` beside the recipe's, the plan's and the run's."""
+    """Flags of `auto` beside the recipe's, the plan's and the run's."""
 
     json: bool = False
     """At the end, summary.json on standard output."""
@@ -43,6 +45,35 @@ class AutoOptions(TrustOptions):
     """Train nothing: show the plan, as `plan` does."""
     dump_config: bool = False
     """Train nothing: print all flags with their values, as a file for --config."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeOptions(TrustOptions):
+    """Flags of `resume` beside the plan's and the run's."""
+
+    json: bool = False
+    """At the end, summary.json on standard output."""
+    skip_step: str | None = None
+    """Leave out these steps, from 1, and go back to the checkpoint before them: 1200-1203, or lora:1200-1203
+    where there are several phases. The decision stands in the log, so that `verify` knows it."""
+
+
+def skip_steps(run: RunFolder, asked: str) -> None:
+    """Decide that a run leaves out the steps that --skip-step names. Raises UserError."""
+    task, _ = workload_of(run.recipe).make(run.recipe)
+    refuse_where_steps_matter(task)
+    names = [phase.name for phase in task.phases() if run.recipe.phase in (None, phase.name)]
+    phase, colon, steps = asked.rpartition(":")
+    first, dash, last = steps.partition("-")
+    example = f"1200-1203 or {names[-1]}:1200-1203"
+    if not first.isdecimal() or (dash and not last.isdecimal()) or (colon and phase not in names):
+        raise UserError(f"--skip-step {asked}: give a step or a range, as in {example}")
+    if not colon and len(names) > 1:
+        raise UserError(f"--skip-step {asked}: of which phase? As in {names[0]}:{asked}")
+    start, stop = int(first), int(last or first)
+    if not 0 < start <= stop:
+        raise UserError(f"--skip-step {asked}: the first step is 1, and a range ascends")
+    leave_out(run, phase or names[0], start, stop, ASKED)
 
 
 def find_or_train(

@@ -17,6 +17,7 @@ from isobatch.core.errors import (
     WRONG_INPUT,
     JobMemoryError,
     OutOfMemoryError,
+    SpikeError,
     TrainingError,
     UserError,
     WorkerLostError,
@@ -49,6 +50,8 @@ def train_with_restarts(run: RunFolder, attempt: Attempt) -> Verdict:
                 _reduce_budget(run, verdict)
             except TrainingError as error:
                 return _fail(run, str(error))
+        elif verdict.cause == SpikeError.cause:
+            print(f"isobatch: {verdict.reason}; going on from the checkpoint before", file=sys.stderr)
         elif verdict.cause == WorkerLostError.cause:
             restarts += 1
             if restarts > options.max_restarts:

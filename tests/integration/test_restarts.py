@@ -284,3 +284,23 @@ def test_a_second_interrupt_stops_at_once(training: Any) -> None:
     assert (code, "Traceback" in err) == (75, False)
     assert time.monotonic() - began < 5
     assert not psutil.wait_procs(below, timeout=5)[1]
+
+
+def test_worlds_leave_out_the_same_step(tmp_path: Path) -> None:
+    task = str(ROOT / "tests" / "tasks" / "spiky.py") + ":Spiky"
+    flags = ["--task", task, "--epochs", "1", "--on-spike", "skip", "--save-every", "30", "--quiet"]
+    for world in (1, 2, 3):
+        done = launch("auto", *flags, "--processes", str(world), "--name", f"w{world}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("step 83 will be left out; going on from the checkpoint before") == 1
+    logs = [
+        [row for row in rows(tmp_path / "runs" / f"w{world}") if {"chain", "left_out"} & row.keys()]
+        for world in (1, 2, 3)
+    ]
+    for one, two, three in zip(*logs, strict=True):
+        assert len({(row["step"], row.get("chain"), row.get("left_out")) for row in (one, two, three)}) == 1
+        assert [row.get("loss", 0.0) for row in (two, three)] == pytest.approx(
+            [one.get("loss", 0.0)] * 2, rel=1e-5
+        )
+    assert [row["step"] for row in logs[0] if "left_out" in row] == [83]
+    assert launch("verify", "runs/w3", "--processes", "1", cwd=tmp_path).returncode == 0

@@ -118,7 +118,7 @@ def test_shares_decide_what_a_batch_holds(tmp_path: Path, sets: str, make: Make)
     train = sources["train"]
     assert [share for _, share in train.parts] == [0.25, 0.5, 0.25]
     recipe = SimpleNamespace(
-        data=sets, batch_size=8, seed=1, train_fraction=1.0, group_by_length=False, rules=2
+        data=sets, batch_size=8, seed=1, train_fraction=1.0, group_by_length=False, rules=2, forgets=None
     )
     sampler = make_sampler(recipe, train, 1)  # type: ignore[arg-type]
     column = np.asarray(train.columns["set"])
@@ -134,7 +134,7 @@ def test_shares_decide_what_a_batch_holds(tmp_path: Path, sets: str, make: Make)
 def test_without_shares_every_sample_comes_once(tmp_path: Path, sets: str, make: Make) -> None:
     _, sources, _ = prepared(make(sets), tmp_path / "out")
     recipe = SimpleNamespace(
-        data=sets, batch_size=8, seed=1, train_fraction=1.0, group_by_length=True, rules=2
+        data=sets, batch_size=8, seed=1, train_fraction=1.0, group_by_length=True, rules=2, forgets=None
     )
     sampler = make_sampler(recipe, sources["train"], 1)  # type: ignore[arg-type]
     seen = np.concatenate([sampler.batch(step) for step in range(sampler.steps_per_epoch)])
@@ -145,7 +145,7 @@ def test_what_a_run_sees_of_a_mixture_grows_with_its_epochs() -> None:
     source = ArraySource({"x": np.zeros(100)})
     source.parts = ((90, 0.1), (10, 0.9))
     recipe = SimpleNamespace(
-        data="a,b", batch_size=10, seed=0, train_fraction=1.0, group_by_length=False, rules=2
+        data="a,b", batch_size=10, seed=0, train_fraction=1.0, group_by_length=False, rules=2, forgets=None
     )
     sampler = make_sampler(recipe, source, 1)  # type: ignore[arg-type]
     used = [len(samples_used(sampler, [SimpleNamespace(steps=10 * n)])) for n in (1, 2)]  # type: ignore[list-item]

@@ -36,6 +36,7 @@ OTHER: dict[str, Any] = {
     "steps": (2,),
     "phase": "train",
     "least_steps": 2,
+    "on_spike": "skip",
     "batch_size": 33,
     "max_length": 129,
     "lr": 2e-3,

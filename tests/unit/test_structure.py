@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.distributed": {"core", "engine.profiling"},
     "engine.runs": {"core", "engine.machine", "engine.profiling"},
     "engine.checkpointing": {"core", "engine.distributed"},
-    "engine.optimization": {"core", "models"},
+    "engine.optimization": {"core", "models", "engine.runs"},
     "engine.loading": {"core", "core.terminal", "data"},
     "engine.noise": {"core", "models", "engine.loading"},
     "engine.planning": {"core", "models", "engine.loading", "engine.machine"},

@@ -72,9 +72,10 @@ NAMES = {
     "scaled_from",
     "starts_from",
     "forgets",
+    "on_spike",
     "rules",
 }
-"""Fields that are not tried: they name things, or are tried below."""
+"""Fields that are not tried: they name things, change nothing by themselves, or are tried below."""
 
 
 @cache
