@@ -12,6 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -21,8 +22,6 @@ from isobatch.core.flags import NoOptions
 from isobatch.data import digests
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
     from isobatch.data.digests import PreparedFile
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 WEIGHT = ".weight"
 QUANTILES = 65
 SMALL_FILE_BYTES = 4096
+HASHED_BYTES = 1 << 28
+"""Larger files of a user's own data are known by size and time of change: a hash takes a second per GB."""
 MEASURES = ("index", "length", "row_length")
 """What `fetch` adds to the columns."""
 NUMBERS = "biuf"
@@ -207,6 +208,17 @@ class TextQuery:
     """What the user should know of how the text was read."""
 
 
+def _what_lies_at(place: str) -> dict[str, Any]:
+    """The hash of a file; of a large one, and of the files of a folder, sizes and times of change."""
+    path = Path(place).expanduser()
+    if path.is_file() and path.stat().st_size <= HASHED_BYTES:
+        with path.open("rb") as stream:
+            return {"content": hashlib.file_digest(stream, "sha256").hexdigest()}
+    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    facts = [(str(one.relative_to(path)), one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+    return {"files": hashlib.sha256(json.dumps(facts).encode()).hexdigest()} if facts else {}
+
+
 class Data(ABC):
     """One kind of data. `read` is all that a small one needs."""
 
@@ -226,8 +238,11 @@ class Data(ABC):
         return
 
     def identity(self) -> dict[str, Any]:
-        """All that the prepared arrays depend on, as JSON: settings, and hashes of the files' content."""
-        return {"data": self.recipe.data, "seed": self.recipe.seed}
+        """All that the prepared arrays depend on, as JSON: settings, and hashes of the files' content.
+
+        By default --data, what lies there, and the seed; not other files, nor the data's own flags.
+        """
+        return {"data": self.recipe.data, "seed": self.recipe.seed, **_what_lies_at(self.recipe.data)}
 
     @abstractmethod
     def read(self) -> Mapping[str, Columns]:

@@ -193,6 +193,7 @@ class RunContext:
             "startup_seconds": startup_seconds(self.first_step_at),
             "core_wait": round(self.core_wait.share(), 4),
             **self.peak_memory.fields(),
+            "monitor": self.task.best_metric[0],
             "resumed_from": self.resumed_from,
             **more,
         }

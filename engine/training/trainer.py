@@ -12,6 +12,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import REHEARSED_STEPS
+from isobatch.core.recipe import DEMO
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from isobatch.engine.strategies.base import Strategy
     from isobatch.engine.training.run_context import RunContext
     from isobatch.models.base import Task
+
+
+MUCH_WORSE = 0.01
+"""Share by which the last evaluation must be worse than the best one to be told."""
 
 
 def train(context: RunContext, end_process: Callable[[str], None]) -> None:
@@ -179,10 +184,25 @@ def _say_if_too_short(context: RunContext, loop: PhaseLoop, valid: dict[str, flo
     """A line where training ended too early, unless early stopping chose its end."""
     if context.progress.step < loop.schedule.steps or loop.earlier_best_step():
         return
+    _say_if_it_was_better(context, loop, valid)
     evaluations = [*loop.held_out_losses, *([valid["loss"]] if "loss" in valid else [])]
     folder, schedules = str(context.run.folder), context.session.schedules
     if remark := ending_remark(context.recipe, schedules, loop.losses, evaluations, folder):
         context.console.say(remark)
+
+
+def _say_if_it_was_better(context: RunContext, loop: PhaseLoop, valid: dict[str, float]) -> None:
+    """A line where an earlier evaluation of the same samples was clearly better than that of the end."""
+    name, stopping = context.task.best_metric[0], loop.early_stopping
+    best, last, recipe = stopping.best, valid.get(name), context.recipe
+    if best is None or last is None or stopping.patience or recipe.eval_fraction < 1 or recipe.data == DEMO:
+        return
+    worse = last - best if stopping.direction == "min" else best - last
+    if worse > MUCH_WORSE * abs(best):
+        context.console.say(
+            f"{name} was {best:.4g} after step {stopping.best_step}, better than at the end:"
+            " --patience 3 would have kept that checkpoint"
+        )
 
 
 def _refuse_nonfinite_weights(context: RunContext, strategy: Strategy) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PLAN = ("device", "processes", "strategy", "precision", "compile", "invariance")
 """Fields of a plan that may move results by rounding."""
+SWEEP_FILE = "sweep.json"
 TOO_FEW = "compare: give two runs or more, as in: compare runs/a runs/b (`runs` lists them)"
 FIGURES = ("steps", "train_seconds", "peak_memory_bytes")
 
@@ -51,6 +52,8 @@ def _runs_at(place: str, alone: bool) -> list[RunFolder]:
     `alone`: whether no other place was given.
     """
     folder = Path(place).expanduser()
+    if not alone and (folder / SWEEP_FILE).is_file():
+        return []  # no run, but the table of some: `compare runs/*` names it, too
     inside = [] if (folder / "recipe.json").exists() else list(list_runs(folder))
     if alone and not inside:
         raise UserError(TOO_FEW)

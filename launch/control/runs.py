@@ -20,7 +20,7 @@ from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.words.config_files import value_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from isobatch.core.recipe import Recipe
 
@@ -166,7 +166,7 @@ def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dic
         "seconds_left": found.seconds_left if state == "running" else None,
         "made": (run.folder / "recipe.json").stat().st_mtime,
         "recipe": run.recipe.values(),
-        "metric": main_metric(run.recipe),
+        "metric": main_metric(run.recipe, summary),
         "metrics": metrics if isinstance(metrics, dict) else {},
         "job": job,
         "job_state": None if silent else status.state if status else "",
@@ -175,9 +175,9 @@ def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dic
     }
 
 
-def main_metric(recipe: Recipe) -> str:
-    """The metric that a task of ours is judged by; the loss for a user's own, whose code is not run."""
+def main_metric(recipe: Recipe, summary: Mapping[str, Any]) -> str:
+    """The metric that a task is judged by. The code of a user's own is not run: its summary says it."""
     if recipe.task in TASKS:
         with contextlib.suppress(UserError):  # code that came with the run, or values of another version
             return workload_of(recipe).make(recipe)[0].best_metric[0]
-    return "loss"
+    return str(summary.get("monitor", "loss"))

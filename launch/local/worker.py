@@ -116,7 +116,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         if isinstance(error, WorkerLostError):
             traceback.print_exc()
             error = WorkerLostError(lookout.reason() or str(error))
-        if code == FAILED and world.is_main:
+        if (code == FAILED or isinstance(error, UserCodeError)) and world.is_main:
             run.mark_failed(str(error))
         doing()
         line = " ".join(str(error).split())

@@ -62,6 +62,7 @@ SYNONYMS = {
     "default_root_dir": "out",
     "run_name": "name",
     "report_to": "tracker",
+    "logger": "tracker",
     "logging_steps": "log_every",
     "log_every_n_steps": "log_every",
     "save_steps": "save_every",
