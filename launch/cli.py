@@ -64,6 +64,11 @@ COMMANDS = {
         "forensics.forget:forget",
         "a run without certain rows, trained anew from before it saw the first of them",
     ),
+    "receipt": (
+        "forensics.receipt:receipt",
+        "a small file about a finished run that somebody else can check; --sign signs it",
+    ),
+    "audit": ("forensics.audit:audit", "check a receipt against data, a run and steps made again; exit 3"),
     "evaluate": (
         "commands.evaluate:evaluate",
         "metrics of a finished run on its held-out data",

@@ -51,6 +51,8 @@ COMMAND_OPTIONS = {
     "verify": "local.verify_run:VerifyOptions",
     "seen": "forensics.seen:SeenOptions",
     "forget": "forensics.forget:ForgetOptions",
+    "receipt": "forensics.receipt:ReceiptOptions",
+    "audit": "forensics.audit:AuditOptions",
     "replay": "forensics.replay:ReplayOptions",
     "diff": "forensics.diff:DiffOptions",
     "evaluate": "commands.evaluate:EvaluateOptions",

@@ -122,6 +122,20 @@ def _verify_steps(
     _judge_ending(run, proof, found, jobs[-1])
 
 
+def redo_first_steps(run: RunFolder, steps: int, processes: int = 1) -> Proof:
+    """Make steps from the initial weights again, at least `steps` and up to twice as many, and compare."""
+    from isobatch.engine.verification.choose_windows import CHOICE
+    from isobatch.engine.verification.replay import INITIAL, Job, Window
+
+    plan = _other_plan(run, VerifyOptions(steps=steps, processes=processes))
+    phase = next(iter(workload_of(run.recipe).make(run.recipe)[0].phases())).name
+    window = Window(INITIAL, phase, 0, steps + CHOICE.randint(0, steps))
+    proof = Proof("steps")
+    (redone,) = redo(run, [(plan, Job([window]))])
+    proof.add(redone, partial(tolerances, run, plan))
+    return proof
+
+
 def _missing_checkpoint(run: RunFolder, log: LogRecord, closing: list[Window]) -> str:
     """A checkpoint without which the end of a finished run cannot be redone; empty where all are there."""
     phase = log.phases[-1].schedule.name

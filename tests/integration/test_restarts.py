@@ -304,3 +304,8 @@ def test_worlds_leave_out_the_same_step(tmp_path: Path) -> None:
         )
     assert [row["step"] for row in logs[0] if "left_out" in row] == [83]
     assert launch("verify", "runs/w3", "--processes", "1", cwd=tmp_path).returncode == 0
+    assert launch("receipt", "runs/w3", "--out", "w3.json", cwd=tmp_path).returncode == 0
+    for where in (["--run", "runs/w3"], []):
+        audited = launch("audit", "w3.json", "--processes", "1", *where, cwd=tmp_path)
+        assert audited.returncode == 0, audited.stdout
+        assert "w3.json: holds" in audited.stdout
