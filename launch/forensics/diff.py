@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, UserError
-from isobatch.core.measures import printable
+from isobatch.core.measures import now, printable
 from isobatch.core.plan import INVARIANCES
 from isobatch.core.terminal.status import doing
 from isobatch.engine.forensics.compare_logs import EXACT_FLOOR, LogDifference, compare_logs
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
     from isobatch.engine.runs.run_folder import RunFolder
 
+WATCH_SECONDS = 2.0
+"""Between two looks at the logs."""
+WATCH_SHARE = 5
+"""A look may take so many times less than the time between two: long logs take seconds."""
 PLAN = (
     *("device", "processes", "strategy", "precision", "attention", "compile", "pack", "pad_multiple"),
     *("micro_batch_samples", "micro_batch_tokens", "activation_checkpointing", "reduction"),
@@ -36,12 +41,14 @@ class DiffOptions(TrustOptions):
     level: Literal["step", "module", "sample"] = "module"
     """step: from the logs alone; module: also redo the step where they part, on both sides; sample: say too
     which samples carry the difference."""
+    watch: bool = False
+    """Wait while one of the runs trains, until they part or none trains any more."""
     json: bool = False
     """One JSON object on standard output."""
 
 
 def diff(words: Sequence[str]) -> int:
-    """Usage: diff RUN RUN [--level step|module|sample] [--json]: where two runs part, and why.
+    """Usage: diff RUN RUN [--level step|module|sample] [--watch] [--json]: where two runs part, and why.
 
     Exit code 0 where only the order of float sums differs, 3 at a true difference.
     """
@@ -50,12 +57,28 @@ def diff(words: Sequence[str]) -> int:
         raise UserError("diff: give two runs, as in: diff runs/a runs/b (`compare` takes more)")
     options = command_options(flags, DiffOptions, "diff")
     one, other = (open_run(place, options.trust) for place in positional)
+    if options.watch:
+        wait_for_difference(one, other)
     found = diff_runs(one, other, options.level)
     if options.json:
         print(atomic_files.json_text(found))
     else:
         print(printable("\n".join(lines_of(found))))
     return DONE if found["equal"] else FAILED
+
+
+def wait_for_difference(one: RunFolder, other: RunFolder) -> None:
+    """Return when the logs part, or when neither run trains. What both say is compared as it grows."""
+    trains = True
+    while trains:
+        began = now()
+        trains = one.is_training() or other.is_training()  # first: what it logs to its end is then read
+        common = [len(read_logged_steps(run.metrics)) if run.metrics.exists() else 0 for run in (one, other)]
+        if all(common) and not diff_runs(one, other, "step")["equal"]:
+            return
+        if trains:
+            doing(f"equal so far: {min(common):,} logged steps")
+            time.sleep(max(WATCH_SECONDS, WATCH_SHARE * (now() - began)))
 
 
 def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[str, Any]:
