@@ -104,6 +104,8 @@ def _samples_verdict(found: dict[str, Any], where: str) -> str:
             " what its recipe says (`verify` says which)"
         )
     first = _place(samples["step"], log["phase"])
+    if "left_out_by" in samples:
+        return f"they part at {first}, which {NAMES[samples['left_out_by']]} left out"
     if samples["other_order"]:
         return f"they part at {first}: the same samples in another order{why}"
     only = [

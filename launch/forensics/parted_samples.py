@@ -10,6 +10,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.terminal.status import doing
 from isobatch.engine.loading.sampler import make_sampler
+from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.registry import workload_of
 from isobatch.launch.local.run_setup import locate_data
 
@@ -53,7 +54,10 @@ def _first_other_batch(
     for run, source in zip((one, other), sources, strict=True):
         task, _ = workload_of(run.recipe).make(run.recipe)
         samplers.append(make_sampler(run.recipe, source, task.cohort))
+    left_out = [left_out_steps(run).get(parted.phase, frozenset()) for run in (one, other)]
     for step in range(parted.previous + 1, parted.step + 1):
+        if (step in left_out[0]) != (step in left_out[1]):
+            return {"step": step, "left_out_by": 0 if step in left_out[0] else 1}
         batches = [sampler.batch(step - 1) for sampler in samplers]
         if not np.array_equal(batches[0], batches[1]):
             own = [np.setdiff1d(a, b)[:MOST_NAMED].tolist() for a, b in (batches, batches[::-1])]

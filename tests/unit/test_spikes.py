@@ -18,6 +18,7 @@ from isobatch.engine.optimization.left_out import LEAVE_OUT, leave_out, left_out
 from isobatch.engine.optimization.spikes import WINDOW, SpikeWatch
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.auto import resume
+from isobatch.launch.forensics.diff import diff_runs
 from isobatch.launch.forensics.replay import replay
 from isobatch.launch.local.launch_run import launch_run, skip_steps
 from isobatch.launch.local.process_state import preserve_process_state
@@ -110,6 +111,13 @@ def test_the_step_that_was_left_out_can_be_seen(
     found = json.loads(capsys.readouterr().out)
     assert found["loss"] == pytest.approx(1.25e11, rel=1e-3)
     assert 700 in found["samples"]
+
+
+def test_diff_names_the_step(runs: dict[str, RunFolder]) -> None:
+    found = diff_runs(runs["warn"], runs["skip"])
+    assert found["verdict"] == f"they part at step {SPIKE}, which B left out"
+    found = diff_runs(runs["rollback"], runs["skip"])
+    assert found["verdict"] == f"they part at step {SPIKE - 20}, which A left out"
 
 
 def test_a_step_without_a_finite_loss_is_left_out(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "launch.forensics": {
         *("core", "core.terminal", "data", "engine", "engine.forensics", "engine.loading", "engine.runs"),
-        *("engine.verification", "launch.local", "launch.report"),
+        *("engine.optimization", "engine.verification", "launch.local", "launch.report"),
     },
     "launch.sweeps": {
         *("core", "core.terminal", "engine", "engine.machine", "engine.runs"),
