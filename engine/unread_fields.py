@@ -49,6 +49,8 @@ def unread_fields(recipe: Recipe, task: Task, data: Data) -> dict[str, str]:
         found["lr_floor"] = "it is the end of --schedule cosine"
     if recipe.steps is not None:
         found["least_steps"] = "it lengthens --epochs, and --steps is given"
+    if type(task).after_step is not Task.after_step:
+        found["on_spike"] = "this task changes its model by the step's number, and leaves out no step"
     phases = task.phases()
     if [p.name for p in phases] == [recipe.phase]:
         found["phase"] = "this task has no other"

@@ -20,6 +20,7 @@ from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.forensics.run_order import CountedSource, Sighting
 from isobatch.engine.loading.sampler import make_sampler
+from isobatch.engine.optimization.left_out import copy_asked, decided, steps_of
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Forgetting:
     """The first step that saw one of the rows."""
     kept: list[Path]
     """The checkpoints before that step, oldest first; without one, training begins anew."""
+    undone: list[dict[str, Any]]
+    """Decisions by the rule on spikes that fell behind: it decides anew, without the rows."""
     retrained: int
     """Steps that the run made, and that are made again."""
     done: int
@@ -57,6 +60,7 @@ def plan_forgetting(run: RunFolder, order: RunOrder, rows: Sequence[int]) -> For
     """
     recipe = dataclasses.replace(run.recipe, forgets=sorted({*(run.recipe.forgets or ()), *rows}))
     sampler = make_sampler(recipe, order.source or CountedSource(order.facts, order.data), order.cohort)
+    order = dataclasses.replace(order, left_out=steps_of(decided(run, by_hand=True)))
     sightings = [sighting for row in sorted(set(rows)) for sighting in order.sightings(row)]
     if not sightings:
         return None
@@ -69,18 +73,23 @@ def plan_forgetting(run: RunFolder, order: RunOrder, rows: Sequence[int]) -> For
         phase, step = checkpoint.phase_and_step(name)
         return names.index(phase), step
 
+    border = names.index(first.phase), first.step
+    by_rule = decided(run, by_hand=False)
+    undone = [row for row in by_rule if (names.index(row["of"]), row["last"]) >= border]
+    border = min([border, *((names.index(row["of"]), row["first"]) for row in undone)])
     saved = checkpoint.list_checkpoints(run.checkpoints, names)
-    kept = [folder for folder in saved if place(folder.name) < (names.index(first.phase), first.step)]
+    kept = [folder for folder in saved if place(folder.name) < border]
     done, before = sum(order.counted.values()), 0
     if kept:
         phase, step = place(kept[-1].name)
         before = sum(order.counted[name] for name in names[:phase]) + step
-    return Forgetting(recipe, first, kept, done - before, done)
+    return Forgetting(recipe, first, kept, undone, done - before, done)
 
 
 def begin_forgotten_run(run: RunFolder, fresh: RunFolder, plan: Forgetting) -> None:
     """Copy what a run did up to `plan.saved` into a new run's folder, under the new recipe."""
     if plan.saved is None:
+        copy_asked(run, fresh)
         return
     logs = SavedCheckpoint(plan.saved).state.get("logs")
     if logs is None:
@@ -93,8 +102,9 @@ def begin_forgotten_run(run: RunFolder, fresh: RunFolder, plan: Forgetting) -> N
         shutil.copytree(folder, fresh.checkpoints / folder.name)
     if run.samples.exists():
         _copy_beginning(run.samples, fresh.samples, logs["ledger"])
-    if run.decisions.exists():
-        shutil.copy(run.decisions, fresh.decisions)  # `resume` cuts it
+    for row in rows_in(run.decisions) if run.decisions.exists() else ():
+        if row not in plan.undone:
+            log.log_decision(row)  # `resume` cuts what came later
     earlier = fresh.folder / "earlier.jsonl"
     _copy_beginning(run.metrics, earlier, logs["metrics"])
     for row in rows_in(earlier):

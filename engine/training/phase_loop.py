@@ -354,6 +354,7 @@ class PhaseLoop:
 
     def _log_change(self, change: Change) -> None:
         self._log_decision(change.decision, **change.facts)
+        self.spikes = SpikeWatch()  # another model has another loss
         if change.stop:
             raise TrainingError(change.message)
         if change.message:

@@ -16,9 +16,11 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.engine.forensics.run_order import open_order
 from isobatch.engine.optimization.left_out import LEAVE_OUT, leave_out, left_out_steps
 from isobatch.engine.optimization.spikes import WINDOW, SpikeWatch
+from isobatch.engine.registry import complete
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.auto import resume
 from isobatch.launch.forensics.diff import diff_runs
+from isobatch.launch.forensics.forget import forget
 from isobatch.launch.forensics.replay import replay
 from isobatch.launch.local.launch_run import launch_run, skip_steps
 from isobatch.launch.local.process_state import preserve_process_state
@@ -102,6 +104,17 @@ def test_where_checkpoints_lie_changes_nothing(tmp_path: Path, runs: dict[str, R
         found = load_file(run.final / "model.safetensors")
         assert all(found[name].equal(wanted[name]) for name in wanted)
     assert verified(by_hand, "full").verified
+
+
+def test_without_the_corrupt_row_no_step_is_left_out(runs: dict[str, RunFolder]) -> None:
+    """`forget` goes back to before the first step that the rule left out: it decides anew."""
+    for mode in ("skip", "rollback"):
+        with preserve_process_state():
+            assert forget([str(runs[mode].folder), "--sample", "700", "--quiet"]) == 0
+        run = RunFolder(runs[mode].folder.with_name(f"{mode}-forgot"))
+        assert rows_left_out(run) == []
+        assert loss_of(run) < 2
+        assert verified(run, "full").verified
 
 
 def test_the_step_that_was_left_out_can_be_seen(
@@ -227,3 +240,9 @@ def test_too_many_spikes_end_training(tmp_path: Path) -> None:
     assert SpikeWatch().judge(1e9, 1.0) == "", "there is nothing to compare the first steps with"
     with pytest.raises(TrainingError, match="8 of the 64 steps before were left out: lower --lr"):
         trained(tmp_path, "diverges", on_spike="skip", lr=3.0)
+
+
+@pytest.mark.parametrize("task", ["pruning", "sequence-vae"])
+def test_a_task_that_counts_steps_leaves_out_none(task: str) -> None:
+    with pytest.raises(UserError, match="--on-spike skip: this task changes its model by the step's number"):
+        complete(task, {"on_spike": "skip"})
