@@ -102,11 +102,14 @@ def task_file_problem(recipe: Recipe) -> str | None:
     found, trained = task_file_hash(recipe.task, recipe.rules >= 2), recipe.options.get(TASK_CODE)
     if found == trained:
         return None
-    if found is None:
-        return f"{recipe.task} is the code that was trained, and is no more there: put it back"
+    found = (
+        f"it or a file that it imports has changed, from {trained} to {found}"
+        if found
+        else "there is no file"
+    )
     return (
-        f"{recipe.task}, or a file that it imports, has changed since the run was trained ({trained} then,"
-        f" {found} now): put that version back for this run, or train a new one"
+        f"{recipe.task} is not the code that was trained: {why}; put that version back for this run, or"
+        " train a new one"
     )
 
 

@@ -62,7 +62,8 @@ class RunContext:
         self.tracks = options.tracker != "none"
         """Whether figures go to a tracker."""
         self.session = Session(run.recipe, run.facts, run.plan, world, console.say, self._record_plan)
-        self.session.left_out = left_out_steps(run)
+        # Of one rank: the file may be a shared one, which another node sees a moment later.
+        self.session.left_out = world.broadcast_object(left_out_steps(run) if world.is_main else {})
         self.recipe, self.task = self.session.recipe, self.session.task
         witness = Witness.from_environment(console.say) if world.is_main else None
         self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger, witness)
