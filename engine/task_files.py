@@ -102,11 +102,10 @@ def task_file_problem(recipe: Recipe) -> str | None:
     found, trained = task_file_hash(recipe.task, recipe.rules >= 2), recipe.options.get(TASK_CODE)
     if found == trained:
         return None
-    why = f"it or a file that it imports has changed, from {trained} to {found}" if found else "it is gone"
-    return (
-        f"{recipe.task} is not the code that was trained: {why}; put that"
-        " version back for this run, or train a new one"
-    )
+    changed = f"it or a file that it imports has changed, from {trained} to {found}"
+    why = changed if found else "there is no file"
+    way_out = "put that version back for this run, or train a new one"
+    return f"{recipe.task} is not the code that was trained: {why}; {way_out}"
 
 
 def load_task_class(location: str) -> type[Task]:
