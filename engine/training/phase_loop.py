@@ -365,6 +365,7 @@ class PhaseLoop:
             return
         context, strategy = self.context, self.phase.strategy
         context.check_data()
+        context.writer.wait()  # the log of this checkpoint holds the digest of the one before
         context.log.flush_skipped()
         state = {
             "logs": context.log.seal(self.progress.phase, self.progress.step),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 import isobatch
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError, UserError
+from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.forensics.run_order import open_order
 from isobatch.engine.optimization.left_out import LEAVE_OUT, leave_out, left_out_steps
 from isobatch.engine.optimization.spikes import WINDOW, SpikeWatch
@@ -149,6 +151,25 @@ def test_by_hand_a_run_that_failed_goes_on_without_it(tmp_path: Path) -> None:
     assert verified(run, "full").verified
     with pytest.raises(UserError, match=r"--skip-step 3: .* is done; see `forget`"):
         resume([str(run.folder), "--skip-step", "3"])
+
+
+def test_a_slow_disk_loses_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is still written when the next is saved is known to the log that this one keeps."""
+    write = HostBuffer.write
+
+    def first_slowly(buffer: HostBuffer, path: Path, size: int) -> None:
+        time.sleep(1.0 if "train-15" in str(path) else 0.0)
+        write(buffer, path, size)
+
+    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="became nan at step 44"):
+        patch.setattr(HostBuffer, "write", first_slowly)
+        trained(tmp_path, "slow", nan_at=44)
+    with preserve_process_state():
+        assert resume([str(tmp_path / "slow"), "--skip-step", "44", "--quiet"]) == 0
+    run = RunFolder(tmp_path / "slow")
+    assert (run.checkpoints / "train-15").is_dir()
+    found = verified(run)
+    assert found.verified, found.problems
 
 
 def edit_log(run: RunFolder, edit: Callable[[list[dict[str, Any]]], Any]) -> None:
