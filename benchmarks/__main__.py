@@ -45,6 +45,7 @@ BENCHMARKS = {
         "components.long_log",
         "what the log of a million steps costs to write, cut, audit and draw",
     ),
+    "replay": ("components.replay_cost", "what seeing into a step costs, against the plain step"),
     "digests": ("components.digests", "what checking prepared data against its digests costs"),
     "noise": ("components.noise", "what keyed dropout costs against torch's own"),
     "checkpoint": (

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from isobatch.engine.loading.loader import LoadedStep
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.active_phase import ActivePhase
+    from isobatch.engine.training.session import Session
     from isobatch.models.base import StepContext
 
 
@@ -104,7 +105,7 @@ def observe_step(
                 continue
             within = around(active.strategy.unwrapped) if around else contextlib.nullcontext()
             with within:
-                return _observe(replay, active, loaded, window, logged, alone)
+                return observe_loaded(replay.session, active, loaded, window, logged, alone)
     raise AssertionError("a window has at least one step")
 
 
@@ -156,15 +157,16 @@ def logged_row(run: RunFolder, phase: str, step: int) -> dict[str, Any]:
     return next((row for row in rows if (row["phase"], row["step"]) == (phase, step)), {})
 
 
-def _observe(
-    replay: Replay,
+def observe_loaded(
+    session: Session,
     active: ActivePhase,
     loaded: LoadedStep,
     window: Window,
     logged: dict[str, Any],
     alone: bool,
 ) -> ObservedStep:
-    model, task = active.strategy.unwrapped, replay.session.task
+    """Train on a loaded step, the last of a window, and observe it. `logged`: what the run logged of it."""
+    model, task = active.strategy.unwrapped, session.task
     weights = {name: _figures(p) for name, p in model.named_parameters()}
     losses_alone = active.stepper.losses_alone(loaded) if alone else []
     recorder = ModuleRecorder(len(loaded.work.samples), task.rows_per_sample)
