@@ -127,6 +127,8 @@ class Communicator:
         self.position = "the start"
         """What this process is doing, for the watchdog's message."""
         self.moved_at = time.monotonic()
+        self.is_finishing = False
+        """Whether rank 0 exports the model while the others wait: a request to stop changes nothing then."""
 
     def mark_progress(self, position: str) -> None:
         """Tell the watchdog that this process makes progress, and what it is doing."""

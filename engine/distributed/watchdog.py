@@ -76,13 +76,15 @@ class Watchdog:
                 self.stop.request("the launcher that started it is gone")
             self._publish_position()
             idle_seconds = time.monotonic() - self.world.moved_at
-            limit = min(self.timeout, TIMEOUT_AFTER_SIGNAL_SECONDS) if self.stop.requested else self.timeout
-            if (
-                idle_seconds > limit + (WAITING_RANK_DELAY_SECONDS if self.world.waiting else 0)
-                and not self._stopped.is_set()
-            ):
+            if idle_seconds > self.limit() and not self._stopped.is_set():
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
                 self.end(self._reason(idle_seconds))
+
+    def limit(self) -> float:
+        """Seconds without progress after which this process is ended."""
+        stopping = self.stop.requested and not self.world.is_finishing
+        limit = min(self.timeout, TIMEOUT_AFTER_SIGNAL_SECONDS) if stopping else self.timeout
+        return limit + (WAITING_RANK_DELAY_SECONDS if self.world.waiting else 0)
 
     def _connection(self) -> Any:
         """The store, by a connection of this thread's own.

@@ -151,6 +151,7 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
     context.check_data()
     checked = context.checked_data()
     summary = context.summarize("done", "", held_out)
+    context.world.is_finishing = True
     if context.world.is_main:
         doing("writing final/")
         context.world.mark_progress("the export")

@@ -48,8 +48,26 @@ class Clocks:
 
 def watch(rank: int, store: Store, **doing: Any) -> Any:
     position = {"position": f"step {rank}", "waiting": "", "moved_at": 0.0, **doing}
-    world: Any = SimpleNamespace(rank=rank, size=3, store=lambda: store, **position)
+    world: Any = SimpleNamespace(rank=rank, size=3, store=lambda: store, is_finishing=False, **position)
     return Watchdog(world, SimpleNamespace(requested=False), 10.0, lambda _: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("requested", "finishing", "waiting", "limit"),
+    [
+        (False, False, "", 1800),
+        (True, False, "", 30),
+        (True, False, "a barrier", 32),
+        (True, True, "", 1800),
+        (True, True, "a barrier", 1802),
+    ],
+)
+def test_a_request_to_stop_does_not_end_an_export(
+    requested: bool, finishing: bool, waiting: str, limit: float
+) -> None:
+    world: Any = SimpleNamespace(moved_at=0.0, waiting=waiting, is_finishing=finishing)
+    stop: Any = SimpleNamespace(requested=requested)
+    assert Watchdog(world, stop, 1800, lambda _: None).limit() == limit
 
 
 def test_the_stuck_rank_is_named_whatever_the_clocks_say(monkeypatch: pytest.MonkeyPatch) -> None:
