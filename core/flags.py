@@ -316,10 +316,16 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 
 def nearest_hint(word: str, valid: Iterable[str]) -> str:
     """A hint naming the closest valid word; nothing where none is like it, as a wrong hint misleads."""
+    found = nearest(word, valid)
+    return f" (did you mean {found}?)" if found else ""
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """The closest valid word; empty where none is like it."""
     known = list(valid)
     close = difflib.get_close_matches(word, known, n=1, cutoff=LIKE)
     close = close or [name for name in known if _is_meant(word.lower(), name.lower())]
-    return f" (did you mean {close[0]}?)" if close else ""
+    return close[0] if close else ""
 
 
 LIKE = 0.75

@@ -47,8 +47,8 @@ class Verdict:
 class FolderTakenError(UserError):
     """The folder of a new run is another run's."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(f"{folder} exists and is another run's or not a run: choose --name or --out")
+    def __init__(self, folder: Path, why: str = "is another run's or not a run") -> None:
+        super().__init__(f"{folder} exists and {why}: choose --name or --out")
 
 
 class RunFolder:
@@ -217,7 +217,7 @@ class RunFolder:
         rows = newest_rows(self.metrics)
         name = next((row["exported"] for row in reversed(rows) if "exported" in row), None)
         if name is None:
-            raise UserError(f"{self.folder} is {self.status()}, not done: finish it with `resume` first")
+            raise UserError(f"{self.folder} is not done: {self.why_unfinished()}")
         checksums = self.checkpoints / name / "checksums.json"
         if not checksums.is_file():
             raise UserError(f"{self.folder} has no checkpoint {name} any more: its weights cannot be taken")
@@ -236,6 +236,12 @@ class RunFolder:
         """done, stopped, failed, or unfinished (killed, or still running)."""
         summary = self.summary()
         return str(summary.get("status")) if summary else "unfinished"
+
+    def why_unfinished(self) -> str:
+        """How a run without an export stands, and the way to one."""
+        if self.is_training():
+            return "it is still in training; wait for its end"
+        return f"it is {self.status()}; `resume {self.folder}` goes on with it"
 
     def status_or_none(self) -> str | None:
         """`status`; None where summary.json is damaged."""

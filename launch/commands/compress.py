@@ -55,8 +55,8 @@ def compress(words: Sequence[str]) -> int:
     for note in translated.notes:
         print(note, file=sys.stderr)
     runs: list[RunFolder] = []
-    for stage in STAGES:
-        print(f"compress: {stage}", file=sys.stderr)
+    for number, stage in enumerate(STAGES, start=1):
+        print(f"compress: stage {number} of {len(STAGES)}, {stage}", file=sys.stderr)
         source_flag = {"pruning": "teacher", "qat": "pruned"}.get(stage)
         source_options = {source_flag: str(runs[-1].folder)} if source_flag else {}
         stage_words = _to_words(stage, {**stage_flags[stage], **source_options})
@@ -66,8 +66,8 @@ def compress(words: Sequence[str]) -> int:
         if verdict.code != DONE:
             return verdict.code
         runs.append(run)
-        if len(runs) == 1 and (warning := chance_warning(run)):
-            print(warning, file=sys.stderr)
+        if stage == STAGES[0]:
+            refuse_chance(run)
         for kind in EXPORTS[stage]:
             if not (run.folder / "exports" / kind).is_dir():
                 export_form(run, kind)
@@ -91,17 +91,17 @@ def _goes_on_by_the_same_command() -> Iterator[None]:
         del os.environ[GO_ON_VARIABLE]
 
 
-def chance_warning(run: RunFolder) -> str:
-    """A line where a classifier is no better than its largest class: then there is nothing to keep."""
+def refuse_chance(run: RunFolder) -> None:
+    """Raise UserError where a classifier is no better than its largest class: there is nothing to keep."""
     summary = run.summary() or {}
     accuracy = summary.get("metrics", {}).get("accuracy")
     majority = run.facts.extra["majority"].get(summary.get("split"))
     if accuracy is None or majority is None or round(accuracy, 6) > majority:  # which has six digits
-        return ""
-    return (
-        f"compress: the classifier learnt nothing: its accuracy, {accuracy:.1%}, is not above that of always"
-        f" answering the largest class, {majority:.1%}: what follows compresses chance; give more --epochs,"
-        " another --lr or a pretrained --model"
+        return
+    raise UserError(
+        f"compress stopped: the classifier learnt nothing: its accuracy, {accuracy:.1%}, is not above that of"
+        f" always answering the largest class, {majority:.1%}; give more --epochs, another --lr or a"
+        f" pretrained --model (`auto --task pruning --teacher {run.folder}` prunes it all the same)"
     )
 
 

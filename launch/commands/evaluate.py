@@ -93,7 +93,5 @@ def require_capability(run: RunFolder, capability: type[T], command: str, refusa
     if not isinstance(task, capability):
         raise UserError(f"{command}: {run.folder} trained {run.recipe.task}, which {refusal}")
     if not run.final.is_dir():
-        raise UserError(
-            f"{run.folder} has no final/ yet: it is {run.status()}; `resume {run.folder}` goes on with it"
-        )
+        raise UserError(f"{run.folder} has no final/ yet: {run.why_unfinished()}")
     return task

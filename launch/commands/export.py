@@ -66,12 +66,13 @@ def _kinds(run: RunFolder, options: ExportOptions) -> tuple[str, ...]:
     task, _ = workload_of(run.recipe).make(run.recipe)
     if not isinstance(task, Exports):
         raise UserError(f"export: {run.recipe.task} has no other form than {run.final}")
-    if unknown := [kind for kind in options.to if kind not in task.exports]:
+    wanted = tuple(kind.replace("_", "-") for kind in options.to)
+    if unknown := [kind for kind in wanted if kind not in task.exports]:
         needs = ": `auto --task qat --pruned RUN` makes such a model" if unknown[0] == "onnx-int4" else ""
         raise UserError(
             f"--to {unknown[0]}: a {run.recipe.task} run exports {', '.join(task.exports)}{needs}"
         )
-    return options.to or task.exports
+    return wanted or task.exports
 
 
 def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
     from isobatch.launch.local.run_setup import locate_data
 
     if not run.final.is_dir():
-        raise UserError(f"{run.folder} has no final/ yet: it is {run.status()}")
+        raise UserError(f"{run.folder} has no final/ yet: {run.why_unfinished()}")
     locate_data(run, run.recipe, data_path)
     facts, (task, data) = run.facts, workload_of(run.recipe).make(run.recipe)
     assert isinstance(task, Exports), "the caller has asked"

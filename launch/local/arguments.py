@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
-from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest_hint
+from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.schedule import phase_schedules
@@ -28,6 +28,7 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.words.config_files import config_text, flags_of_files, join
 from isobatch.launch.local.words.foreign_words import our_name, translate, words_for
 from isobatch.launch.local.words.meanings import spelling
+from isobatch.launch.local.words.other_tools import SYNONYMS
 from isobatch.launch.local.words.sweeps import combinations
 
 if TYPE_CHECKING:
@@ -317,14 +318,25 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> dict[
 
 def _refuse_unknown(written: Mapping[str, str], known: Collection[str], where: str) -> None:
     """Raises UserError for unknown names. `written`: our name -> the name that the user wrote."""
-    for name, word in written.items():
-        if name not in known:
-            if f"no{name}" in known:  # Fire reads --noise without a value as "no ise"
-                raise UserError(f"{spelling('no' + name)}: needs a value")
-            hint = f" (it stands for {spelling(name)})"
-            if word == name:
-                hint = nearest_hint(spelling(word), map(spelling, sorted({*known, *words_for(known)})))
-            raise UserError(f"{spelling(word)}: {where} has no such flag{hint}")
+    unknown = {name: word for name, word in written.items() if name not in known}
+    if taken := next((name for name in unknown if f"no{name}" in known), None):
+        raise UserError(f"{spelling('no' + taken)}: needs a value")  # Fire reads --noise alone as "no ise"
+    said = [f"{spelling(word)}{_hint_of(name, word, known)}" for name, word in unknown.items()]
+    if len(said) == 1:
+        (name, word), *_ = unknown.items()
+        raise UserError(f"{spelling(word)}: {where} has no such flag{_hint_of(name, word, known)}")
+    if said:
+        raise UserError(f"{where} has none of these flags: {', '.join(said)}")
+
+
+def _hint_of(name: str, word: str, known: Collection[str]) -> str:
+    """What may be meant by an unknown flag; of a word of another tool, our own for it."""
+    if word != name:
+        return f" (it stands for {spelling(name)})"
+    meant = nearest(spelling(word), map(spelling, sorted({*known, *words_for(known)})))
+    ours = {spelling(theirs): spelling(own) for theirs, own in SYNONYMS.items() if own in known}
+    here = f", {ours[meant]} here" if meant in ours else ""
+    return f" (did you mean {meant}{here}?)" if meant else ""
 
 
 def _with_batch_scaling(

@@ -24,6 +24,7 @@ from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
 from isobatch.engine.task_files import task_file_problem
+from isobatch.launch.local.words.meanings import spelling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -136,7 +137,30 @@ def create_run(request: Request, facts: Facts) -> RunFolder:
             return RunFolder.create(folder, request.recipe, facts, request.run)
         except FolderTakenError:
             if request.run.name and find_run(request, facts) is None:
-                raise
+                raise FolderTakenError(folder, _why_other(folder, request.recipe, facts)) from None
+
+
+MOST_DIFFERENCES = 3
+"""Of two recipes that a line names."""
+
+
+def _why_other(folder: Path, recipe: Recipe, facts: Facts) -> str:
+    """In what the run in a folder differs from a recipe on this data."""
+    try:
+        run = RunFolder(folder)
+        theirs, ours = run.recipe.to_dict(), recipe.to_dict()
+        same_data = run.facts.fingerprint == facts.fingerprint
+    except (UserError, OSError):
+        return "is not a run"
+    differing = [name for name in ours if theirs.get(name) != ours[name]]
+    if not differing:
+        return "is a run of this recipe" if same_data else "is a run on other data"
+    shown = [f"{spelling(name)} {_shown(theirs.get(name))}, not {_shown(ours[name])}" for name in differing]
+    return f"is another run's, with {'; '.join(shown[:MOST_DIFFERENCES])}"
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(_shown, value)) if isinstance(value, list) else str(value)
 
 
 def plan_for_this_machine(

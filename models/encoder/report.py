@@ -138,7 +138,8 @@ class ClassifierReport(ModelComparison):
         others = [row for name, row in last.items() if name != first["run"]]
         if not others:
             return [_worth_alone(first)]
-        return [_worth_against(row, first, _like(row, rows)) for row in others]
+        useless = [_worth_alone(row) for row in (first, *others) if _is_chance(row)]
+        return [*useless, *(_worth_against(row, first, _like(row, rows)) for row in others)]
 
     def tables(self, row: ReportRow) -> list[ReportTable]:
         """Its classes with their confusion, and its worst errors."""
@@ -187,10 +188,17 @@ def _worth_alone(row: ReportRow) -> str:
     low, high = (100 * x for x in row["accuracy_ci95"])
     samples = np.array(row["confusion"]).sum(1)
     return (
-        f"{row['run']}: accuracy {100 * row['accuracy']:.1f} % ({low:.1f} to {high:.1f}) on"
-        f" {row['samples']:,} texts; always answering `{row['class_names'][samples.argmax()]}` would be right"
-        f" in {100 * samples.max() / samples.sum():.1f} %."
+        f"{row['run']}: {'no better than chance: ' if _is_chance(row) else ''}accuracy"
+        f" {100 * row['accuracy']:.1f} % ({low:.1f} to {high:.1f}) on {row['samples']:,} texts; always"
+        f" answering `{row['class_names'][samples.argmax()]}` would be right in"
+        f" {100 * samples.max() / samples.sum():.1f} %."
     )
+
+
+def _is_chance(row: ReportRow) -> bool:
+    """Whether a model is right no more often than the answer with the largest class."""
+    samples = np.array(row["confusion"]).sum(1)
+    return bool(row["accuracy"] <= samples.max() / samples.sum())
 
 
 def _worth_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:

@@ -140,6 +140,12 @@ def test_any_value_arrives_as_typed(value: str) -> None:
     ("words", "start", "hint"),
     [
         (["--epohs", "3"], "--epohs: auto --task causal-lm has no such flag", "(did you mean --epochs?)"),
+        (
+            ["--epohs", "3", "--learning-rat", "1", "--zzz", "1"],
+            "auto --task causal-lm has none of these flags: --epohs (did you mean --epochs?), --learning-rat"
+            " (did you mean --learning-rate, --lr here?)",
+            ", --zzz",
+        ),
         (["--learing-rate", "3"], "--learing-rate: ", "(did you mean --learning-rate?)"),
         (["--use-cache"], "--use-cache: ", ""),
         (["-l", "3"], "--l: ", ""),

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from isobatch.core.errors import STOPPED
+from isobatch.core.errors import STOPPED, UserError
 from isobatch.core.package import way_to_go_on
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import Verdict
-from isobatch.launch.commands.compress import chance_warning, compress, kept_line, small_gain
+from isobatch.launch.commands.compress import compress, kept_line, refuse_chance, small_gain
 from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
 
 
@@ -20,17 +21,16 @@ def run_of(metrics: dict[str, Any], granularity: str = "both") -> Any:
     summary = {"split": "valid", "parameters": 22_565_376, "metrics": metrics}
     facts = SimpleNamespace(extra={"majority": {"train": 0.6, "valid": 0.509174}})
     recipe = SimpleNamespace(options={"granularity": granularity})
-    return SimpleNamespace(summary=lambda: summary, facts=facts, recipe=recipe)
+    return SimpleNamespace(summary=lambda: summary, facts=facts, recipe=recipe, folder=Path("runs/a"))
 
 
 @pytest.mark.parametrize(
     ("accuracy", "warns"), [(0.885, False), (444 / 872, True), (445 / 872, False), (0.4, True)]
 )
 def test_a_classifier_no_better_than_its_largest_class_is_named(accuracy: float, warns: bool) -> None:
-    warning = chance_warning(run_of({"accuracy": accuracy}))
-    assert bool(warning) == warns
-    if warns:
-        assert f"{accuracy:.1%}, is not above that of always answering the largest class, 50.9%" in warning
+    said = f"{accuracy:.1%}, is not above that of always answering the largest class, 50.9%"
+    with pytest.raises(UserError, match=said) if warns else contextlib.nullcontext():
+        refuse_chance(run_of({"accuracy": accuracy}))
 
 
 def test_each_stage_says_what_it_kept() -> None:

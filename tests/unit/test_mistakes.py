@@ -67,7 +67,7 @@ MISTAKES = [
     (f"auto {CLF} --metric_for_best_model f1", "--load-best-model-at-end, or with --patience 3"),
     (f"auto {CLF} --max_train_samples 100", "--train-fraction 0.1 takes a share"),
     (f"auto {CLF} --max_eval_samples 100", "--eval-fraction 0.1 takes a share"),
-    (f"auto {CLF} --targt-column x", "did you mean --target-column?"),
+    (f"auto {CLF} --targt-column x", "did you mean --target-column, --label-column here?"),
     (f"auto {CLF} --pack on", "--pack"),
     ("auto --task pruning --pruning-ratio 2", "--sparsity 2: must be"),
     ("auto --task pruning --target-size 10MB", "the size follows from --sparsity 0.5"),

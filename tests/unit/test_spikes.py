@@ -161,9 +161,10 @@ def test_a_slow_disk_loses_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyP
         time.sleep(1.0 if "train-15" in str(path) else 0.0)
         write(buffer, path, size)
 
-    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="became nan at step 44"):
+    with monkeypatch.context() as patch:
         patch.setattr(HostBuffer, "write", first_slowly)
-        trained(tmp_path, "slow", nan_at=44)
+        with pytest.raises(TrainingError, match="became nan at step 44"):
+            trained(tmp_path, "slow", nan_at=44)
     with preserve_process_state():
         assert resume([str(tmp_path / "slow"), "--skip-step", "44", "--quiet"]) == 0
     run = RunFolder(tmp_path / "slow")
