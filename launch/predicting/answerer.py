@@ -70,6 +70,8 @@ class Answerer:
 
     predict: Predictor
     rows: RowReader
+    label_column: str | None = None
+    """Where training found the labels; None for the usual names."""
 
 
 def trained_task(run: RunFolder) -> Task:
@@ -106,7 +108,8 @@ def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer
         return Answerer(task.open_predictor(run.final, run.folder, "torch"), SequenceReader(column))
     refuse_unread(options, run, "form", "text_column", "pair_column")
     predictor = task.open_predictor(run.final, run.folder / "exports", options.form)
-    return Answerer(predictor, TextReader(text, pair, _reads_pairs(run)))
+    texts = TextReader(text, pair, _reads_pairs(run))
+    return Answerer(predictor, texts, run.recipe.options.get("label_column"))
 
 
 def refuse_unread(options: ModelOptions, run: RunFolder, *read: str) -> None:

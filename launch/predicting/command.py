@@ -15,6 +15,7 @@ from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import open_run
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.answerer import Answerer, ModelOptions, open_answerer, trained_task
+from isobatch.launch.predicting.labelled_rows import LabelledRows
 from isobatch.launch.predicting.onnx_file import open_onnx_answerer
 from isobatch.launch.predicting.rows import EmptyTextError
 from isobatch.models.protocols import Generates, OpensItemLists, Predicts
@@ -118,8 +119,8 @@ def _answer_texts(answerer: Answerer, texts: Sequence[str]) -> list[dict[str, An
 
 
 def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]:
-    """Rows without a text get an empty answer, and are counted at the end."""
-    done, empty = 0, []
+    """Rows without a text get an empty answer, and are counted at the end, as are right answers."""
+    done, empty, labelled = 0, [], LabelledRows(answerer.label_column)
     doing("predicting")
     for chunk in tables.in_chunks(tables.read_table(file)):
         samples: dict[int, Any] = {}
@@ -132,12 +133,16 @@ def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]
             raise empty[0]
         answers = dict(zip(samples, answerer.predict(list(samples.values())), strict=True))
         blank = _without_values(next(iter(answers.values())))
+        for place, answer in answers.items():
+            labelled.count(chunk[place][1], answer)
         done += len(chunk)
         doing(f"predicting: {done:,} rows done")
         yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
     if empty:
         first = str(empty[0]).removesuffix(": leave it out")
         print(f"{len(empty):,} rows have no text and no answer; the first: {first}", file=sys.stderr)
+    if line := labelled.line():
+        print(printable(line), file=sys.stderr)
 
 
 def _without_values(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def test_any_value_arrives_as_typed(value: str) -> None:
             " (did you mean --learning-rate, --lr here?)",
             ", --zzz",
         ),
-        (["--learing-rate", "3"], "--learing-rate: ", "(did you mean --learning-rate?)"),
+        (["--learing-rate", "3"], "--learing-rate: ", "(did you mean --learning-rate, --lr here?)"),
         (["--use-cache"], "--use-cache: ", ""),
         (["-l", "3"], "--l: ", ""),
         (["--options", "3"], "--options: ", ""),

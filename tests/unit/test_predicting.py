@@ -202,3 +202,21 @@ def test_a_batch_has_one_width_and_every_sample_is_in_one() -> None:
 
 def test_probabilities_of_large_logits() -> None:
     assert softmax(np.array([[1e4, 1e4, -1e4]], np.float32)).tolist() == [[0.5, 0.5, 0.0]]
+
+
+def test_rows_with_labels_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def predict(samples: Sequence[Any]) -> list[dict[str, Any]]:
+        return [{"prediction": text[0], "probabilities": {"0": 0.5, "1": 0.5}} for text in samples]
+
+    told = [("1 x", "1"), ("0 y", "0"), ("1 z", "0"), ("0 w", "0"), ("0 v", ""), ("0 u", "7")]
+    rows = [{"text": text, "sentiment": label} for text, label in told]
+    file = str(write(tmp_path / "rows.csv", rows))
+    list(answer_file(Answerer(predict, TextReader()), file))
+    said = capsys.readouterr().err.strip()
+    # F1 of "0": 2 right, 3 labelled, 2 answered; of "1": 1 right, 1 labelled, 2 answered.
+    assert said == (
+        "4 rows have a label in `sentiment`: accuracy 75.0 % (30.1 to 95.4), macro F1 0.733;"
+        " the model does not know the labels of 1 more"
+    )
+    list(answer_file(Answerer(predict, TextReader(), "another"), file))
+    assert capsys.readouterr().err == ""
