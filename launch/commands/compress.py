@@ -34,6 +34,8 @@ ONLY_FIRST = ("model", "tokenizer", "revision", "preset")
 """Flags of the first stage's initial model; each later stage starts from the model of the one before."""
 EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}
 
+LEAST_TO_JUDGE = 30
+"""Held-out rows: fewer cannot tell a classifier from chance."""
 SMALL_GAIN = 0.05
 """Share of the parameters: pruning that removes no more is seldom felt."""
 REMOVABLE = {"both": "their weights", "heads": "the heads", "neurons": "the neurons"}
@@ -94,8 +96,10 @@ def _goes_on_by_the_same_command() -> Iterator[None]:
 def refuse_chance(run: RunFolder) -> None:
     """Raise UserError where a classifier is no better than its largest class: there is nothing to keep."""
     summary = run.summary() or {}
-    accuracy = summary.get("metrics", {}).get("accuracy")
-    majority = run.facts.extra["majority"].get(summary.get("split"))
+    accuracy, split = summary.get("metrics", {}).get("accuracy"), summary.get("split")
+    majority = run.facts.extra["majority"].get(split)
+    if split is None or run.facts.samples[split] < LEAST_TO_JUDGE:
+        return
     if accuracy is None or majority is None or round(accuracy, 6) > majority:  # which has six digits
         return
     raise UserError(

@@ -17,9 +17,11 @@ from isobatch.launch.commands.compress import compress, kept_line, refuse_chance
 from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
 
 
-def run_of(metrics: dict[str, Any], granularity: str = "both") -> Any:
+def run_of(metrics: dict[str, Any], granularity: str = "both", valid: int = 872) -> Any:
     summary = {"split": "valid", "parameters": 22_565_376, "metrics": metrics}
-    facts = SimpleNamespace(extra={"majority": {"train": 0.6, "valid": 0.509174}})
+    facts = SimpleNamespace(
+        extra={"majority": {"train": 0.6, "valid": 0.509174}}, samples={"train": 9000, "valid": valid}
+    )
     recipe = SimpleNamespace(options={"granularity": granularity})
     return SimpleNamespace(summary=lambda: summary, facts=facts, recipe=recipe, folder=Path("runs/a"))
 
@@ -31,6 +33,7 @@ def test_a_classifier_no_better_than_its_largest_class_is_named(accuracy: float,
     said = f"{accuracy:.1%}, is not above that of always answering the largest class, 50.9%"
     with pytest.raises(UserError, match=said) if warns else contextlib.nullcontext():
         refuse_chance(run_of({"accuracy": accuracy}))
+    refuse_chance(run_of({"accuracy": accuracy}, valid=29))
 
 
 def test_each_stage_says_what_it_kept() -> None:
