@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.flags import build_options, flags_of
 from isobatch.engine.loading.prepare import cache_folder
 from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.machine.history import machine_record
@@ -14,7 +15,8 @@ from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.explanations import fixed_loader_settings
 from isobatch.engine.planning.planner import batch_size_frontier
 from isobatch.engine.planning.reading import reading_alternatives
-from isobatch.launch.local.arguments import Request, parse_request
+from isobatch.engine.registry import CHAINS
+from isobatch.launch.local.arguments import Request, parse_request, task_name
 from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.compare import compare_targets
 from isobatch.launch.planning.critical_batch import print_critical_batch, run_of_critical_batch
@@ -30,9 +32,12 @@ from isobatch.launch.planning.targets import (
     say,
     target_of,
 )
+from isobatch.launch.sweeps.chain import parse_chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from isobatch.launch.sweeps.chain import Chain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,20 +52,53 @@ def plan(words: Sequence[str]) -> int:
     """Usage: plan --task TASK [--hardware 8xh100 | --compare A,B] [--price P] [--deadline 6h] [--json]"""
     if (place := run_of_critical_batch(words)) is not None:
         return print_critical_batch(place, words)
+    if (chain := task_name(words)) in CHAINS:
+        of_one_task = {"compare", "critical_batch"}
+        found = parse_chain(chain, words, flags_of(PlanCommandOptions, "plan").keys() - of_one_task)
+        return plan_stages(found, build_options(PlanCommandOptions, found.own, "plan"))
     request = parse_request(words, "plan", PlanCommandOptions)
     return show_plan(request, PlanCommandOptions(**request.extra), words)
 
 
 def show_plan(request: Request, options: PlanCommandOptions, words: Sequence[str] = ()) -> int:
     """Print the plan of a request. `words`: those typed, from which --compare makes its variants."""
+    if options.compare:
+        return _compare(request, options, words)
+    result, text = plan_of(request, options)
+    print(atomic_files.json_text(result, ensure_ascii=False) if options.json else text)
+    return 0
+
+
+def plan_stages(chain: Chain, options: PlanCommandOptions) -> int:
+    """Print the plan of every stage, each with the first stage's model: none has trained yet."""
+    found = {}
+    for number, stage in enumerate(chain.stages, start=1):
+        request = parse_request(chain.words(stage, chain.start), "plan", PlanCommandOptions)
+        found[stage], text = plan_of(request, options)
+        if not options.json:
+            between = "\n" if number > 1 else ""
+            print(f"{between}stage {number} of {len(chain.stages)}, {stage}:\n\n{text}")
+    if options.json:
+        print(atomic_files.json_text({"stages": found}, ensure_ascii=False))
+    return 0
+
+
+def _compare(request: Request, options: PlanCommandOptions, words: Sequence[str]) -> int:
+    parse_machine(options.hardware or HERE, "--hardware")
+    if request.automatic_scale:
+        raise UserError("--scale-batch auto: finds the scale for one machine; leave out --compare")
+    print_notes(request)
+    return compare_targets(
+        words, request, options, parse_prices(options.price), parse_deadline(options.deadline)
+    )
+
+
+def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, Any], str]:
+    """The plan of a request, as JSON and as text. Raises UserError where there is none."""
     prices, deadline = parse_prices(options.price), parse_deadline(options.deadline)
     machine = parse_machine(options.hardware or HERE, "--hardware")
-    if request.automatic_scale and options.compare:
-        raise UserError("--scale-batch auto: finds the scale for one machine; leave out --compare")
     request = with_automatic_scale(request, machine)
     print_notes(request)
-    if options.compare:
-        return compare_targets(words, request, options, prices, deadline)
     target = target_of(request, options, machine)
     found = estimate(target, prices)
     if found.plan is None or (model_size := found.model_size) is None:
@@ -88,11 +126,7 @@ def show_plan(request: Request, options: PlanCommandOptions, words: Sequence[str
         "reading": reading,
         "loader": {name: {"value": value, "reason": reason} for name, (value, reason) in loader.items()},
     }
-    if options.json:
-        print(atomic_files.json_text(result, ensure_ascii=False))
-    else:
-        print(format_plan(found, idle, deadline, frontier, alternatives, reading))
-    return 0
+    return result, format_plan(found, idle, deadline, frontier, alternatives, reading)
 
 
 def prepare(words: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,9 @@ from isobatch.core.errors import STOPPED, UserError
 from isobatch.core.package import way_to_go_on
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import Verdict
+from isobatch.launch.commands.auto import auto
 from isobatch.launch.commands.compress import compress, kept_line, refuse_chance, small_gain
+from isobatch.launch.commands.plan import plan
 from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
 
 
@@ -107,3 +110,22 @@ def test_fast_mode_removes_what_was_measured_to_cost_nothing() -> None:
     recipe, notes = workload("pruning").complete({"mode": "fast"})
     assert recipe.options["sparsity"] == FREE_FAST_SPARSITY == 0.2
     assert "sparsity 0.2" in notes[-1]
+
+
+def test_the_plan_of_a_chain_is_that_of_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(["--task", "compress", "--hardware", "cpu:2x24gb", "--steps", "3,4,5", "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert {name: stage["recipe"]["steps"] for name, stage in stages.items()} == {
+        "classifier": [3],
+        "pruning": [4],
+        "qat": [5],
+    }
+    assert auto(["--task", "compress", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("stage ")] == [
+        "stage 1 of 3, classifier:",
+        "stage 2 of 3, pruning:",
+        "stage 3 of 3, qat:",
+    ]
+    with pytest.raises(UserError, match="--compare: no stage of compress has such a flag"):
+        plan(["--task", "compress", "--compare", "full,fast"])
