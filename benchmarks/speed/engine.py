@@ -27,7 +27,7 @@ from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import length_quantiles
 from isobatch.engine.loading.loader import micro_batch_budget
-from isobatch.engine.loading.microbatching import make_micro_batches, padding_fraction
+from isobatch.engine.loading.microbatching import cut_batch
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.loading.sampler import Sampler, make_sampler
 from isobatch.engine.machine.detect import detect
@@ -113,7 +113,7 @@ def padding(machine: str, model: str) -> list[Row]:
         order = Sampler(len(lengths), batch, 0)
         drawn = [lengths[order.batch(step)] for step in range(100)]
         whole = [1 - some.mean() / some.max() for some in drawn]
-        ours = [padding_fraction(some, make_micro_batches(some, 1, budget)) for some in drawn]
+        ours = [cut_batch(some, 1, budget).padding(some) for some in drawn]
         rows.append(
             {
                 "plan for": machine,

@@ -13,7 +13,7 @@ from isobatch.data.base import Data, Source
 from isobatch.engine.forensics.counted_steps import counted_steps
 from isobatch.engine.loading.inverse_order import steps_with
 from isobatch.engine.loading.loader import training_budget
-from isobatch.engine.loading.microbatching import make_micro_batches
+from isobatch.engine.loading.microbatching import cut_batch
 from isobatch.engine.loading.sampler import Sampler, make_sampler
 from isobatch.engine.optimization.left_out import LeftOut, left_out_steps
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
@@ -86,11 +86,11 @@ class RunOrder:
         if self.source is None or self.plan is None:
             return samples, None
         lengths = self.source.lengths(samples)
-        ranks = make_micro_batches(lengths, self.plan.processes, training_budget(self.plan), self.cohort)
+        cut = cut_batch(lengths, self.plan.processes, training_budget(self.plan), self.cohort)
         found = {
             position: Place(rank, number)
-            for rank, micro_batches in enumerate(ranks)
-            for number, micro in enumerate(micro_batches, 1)
+            for rank in range(self.plan.processes)
+            for number, micro in enumerate(cut.of_rank(rank), 1)
             for position in micro.positions.tolist()
         }
         return samples, [found[position] for position in range(len(samples))]

@@ -18,9 +18,7 @@ from isobatch.engine.loading.device_copies import to_tensors
 from isobatch.engine.loading.microbatching import (
     MicroBatch,
     MicroBatchBudget,
-    dummy_micro_batch,
-    make_micro_batches,
-    padding_fraction,
+    cut_batch,
 )
 
 if TYPE_CHECKING:
@@ -103,14 +101,12 @@ class BatchLoader:
         """Divide global batch `step` into micro-batches; all ranks compute the same and take their own."""
         samples = self.order(step)
         lengths = self.source.lengths(samples)
-        ranks = make_micro_batches(lengths, self.plan.processes, self.budget, self.cohort)
-        own = ranks[self.rank]
-        if self.equal_counts:
-            own = own + [dummy_micro_batch(self.budget)] * (max(map(len, ranks)) - len(own))
+        cut = cut_batch(lengths, self.plan.processes, self.budget, self.cohort)
+        own = cut.of_rank(self.rank, at_least=cut.most if self.equal_counts else 1)
         weights = {"sample": float(len(samples)), "cohort": float(-(-len(samples) // self.cohort))}
         weights |= {unit: float(w[samples].sum(dtype=np.float64)) for unit, w in self.source.weights.items()}
         tokens = int(lengths.sum())
-        padding = 0.0 if self.plan.pack else padding_fraction(lengths, ranks)
+        padding = 0.0 if self.plan.pack else cut.padding(lengths)
         token_length = float(np.square(lengths, dtype=np.float64).sum()) / max(1, tokens)
         return StepWork(step, samples, weights, tokens, own, padding, token_length)
 

@@ -1,6 +1,7 @@
 """Divide a global batch into micro-batches of the plan's size and assign them to ranks.
 
-Only speed depends on how. The size is the planner's (engine/planning/parallel_layout.py).
+Only speed depends on how. The size is the planner's (engine/planning/parallel_layout.py). Every rank computes
+the same cut, and takes its own part: no step may cost more because there are more ranks.
 """
 
 from __future__ import annotations
@@ -26,20 +27,19 @@ class MicroBatchBudget:
     packed: bool = False
     """Samples are packed end to end: padding costs nothing and does not count."""
 
-    def width(self, length: int) -> int:
-        """A length rounded up to the pad multiple."""
-        return -(-max(1, int(length)) // self.pad_multiple) * self.pad_multiple
+    def widths(self, lengths: np.ndarray) -> np.ndarray:
+        """Lengths rounded up to the pad multiple."""
+        return -(-np.maximum(1, lengths) // self.pad_multiple) * self.pad_multiple
 
-    def cost(self, rows: int, length: int) -> float:
-        """Cost, in tokens, of a micro-batch of padded rows of this length."""
-        width = self.width(length)
-        return self.fixed_cost + rows * (width + self.square_cost * width * width)
+    def row_costs(self, widths: np.ndarray) -> np.ndarray:
+        """Cost, in tokens, of one row of each width, without the fixed cost."""
+        return widths + self.square_cost * np.square(widths, dtype=np.float64)
 
-    def rows(self, length: int, max_cost: float = float("inf")) -> int:
-        """Largest number of rows of this length within the budget and `max_cost`; at least one."""
-        width = self.width(length)
-        by_cost = (max_cost - self.fixed_cost) / (width + self.square_cost * width * width)
-        return max(1, int(min(self.samples, self.tokens // width, by_cost)))
+    def rows(self, widths: np.ndarray, max_cost: float = np.inf) -> np.ndarray:
+        """Largest number of rows of each width within the budget and `max_cost`; at least one."""
+        by_cost = np.maximum(0.0, (max_cost - self.fixed_cost) / self.row_costs(widths))
+        most = np.minimum(self.samples, self.tokens // widths)
+        return np.maximum(1, np.minimum(most, by_cost).astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,138 +53,220 @@ class MicroBatch:
     cost: float
 
 
-def make_micro_batches(
-    lengths: np.ndarray, world: int, budget: MicroBatchBudget, cohort: int = 1
-) -> list[list[MicroBatch]]:
-    """Micro-batches of every rank, chosen so that the slowest rank is as fast as possible.
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchCut:
+    """A global batch of N samples in micro-batches, each with a rank. S: their number."""
 
-    `lengths` (N,): of the samples of the global batch. Samples are sorted by length, so that a micro-batch
-    has little padding; the number of micro-batches is chosen by cost. A rank without samples gets a dummy.
+    budget: MicroBatchBudget
+    order: np.ndarray
+    """The numbers of all cohorts, those of a micro-batch side by side."""
+    samples: int
+    """N."""
+    cohort: int
+    starts: np.ndarray
+    """(S,) place in `order` of the first cohort of each micro-batch, which ends where the next begins."""
+    widths: np.ndarray
+    """(S,)"""
+    costs: np.ndarray
+    """(S,)"""
+    ranks: np.ndarray
+    """(S,) the rank of each."""
+
+    def of_rank(self, rank: int, at_least: int = 1) -> list[MicroBatch]:
+        """A rank's micro-batches, the costliest first; dummies where it has fewer than `at_least`."""
+        own = np.flatnonzero(self.ranks == rank)
+        own = own[np.argsort(-self.costs[own], kind="stable")]
+        found = [
+            MicroBatch(self._positions(int(place)), int(self.widths[place]), float(self.costs[place]))
+            for place in own
+        ]
+        return found + [self._dummy()] * (at_least - len(found))
+
+    @property
+    def most(self) -> int:
+        """The largest number of micro-batches of a rank."""
+        return int(np.bincount(self.ranks).max())
+
+    def padding(self, lengths: np.ndarray) -> float:
+        """Share of padding in the padded tokens of all micro-batches; `lengths` (N,) as they were cut."""
+        rows = np.diff(self.starts, append=len(self.order)) * self.cohort
+        last = int(np.flatnonzero(self.order == len(self.order) - 1)[0])  # the last cohort may be short
+        rows[np.searchsorted(self.starts, last, "right") - 1] -= len(self.order) * self.cohort - self.samples
+        return 1 - float(lengths.sum()) / float(rows @ self.widths)
+
+    def _positions(self, place: int) -> np.ndarray:
+        stop = self.starts[place + 1] if place + 1 < len(self.starts) else len(self.order)
+        cohorts = self.order[self.starts[place] : stop]
+        if self.cohort == 1:
+            return cohorts
+        positions = (cohorts[:, None] * self.cohort + np.arange(self.cohort)).reshape(-1)
+        return positions[positions < self.samples]
+
+    def _dummy(self) -> MicroBatch:
+        """For a rank that must take part in the others' collectives."""
+        return MicroBatch(np.empty(0, np.int64), int(self.budget.widths(np.array(1))), 0.0)
+
+
+def cut_batch(lengths: np.ndarray, world: int, budget: MicroBatchBudget, cohort: int = 1) -> BatchCut:
+    """Cut a global batch so that the slowest rank is as fast as possible.
+
+    `lengths` (N,): of the samples of the global batch. Their order decides nothing but between equals.
     """
-    cohorts = -(-len(lengths) // cohort)
-    longest = (
-        np.array([lengths[c * cohort : (c + 1) * cohort].max() for c in range(cohorts)])
-        if cohort > 1
-        else lengths
-    )
-    order = np.argsort(-longest, kind="stable")
-    packer = _SegmentPacker(longest[order], cohort, budget)
-    best = min((assign_to_ranks(packer.pack(k), world) for k in packer.counts(world)), key=_slowest_rank)
-    return [_to_micro_batches(rank, order, len(lengths), cohort, budget) for rank in best]
+    longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), cohort)) if cohort > 1 else lengths
+    order = _longest_first(longest)
+    divide = _divide_packed if budget.packed else _divide_padded
+    order, starts, costs, ranks = divide(longest[order], order, world, budget, cohort)
+    widths = budget.widths(np.maximum.reduceat(longest[order], starts))
+    return BatchCut(budget, order, len(lengths), cohort, starts, widths, costs, ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """Consecutive cohorts, start..stop-1 of the sorted list, that make one micro-batch."""
-
-    start: int
-    stop: int
-    cost: float
-    length: int
-    """Of its longest sample."""
+def _longest_first(lengths: np.ndarray) -> np.ndarray:
+    """Places of the lengths in descending order; equal ones as they come."""
+    below = lengths.max() - lengths
+    return np.argsort(below.astype(np.uint16) if below.max() < 2**16 else below, kind="stable")  # by radix
 
 
-class _SegmentPacker:
-    """Divides cohorts, sorted by descending length, into consecutive segments."""
+Division = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Order of cohorts (C,); start, cost and rank of each micro-batch (S,)."""
 
-    def __init__(self, lengths: np.ndarray, cohort: int, budget: MicroBatchBudget) -> None:
-        self.lengths, self.cohort, self.budget = lengths, cohort, budget
-        each = cohort * lengths.astype(np.float64)
-        self.tokens = np.append(0.0, np.cumsum(each))
-        """Tokens in all cohorts before each."""
-        self.costs = np.append(0.0, np.cumsum(each + budget.square_cost * each * lengths))
 
-    def counts(self, world: int) -> list[int]:
-        """Numbers of segments to try: the fewest that fit, then more, which have less padding."""
-        fewest = len(self._greedy(float("inf")))
-        if self.lengths[0] == self.lengths[-1]:
-            return [-(-fewest // world) * world]
-        rounds = -(-fewest // world)
-        return sorted(
-            {world * r for r in (rounds, rounds + 1, rounds + 2, 2 * rounds, 3 * rounds, 4 * rounds)}
-        )
+def _divide_packed(
+    lengths: np.ndarray, order: np.ndarray, world: int, budget: MicroBatchBudget, cohort: int
+) -> Division:
+    """The fewest micro-batches that fit, of equal cost: long and short rows lie end to end."""
+    tokens = cohort * lengths.astype(np.float64)
+    costs = tokens + budget.square_cost * tokens * lengths
+    fewest = max(tokens.sum() / budget.tokens, len(order) * cohort / budget.samples)
+    number = world * max(1, int(np.ceil(fewest / world)))
+    while True:
+        bins, _ = deal(costs, number)
+        rows = np.bincount(bins, minlength=number)
+        fits = np.bincount(bins, tokens, number) <= budget.tokens
+        if ((fits & (rows * cohort <= budget.samples)) | (rows <= 1)).all():
+            break
+        number += world
+    by_bin, starts = np.argsort(bins, kind="stable"), np.cumsum(rows[rows > 0]) - rows[rows > 0]
+    of_bins = budget.fixed_cost + np.bincount(bins, costs, number)[rows > 0]
+    return order[by_bin], starts, of_bins, deal(of_bins, world)[0]
 
-    def pack(self, segments: int) -> list[_Segment]:
-        """About `segments` segments at most, minimising the largest cost of one by bisection."""
-        greedy = self._greedy(float("inf"))
-        low, high = 0.0, max(s.cost for s in greedy)
-        best = greedy
-        for _ in range(16):
+
+def _divide_padded(
+    lengths: np.ndarray, order: np.ndarray, world: int, budget: MicroBatchBudget, cohort: int
+) -> Division:
+    """Consecutive rows of like length; their number is chosen by the cost of the slowest rank."""
+    divider = _PaddedRows(lengths, budget, cohort)
+    best: tuple[float, Division] | None = None
+    for number in divider.numbers(world):
+        starts = divider.divide(number)
+        costs = divider.costs_of(starts)
+        ranks, slowest = deal(costs, world)
+        if best is None or slowest < best[0]:
+            best = slowest, (order, starts, costs, ranks)
+        if slowest <= GOOD * divider.least / world:
+            break
+    assert best is not None
+    return best[1]
+
+
+GOOD = 1.01
+"""A cut that costs so many times the least possible is taken."""
+PRECISION = 0.003
+"""To which the largest cost of a micro-batch is minimised."""
+
+
+class _PaddedRows:
+    """Cohorts, sorted by descending length, that are divided into micro-batches of consecutive ones.
+
+    Works on runs of one width, of which there are few, however large the batch is.
+    """
+
+    def __init__(self, lengths: np.ndarray, budget: MicroBatchBudget, cohort: int) -> None:
+        self.budget, self.cohort, self.count = budget, cohort, len(lengths)
+        self.widths = budget.widths(lengths)
+        changes = np.flatnonzero(np.diff(self.widths)) + 1
+        self.ends: list[int] = [*changes.tolist(), self.count]
+        """Where each run ends."""
+        self.run_widths = self.widths[np.array([0, *changes])]
+        costs = cohort * budget.row_costs(self.run_widths)
+        self.dearest = budget.fixed_cost + float(costs[0])
+        """Of the micro-batches of one cohort."""
+        self.ceiling = budget.fixed_cost + float((costs * self._cohorts(np.inf)).max())
+        """The largest cost that a micro-batch within the budget may have."""
+        self.least = budget.fixed_cost + float(np.diff([0, *self.ends]) @ costs)
+        """Cost of all rows in one micro-batch without padding."""
+
+    def numbers(self, world: int) -> list[int]:
+        """Numbers of micro-batches to try: the fewest that fit, then more, which have less padding."""
+        rounds = -(-self._number(np.inf) // world)
+        more = () if len(self.ends) == 1 else (rounds + 1, rounds + 2, 2 * rounds, 3 * rounds, 4 * rounds)
+        return [world * r for r in sorted({rounds, *more})]
+
+    def divide(self, number: int) -> np.ndarray:
+        """Starts of at most `number` micro-batches, minimising the largest cost of one by bisection; of
+        those that fit where that takes more.
+        """
+        if len(self.ends) == 1:  # rows of one width are dealt evenly
+            return np.arange(min(number, self.count)) * self.count // min(number, self.count)
+        fixed = self.budget.fixed_cost
+        low = max(self.dearest, fixed + (self.least - fixed) / number)
+        high = low
+        while self._number(high, number) > number:
+            if high > self.ceiling:
+                return np.array(self._starts(np.inf))
+            low, high = high, GROWTH * high
+        while high - low > PRECISION * low:
             middle = (low + high) / 2
-            tried = self._greedy(middle, limit=segments)
-            if len(tried) > segments:
-                low = middle
-            else:
-                best, high = tried, middle
-        return best
+            low, high = (middle, high) if self._number(middle, number) > number else (low, middle)
+        return np.array(self._starts(high))
 
-    def _greedy(self, max_cost: float, limit: int | None = None) -> list[_Segment]:
-        segments: list[_Segment] = []
-        start = 0
-        while start < len(self.lengths):
-            length = int(self.lengths[start])
-            stop = min(len(self.lengths), start + self._num_cohorts(start, max_cost))
-            segments.append(_Segment(start, stop, self._cost(start, stop), length))
-            if limit is not None and len(segments) > limit:
-                break
-            start = stop
-        return segments
+    def costs_of(self, starts: np.ndarray) -> np.ndarray:
+        """(S,)"""
+        rows = np.diff(starts, append=self.count) * self.cohort
+        return self.budget.fixed_cost + rows * self.budget.row_costs(self.widths[starts])
 
-    def _num_cohorts(self, start: int, max_cost: float) -> int:
-        """Number of cohorts from `start` on in a segment that costs at most `max_cost`; at least one."""
-        budget = self.budget
-        if not budget.packed:
-            return max(1, budget.rows(int(self.lengths[start]), max_cost) // self.cohort)
-        by_tokens = np.searchsorted(self.tokens, self.tokens[start] + budget.tokens, "right") - 1
-        by_cost = np.searchsorted(self.costs, self.costs[start] + max_cost - budget.fixed_cost, "right") - 1
-        return max(1, min(int(by_tokens), int(by_cost), start + budget.samples // self.cohort) - start)
+    def _cohorts(self, max_cost: float) -> np.ndarray:
+        """Cohorts of a micro-batch that begins in each run."""
+        return np.maximum(1, self.budget.rows(self.run_widths, max_cost) // self.cohort)
 
-    def _cost(self, start: int, stop: int) -> float:
-        if self.budget.packed:
-            return self.budget.fixed_cost + float(self.costs[stop] - self.costs[start])
-        return self.budget.cost((stop - start) * self.cohort, int(self.lengths[start]))
+    def _number(self, max_cost: float, limit: float = np.inf) -> int:
+        """How many micro-batches of at most this cost there are; counts no further than above `limit`."""
+        place = number = 0
+        for end, cohorts in zip(self.ends, self._cohorts(max_cost).tolist(), strict=True):
+            if place < end:
+                more = -(-(end - place) // cohorts)
+                number += more
+                place += more * cohorts
+                if number > limit:
+                    break
+        return number
 
-
-def assign_to_ranks(segments: list[_Segment], world: int) -> list[list[_Segment]]:
-    """Assign segments to ranks, the costliest first, each to the least loaded rank (Graham 1969)."""
-    ranks: list[list[_Segment]] = [[] for _ in range(world)]
-    loads = [0.0] * world
-    for segment in sorted(segments, key=lambda s: -s.cost):
-        rank = loads.index(min(loads))
-        ranks[rank].append(segment)
-        loads[rank] += segment.cost
-    return ranks
+    def _starts(self, max_cost: float) -> list[int]:
+        place, starts = 0, list[int]()
+        for end, cohorts in zip(self.ends, self._cohorts(max_cost).tolist(), strict=True):
+            if place < end:
+                starts.extend(range(place, end, cohorts))
+                place = starts[-1] + cohorts
+        return starts
 
 
-def _slowest_rank(ranks: list[list[_Segment]]) -> float:
-    return max(sum(s.cost for s in rank) for rank in ranks)
+GROWTH = 1.2
+"""From one guess of the largest cost to the next, until one suffices."""
 
 
-def dummy_micro_batch(budget: MicroBatchBudget) -> MicroBatch:
-    """A micro-batch without samples, for a rank that must take part in the others' collectives."""
-    return MicroBatch(np.empty(0, np.int64), budget.width(1), 0.0)
-
-
-def _to_micro_batches(
-    rank: list[_Segment], order: np.ndarray, count: int, cohort: int, budget: MicroBatchBudget
-) -> list[MicroBatch]:
-    if not rank:
-        return [dummy_micro_batch(budget)]
-    return [
-        MicroBatch(_positions_of(order[s.start : s.stop], count, cohort), budget.width(s.length), s.cost)
-        for s in rank
-    ]
-
-
-def _positions_of(cohorts: np.ndarray, count: int, cohort: int) -> np.ndarray:
-    """Positions of the samples of these cohorts; the last cohort of a batch of `count` may be short."""
-    if cohort == 1:
-        return cohorts
-    positions = (cohorts[:, None] * cohort + np.arange(cohort)).reshape(-1)
-    return positions[positions < count]
-
-
-def padding_fraction(lengths: np.ndarray, ranks: list[list[MicroBatch]]) -> float:
-    """Share of padding in the padded tokens of all micro-batches; `lengths`: of all their samples."""
-    slots = sum(m.width * len(m.positions) for rank in ranks for m in rank)
-    return 1 - float(lengths.sum()) / slots if slots else 0.0
+def deal(costs: np.ndarray, world: int) -> tuple[np.ndarray, float]:
+    """(rank of each micro-batch, cost of the slowest rank): the costliest first, each to the least loaded
+    rank (Graham 1969). As many are dealt at once as that rule deals to different ranks.
+    """
+    order, loads = np.argsort(-costs, kind="stable"), np.zeros(world)
+    ranks, done = np.zeros(len(costs), np.int64), 0
+    if world == 1:
+        return ranks, float(costs.sum())
+    while done < len(costs):
+        least = np.argsort(loads, kind="stable")[: len(costs) - done]
+        next_costs = costs[order[done : done + len(least)]]
+        after = np.minimum.accumulate(loads[least] + next_costs)
+        count = 1 + int(np.argmin(np.append(loads[least][1:] <= after[:-1], False)))
+        ranks[order[done : done + count]] = least[:count]
+        loads[least[:count]] += next_costs[:count]
+        done += count
+    return ranks, float(loads.max())

@@ -16,7 +16,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Precision
 from isobatch.core.recipe import Recipe
-from isobatch.engine.loading.microbatching import MicroBatchBudget, make_micro_batches, padding_fraction
+from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.machine.history import MachineRecord
 from isobatch.engine.planning import calibration
@@ -191,7 +191,7 @@ def compute_seconds(
     per_token, budget = token_seconds(case, choices), _budget(case, choices, samples, tokens)
     times = [
         m.cost * per_token
-        for m in make_micro_batches(np.array(typical_batch_lengths(case.facts, drawn)), 1, budget)[0]
+        for m in cut_batch(np.array(typical_batch_lengths(case.facts, drawn)), 1, budget).of_rank(0)
     ]
     scale = share / drawn
     return sum(times) * scale, sum(times) / len(times), len(times) * scale
@@ -206,14 +206,14 @@ def largest_micro_batch(case: PlanningCase, choices: ExecutionChoices, samples: 
     lengths = np.array(typical_batch_lengths(case.facts, share))
     fixed = NEAR_A_BORDER * fixed_tokens(case, choices)
     budget = MicroBatchBudget(samples, tokens, fixed, 0.0, case.pad_multiple)
-    micro_batches = make_micro_batches(lengths, 1, budget)[0]
+    micro_batches = cut_batch(lengths, 1, budget).of_rank(0)
     return max(m.width * len(m.positions) for m in micro_batches)
 
 
 def expected_padding(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> float:
     """Share of padding in the micro-batches of a typical batch on one process."""
     lengths = np.array(typical_batch_lengths(case.facts, min(case.recipe.batch_size, MOST_SAMPLES)))
-    return padding_fraction(lengths, make_micro_batches(lengths, 1, _budget(case, choices, samples, tokens)))
+    return cut_batch(lengths, 1, _budget(case, choices, samples, tokens)).padding(lengths)
 
 
 def _budget(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> MicroBatchBudget:

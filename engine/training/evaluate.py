@@ -14,7 +14,7 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.terminal.status import doing
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
-from isobatch.engine.loading.microbatching import dummy_micro_batch, make_micro_batches
+from isobatch.engine.loading.microbatching import cut_batch
 from isobatch.engine.loading.permutation import shuffle
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.base import Rows, StepContext, Sum, Task
@@ -114,9 +114,8 @@ def _batches(
     span = _round_up(max(1, budget.samples * world.size * _BATCHES_AHEAD), cohort)
     for start in range(0, len(chosen), span):
         samples = chosen[start : start + span]
-        ranks = make_micro_batches(source.lengths(samples), world.size, budget, cohort)
-        most = max(map(len, ranks)) if equal_counts else 0
-        for micro in ranks[world.rank] + [dummy_micro_batch(budget)] * (most - len(ranks[world.rank])):
+        cut = cut_batch(source.lengths(samples), world.size, budget, cohort)
+        for micro in cut.of_rank(world.rank, at_least=cut.most if equal_counts else 1):
             counts = len(micro.positions) > 0
             if counts or equal_counts:
                 numbers = samples[micro.positions] if counts else samples[:1]

@@ -86,9 +86,9 @@ def _run_largest(session: Session, phase: str) -> None:
     source, model, device = session.splits["train"], session.model, session.world.device
     budget = micro_batch_budget(session.plan)
     longest = longest_samples(source, session.recipe.batch_size)
-    length = int(source.lengths(longest[:1])[0])
-    samples = longest[: budget.rows(length)]
-    batch = to_device(to_tensors(source.fetch(samples, budget.width(length)), pin=False), device)
+    widths = budget.widths(source.lengths(longest[:1]))
+    samples = longest[: int(budget.rows(widths)[0])]
+    batch = to_device(to_tensors(source.fetch(samples, int(widths[0])), pin=False), device)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     state_bytes = int(OPTIMIZERS[session.recipe.optimizer].state_bytes * trained)
     moments = torch.empty(state_bytes, dtype=torch.uint8, device=device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.core.errors import UserError
-from isobatch.engine.loading.microbatching import MicroBatchBudget, make_micro_batches
+from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
 from isobatch.engine.model_setup import packing
 from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
 from isobatch.engine.model_setup.packing import PackedLayout, SamplePacking
@@ -177,13 +177,13 @@ def test_packed_rows_are_cut_by_their_tokens() -> None:
     lengths = np.array([100, 10, 10, 10, 50, 40, 30, 30, 20])
     budget = MicroBatchBudget(samples=100, tokens=150, packed=True)
     for world in (1, 2):
-        ranks = make_micro_batches(lengths, world, budget)
-        micros = [m for rank in ranks for m in rank]
+        cut = cut_batch(lengths, world, budget)
+        micros = [m for rank in range(world) for m in cut.of_rank(rank)]
         assert sorted(np.concatenate([m.positions for m in micros])) == list(range(9))
         assert all(lengths[m.positions].sum() <= 150 for m in micros)
-    assert len(make_micro_batches(lengths, 1, budget)[0]) == 2  # 300 tokens; padded rows of 150 take more
-    assert len(make_micro_batches(lengths, 1, MicroBatchBudget(samples=100, tokens=150))[0]) > 2
-    few = make_micro_batches(lengths, 1, MicroBatchBudget(samples=2, tokens=1000, packed=True))[0]
+    assert len(cut_batch(lengths, 1, budget).of_rank(0)) == 2  # 300 tokens; padded rows of 150 take more
+    assert len(cut_batch(lengths, 1, MicroBatchBudget(samples=100, tokens=150)).of_rank(0)) > 2
+    few = cut_batch(lengths, 1, MicroBatchBudget(samples=2, tokens=1000, packed=True)).of_rank(0)
     assert max(len(m.positions) for m in few) == 2
 
 
