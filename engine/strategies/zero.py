@@ -24,7 +24,7 @@ from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -196,8 +196,13 @@ class ZeroStrategy(Strategy):
                     if self.stage == 3:
                         p.ds_tensor.data.view(-1)[: len(part)].copy_(part)
 
-    def local_weights(self) -> Iterable[Tensor]:
-        return (getattr(p, "ds_tensor", p) for p in self.unwrapped.parameters())
+    def local_weights(self) -> Iterator[Tensor]:
+        """This rank's shards, without stage 3's padding: DeepSpeed never writes that, so it may hold NaN."""
+        for p in self.unwrapped.parameters():
+            if hasattr(p, "ds_tensor"):
+                yield p.ds_tensor.view(-1)[: max(self._elements_of_stage_3(p), 0)]
+            else:
+                yield p
 
     @property
     def _flat_partitions(self) -> list[Tensor]:
@@ -239,14 +244,18 @@ class ZeroStrategy(Strategy):
 
     def _shard_of_stage_3(self, p: Any) -> _ParameterShard | None:
         zero = self.engine.optimizer
-        width = p.ds_tensor.ds_numel
-        start = width * self.world.rank
-        count = min(width, p.ds_numel - start)
+        count = self._elements_of_stage_3(p)
         if count <= 0:
             return None
+        start = p.ds_tensor.ds_numel * self.world.rank
         group, offset, _ = zero.grad_position[zero.get_param_id(p)]
         flat = zero.fp32_partitioned_groups_flat[group]
         return _ParameterShard(zero.optimizer.state.get(flat, {}), flat, start, offset, count)
+
+    def _elements_of_stage_3(self, p: Any) -> int:
+        """Elements of a parameter in this rank's shard; less than 1 where all of it is padding."""
+        width = p.ds_tensor.ds_numel
+        return int(min(width, p.ds_numel - width * self.world.rank))
 
     def close(self) -> None:
         """Free the memory that the engine keeps unless its references are cleared; destroys the model."""

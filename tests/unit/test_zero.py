@@ -31,3 +31,18 @@ def test_a_fused_optimizer_steps_after_its_moments_were_made(stage: int, device:
         assert {v.device.type for v in inner.state[flat].values()} == {device}
         flat.grad = torch.empty(8, device=device)
         inner.step()
+
+
+@pytest.mark.parametrize(("rank", "elements"), [(0, 2), (1, 1), (2, 0), (3, 0)])
+def test_the_padding_of_a_shard_is_no_weight(rank: int, elements: int) -> None:
+    """DeepSpeed leaves it as memory lay there: a NaN in it would end a healthy run."""
+    shard: Any = torch.full((2,), torch.nan)  # of a parameter of 3 elements over 4 ranks
+    shard[:elements] = 1.0
+    shard.ds_numel = 2
+    strategy: Any = object.__new__(ZeroStrategy)
+    strategy.world = SimpleNamespace(rank=rank)
+    parameter = SimpleNamespace(ds_tensor=shard, ds_numel=3)
+    strategy.unwrapped = SimpleNamespace(parameters=lambda: [parameter])
+    (part,) = strategy.local_weights()
+    assert len(part) == elements
+    assert part.isfinite().all()
