@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError
 from isobatch.core.facts import Facts
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from isobatch.data.base import Source
+    from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
 
@@ -33,7 +36,14 @@ FORM = 1
 MOST_STEPS = 2000
 FIRST_STEPS = 64
 """Of which the first are all there: they can be redone without a checkpoint."""
+LARGEST = 1e300
+"""Losses, rates and norms are below it."""
 FIGURES = ("phase", "step", "loss", "grad_norm", "lr", "samples", "chain")
+DECIDED = ("decision", "of", "first", "last", "reason")
+PARTS = (
+    *("receipt", "run", "recipe_hash", "recipe", "facts", "plan", "phases", "log_every", "steps", "left_out"),
+    *("seals", "checkpoints", "exported", "final", "metrics", "versions"),
+)
 
 
 def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
@@ -41,9 +51,10 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
     if log.final is None:
         raise TrainingError(f"{run.folder} is {run.status()}, and a receipt is of a finished run")
     rows = list(rows_in(run.metrics))
-    steps = [row for row in rows if "chain" in row]
+    steps = {(row["phase"], row["step"]): row for row in rows if "chain" in row}
     decisions = list(rows_in(run.decisions)) if run.decisions.exists() else []
-    return {
+    promised = {(row["phase"], row["step"]): row["log_every"] for row in rows if "log_every" in row}
+    made = {
         "receipt": FORM,
         "run": run.identity,
         "recipe_hash": run.recorded_hash,
@@ -51,11 +62,10 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
         "facts": {**run.facts.to_dict(), "folder": ""},
         "plan": run.plan.to_dict(),
         "phases": {phase.schedule.name: phase.step for phase in log.phases},
-        "steps": [{name: row[name] for name in FIGURES} for row in _thinned(steps)],
+        "log_every": [[*place, every] for place, every in promised.items()],
+        "steps": [],
         "left_out": [
-            {name: row[name] for name in ("decision", "of", "first", "last", "reason")}
-            for row in decisions
-            if row.get("decision") == LEAVE_OUT
+            {name: row[name] for name in DECIDED} for row in decisions if row.get("decision") == LEAVE_OUT
         ],
         "seals": [
             [row["phase"], row["step"], row[SEAL]] for row in rows if SEAL in row and "split" not in row
@@ -66,9 +76,29 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
         "metrics": (run.summary() or {}).get("metrics_by_split", {}),
         "versions": _versions(run),
     }
+    due = places_due(made)
+    if not steps.keys() >= {*due}:
+        raise TrainingError(f"{run.folder} is of an older version, which did not say which steps it logs")
+    return {**made, "steps": [{name: steps[place][name] for name in FIGURES} for place in due]}
 
 
-def _thinned(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def places_due(receipt: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(phase, step) of all the figures that a receipt has to have: of each phase the first step and the last,
+    those that its log names by `log_every`, without those that are left out, thinned out.
+    """
+    due: list[tuple[str, int]] = []
+    every = {(phase, step): count for phase, step, count in receipt["log_every"]}
+    count = 1
+    for phase, done in receipt["phases"].items():
+        left_out = left_out_of(receipt, phase)
+        for step in range(1, done + 1):
+            count = every.get((phase, step), count)
+            if (step in (1, done) or step % count == 0) and not left_out[step]:
+                due.append((phase, step))
+    return _thinned(due)
+
+
+def _thinned(steps: Sequence[Any]) -> list[Any]:
     """The first rows, the last, and evenly those between."""
     if len(steps) <= MOST_STEPS:
         return list(steps)
@@ -92,18 +122,47 @@ def has_form(content: Mapping[str, Any]) -> bool:
         Recipe.from_dict(content["recipe"])
         Facts.from_dict(content["facts"])
         Plan.from_dict(content["plan"])
-        numbers = [
-            row[name] for row in content["steps"] for name in FIGURES if name not in ("phase", "chain")
-        ]
-        numbers += [row[name] for row in content["left_out"] for name in ("first", "last")]
-        named = {row["phase"] for row in content["steps"]} | {row["of"] for row in content["left_out"]}
+        phases = content["phases"]
         return (
-            all(isinstance(value, int | float) for value in (*numbers, *content["phases"].values()))
-            and named <= content["phases"].keys()
-            and {"run", "recipe_hash", "final", "metrics"} <= content.keys()
+            content.keys() == set(PARTS)
+            and isinstance(content["steps"], list)
+            and isinstance(content["left_out"], list)
+            and all(_is_count(done) for done in phases.values())
+            and all(_is_step(row, phases) for row in content["steps"])
+            and all(_is_stretch(row, phases) for row in content["left_out"])
+            and all(p in phases and _is_count(s) and _is_count(n) for p, s, n in content["log_every"])
         )
     except (AttributeError, KeyError, IndexError, TypeError, ValueError):
         return False
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it is a whole number from 1."""
+    return type(value) is int and value >= 1
+
+
+def _is_step(row: Mapping[str, Any], phases: Mapping[str, int]) -> bool:
+    finite = all(type(row[name]) in (int, float) and abs(row[name]) < LARGEST for name in ("loss", "lr"))
+    return (
+        row.keys() == set(FIGURES)
+        and finite
+        and type(row["grad_norm"]) in (int, float)
+        and 0 <= row["grad_norm"] < LARGEST
+        and _is_count(row["step"])
+        and _is_count(row["samples"])
+        and isinstance(row["chain"], str)
+        and row["phase"] in phases
+    )
+
+
+def _is_stretch(row: Mapping[str, Any], phases: Mapping[str, int]) -> bool:
+    ends = row["first"], row["last"]
+    return (
+        row.keys() == set(DECIDED)
+        and row["of"] in phases
+        and all(map(_is_count, ends))
+        and ends[0] <= ends[1]
+    )
 
 
 def differing_parts(receipt: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -118,25 +177,18 @@ def order_problems(receipt: Mapping[str, Any], recipe: Recipe, source: Source) -
     task, _ = workload_of(recipe).make(recipe)
     sampler = make_sampler(recipe, source, task.cohort)
     schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
-    if list(receipt["phases"]) != [schedule.name for schedule in schedules]:
-        yield f"it names the phases {', '.join(receipt['phases'])}, and the recipe has others"
+    if problem := _length_problem(receipt, recipe, schedules) or _figures_problem(receipt):
+        yield problem
         return
-    samples = 0
+    samples, claimed = 0, {(row["phase"], row["step"]): row for row in receipt["steps"]}
     for schedule in schedules:
-        done = receipt["phases"][schedule.name]
-        if done > schedule.steps or (
-            done < schedule.steps and not (recipe.patience and schedule.early_stopping)
-        ):
-            yield f"phase {schedule.name}: it claims {done} steps, and the recipe has {schedule.steps}"
-            return
-        claimed = {row["step"]: row for row in receipt["steps"] if row["phase"] == schedule.name}
-        left_out = _left_out(receipt, schedule.name)
+        left_out = left_out_of(receipt, schedule.name)
         chain, batches = "", sampler.batches()
-        for step in range(1, done + 1):
+        for step in range(1, receipt["phases"][schedule.name] + 1):
             batch = next(batches)
-            if step not in left_out:
+            if not left_out[step]:
                 chain, samples = extend_chain(chain, batch), samples + len(batch)
-            row = claimed.pop(step, None)
+            row = claimed.get((schedule.name, step))
             if row is None:
                 continue
             if (row["chain"], row["samples"]) != (chain, samples):
@@ -146,20 +198,46 @@ def order_problems(receipt: Mapping[str, Any], recipe: Recipe, source: Source) -
             if not math.isclose(row["lr"], rate, rel_tol=1e-9):
                 yield f"phase {schedule.name}, step {step}: the learning rate is not the recipe's"
                 return
-        if claimed:
-            yield f"phase {schedule.name}: it has a step {min(claimed)}, after the end at {done}"
-            return
 
 
-def _left_out(receipt: Mapping[str, Any], phase: str) -> set[int]:
-    rows = [row for row in receipt["left_out"] if row["of"] == phase]
-    return {step for row in rows for step in range(row["first"], row["last"] + 1)}
+def _length_problem(receipt: Mapping[str, Any], recipe: Recipe, schedules: Sequence[PhaseSchedule]) -> str:
+    """Where a receipt claims other phases or steps than the recipe has; empty where it does not."""
+    if list(receipt["phases"]) != [schedule.name for schedule in schedules]:
+        return f"it names the phases {', '.join(receipt['phases'])}, and the recipe has others"
+    for schedule in schedules:
+        done = receipt["phases"][schedule.name]
+        may_end = recipe.patience and schedule.early_stopping
+        if done > schedule.steps or (done < schedule.steps and not may_end):
+            return f"phase {schedule.name}: it claims {done} steps, and the recipe has {schedule.steps}"
+    return ""
+
+
+def _figures_problem(receipt: Mapping[str, Any]) -> str:
+    """Where a receipt lacks the figures of a step, or has more than it should; empty where it does not."""
+    claimed, due = [(row["phase"], row["step"]) for row in receipt["steps"]], places_due(receipt)
+    if claimed == due:
+        return "" if due else "it leaves out every step"
+    lacking, more = sorted({*due} - {*claimed}), sorted({*claimed} - {*due})
+    if not lacking and not more:
+        return "it has the figures of a step twice, or not in their order"
+    phase, step = (lacking or more)[0]
+    how = "it lacks the figures of this step" if lacking else "it has figures of a step that has none"
+    return f"phase {phase}, step {step}: {how}"
+
+
+def left_out_of(receipt: Mapping[str, Any], phase: str) -> np.ndarray:
+    """Whether each step of a phase is left out; the index is the step, from 1. Shape (steps + 1,)."""
+    found = np.zeros(receipt["phases"][phase] + 1, bool)
+    for row in receipt["left_out"]:
+        if row["of"] == phase:
+            found[row["first"] : row["last"] + 1] = True
+    return found
 
 
 def log_rows(receipt: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows as a run's log has them, for a folder in which steps are redone."""
     rows = [dict(row) for row in receipt["steps"]]
-    for row in receipt["left_out"]:
-        left = range(row["first"], row["last"] + 1)
-        rows += [{"phase": row["of"], "step": step, LEFT_OUT: True} for step in left]
+    for phase in receipt["phases"]:
+        left = np.flatnonzero(left_out_of(receipt, phase)).tolist()
+        rows += [{"phase": phase, "step": step, LEFT_OUT: True} for step in left]
     return rows

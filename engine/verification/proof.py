@@ -35,6 +35,8 @@ class Proof:
     """Each redone step that is in the log."""
     redone: set[tuple[str, int]] = field(default_factory=set)
     """(phase, step) of the redone steps, logged or not."""
+    allowed: float = 0.0
+    """The largest tolerance that a loss was held against."""
     covered: list[str] = field(default_factory=list)
     """What was checked, a phrase each."""
     notes: list[str] = field(default_factory=list)
@@ -88,6 +90,7 @@ class Proof:
             left_out = self.audit.log.left_out.get(phase, ()) if self.audit.log else ()
             self.redone |= {(phase, step) for step in range(first, last + 1) if step not in left_out}
         for r in redone.steps:
+            self.allowed = max(self.allowed, tolerance(r["after"])[0])
             where, allowed = f"phase {r['phase']}, step {r['step']}", tolerance(r["after"])
             if not r["loss_difference"] <= allowed[0]:
                 self.problems.append(f"{where}: loss {r['loss']:.6f} redone, {r['logged_loss']:.6f} logged")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, TrainingError, UserError
 from isobatch.core.facts import Facts
@@ -25,7 +27,7 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.forensics import signatures
 from isobatch.launch.forensics.receipt import FILE, receipt_of
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import TrustOptions, locate_data
+from isobatch.launch.local.run_setup import OtherDataError, TrustOptions, locate_data
 from isobatch.launch.local.verify_run import VerifyOptions, redo_first_steps, verify_run
 
 if TYPE_CHECKING:
@@ -102,10 +104,8 @@ def _check_content(file: Path, content: Content, options: AuditOptions, found: F
         doing("looking for the data")
         try:
             locate_data(run, recipe, options.data)
-        except UserError as error:
-            if "fingerprint" not in str(error):
-                raise
-            found.problems.append(f"the data here is not the receipt's: {error}")
+        except OtherDataError as error:
+            found.problems.append(f"the data here is not the receipt's: {error.what}")
         if not found.problems:
             _check(run, handed_over, content, options, found)
 
@@ -157,17 +157,11 @@ def _folder(
             found.problems.append(f"{run.folder} is another run, {run.identity}: not {content['run']}")
         yield run, True
         return
-    from isobatch.engine.forensics.receipt import log_rows
-
     with tempfile.TemporaryDirectory() as temporary:
         facts = Facts.from_dict(content["facts"])
         recipe = Recipe.from_dict(content["recipe"])
         run = RunFolder.create(Path(temporary) / "audited", recipe, facts, RunOptions(quiet=True))
         run.write_plan(Plan.from_dict(content["plan"]))
-        rows = log_rows(content)
-        run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        decided = content["left_out"]
-        run.decisions.write_text("".join(json.dumps(row) + "\n" for row in decided), encoding="utf-8")
         yield run, False
 
 
@@ -186,7 +180,7 @@ def _check(
         return
     found.checked.append(f"recipe and data, the samples of all {sum(content['phases'].values()):,} steps")
     if not handed_over:
-        _check_first_steps(run, options, found)
+        _check_first_steps(run, content, options, found)
         return
     try:
         other = receipt_of(run)
@@ -204,12 +198,24 @@ def _check(
     found.checked.append(report["coverage"])
 
 
-def _check_first_steps(run: RunFolder, options: AuditOptions, found: Finding) -> None:
+def _check_first_steps(run: RunFolder, content: Content, options: AuditOptions, found: Finding) -> None:
     """Without checkpoints only the steps from the beginning can be made again."""
+    from isobatch.engine.forensics.receipt import left_out_of, log_rows
+
+    steps = content["phases"]
+    decided = [{**row, "last": min(row["last"], steps[row["of"]])} for row in content["left_out"]]
+    for path, rows in ((run.metrics, log_rows(content)), (run.decisions, decided)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    trained = np.flatnonzero(~left_out_of(content, next(iter(steps))))[1:]
     doing("redoing the first steps")
-    proof = redo_first_steps(run, options.steps, options.processes)
+    proof = redo_first_steps(run, trained.tolist(), options.steps, options.processes)
     found.problems += proof.problems
-    if proof.steps:
+    if not proof.steps:
+        found.problems.append("no step that it has figures of could be made again")
+    elif not proof.problems:
         how = f"equal within {proof.largest:.0e}" if proof.largest else "equal bit for bit"
-        found.checked.append(f"{len(proof.steps)} steps from the beginning made again: {how}")
+        found.checked.append(
+            f"{len(proof.steps)} steps from the beginning made again: {how}, where {proof.allowed:.0e} is"
+            f" allowed ({run.plan.invariance}, {run.plan.precision})"
+        )
     found.unknown.append("later steps, the weights and the metrics: --run FOLDER, with its checkpoints")

@@ -50,13 +50,19 @@ def receipt(words: Sequence[str]) -> int:
     locate_data(run, run.recipe, options.data)
     file = Path(options.out).expanduser() if options.out else run.folder / FILE
     content = receipt_of(run)
-    atomic_files.write_text(file, atomic_files.json_text(content, ensure_ascii=False) + "\n")
-    signature = signatures.sign(file, Path(options.sign).expanduser()) if options.sign else None
-    said = {"receipt": str(file), "signature": str(signature) if signature else None}
+    text = atomic_files.json_text(content, ensure_ascii=False) + "\n"
+    signed = signatures.sign(text, Path(options.sign).expanduser()) if options.sign else None
+    atomic_files.write_text(file, text)
+    signature = signatures.signature_of(file)
+    if signed is None:
+        signature.unlink(missing_ok=True)
+    else:
+        atomic_files.write_text(signature, signed)
+    said = {"receipt": str(file), "signature": str(signature) if signed else None}
     if options.json:
         print(atomic_files.json_text(said))
     else:
-        print(printable("\n".join(_lines(content, file, signature))))
+        print(printable("\n".join(_lines(content, file, signature if signed else None))))
     return DONE
 
 

@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 NAMESPACE = "isobatch"
 
 
-def sign(file: Path, key: Path) -> Path:
-    """Write FILE.sig by a private key, or a public one whose private key an agent holds. Raises UserError."""
-    signature = signature_of(file)
-    signature.unlink(missing_ok=True)
-    done = _ssh_keygen("-Y", "sign", "-f", str(key), "-n", NAMESPACE, str(file))
-    if done.returncode or not signature.is_file():
+def sign(text: str, key: Path) -> str:
+    """A signature by a private key, or a public one whose private key an agent holds. Raises UserError."""
+    done = _ssh_keygen("-Y", "sign", "-f", str(key), "-n", NAMESPACE, text=text)
+    if done.returncode or not done.stdout:
         raise UserError(f"--sign {key}: {_last_line(done)}")
-    return signature
+    return done.stdout
 
 
 def signature_of(file: Path) -> Path:
@@ -36,21 +34,21 @@ def check(file: Path, signers: Path | None) -> tuple[str, str]:
     """
     signature = signature_of(file)
     common = ["-n", NAMESPACE, "-s", str(signature)]
+    text = file.read_text(encoding="utf-8")
     if signers is None:
-        done = _ssh_keygen("-Y", "check-novalidate", *common, stdin=file)
+        done = _ssh_keygen("-Y", "check-novalidate", *common, text=text)
         return ("", _last_line(done)) if done.returncode else (_key_in(done), "")
     found = _ssh_keygen("-Y", "find-principals", "-s", str(signature), "-f", str(signers))
     names = found.stdout.split()
     if found.returncode or not names:
         return "", f"its key is none of those in {signers}"
-    done = _ssh_keygen("-Y", "verify", "-f", str(signers), "-I", names[0], *common, stdin=file)
+    done = _ssh_keygen("-Y", "verify", "-f", str(signers), "-I", names[0], *common, text=text)
     return ("", _last_line(done)) if done.returncode else (names[0], "")
 
 
-def _ssh_keygen(*words: str, stdin: Path | None = None) -> subprocess.CompletedProcess[str]:
+def _ssh_keygen(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
     if shutil.which("ssh-keygen") is None:
         raise UserError("there is no ssh-keygen here: install OpenSSH's client (8.2 or newer)")
-    text = stdin.read_text(encoding="utf-8") if stdin else ""
     return subprocess.run(["ssh-keygen", *words], input=text, capture_output=True, text=True, check=False)
 
 

@@ -203,6 +203,15 @@ def open_run(folder: str | Path, trust: bool = False) -> RunFolder:
     return run
 
 
+class OtherDataError(UserError):
+    """The data here is not what a run was trained on."""
+
+    def __init__(self, text: str, what: str) -> None:
+        super().__init__(text)
+        self.what = what
+        """In what it differs."""
+
+
 def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = False) -> None:
     """Make sure that the run's prepared data exists, prepared anew where the cache has lost it.
 
@@ -233,12 +242,12 @@ def is_prepared(run: RunFolder) -> bool:
 def refuse_other_data(run: RunFolder, new_facts: Facts) -> None:
     """Raises UserError where the data is not what the run was trained on."""
     if new_facts.fingerprint != run.facts.fingerprint:
-        raise UserError(
-            f"the data is not what {run.folder} was trained on (fingerprint {new_facts.fingerprint} against"
-            f" {run.facts.fingerprint}): --again starts a new run"
+        prints = f"fingerprint {new_facts.fingerprint} against {run.facts.fingerprint}"
+        raise OtherDataError(
+            f"the data is not what {run.folder} was trained on ({prints}): --again starts a new run", prints
         )
     if differing := run.facts.differing_fields(new_facts):
-        raise UserError(
-            f"{run.folder}/facts.json was changed: {', '.join(differing)} differs from the data's; put it"
-            " right or start a new run with --again"
+        what = f"{', '.join(differing)} differs from the data's"
+        raise OtherDataError(
+            f"{run.folder}/facts.json was changed: {what}; put it right or start a new run with --again", what
         )

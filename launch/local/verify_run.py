@@ -24,6 +24,8 @@ from isobatch.launch.local.run_setup import TrustOptions, locate_data, plan_for_
 from isobatch.models.base import Task
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
     from isobatch.engine.verification.replay import Job, Redone, Window
@@ -122,17 +124,23 @@ def _verify_steps(
     _judge_ending(run, proof, found, jobs[-1])
 
 
-def redo_first_steps(run: RunFolder, steps: int, processes: int = 1) -> Proof:
-    """Make steps from the initial weights again, at least `steps` and up to twice as many, and compare."""
+def redo_first_steps(run: RunFolder, trained: Sequence[int], steps: int, processes: int = 1) -> Proof:
+    """Make steps from the initial weights again, at least `steps` and up to twice as many, and compare.
+
+    `trained`: the steps of the first phase that were not left out, ascending.
+    """
     from isobatch.engine.verification.choose_windows import CHOICE
     from isobatch.engine.verification.replay import INITIAL, Job, Window
 
     plan = _other_plan(run, VerifyOptions(steps=steps, processes=processes))
     phase = next(iter(workload_of(run.recipe).make(run.recipe)[0].phases())).name
-    window = Window(INITIAL, phase, 0, steps + CHOICE.randint(0, steps))
     proof = Proof("steps")
-    (redone,) = redo(run, [(plan, Job([window]))])
+    if not trained:
+        return proof
+    last = trained[min(len(trained), steps + CHOICE.randint(0, steps)) - 1]
+    (redone,) = redo(run, [(plan, Job([Window(INITIAL, phase, 0, last)]))])
     proof.add(redone, partial(tolerances, run, plan))
+    proof.problems += _wrong_class(run, redone.foreign_noise)
     return proof
 
 

@@ -128,9 +128,49 @@ def other_data(content: Content) -> None:
     content["facts"]["fingerprint"] = "0" * 16
 
 
-def invented_decision(content: Content) -> None:
-    row = {"decision": "leave out steps", "of": "train", "first": 5, "last": 5, "reason": "asked for"}
-    content["left_out"].append(row)
+def leaves_out(first: int, last: int) -> Callable[[Content], None]:
+    def forge(content: Content) -> None:
+        row = {
+            "decision": "leave out steps",
+            "of": "train",
+            "first": first,
+            "last": last,
+            "reason": "asked for",
+        }
+        content["left_out"].append(row)
+
+    return forge
+
+
+def leaves_all_out(content: Content) -> None:
+    leaves_out(1, 12)(content)
+    content["steps"] = []
+
+
+def no_figures(content: Content) -> None:
+    content["steps"] = []
+
+
+def last_figures_only(content: Content) -> None:
+    del content["steps"][:-1]
+
+
+def first_figures_only(content: Content) -> None:
+    del content["steps"][3:]
+
+
+def figures_twice(content: Content) -> None:
+    content["steps"].insert(1, content["steps"][0])
+
+
+def looser_class(content: Content) -> None:
+    """Of which a wrong loss would be within the tolerance."""
+    content["plan"]["invariance"] = "noise"
+    content["steps"][1]["loss"] += 0.05
+
+
+def other_lengths(content: Content) -> None:
+    content["facts"]["lengths"][0] += 1
 
 
 @pytest.mark.parametrize(
@@ -145,8 +185,16 @@ def invented_decision(content: Content) -> None:
         (fewer_samples, "step 8: the samples are not those"),
         (fewer_steps, "it claims 8 steps, and the recipe has 12"),
         (more_steps, "it claims 20 steps, and the recipe has 12"),
-        (other_data, "the data here is not the receipt's"),
-        (invented_decision, "step 5: the samples are not those"),
+        (other_data, "the data here is not the receipt's: fingerprint"),
+        (other_lengths, "the data here is not the receipt's: lengths differs"),
+        (leaves_out(5, 5), "step 5: it has figures of a step that has none"),
+        (leaves_out(12, 10**12), "step 12: it has figures of a step that has none"),
+        (leaves_all_out, "it leaves out every step"),
+        (no_figures, "step 1: it lacks the figures of this step"),
+        (last_figures_only, "step 1: it lacks the figures of this step"),
+        (first_figures_only, "step 4: it lacks the figures of this step"),
+        (figures_twice, "it has the figures of a step twice"),
+        (looser_class, "plan.json says noise, and this recipe and precision are exact"),
     ],
 )
 def test_a_forgery_is_found_without_the_run(
@@ -236,6 +284,79 @@ def test_a_signature_says_who(made: Fixtures, tmp_path: Path) -> None:
     assert "it is not signed" in audited(made.file, signers=str(signers)).problems[0]
     with pytest.raises(UserError, match=r"--sign .*nokey: "):
         receipt([str(made.run), "--out", str(file), "--sign", str(tmp_path / "nokey")])
+
+
+def without_steps_as_a_list(content: Content) -> None:
+    content["steps"] = {}
+
+
+def a_huge_loss(content: Content) -> None:
+    content["steps"][0]["loss"] = 10**400
+
+
+def no_finite_norm(content: Content) -> None:
+    content["steps"][0]["grad_norm"] = float("nan")
+
+
+def step_as_a_float(content: Content) -> None:
+    content["steps"][0]["step"] = 1.0
+
+
+def step_as_a_bool(content: Content) -> None:
+    content["steps"][0]["step"] = True
+
+
+def one_more_part(content: Content) -> None:
+    content["remark"] = "trust me"
+
+
+def one_more_figure(content: Content) -> None:
+    content["steps"][0]["accuracy"] = 1.0
+
+
+def steps_of_no_phase(content: Content) -> None:
+    content["steps"][0]["phase"] = "other"
+
+
+def half_a_phase(content: Content) -> None:
+    content["phases"]["train"] = 11.5
+
+
+@pytest.mark.parametrize(
+    "malform",
+    [
+        *(without_steps_as_a_list, a_huge_loss, no_finite_norm, step_as_a_float, step_as_a_bool),
+        *(one_more_part, one_more_figure, steps_of_no_phase, half_a_phase, leaves_out(-5, 10**12)),
+        leaves_out(7, 5),
+    ],
+)
+def test_what_no_run_writes_is_no_receipt(
+    malform: Callable[[Content], None], made: Fixtures, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="is no receipt that this version knows"):
+        audited(edited(made, tmp_path, malform))
+
+
+def test_no_more_steps_are_made_again_than_there_are(made: Fixtures) -> None:
+    assert audited(made.file, steps=99_999).checked[1].startswith("12 steps from the beginning made again")
+
+
+def test_steps_that_were_left_out_and_not_logged_are_no_gap(tmp_path: Path) -> None:
+    recipe = isobatch.Recipe(task=TASK, steps=STEPS)
+    run = isobatch.train(recipe, out=tmp_path, name="sparse", save_every=4, log_every=5, quiet=True).folder
+    file = tmp_path / "receipt.json"
+    assert receipt([str(run), "--out", str(file)]) == 0
+    assert [row["step"] for row in json.loads(file.read_text())["steps"]] == [1, 5, 10, 12]
+    found = audited(file, steps=5)
+    assert found.problems == []
+    assert "2 steps from the beginning" in found.checked[1] or "3 steps from" in found.checked[1]
+
+
+def test_a_bad_key_leaves_no_receipt_behind(made: Fixtures, tmp_path: Path) -> None:
+    file = tmp_path / "receipt.json"
+    with pytest.raises(UserError, match="nokey: "):
+        receipt([str(made.run), "--out", str(file), "--sign", str(tmp_path / "nokey")])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"receipt": 1}', '{"receipt": 1, "recipe": {"task": 3}}'])
