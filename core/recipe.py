@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isobatch.core.errors import UserError
@@ -29,7 +30,7 @@ from isobatch.core.number_ranges import (
 from isobatch.core.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 DEMO = "demo"
 RULES = 2
@@ -37,6 +38,8 @@ RULES = 2
 
 docs/decisions/0017-rules-2.md says what each version changed.
 """
+FEW_ROWS = 5
+"""So many forgotten rows are named one by one."""
 DERIVED = {"options", "scaled_from", "starts_from", "forgets", "rules"}
 """Fields of a recipe that are no flags."""
 TASK_CODE = "code"
@@ -159,6 +162,11 @@ class Recipe:
         """Its fields as JSON, with the task's own among them."""
         return {name: value for name, value in self.to_dict().items() if name not in DERIVED} | self.options
 
+    def to_compare(self) -> dict[str, Any]:
+        """Its fields, and what no flag sets: the run with whose weights it begins, rows that it forgets."""
+        origin = Path(self.starts_from["run"]).name if self.starts_from else None
+        return {**self.values(), "starts_from": origin, "forgets": _rows_in_words(self.forgets or ())}
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
         """A recipe from recipe.json. Raises UserError where a field is unknown or has the wrong type."""
@@ -192,3 +200,11 @@ class Recipe:
         growth = {"sqrt": math.sqrt(factor), "linear": factor, "none": 1.0}[rule]
         origin = {"batch_size": self.batch_size, "lr": self.lr, "rule": rule}
         return dataclasses.replace(self, batch_size=batch, lr=self.lr * growth, scaled_from=origin)
+
+
+def _rows_in_words(rows: Sequence[int]) -> str | None:
+    """Rows as text that fits a cell and differs where they do; None without any."""
+    text = ", ".join(map(str, rows))
+    if len(rows) <= FEW_ROWS:
+        return text or None
+    return f"{len(rows):,} rows ({hashlib.sha256(text.encode()).hexdigest()[:6]})"

@@ -91,12 +91,14 @@ def step_answer(order: RunOrder, step: int, phase: str | None) -> dict[str, Any]
     samples, places = order.places(step)
     rows = samples.tolist()
     texts = previews(order, rows)
+    left_out = step in order.left_out.get(schedule.name, ())
     return {
         "phase": schedule.name,
         "step": step,
         "epoch": order.epoch_of(step),
         "steps": schedule.steps,
-        "counted": step <= order.counted[schedule.name],
+        "counted": step <= order.counted[schedule.name] and not left_out,
+        **({"left_out": True} if left_out else {}),
         "rows": [
             {"row": row, **_place_fields(places[at] if places else None), "text": texts[at]}
             for at, row in enumerate(rows)

@@ -103,7 +103,7 @@ class PhaseLoop:
             if done < loaded.work.step:
                 if self._leave_out(done, loaded.work.step, pending):
                     break
-                pending = None
+                pending, self.step_began = None, now() - loaded.wait_seconds
             done = loaded.work.step + 1
             measure_noise = self._noise_is_due(loaded.work.step + 1)
             result = self.phase.step(loaded, self._rank_flags(), measure_noise)
@@ -138,7 +138,6 @@ class PhaseLoop:
             self.context.log.log_left_out(self.schedule.name, step)
             if self._something_is_due(step) and self._evaluate_save_stop(set()):
                 return True
-        self.step_began = now()
         return False
 
     def _answer_spike(self, step: int, why: str) -> None:

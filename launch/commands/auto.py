@@ -17,7 +17,14 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
-from isobatch.launch.local.launch_run import AutoOptions, ResumeOptions, find_or_train, launch_run, skip_steps
+from isobatch.launch.local.launch_run import (
+    AutoOptions,
+    ResumeOptions,
+    find_or_train,
+    launch_run,
+    skip_steps,
+    steps_to_skip,
+)
 from isobatch.launch.local.run_setup import (
     locate_data,
     options_of_run,
@@ -107,6 +114,7 @@ def resume(words: Sequence[str]) -> int:
         print_unless_quiet(note, run_options.quiet)
     if run.status() == "done":
         if options.skip_step is not None:
+            steps_to_skip(run, options.skip_step)
             raise UserError(f"--skip-step {options.skip_step}: {run.folder} is done; see `forget`")
         print_unless_quiet(f"{run.folder} is done", run_options.quiet)
         return _print_result(run, DONE, options)

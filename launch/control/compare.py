@@ -69,7 +69,7 @@ def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
             for run, s in zip(runs, summaries, strict=True)]  # fmt: skip
     return {
         "runs": [str(run.folder) for run in runs],
-        "recipe": _differing([run.recipe.values() for run in runs]),
+        "recipe": _differing([run.recipe.to_compare() for run in runs]),
         "data": _differing(data),
         "plan": _differing([{name: plan.get(name) for name in PLAN} for plan in plans]),
         "metrics": _side_by_side(metrics),

@@ -96,7 +96,8 @@ def differences(recipes: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     for recipe in recipes:
         alike = [other for other in recipes if other.get("task") == recipe.get("task")]
-        names = [n for n in recipe if any(other.get(n) != recipe[n] for other in alike)]
+        given = [name for name, value in recipe.items() if value is not None]
+        names = [n for n in given if any(other.get(n) != recipe[n] for other in alike)]
         shown = [f"{name.replace('_', '-')} {value_text(recipe[name])}" for name in names[:MOST_DIFFERENCES]]
         found.append(", ".join(shown) + (" ..." if len(names) > MOST_DIFFERENCES else ""))
     return found
@@ -165,7 +166,7 @@ def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dic
         "steps_total": found.total,
         "seconds_left": found.seconds_left if state == "running" else None,
         "made": (run.folder / "recipe.json").stat().st_mtime,
-        "recipe": run.recipe.values(),
+        "recipe": run.recipe.to_compare(),
         "metric": main_metric(run.recipe, summary),
         "metrics": metrics if isinstance(metrics, dict) else {},
         "job": job,

@@ -14,6 +14,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.launch_run import launch_run
 from isobatch.launch.local.run_setup import (
@@ -67,6 +68,7 @@ class ForgetOptions(TrustOptions):
         if len(given) != 1:
             found = " and ".join(given) or "which rows"
             raise UserError(f"forget: {found}: give one of --sample, --samples or --text")
+        RunOptions(name=self.name)  # which refuses what is no name
 
 
 def forget(words: Sequence[str]) -> int:
@@ -89,6 +91,8 @@ def forget_rows(run: RunFolder, options: ForgetOptions) -> int:
 
     quiet = options.quiet or options.json
     run.refuse_if_training()
+    if _folder(run, options).exists():
+        raise _taken(run, options)
     locate_data(run, run.recipe, options.data)
     order = open_order(run, is_prepared(run))
     rows = _rows(order, options)
@@ -119,16 +123,24 @@ def _begin(run: RunFolder, order: RunOrder, found: Forgetting, options: ForgetOp
     from isobatch.engine.forensics.forgotten_run import begin_forgotten_run
 
     doing("copying what was before")
-    folder = run.folder.with_name(options.name or f"{run.folder.name}-forgot")
     quiet = options.quiet or options.json
     run_options = dataclasses.replace(run.options(), quiet=quiet or run.options().quiet)
     try:
-        fresh = RunFolder.create(folder, found.recipe, order.facts, run_options)
+        fresh = RunFolder.create(_folder(run, options), found.recipe, order.facts, run_options)
     except FolderTakenError:
-        raise UserError(f"{folder} is there already: choose another --name") from None
+        raise _taken(run, options) from None
     consent.remember(fresh.recipe)  # its code is the run's own
     begin_forgotten_run(run, fresh, found)
     return fresh
+
+
+def _folder(run: RunFolder, options: ForgetOptions) -> Path:
+    """The new run's, beside the run's."""
+    return run.folder.resolve().with_name(options.name or f"{run.folder.resolve().name}-forgot")
+
+
+def _taken(run: RunFolder, options: ForgetOptions) -> UserError:
+    return UserError(f"{_folder(run, options)} is there already: choose another --name")
 
 
 def _rows(order: RunOrder, options: ForgetOptions) -> list[int]:

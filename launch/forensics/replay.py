@@ -5,6 +5,7 @@ from __future__ import annotations
 import bdb
 import contextlib
 import dataclasses
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -163,6 +164,11 @@ def _breaking(model: nn.Module, name: str) -> Iterator[None]:
     if name not in modules:
         known = [known for known in modules if known]
         raise UserError(f"--break {name}: the model has no such module{nearest_hint(name, known)}")
+
+    if sys.stdin is None or sys.stdin.closed:
+        raise UserError(
+            f"--break {name}: the debugger reads its commands from standard input, and it is closed"
+        )
 
     def stop(_module: nn.Module, _inputs: Any) -> None:
         breakpoint()  # _module and _inputs are here; `up` leads to who calls it

@@ -60,6 +60,12 @@ class ResumeOptions(TrustOptions):
 
 def skip_steps(run: RunFolder, asked: str) -> None:
     """Decide that a run leaves out the steps that --skip-step names. Raises UserError."""
+    phase, start, stop = steps_to_skip(run, asked)
+    leave_out(run, phase, start, stop, ASKED)
+
+
+def steps_to_skip(run: RunFolder, asked: str) -> tuple[str, int, int]:
+    """(phase, first step, last step) that --skip-step names. Raises UserError."""
     task, _ = workload_of(run.recipe).make(run.recipe)
     refuse_where_steps_matter(task)
     names = [phase.name for phase in task.phases() if run.recipe.phase in (None, phase.name)]
@@ -73,7 +79,7 @@ def skip_steps(run: RunFolder, asked: str) -> None:
     start, stop = int(first), int(last or first)
     if not 0 < start <= stop:
         raise UserError(f"--skip-step {asked}: the first step is 1, and a range ascends")
-    leave_out(run, phase or names[0], start, stop, ASKED)
+    return phase or names[0], start, stop
 
 
 def find_or_train(

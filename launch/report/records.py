@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -19,7 +18,6 @@ from isobatch.models.protocols import Reports, TaskReport
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from isobatch.core.recipe import Recipe
     from isobatch.engine.runs.run_folder import RunFolder
 
 POINTS = 400
@@ -73,7 +71,7 @@ def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
         "training": _curve(steps, ("loss", *curves), starts),
         "evaluations": _curve(evaluated, ("loss", *curves), starts),
         "final_evaluations": _curve(final, ("loss", *curves), starts),
-        "recipe": _readable(lambda: _recipe_fields(run.recipe), notes) or {},
+        "recipe": _readable(lambda: run.recipe.to_compare(), notes) or {},
         "reported": _reported(steps, report.reported if report else (), starts),
         "machine": (machine := _curve(steps, CURVES, starts)),
         "predicted_peak_memory_bytes": plan.get("predicted_peak_memory_bytes"),
@@ -92,12 +90,6 @@ def _readable(read: Callable[[], Any], notes: list[str]) -> Any:
     except UserError as error:
         notes.append(printable(error))
         return None
-
-
-def _recipe_fields(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's values, and the run that it begins with the weights of."""
-    origin = {"starts_from": Path(recipe.starts_from["run"]).name} if recipe.starts_from else {}
-    return {**recipe.values(), **origin}
 
 
 def _state(run: RunFolder, summary: dict[str, Any]) -> str:

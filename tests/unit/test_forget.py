@@ -20,6 +20,7 @@ from isobatch.engine.loading.inverse_order import steps_with
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.control.compare import compared
 from isobatch.launch.forensics.forget import forget
 from isobatch.launch.local.launch_run import launch_run
 from isobatch.launch.local.process_state import preserve_process_state
@@ -109,6 +110,7 @@ def test_without_an_older_checkpoint_training_begins_anew(
     with preserve_process_state():
         assert forget([str(run.folder), "--name", "anew", "--sample", str(row)]) == 0
     said = capsys.readouterr().out
+    assert compared([run, RunFolder(run.folder.with_name("anew"))])["recipe"] == {"forgets": [None, str(row)]}
     assert f"whole that holds row {row}: 12 of 12 steps (100 %) are made again, from the beginning" in said
     assert f"anew held row {row}, and the weights that it began with had not seen it" in said
     found = RunFolder(run.folder.with_name("anew"))
@@ -133,6 +135,8 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "beyond": (["--sample", "93"], "forgets row 93, and the training data has 93 rows"),
     "no file": (["--samples", "none.txt"], "--samples none.txt: cannot be read"),
     "taken": (["--sample", "1", "--name", "whole"], "whole is there already: choose another --name"),
+    "no name": (["--sample", "1", "--name", "../esc"], r"--name \.\./esc: is a folder's name"),
+    "taken, before all": (["--sample", "1", "--name", "whole", "--dry-run"], "whole is there already"),
     "all of a batch": (["--sample", "0-92", "--name", "empty"], "would lose all its samples"),
 }
 

@@ -111,6 +111,14 @@ def test_a_wrong_question_is_one_line(case: str, run: RunFolder) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_a_debugger_without_standard_input_is_one_line(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="reads its commands from standard input, and it is closed"):
+        command.replay([str(run.folder), "--step", "1", "--break", "inner"])
+
+
 def test_json_has_every_sample_and_every_module(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.replay([str(run.folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -24,6 +24,7 @@ from isobatch.launch.commands.auto import resume
 from isobatch.launch.forensics.diff import diff_runs
 from isobatch.launch.forensics.forget import forget
 from isobatch.launch.forensics.replay import replay
+from isobatch.launch.forensics.seen import seen
 from isobatch.launch.local.launch_run import launch_run, skip_steps
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.tests.forgery import reseal
@@ -128,6 +129,24 @@ def test_the_step_that_was_left_out_can_be_seen(
     assert 700 in found["samples"]
 
 
+def test_seen_says_that_no_step_saw_it(
+    runs: dict[str, RunFolder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = [str(runs["skip"].folder), "--step", str(SPIKE)]
+    assert seen([*where, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["rows_of_step"]
+    assert (found["left_out"], found["counted"]) == (True, False)
+    assert seen(where) == 0
+    assert f"step {SPIKE} (epoch " in (said := capsys.readouterr().out)
+    assert "is left out: training does not see its" in said
+
+
+def test_no_step_waits_longer_than_it_lasts(runs: dict[str, RunFolder]) -> None:
+    for run in runs.values():
+        rows = [row for row in rows_in(run.metrics) if "chain" in row]
+        assert all(row["data_seconds"] <= row["step_seconds"] + 1e-5 for row in rows)
+
+
 def test_diff_names_the_step(runs: dict[str, RunFolder]) -> None:
     found = diff_runs(runs["warn"], runs["skip"])
     assert found["verdict"] == f"they part at step {SPIKE}, which B left out"
@@ -151,6 +170,8 @@ def test_by_hand_a_run_that_failed_goes_on_without_it(tmp_path: Path) -> None:
     assert verified(run, "full").verified
     with pytest.raises(UserError, match=r"--skip-step 3: .* is done; see `forget`"):
         resume([str(run.folder), "--skip-step", "3"])
+    with pytest.raises(UserError, match="give a step or a range"):
+        resume([str(run.folder), "--skip-step", "abc"])
 
 
 def test_a_slow_disk_loses_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
