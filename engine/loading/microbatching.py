@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isobatch.engine.loading.sampler import order_by_length
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchBudget:
@@ -113,17 +115,11 @@ def cut_batch(lengths: np.ndarray, world: int, budget: MicroBatchBudget, cohort:
     `lengths` (N,): of the samples of the global batch. Their order decides nothing but between equals.
     """
     longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), cohort)) if cohort > 1 else lengths
-    order = _longest_first(longest)
+    order = order_by_length(longest.max() - longest)
     divide = _divide_packed if budget.packed else _divide_padded
     order, starts, costs, ranks = divide(longest[order], order, world, budget, cohort)
     widths = budget.widths(np.maximum.reduceat(longest[order], starts))
     return BatchCut(budget, order, len(lengths), cohort, starts, widths, costs, ranks)
-
-
-def _longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Places of the lengths in descending order; equal ones as they come."""
-    below = lengths.max() - lengths
-    return np.argsort(below.astype(np.uint16) if below.max() < 2**16 else below, kind="stable")  # by radix
 
 
 Division = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +54,8 @@ class Sampler:
     """The recipe's: from 2 on every order of a small set is equally likely."""
     forgets: np.ndarray | None = None
     """Samples that are left out of the batches that hold them; those are smaller then."""
+    _window: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    """(epoch, window) -> the samples sorted by length, of the window that was asked for last."""
 
     def __post_init__(self) -> None:
         assert self.count > 0
@@ -160,11 +162,16 @@ class Sampler:
         return samples[within * self.batch_size : (within + 1) * self.batch_size]
 
     def sorted_window(self, epoch: int, window: int) -> np.ndarray:
-        """The samples of a window of batches, sorted by length."""
+        """The samples of a window of batches, sorted by length. Kept for the window's other batches."""
         assert self.lengths is not None
-        span = LENGTH_WINDOW * self.batch_size
-        samples = self._samples(epoch, window * span, (window + 1) * span)
-        return samples[np.argsort(self.lengths(samples), kind="stable")]
+        found = self._window.get((epoch, window))
+        if found is None:
+            span = LENGTH_WINDOW * self.batch_size
+            samples = self._samples(epoch, window * span, (window + 1) * span)
+            found = samples[order_by_length(self.lengths(samples))]
+            self._window.clear()
+            self._window[epoch, window] = found
+        return found
 
     def window_key(self, epoch: int, window: int) -> tuple[int, int]:
         """(seed, epoch) of the permutation of a window's whole batches."""
@@ -213,6 +220,11 @@ def _forgotten(recipe: Recipe, count: int, cohort: int) -> np.ndarray | None:
     if rows[0] < 0 or rows[-1] >= count:
         raise UserError(f"the recipe forgets row {rows[-1]:,}, and the training data has {count:,} rows")
     return rows
+
+
+def order_by_length(lengths: np.ndarray) -> np.ndarray:
+    """Places of the lengths in ascending order; equal ones as they come. Lengths of 16 bits by radix sort."""
+    return np.argsort(lengths.astype(np.uint16) if lengths.max() < 1 << 16 else lengths, kind="stable")
 
 
 def _scale(numbers: np.ndarray, factor: int, divisor: int) -> np.ndarray:
