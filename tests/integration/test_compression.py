@@ -44,6 +44,7 @@ def trained(run: Path) -> list[float]:
     return [r["loss"] for r in rows(run) if "lr" in r]
 
 
+@pytest.mark.slow
 def test_sparsity_rises_as_a_cubic_and_the_model_is_cut_on_the_way(home: Path) -> None:
     run = home / "runs" / "pruned"
     events = decided(run)

@@ -76,6 +76,7 @@ def check_predictions(own_task: Path) -> None:
     assert "give --file FILE, or --split" in complaint(launch("predict", "runs/one", cwd=own_task))
 
 
+@pytest.mark.slow
 def test_the_own_task_learns_the_same_on_two_processes(own_task: Path) -> None:
     for name, words in (("one", []), ("two", ["--processes", "2"])):
         done = launch(*MINE, "--epochs", "1", "--name", name, *words, cwd=own_task)

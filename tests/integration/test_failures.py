@@ -75,6 +75,7 @@ def test_a_refused_command_leaves_the_plan_alone(tmp_path: Path) -> None:
     assert process.wait(timeout=60) == 75
 
 
+@pytest.mark.slow
 def test_eight_bit_states_are_saved_and_resumed(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     common = ["--optimizer", "adamw8bit", "--save-every", "10", "--keep", "9", "--processes", "1"]

@@ -133,6 +133,7 @@ def test_perplexity_is_of_the_answers_tokens_as_others_compute_it(home: Path) ->
     assert found["perplexity"] == pytest.approx(math.exp(float(done.stdout)), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_processes_learn_the_same_end_to_end_and_every_sample_once_an_epoch(home: Path) -> None:
     """Two processes without padding against one with it."""
     flags = ["--data", "asked.jsonl", "--model", "tiny", "--steps", "200", "--save-every", "75", "--ledger"]

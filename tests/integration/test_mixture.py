@@ -74,6 +74,7 @@ def test_the_shares_are_those_asked_for_and_no_sample_comes_twice_before_all_cam
         assert max(times) - min(times) <= 1
 
 
+@pytest.mark.slow
 def test_processes_mix_the_same(home: Path) -> None:
     done = launch(*TASK, *FLAGS, *MORE, "--processes", "2", "--name", "two", "--again", cwd=home)
     assert done.returncode == 0, done.stderr

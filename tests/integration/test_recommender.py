@@ -73,7 +73,9 @@ def test_more_processes_learn_the_same(processes: int, home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--cohort", "32"], ["--sparse-tables", "--clip", "1"]], ids=lambda f: f[0]
+    "flags",
+    [["--cohort", "32"], pytest.param(["--sparse-tables", "--clip", "1"], marks=pytest.mark.slow)],
+    ids=lambda f: f[0],
 )
 def test_choices_that_could_depend_on_the_world_do_not(flags: list[str], home: Path) -> None:
     name = flags[0].strip("-")

@@ -21,7 +21,7 @@ def auto(folder: Path, task: str, *words: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_changed_labels_end_the_run_and_a_resumed_one_is_honest(processes: int, tmp_path: Path) -> None:
     code, said = auto(tmp_path, "Changes", "--save-every", "8", "--processes", str(processes))
     assert code == 3, said
