@@ -72,10 +72,10 @@ class Pruning(DistilledClassifier):
         "eval_every": "0.5ep",
     }
     fast: ClassVar[Mapping[str, Any]] = {
-        "epochs": [4],
+        "epochs": [1.2],
+        "eval_every": "12.5%",
         "least_steps": FAST_LEAST_STEPS,
         "batch_size": 64,
-        "train_fraction": 0.3,
         "eval_fraction": 0.5,
         "max_length": 64,
         "patience": 2,

@@ -69,10 +69,9 @@ class QAT(DistilledClassifier):
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", "onnx-int4")
     defaults: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.defaults, "epochs": [2], "batch_size": 16}
     fast: ClassVar[Mapping[str, Any]] = {
-        "epochs": [1],
+        "epochs": [0.3],
         "least_steps": FAST_LEAST_STEPS,
         "batch_size": 32,
-        "train_fraction": 0.3,
         "eval_fraction": 0.5,
         "max_length": 64,
         "min_delta": FAST_MIN_DELTA,
