@@ -48,6 +48,10 @@ COMMANDS = {
         "slurm.command:slurm",
         "print, or --submit, a Slurm job that trains until done",
     ),
+    "k8s": (
+        "kubernetes.command:k8s",
+        "print, or --submit, the manifest of a Kubernetes job that trains until done",
+    ),
     "verify": (
         "commands.verify:verify",
         "redo logged steps under another cut and compare; exit 3 on a difference",

@@ -48,6 +48,7 @@ COMMAND_OPTIONS = {
     "tune": "measuring.tune:TuneOptions",
     "prepare": "commands.plan:PrepareOptions",
     "slurm": "slurm.submission.options:SlurmOptions",
+    "k8s": "kubernetes.options:KubernetesOptions",
     "verify": "local.verify_run:VerifyOptions",
     "seen": "forensics.seen:SeenOptions",
     "forget": "forensics.forget:ForgetOptions",
@@ -77,7 +78,7 @@ COMMAND_OPTIONS = {
     "describe": "commands.describe:ListingOptions",
 }
 """Command -> the dataclass of its own flags, in launch/."""
-OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", "slurm")
+OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", "slurm", "k8s")
 """Commands that take the flags of a task as well."""
 HARDWARE = "hardware"
 

@@ -248,7 +248,7 @@ def _request(chosen: Workload, flags: Mapping[str, str], command: str, options_c
     notes = [*found.notes, *preset_notes, *batch_notes]
     rule = scaling.lr_rule if scaling.scale_batch == "auto" else None
     request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes, rule)
-    check_request(request)
+    check_request(request, getattr(options_class, "data_is_elsewhere", False))
     return request
 
 
@@ -283,12 +283,16 @@ def request_text(request: Request) -> str:
     return config_text(group for group in shown if group[1])
 
 
-def check_request(request: Request) -> None:
+def check_request(request: Request, elsewhere: bool = False) -> None:
     """Checks of the task, its data and the tracker that need no torch. Raises UserError.
 
-    Where lengths are assumed, only a plan is wanted, and the data may be missing.
+    Where lengths are assumed, only a plan is wanted, and the data may be missing. `elsewhere`: whether it
+    trains on another machine, which has the data and the tracker.
     """
     task, data = request.workload.make(request.recipe)
+    if elsewhere:
+        phase_schedules(request.recipe, task.phases(), steps_per_epoch=1)
+        return
     if request.extra.get("assume_length"):
         task.check_for_plan()
         return

@@ -1,0 +1,64 @@
+"""The flags of `k8s` beside those of `auto`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from isobatch.core.errors import UserError
+from isobatch.core.flags import check_fields
+from isobatch.core.number_ranges import Count, Positive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KubernetesOptions:
+    """Flags of `k8s` beside the recipe's, the plan's and the run's."""
+
+    data_is_elsewhere: ClassVar[bool] = True
+    """--data is a path within the claim, or a name on the hub."""
+
+    image: str | None = None
+    """The image of the pods: with Python, isobatch and what it requires."""
+    claim: str | None = None
+    """A PersistentVolumeClaim that all nodes may write (ReadWriteMany): runs, prepared data and downloads."""
+    nodes: Positive = 1
+    """Pods, each on a node of its own as far as its GPUs fill one."""
+    gpus_per_node: Count = 0
+    """GPUs of each pod."""
+    cpu: bool = False
+    """Train on CPUs."""
+    cpus: Positive | None = None
+    """Cores of each pod."""
+    mem: str | None = None
+    """Memory of each pod, as Kubernetes writes it: 64Gi."""
+    node_selector: str | None = None
+    """A label that nodes must have: gpu=h100."""
+    namespace: str | None = None
+    """By default kubectl's own."""
+    max_restarts: Count = 3
+    """How often the pods are started anew."""
+    submit: bool = False
+    """Give the manifest to kubectl."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, why in (
+            ("image", "the image that pods run, with isobatch in it"),
+            ("claim", "the volume for runs and data that all pods share"),
+        ):
+            if not getattr(self, name):
+                raise UserError(f"k8s: needs --{name}, {why}")
+        if not self.cpu and not self.gpus_per_node:
+            raise UserError("k8s: needs --gpus-per-node, or --cpu for nodes without GPUs")
+        if self.cpu and self.gpus_per_node:
+            raise UserError("--cpu: and GPUs were asked for, too; leave one of them out")
+        if self.mem is not None and not re.fullmatch(r"\d+(\.\d+)?([KMGT]i?)?", self.mem):
+            raise UserError(f"--mem {self.mem}: is no amount such as 64Gi")
+        if self.node_selector is not None and self.node_label is None:
+            raise UserError(f"--node-selector {self.node_selector}: is no label such as gpu=h100")
+
+    @property
+    def node_label(self) -> tuple[str, str] | None:
+        name, equals, value = (self.node_selector or "").partition("=")
+        return (name, value) if name and equals and value else None

@@ -1,0 +1,118 @@
+"""Tests of launch/kubernetes: manifests that every cluster takes, and wrong words answered in one line."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from isobatch.core.errors import UserError
+from isobatch.launch.kubernetes.command import k8s
+from isobatch.tests.paths import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LEAST = ["--image", "registry/isobatch:1", "--claim", "shared"]
+GPUS = ["--task", "causal-lm", "--data", "/isobatch/texts", *LEAST, "--nodes", "4", "--gpus-per-node", "8"]
+MINE = f"{ROOT / 'examples' / 'own_task' / 'mine.py'}:Mine"
+VERSIONS = ("1.25", "1.30", "1.34")
+
+
+def manifest(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """Kind -> document."""
+    assert k8s(words) == 0
+    return {one["kind"]: one for one in yaml.safe_load_all(capsys.readouterr().out)}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*GPUS, "--name", "week"],
+        [*GPUS, "--mem", "64Gi", "--cpus", "8", "--node-selector", "gpu=h100", "--namespace", "lab"],
+        ["--task", MINE, *LEAST, "--cpu"],
+    ],
+    ids=["gpus", "all flags", "own task"],
+)
+def test_a_manifest_is_what_kubernetes_takes(
+    words: list[str], version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    found = manifest(capsys, *words)
+    assert set(found) == {"ConfigMap", "Service", "Job"}
+    for document in found.values():
+        validator.validate(document, version, strict=True)
+    found["Job"]["spec"]["template"]["spec"]["containers"][0]["limits"] = {}
+    with pytest.raises(validator.ValidationError):
+        validator.validate(found["Job"], version, strict=True)
+
+
+def test_pods_find_each_other_and_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    found = manifest(capsys, *GPUS, "--name", "week", "--lr", "3e-4")
+    spec = found["Job"]["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
+    pod = spec["template"]["spec"]
+    assert pod["subdomain"] == found["Service"]["metadata"]["name"] == "week"
+    assert found["Service"]["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert "--nnodes=4 --nproc-per-node=8 --master-addr=week-0.week" in container["command"][2]
+    recipe = yaml.safe_load(found["ConfigMap"]["data"]["recipe.yaml"])
+    assert (recipe["task"], recipe["data"], float(recipe["lr"])) == ("causal-lm", "/isobatch/texts", 3e-4)
+
+
+def test_an_own_tasks_files_go_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = shutil.copytree(ROOT / "examples" / "own_task", tmp_path / "own")
+    (own / "parts").mkdir()
+    (own / "parts" / "__init__.py").write_text("")
+    (own / "parts" / "more.py").write_text("WIDTH = 3\n")
+    (own / "mine.py").write_text((own / "mine.py").read_text() + "\nimport parts.more\n")
+    found = manifest(capsys, "--task", f"{own}/mine.py:Mine", *LEAST, "--cpu", "--name", "mine")
+    assert {"data.py", "models.py", "mine.py", "recipe.yaml"} < found["ConfigMap"]["data"].keys()
+    assert found["ConfigMap"]["data"]["parts..more.py"] == "WIDTH = 3\n"
+    (volume,) = [v for v in found["Job"]["spec"]["template"]["spec"]["volumes"] if "configMap" in v]
+    assert {"key": "parts..more.py", "path": "parts/more.py"} in volume["configMap"]["items"]
+    assert yaml.safe_load(found["ConfigMap"]["data"]["recipe.yaml"])["task"] == "/isobatch-job/mine.py:Mine"
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "no image": (["--task", "causal-lm", "--claim", "a", "--cpu"], "k8s: needs --image, "),
+    "no claim": (["--task", "causal-lm", "--image", "a", "--cpu"], "k8s: needs --claim, "),
+    "no device": (["--task", "causal-lm", *LEAST], "k8s: needs --gpus-per-node, or --cpu"),
+    "both": ([*GPUS, "--cpu"], "--cpu: and GPUs were asked for, too"),
+    "a name": ([*GPUS, "--name", "My_Run"], "--name My_Run: Kubernetes takes small letters"),
+    "a long name": ([*GPUS, "--name", 53 * "a"], "at most 52"),
+    "memory": ([*GPUS, "--mem", "much"], "--mem much: is no amount such as 64Gi"),
+    "a label": ([*GPUS, "--node-selector", "gpu"], "--node-selector gpu: is no label"),
+    "processes": ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --nodes 4"),
+    "a flag": ([*GPUS, "--imgae", "a"], "did you mean --image"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_words_are_one_line(case: str) -> None:
+    words, expected = WRONG[case]
+    with pytest.raises(UserError, match=expected) as raised:
+        k8s(words)
+    assert "\n" not in str(raised.value)
+
+
+def test_kubectl_gets_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*GPUS, "--name", "week", "--submit"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="there is no kubectl here"):
+        k8s(words)
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\necho "$@"\n/bin/cat > {tmp_path}/given\n')
+    kubectl.chmod(0o755)
+    assert k8s(words) == 0
+    assert capsys.readouterr().out == "apply -f -\n"
+    assert [d["kind"] for d in yaml.safe_load_all((tmp_path / "given").read_text())][-1] == "Job"
+    kubectl.write_text("#!/bin/sh\necho 'error: forbidden' >&2\nexit 1\n")
+    with pytest.raises(UserError, match="kubectl: error: forbidden"):
+        k8s(words)
