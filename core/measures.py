@@ -1,9 +1,13 @@
-"""The clock for measuring intervals; durations, byte counts and foreign text formatted for people."""
+"""The clock and the memory of this process; durations, byte counts and foreign text formatted for people."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import resource
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,11 +15,24 @@ if TYPE_CHECKING:
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, or turn the direction of text; not the tab and the line break."""
+STATUS = Path("/proc/self/status")
 
 
 def now() -> float:
     """Seconds of a monotonic clock: only differences between two calls are meaningful."""
     return time.perf_counter()
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this program had resident.
+
+    Linux's VmHWM: ru_maxrss of a started process begins with what its parent held.
+    """
+    with contextlib.suppress(OSError, StopIteration):
+        lines = STATUS.read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def format_duration(seconds: float) -> str:

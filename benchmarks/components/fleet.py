@@ -8,13 +8,13 @@ loses least, and with others.
 from __future__ import annotations
 
 import math
-import resource
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isobatch.benchmarks import child_process
+from isobatch.core.measures import peak_resident_bytes
 from isobatch.data.base import Source
 from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
 from isobatch.engine.loading.sampler import Sampler
@@ -136,5 +136,4 @@ def first_step() -> list[float]:
     cut = cut_batch(source.lengths(samples), world, MicroBatchBudget(samples=64, tokens=TOKENS))
     for micro in cut.of_rank(4095):
         source.fetch(samples[micro.positions], micro.width)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
-    return [round(time.perf_counter() - began, 3), round(peak)]
+    return [round(time.perf_counter() - began, 3), round(peak_resident_bytes() / 1e6)]

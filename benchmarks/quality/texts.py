@@ -9,7 +9,6 @@ Items that were taken away are ranked among each other, others among the given n
 from __future__ import annotations
 
 import functools
-import resource
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from isobatch.benchmarks import child_process
 from isobatch.benchmarks.sessions import make_session, train
+from isobatch.core.measures import peak_resident_bytes
 from isobatch.data.interactions import movielens
 from isobatch.models.recommendation import ranking
 from isobatch.models.recommendation.catalogue import read_names
@@ -70,7 +70,7 @@ def scheme(way: str, quick: str) -> Row:
     return {
         "way": way,
         "ms a step": round(1e3 * median(seconds.get("lora") or seconds["frozen"]), 1),
-        "peak MB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
+        "peak MB": round(peak_resident_bytes() / 1e6),
         "HR@10": round(found["hr@10"], 4),
         "NDCG@10": round(found["ndcg@10"], 4),
         "LoRA moved by": round(moved, 4),

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import resource
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from isobatch.core.measures import peak_resident_bytes
 
 if TYPE_CHECKING:
     import torch
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+CLEAR = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 """Written to clear_refs it sets VmHWM to the memory that is resident now (Linux, proc(5))."""
 
@@ -60,11 +60,7 @@ def peak_bytes(device: torch.device) -> int:
         import torch
 
         return torch.cuda.max_memory_reserved(device)
-    with contextlib.suppress(OSError, StopIteration):
-        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident_bytes()
 
 
 def trim_heap(device: torch.device) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import resource
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from isobatch.core.measures import peak_resident_bytes
 from isobatch.models.encoder import encoders, evaluation
 
 BATCHES = (1, 16)
@@ -29,13 +28,5 @@ def measure(runtime: str, model_path: str, vocabulary: int, pairs: bool) -> dict
         quantiles = np.percentile(times, (25, 50, 75, 95)).round(4).tolist()
         found[f"batch_{rows}"] = dict(zip(("p25", "p50", "p75", "p95"), quantiles, strict=True))
     found["samples_per_second"] = round(BATCHES[-1] / found[f"batch_{BATCHES[-1]}"]["p50"] * 1e3, 2)
-    found["peak_memory_bytes"] = _peak_bytes()
+    found["peak_memory_bytes"] = peak_resident_bytes()
     return found
-
-
-def _peak_bytes() -> int:
-    """Of this program alone: ru_maxrss of a started process begins with what its parent held."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024  # type: ignore[index]

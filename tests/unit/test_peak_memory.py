@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import isobatch
-from isobatch.core import atomic_files
+from isobatch.core import atomic_files, measures
 from isobatch.engine.checkpointing.checkpoint import CheckpointWriter
 from isobatch.engine.runs import peak_memory
 from isobatch.engine.runs.peak_memory import PeakMemory
@@ -54,7 +54,7 @@ def test_a_rehearsal_does_not_count() -> None:
 def test_where_the_system_cannot_reset_the_peak_of_the_process_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peak_memory, "STATUS", tmp_path / "none")
+    monkeypatch.setattr(measures, "STATUS", tmp_path / "none")
     monkeypatch.setattr(peak_memory, "CLEAR", tmp_path / "no" / "none")
     peak = PeakMemory(CPU)
     peak.observe("train")
