@@ -314,6 +314,15 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 }
 
 
+def known_options(options: dict[str, Any], kinds: Iterable[type]) -> dict[str, Any]:
+    """The options, if each is a field of one of these dataclasses. Raises UserError."""
+    known = [name for kind in kinds for name in flags_of(kind, "")]
+    for name in options:
+        if name not in known:
+            raise UserError(f"{name}: there is no such option{nearest_hint(name, known)}")
+    return options
+
+
 def nearest_hint(word: str, valid: Iterable[str]) -> str:
     """A hint naming the closest valid word; nothing where none is like it, as a wrong hint misleads."""
     found = nearest(word, valid)

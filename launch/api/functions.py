@@ -18,7 +18,7 @@ from isobatch.core.errors import (
     TrainingError,
     UserError,
 )
-from isobatch.core.flags import flags_of, nearest_hint
+from isobatch.core.flags import flags_of, known_options
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine import consent
@@ -117,7 +117,7 @@ def verify(run: Run | str | Path, **options: Any) -> Verification:
     from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 
     found = run if isinstance(run, Run) else load(run)
-    asked = VerifyOptions(**_known(options, (VerifyOptions,)))
+    asked = VerifyOptions(**known_options(options, (VerifyOptions,)))
     with preserve_process_state():
         report = verify_run(open_run(found.folder, asked.trust), asked, owns_process=False)
     fields = ("verified", "problems", "steps", "unproven", "coverage")
@@ -141,7 +141,7 @@ def replay(
     from isobatch.launch.local.run_setup import open_run
 
     found = run if isinstance(run, Run) else load(run)
-    asked = ReplayOptions(**_known(options, (ReplayOptions,)), step=step, phase=phase)
+    asked = ReplayOptions(**known_options(options, (ReplayOptions,)), step=step, phase=phase)
     with preserve_process_state(), replay_parts(open_run(found.folder, asked.trust), asked, samples) as parts:
         yield parts
 
@@ -156,21 +156,12 @@ def _request(
     if not consent.is_allowed(recipe):
         consent.require(recipe, trust=trust)
     chosen = workload_of(recipe)
-    values, planned = _known(options, kinds), flags_of(PlanOptions, "")
+    values, planned = known_options(options, kinds), flags_of(PlanOptions, "")
     asked = chosen.plan_options(recipe.preset, {k: v for k, v in values.items() if k in planned})
     kept = RunOptions(**{k: v for k, v in values.items() if k not in planned})
     request = Request(chosen, recipe, asked, kept, {}, [])
     check_request(request)
     return request
-
-
-def _known(options: dict[str, Any], kinds: tuple[type, ...]) -> dict[str, Any]:
-    """The options, if each is a field of one of these dataclasses."""
-    known = [name for kind in kinds for name in flags_of(kind, "")]
-    for name in options:
-        if name not in known:
-            raise UserError(f"{name}: there is no such option{nearest_hint(name, known)}")
-    return options
 
 
 def _error(code: int, reason: str) -> Exception:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
+from isobatch.core.flags import known_options
 from isobatch.core.plan import PlanOptions
 from isobatch.engine import consent
 from isobatch.engine.runs.ledger import LedgerStep, read_ledger
@@ -14,7 +15,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.api.recipe import Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -98,6 +99,25 @@ class Run:
                 if not replay.load_trained():
                     raise UserError(f"{self.folder} has no checkpoint: train it first")
                 return session.model.eval()
+
+    def predictor(self, **options: Any) -> Callable[[Sequence[str | list[str]]], list[dict[str, Any]]]:
+        """A function of texts that returns a dict for each, as `isobatch predict` gives. It is read once.
+
+        A classifier of pairs takes lists of two texts, a recommender ids of users. `options`: as `predict`
+        has them, such as form="onnx-int4", top=20, tokens=100. Raises UserError where a run predicts nothing.
+
+            answer = isobatch.load("runs/mine").predictor()
+            print(answer(["a quiet film with a big heart"]))
+        """
+        from isobatch.launch.predicting.answerer import ModelOptions, open_answerer, trained_task
+        from isobatch.models.protocols import Generates, OpensItemLists, Predicts
+
+        asked = ModelOptions(**known_options(options, (ModelOptions,)))
+        consent.require(self.recipe, self.folder, asked.trust)
+        task = trained_task(self._files)
+        if not isinstance(task, Generates | OpensItemLists | Predicts):
+            raise UserError(f"{self.recipe.task} reads no texts: run.model() is its model")
+        return open_answerer(self._files, task, asked).answer
 
     def __repr__(self) -> str:
         figures = "".join(f", {k} {v:.4g}" for k, v in self.metrics.items() if isinstance(v, float))

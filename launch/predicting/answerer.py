@@ -73,6 +73,11 @@ class Answerer:
     label_column: str | None = None
     """Where training found the labels; None for the usual names."""
 
+    def answer(self, samples: Sequence[str | list[str]]) -> list[dict[str, Any]]:
+        """An answer for each text, or list of two where the model reads pairs. Raises UserError."""
+        read = [self.rows.from_text(sample, f"text {n}") for n, sample in enumerate(samples, 1)]
+        return self.predict(read)
+
 
 def trained_task(run: RunFolder) -> Task:
     """The task of a finished run that predicts in some way. Raises UserError."""

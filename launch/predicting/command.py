@@ -112,10 +112,9 @@ def _answer_texts(answerer: Answerer, texts: Sequence[str]) -> list[dict[str, An
             f"predict: this model reads pairs of texts, and {len(texts)} were given: give them in twos"
         )
     values = [texts[at] if width == 1 else list(texts[at : at + width]) for at in range(0, len(texts), width)]
-    samples = [answerer.rows.from_text(value, f"text {n}") for n, value in enumerate(values, 1)]
     names = ("text",) if width == 1 else ("text", "pair")
     rows = [dict(zip(names, [v] if width == 1 else v, strict=True)) for v in values]
-    return [tables.beside(*both) for both in zip(rows, answerer.predict(samples), strict=True)]
+    return [tables.beside(*both) for both in zip(rows, answerer.answer(values), strict=True)]
 
 
 def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
+import isobatch
 from isobatch.core.errors import UserError
 from isobatch.launch.predicting.command import predict
 from isobatch.launch.serving.command import ServeOptions, make_app
@@ -59,6 +60,14 @@ def train(folder: Path, name: str, *words: str) -> None:
 
 def probabilities(rows: list[dict[str, Any]]) -> np.ndarray:
     return np.array([list(row["probabilities"].values()) for row in rows])
+
+
+def test_python_answers_as_the_command(home: Path) -> None:
+    answer = isobatch.load(home / "runs" / "one").predictor()
+    found = predictions(home, "runs/one", *TEXTS)
+    assert answer(TEXTS) == [{k: v for k, v in row.items() if k != "text"} for row in found]
+    with pytest.raises(UserError, match="did you mean form"):
+        isobatch.load(home / "runs" / "one").predictor(fomr="onnx")
 
 
 def test_probabilities_are_those_of_transformers(home: Path) -> None:

@@ -186,18 +186,6 @@ ROOMS: dict[str, set[str]] = {
             "launch.sweeps",
         ),
     },
-    "launch.api": {
-        *(
-            "core",
-            "engine",
-            "engine.loading",
-            "engine.machine",
-            "engine.planning",
-            "engine.runs",
-            "engine.verification",
-        ),
-        *("engine.forensics", "launch.forensics", "launch.local"),
-    },
     "launch.predicting": {
         *(
             "core",
@@ -211,6 +199,18 @@ ROOMS: dict[str, set[str]] = {
             "engine.verification",
         ),
         *("launch.commands", "launch.local", "models", "models.causal_lm", "models.encoder"),
+    },
+    "launch.api": {
+        *(
+            "core",
+            "engine",
+            "engine.loading",
+            "engine.machine",
+            "engine.planning",
+            "engine.runs",
+            "engine.verification",
+        ),
+        *("engine.forensics", "launch.forensics", "launch.local", "launch.predicting", "models"),
     },
     "launch.serving": {
         *(
