@@ -86,10 +86,15 @@ def collect(runs: Sequence[RunFolder], measure: bool = True) -> Contents:
     for run, report in zip(runs, reports, strict=True):
         if measure and isinstance(report, ModelComparison) and run.status() == "done":
             measured.setdefault(type(report), (report, []))[1].extend(_measure(run, report))
-    groups = [ComparedModels(report, report.compare(rows)) for report, rows in measured.values() if rows]
+    groups = [_compared(report, rows) for report, rows in measured.values() if rows]
     doing("reading the runs")
     records = [read_records(run, report) for run, report in zip(runs, reports, strict=True)]
     return Contents(detect().describe(), records, groups, reports)
+
+
+def _compared(report: ModelComparison, rows: list[ReportRow]) -> ComparedModels:
+    doing("measuring the models in turn")
+    return ComparedModels(report, report.compare(report.measure_in_turn(rows, call_in_child)))
 
 
 def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
