@@ -12,11 +12,13 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.terminal.status import doing
 from isobatch.data.text.chat_templates import ChatTemplate
+from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.loading.prepare import cache_folder
 from isobatch.engine.registry import workload_of
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.predicting.rows import PromptReader, RowReader, SequenceReader, TextReader, UserReader
+from isobatch.launch.predicting.trained_texts import TrainedTexts
 from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.encoder.evaluation import has_text_pairs
 from isobatch.models.protocols import (
@@ -72,6 +74,8 @@ class Answerer:
     rows: RowReader
     label_column: str | None = None
     """Where training found the labels; None for the usual names."""
+    trained: TrainedTexts | None = None
+    """What a classifier was trained on; None where its prepared data is not here."""
 
     def answer(self, samples: Sequence[str | list[str]]) -> list[dict[str, Any]]:
         """An answer for each text, or list of two where the model reads pairs. Raises UserError."""
@@ -114,7 +118,7 @@ def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer
     refuse_unread(options, run, "form", "text_column", "pair_column")
     predictor = task.open_predictor(run.final, run.folder / "exports", options.form)
     texts = TextReader(text, pair, _reads_pairs(run))
-    return Answerer(predictor, texts, run.recipe.options.get("label_column"))
+    return Answerer(predictor, texts, run.recipe.options.get("label_column"), trained_texts(run))
 
 
 def refuse_unread(options: ModelOptions, run: RunFolder, *read: str) -> None:
@@ -157,6 +161,19 @@ def _reads_pairs(run: RunFolder) -> bool | None:
     """Whether a classifier was trained on pairs; None where its prepared data is not here."""
     if run.recipe.options.get("pair_column"):
         return True
+    return has_text_pairs(run.facts) if _has_prepared_data(run) else None
+
+
+def trained_texts(run: RunFolder) -> TrainedTexts | None:
+    """What a classifier was trained on; None where its prepared data is not here."""
+    if not _has_prepared_data(run):
+        return None
+    tokenizer = open_tokenizer(Path(run.facts.folder) / "tokenizer.json")
+    return TrainedTexts(run.facts.folder, tokenizer, run.recipe.max_length)
+
+
+def _has_prepared_data(run: RunFolder) -> bool:
+    """Whether it is here, in this machine's own cache: a received run may name any folder."""
     folder = Path(run.facts.folder)
     ours = folder.resolve().parent == (cache_folder() / "prepared").resolve()
-    return has_text_pairs(run.facts) if ours and (folder / "train").is_dir() else None
+    return ours and (folder / "train").is_dir()

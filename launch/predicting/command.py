@@ -119,7 +119,8 @@ def _answer_texts(answerer: Answerer, texts: Sequence[str]) -> list[dict[str, An
 
 def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]:
     """Rows without a text get an empty answer, and are counted at the end, as are right answers."""
-    done, empty, labelled = 0, [], LabelledRows(answerer.label_column)
+    done, empty = 0, []
+    labelled = LabelledRows(answerer.label_column, answerer.trained)
     doing("predicting")
     for chunk in tables.in_chunks(tables.read_table(file)):
         samples: dict[int, Any] = {}
@@ -132,15 +133,14 @@ def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]
             raise empty[0]
         answers = dict(zip(samples, answerer.predict(list(samples.values())), strict=True))
         blank = _without_values(next(iter(answers.values())))
-        for place, answer in answers.items():
-            labelled.count(chunk[place][1], answer)
+        labelled.count([chunk[place][1] for place in answers], list(samples.values()), list(answers.values()))
         done += len(chunk)
         doing(f"predicting: {done:,} rows done")
         yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
     if empty:
         first = str(empty[0]).removesuffix(": leave it out")
         print(f"{len(empty):,} rows have no text and no answer; the first: {first}", file=sys.stderr)
-    if line := labelled.line():
+    for line in labelled.lines():
         print(printable(line), file=sys.stderr)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.predicting.answerer import Answerer, ModelOptions
+from isobatch.launch.predicting.answerer import Answerer, ModelOptions, trained_texts
 from isobatch.launch.predicting.rows import TextReader
 from isobatch.models.encoder import prediction
 
@@ -27,13 +27,15 @@ def open_onnx_answerer(where: str, options: ModelOptions) -> Answerer | None:
         read = flag.name in ("text_column", "pair_column", "trust")
         if not read and getattr(options, flag.name) != flag.default:
             raise UserError(f"{flag.spelling}: changes nothing of an ONNX file; leave it out")
-    classifier = prediction.open_onnx(file, _trained_length(file))
+    run = _run_of(file)
+    classifier = prediction.open_onnx(file, None if run is None else run.recipe.max_length)
     text, pair = (getattr(options, name) or classifier.columns[name] for name in prediction.COLUMNS)
-    return Answerer(classifier, TextReader(text, pair))
+    trained = None if run is None else trained_texts(run)
+    return Answerer(classifier, TextReader(text, pair), trained=trained)
 
 
-def _trained_length(file: Path) -> int | None:
-    """--max-length of the run that a file lies in: in its final/, or in exports/onnx."""
+def _run_of(file: Path) -> RunFolder | None:
+    """The run that a file lies in: in its final/, or in exports/onnx."""
     folders = list(file.absolute().parents)[1:3]
     found = next((f for f in folders if (f / "recipe.json").is_file()), None)
-    return None if found is None else RunFolder.open(found).recipe.max_length
+    return None if found is None else RunFolder.open(found)

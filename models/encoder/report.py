@@ -290,7 +290,8 @@ def _worst_case(row: ReportRow) -> str:
     """How much worse it may be where nothing tells it from the first: no difference found is not equality."""
     if row["mcnemar_p"] is None or row["accuracy_verdict"] != "within the noise":
         return ""
-    return f": at most {max(0.0, -100 * row['accuracy_difference_ci95'][1]):.1f} points worse with 97.5 %"
+    points = max(0.0, -100 * row["accuracy_difference_ci95"][1])
+    return f": at most {points:.1f} points worse, with 97.5 % confidence"
 
 
 def _disturbance(row: ReportRow) -> str:

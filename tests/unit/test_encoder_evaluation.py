@@ -105,8 +105,8 @@ def test_a_sentence_says_what_the_small_model_costs_and_gains() -> None:
     alone = REPORT.verdicts(compared([worth("big", 90, 8), small]))
     assert alone == [
         "small, onnx fp32, against big: accuracy 89.0 % against 90.0 % (within the noise: at most 3.7"
-        " points worse with 97.5 %); a file of 10 MB, 9.0 times smaller; 1.00 ms a text in onnxruntime,"
-        " 8.00 in torch."
+        " points worse, with 97.5 % confidence); a file of 10 MB, 9.0 times smaller; 1.00 ms a text in"
+        " onnxruntime, 8.00 in torch."
     ]
     (alike,) = REPORT.verdicts(compared([worth("big", 90, 8), worth("big", 90, 4, "onnx"), small]))
     assert alike.endswith("9.0 times smaller; 4.0 times the speed in onnxruntime (4.0 to 4.0).")

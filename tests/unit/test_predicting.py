@@ -13,10 +13,13 @@ import pytest
 from pyarrow import parquet
 
 from isobatch.core.errors import UserError
+from isobatch.data import tokenizers
+from isobatch.data.base import Ragged, save
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.answerer import Answerer
 from isobatch.launch.predicting.command import answer_file, format_row
 from isobatch.launch.predicting.rows import PromptReader, SequenceReader, TextReader, UserReader
+from isobatch.launch.predicting.trained_texts import TrainedTexts
 from isobatch.models.encoder.prediction import batches_of_one_width, softmax
 
 if TYPE_CHECKING:
@@ -220,3 +223,29 @@ def test_rows_with_labels_are_judged(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     list(answer_file(Answerer(predict, TextReader(), "another"), file))
     assert capsys.readouterr().err == ""
+
+
+def test_rows_of_the_training_data_are_no_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tokenizers.train_lowercase_bpe(["1 x", "0 y", "1 z", "0 w"], 300)
+    texts = ["1 x", "0 y", "1 z, cut"]
+    rows = [np.array(tokenizer.encode(text).ids[:4], np.uint16) for text in texts]
+    save(tmp_path / "train", {"tokens": Ragged.from_rows(rows)})
+    trained = TrainedTexts(str(tmp_path), tokenizer, 4)
+    assert trained.holds(["1 x", "1 x x", "0 y", "0 w", "1 z, cut short"]).tolist() == [
+        *(True, False, True, False, True),
+    ]
+    answerer = Answerer(
+        lambda samples: [{"prediction": s[0], "probabilities": {"0": 0.5, "1": 0.5}} for s in samples],
+        TextReader(),
+        trained=trained,
+    )
+    told = [("1 x", "1"), ("0 y", "0"), ("0 w", "1")]
+    file = str(write(tmp_path / "rows.csv", [{"text": text, "label": label} for text, label in told]))
+    list(answer_file(answerer, file))
+    assert capsys.readouterr().err.splitlines() == [
+        "1 rows have a label in `label`: accuracy 0.0 % (0.0 to 79.3), macro F1 0.000",
+        "2 rows more are in the run's training data, left out above: accuracy 100.0 % (34.2 to 100.0),"
+        " macro F1 1.000",
+    ]
