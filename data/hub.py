@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import Any
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_path_hint
 
 
 def require_dataset(name: str) -> None:
     """Raise UserError unless the data set `name` is in a cache, or the hub can be reached."""
-    close = _similar_path(Path(name).expanduser())
+    close = nearest_path_hint(Path(name).expanduser())
     if not hub_cache.is_id(name):
         raise UserError(f"--data {name}: there is no such file or folder{close}")
     if not is_cached_dataset(name) and not hub_cache.is_reachable():
@@ -31,12 +31,6 @@ def is_cached_dataset(name: str) -> bool:
     ).expanduser()
     prepared = datasets_cache / name.replace("/", "___").lower()
     return prepared.is_dir() or hub_cache.snapshot("datasets", name) is not None
-
-
-def _similar_path(path: Path) -> str:
-    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f" (did you mean {path.parent / close[0]}?)" if close else ""
 
 
 def load_dataset(name: str, config: str | None) -> Any:

@@ -104,7 +104,7 @@ def describe(words: Sequence[str]) -> int:
     for title, found in groups.items():
         print(f"\n{title}")
         for row in found:
-            print(f"  {row['flag']:<28}{row['type']}, default {row['default']}\n{'':<30}{row['help']}")
+            print(f"  {row['flag']:<28} {row['type']}, default {row['default']}\n{'':<31}{row['help']}")
     print("\n".join(["", *notes] if notes else []))
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
 from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.compare import compare_targets
+from isobatch.launch.planning.comparison import short_duration
 from isobatch.launch.planning.critical_batch import print_critical_batch, run_of_critical_batch
 from isobatch.launch.planning.estimate import estimate, with_what_would_fit
 from isobatch.launch.planning.idle_gpus import find_idle_gpus
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from isobatch.launch.sweeps.chain import Chain
+
+
+TRAINING = "train"
+"""The first phase of a stage that is given no trained model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,13 +80,34 @@ def plan_stages(chain: Chain, options: PlanCommandOptions) -> int:
     found = {}
     for number, stage in enumerate(chain.stages, start=1):
         request = parse_request(chain.words(stage, chain.start), "plan", PlanCommandOptions)
-        found[stage], text = plan_of(request, options)
+        found[stage], text = plan_of(request if number == 1 else _without_training(request), options)
+        found[stage]["recipe"] = {**request.recipe.to_dict(), "hash": request.recipe.hash()}
         if not options.json:
             between = "\n" if number > 1 else ""
             print(f"{between}stage {number} of {len(chain.stages)}, {stage}:\n\n{text}")
+    seconds = sum(plan["run"]["run_seconds"] or 0.0 for plan in found.values())
     if options.json:
-        print(atomic_files.json_text({"stages": found}, ensure_ascii=False))
+        print(atomic_files.json_text({"stages": found, "run_seconds": seconds}, ensure_ascii=False))
+    else:
+        whole = f"all {len(found)} stages: {short_duration(seconds)}"
+        print(f"\n{whole}, without what is exported and measured between them")
     return 0
+
+
+def _without_training(request: Request) -> Request:
+    """Without the phase that trains the model where there is none: the stage before has trained it."""
+    phases = request.workload.make(request.recipe)[0].phases()
+    if phases[0].name != TRAINING or len(phases) == 1:
+        return request
+    name = "epochs" if request.recipe.steps is None else "steps"
+    given = getattr(request.recipe, name) or (1.0,)
+    if len(given) > 1:
+        return request
+    shares = [phase.share for phase in phases[1:]]
+    own = [given[0] * share / sum(shares) for share in shares]
+    # A phase has at least a step.
+    lengths = (1e-9, *own) if name == "epochs" else (1, *(max(1, round(steps)) for steps in own))
+    return dataclasses.replace(request, recipe=dataclasses.replace(request.recipe, **{name: lengths}))
 
 
 def _compare(request: Request, options: PlanCommandOptions, words: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER
+from isobatch.core.flags import ADDED_LATER, nearest_path_hint
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import class_metrics, encoders, evaluation, prediction
@@ -124,7 +124,7 @@ class Classifier(Task):
                 return
         else:
             close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
-            hint = f" (did you mean {close[0]}?)" if close else ""
+            hint = f" (did you mean {close[0]}?)" if close else nearest_path_hint(Path(name).expanduser())
             raise UserError(
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name);"
                 f" presets: {', '.join(PRESETS)}"
