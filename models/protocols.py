@@ -94,7 +94,7 @@ class ItemLists(Protocol):
 class OpensItemLists(Protocol):
     """`isobatch recommend`, `predict` and `serve` of a recommender."""
 
-    def open_lists(self, final: Path) -> ItemLists:
+    def open_lists(self, final: Path, ease_l2: float | None = None) -> ItemLists:
         """The model in `final`."""
 
 

@@ -185,25 +185,28 @@ def _say_if_too_short(context: RunContext, loop: PhaseLoop, valid: dict[str, flo
     """A line where training ended too early, unless early stopping chose its end."""
     if context.progress.step < loop.schedule.steps or loop.earlier_best_step():
         return
-    _say_if_it_was_better(context, loop, valid)
+    if _say_if_it_was_better(context, loop, valid):
+        return
     evaluations = [*loop.held_out_losses, *([valid["loss"]] if "loss" in valid else [])]
     folder, schedules = str(context.run.folder), context.session.schedules
     if remark := ending_remark(context.recipe, schedules, loop.losses, evaluations, folder):
         context.console.say(remark)
 
 
-def _say_if_it_was_better(context: RunContext, loop: PhaseLoop, valid: dict[str, float]) -> None:
+def _say_if_it_was_better(context: RunContext, loop: PhaseLoop, valid: dict[str, float]) -> bool:
     """A line where an earlier evaluation of the same samples was clearly better than that of the end."""
     name, stopping = context.task.best_metric[0], loop.early_stopping
     best, last, recipe = stopping.best, valid.get(name), context.recipe
     if best is None or last is None or stopping.patience or recipe.eval_fraction < 1 or recipe.data == DEMO:
-        return
+        return False
     worse = last - best if stopping.direction == "min" else best - last
-    if worse > MUCH_WORSE * abs(best):
-        context.console.say(
-            f"{name} was {best:.4g} after step {stopping.best_step}, better than at the end:"
-            " --patience 3 would have kept that checkpoint"
-        )
+    if worse <= MUCH_WORSE * abs(best):
+        return False
+    context.console.say(
+        f"{name} was {best:.4g} after step {stopping.best_step}, better than at the end:"
+        " --patience 3 would have kept that checkpoint"
+    )
+    return True
 
 
 def _refuse_nonfinite_weights(context: RunContext, strategy: Strategy) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
@@ -16,6 +16,7 @@ from isobatch.models.protocols import OpensItemLists
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.protocols import ItemLists
@@ -34,8 +35,10 @@ class RecommendOptions(TrustOptions):
     """A user who was not in training, by what he took: ids or titles of items, with commas between them."""
     similar_to: str | None = None
     """Items like this one, by its id or title."""
+    by: Literal["model", "ease"] = "model"
+    """The trained model, or EASE, the linear baseline of the same interactions, fitted here in seconds."""
     out: str | None = None
-    """Write the lists of all users here: Parquet, csv or jsonl, a row for each user and item."""
+    """Write a row for each item here, Parquet, csv or jsonl; without another word the lists of all users."""
     top: number_ranges.Positive = 10
     """Length of a list."""
     json: bool = False
@@ -43,29 +46,52 @@ class RecommendOptions(TrustOptions):
 
 
 def recommend(words: Sequence[str]) -> int:
-    """Usage: recommend RUN --user ID | --items ID,ID | --similar-to ITEM | --out lists.parquet
-    [--top 10] [--json]
+    """Usage: recommend RUN --user ID | --items ID,ID | --similar-to ITEM [--out list.csv], or for all users
+    recommend RUN --out lists.parquet [--by ease] [--top 10] [--json]
     """
     run, options = open_single_run(words, "recommend", RecommendOptions)
-    asked = [name for name in ("user", "items", "similar_to", "out") if getattr(options, name) is not None]
-    if len(asked) != 1:
-        which = "one of them" if asked else "for all users --out lists.parquet"
-        raise UserError(f"recommend: needs --user ID, --items ID,ID, --similar-to ITEM, or {which}")
-    if options.out is not None:
-        return _write_all(run, options.out, options)
+    asked = [name for name in ("user", "items", "similar_to") if getattr(options, name) is not None]
+    if len(asked) > 1 or not (asked or options.out):
+        raise UserError(
+            "recommend: needs one of --user ID, --items ID,ID and --similar-to ITEM, or for all users --out"
+            " lists.parquet"
+        )
+    out = None if options.out is None else tables.check_out(options.out, None)
+    lists = _open_lists(run, options.by)
+    if not asked:
+        assert out is not None, "else refused above"
+        return _write_all(lists, out, options)
     if options.similar_to is not None:
-        found = _open_lists(run).similar(options.similar_to, options.top)
-        return _print(found, {"similar_to": options.similar_to}, options)
-    if options.items is not None:
-        lists = _open_lists(run)
+        found, given = lists.similar(options.similar_to, options.top), {"similar_to": options.similar_to}
+    elif options.items is not None:
         taken = lists.split_items(options.items)
-        return _print(lists.for_items(taken, options.top), {"taken": taken}, options)
-    assert options.user is not None, "one of them was given"
-    return _print(_open_lists(run).recommend(options.user, options.top), {"user": options.user}, options)
+        found, given = lists.for_items(taken, options.top), {"taken": taken}
+    else:
+        assert options.user is not None, "one of them was given"
+        found, given = lists.recommend(options.user, options.top), {"user": options.user}
+    if out is not None:
+        return _write_one(found, out, options)
+    return _print(found, given, options)
 
 
-def _open_lists(run: RunFolder) -> ItemLists:
-    return require_capability(run, OpensItemLists, "recommend", REFUSAL).open_lists(run.final)
+def _open_lists(run: RunFolder, by: str) -> ItemLists:
+    task = require_capability(run, OpensItemLists, "recommend", REFUSAL)
+    if by == "model":
+        return task.open_lists(run.final)
+    metrics = (run.summary() or {}).get("metrics", {})
+    l2 = metrics.get("full_ease_lambda", metrics.get("ease_lambda"))
+    if l2 is None:
+        raise UserError(f"--by ease: EASE was not measured in {run.folder}: its catalogue is too large")
+    doing("fitting EASE")
+    return task.open_lists(run.final, l2)
+
+
+def _write_one(items: list[dict[str, Any]], out: Path, options: RecommendOptions) -> int:
+    with tables.open_table(out) as writer:
+        writer.write([{"rank": rank, **entry} for rank, entry in enumerate(items, 1)])
+    said = {"items": len(items), "out": str(out)}
+    print(atomic_files.json_text(said) if options.json else f"{len(items):,} items -> {out}")
+    return 0
 
 
 def _print(items: list[dict[str, Any]], asked: dict[str, Any], options: RecommendOptions) -> int:
@@ -78,9 +104,8 @@ def _print(items: list[dict[str, Any]], asked: dict[str, Any], options: Recommen
     return 0
 
 
-def _write_all(run: RunFolder, name: str, options: RecommendOptions) -> int:
-    out, users = tables.check_out(name, None), 0
-    lists = _open_lists(run)
+def _write_all(lists: ItemLists, out: Path, options: RecommendOptions) -> int:
+    users = 0
     with tables.open_table(out) as writer:
         for block in _blocks(lists.recommend_to_all(options.top)):
             writer.write([row for user, entries in block for row in _ranked(user, entries)])

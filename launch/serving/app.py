@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from isobatch.core.errors import UserError
+from isobatch.launch.predicting.rows import ITEMS_COLUMN, UserReader
 from isobatch.launch.serving.model_thread import BatchingQueue, ModelThread
 from isobatch.launch.serving.openai_api import LanguageModelApi
 from isobatch.launch.serving.requests import RequestError, error_response, read_body, refuse_unknown
@@ -39,7 +40,10 @@ def language_model_app(
 
 
 def prediction_app(name: str, answerer: Answerer) -> Starlette:
-    """POST /predict with {"texts": [...]}, {"text": "..."} or {"rows": [{...}]}: {"predictions": [...]}."""
+    """POST /predict with {"texts": [...]}, {"text": "..."} or {"rows": [{...}]}: {"predictions": [...]}.
+
+    A recommender also takes {"items": [...]}, what a user took who was not in training.
+    """
     thread = ModelThread()
     queue = BatchingQueue(answerer.predict, thread)
 
@@ -52,6 +56,8 @@ def prediction_app(name: str, answerer: Answerer) -> Starlette:
 
 def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
     """Raises RequestError, and UserError for a text or row that cannot be read."""
+    if isinstance(answerer.rows, UserReader) and body.keys() == {ITEMS_COLUMN}:
+        return [answerer.rows.from_row(body, "the request")]
     refuse_unknown(body, ("texts", "text", "rows"))
     if len(body) != 1:
         raise RequestError('give {"texts": [...]}, {"text": "..."} or {"rows": [{...}]}')

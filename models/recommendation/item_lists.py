@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 class RecommendationLists:
     """See `models/protocols.py::ItemLists`."""
 
-    def __init__(self, final: Path) -> None:
+    def __init__(self, final: Path, ease_l2: float | None = None) -> None:
+        """`ease_l2`: the regularization of EASE, whose lists are then given in place of the model's."""
         with hub.reading(final):
-            self._found = recommendations.Recommendations(final)
+            self._found = (
+                recommendations.Recommendations(final)
+                if ease_l2 is None
+                else recommendations.EaseRecommendations(final, ease_l2)
+            )
 
     @property
     def users(self) -> list[str]:

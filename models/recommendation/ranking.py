@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from isobatch.core.terminal.status import doing
 from isobatch.models.base import Batch, Sum
 
 if TYPE_CHECKING:
@@ -88,6 +89,16 @@ def ranking_parts(net: Any, batch: Batch, scores: Tensor, name: str, k: int) -> 
     }
 
 
+def chance_of_a_hit(batches: Iterable[Batch], k: int) -> float:
+    """The hit rate at k of a random order of the held-out item and its negatives."""
+    hits = rows = 0.0
+    for batch in batches:
+        candidates = 1 + (batch["rivals"] >= 0).sum(1)
+        hits += float((k / candidates.double()).clamp_max(1).sum())
+        rows += len(candidates)
+    return hits / rows
+
+
 def ease_metrics(
     net: Any,
     batches: Callable[[], Iterable[Batch]],
@@ -101,6 +112,7 @@ def ease_metrics(
     """
     if len(net.item_text) > MAX_ITEMS_FOR_EASE:
         return {}
+    doing("measuring EASE beside it")
     gram = _gram_matrix(net)
     tried = (
         {} if validation is None else {l2: _measure(net, validation(), gram, l2, k) for l2 in EASE_LAMBDAS}

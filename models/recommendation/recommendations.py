@@ -111,7 +111,7 @@ class Recommendations:
         number = self._user_numbers.get(user)
         if number is None:
             shown = ", ".join(self.users[:5])
-            raise UnknownUserError(f"--user {user}: is not in the training data (ids such as {shown})")
+            raise UnknownUserError(f"user {user}: is not in the training data (ids such as {shown})")
         return self._best(self._without_had(number, self.scores(number)), top)
 
     def recommend_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -127,7 +127,7 @@ class Recommendations:
 
         Raises UnknownItemError; HeadError where a score is more than a product of two vectors.
         """
-        taken = np.array([self._item_number(item, "--items") for item in items])
+        taken = np.array([self._item_number(item) for item in items])
         scores = self.arrays["items"] @ self.new_user(taken) + self.arrays["bias"]
         scores[taken] = -np.inf
         return self._best(scores, top)
@@ -146,12 +146,12 @@ class Recommendations:
         precision = np.linalg.inv(covariance + RIDGE * scale * np.eye(len(mean)))
         return _likeliest(v, b, taken, mean, precision)
 
-    def _item_number(self, item: str, flag: str) -> int:
+    def _item_number(self, item: str) -> int:
         number = self._item_numbers.get(item)
         if number is None:
             close = difflib.get_close_matches(item, self.titles, n=1)
             hint = f"did you mean {close[0]}?" if close else f"ids such as {', '.join(self.items[:5])}"
-            raise UnknownItemError(f"{flag} {item}: is not in the training data ({hint})")
+            raise UnknownItemError(f"item {item}: is not in the training data ({hint})")
         return number
 
     def split_items(self, text: str) -> list[str]:
@@ -169,7 +169,7 @@ class Recommendations:
 
         Raises UnknownItemError.
         """
-        number = self._item_number(item, "--similar-to")
+        number = self._item_number(item)
         v = self.arrays["items"]
         lengths = np.maximum(np.linalg.norm(v, axis=1), np.finfo(v.dtype).tiny)
         cosines = v @ v[number] / (lengths * lengths[number])
@@ -196,6 +196,59 @@ class Recommendations:
             for i in best.tolist()
             if np.isfinite(scores[i])
         ]
+
+
+class EaseRecommendations(Recommendations):
+    """The same lists by EASE (Steck 2019), a linear model of the same interactions, made here in closed form.
+
+    A score is x B, with x a user's items and B = I - P / diag(P), P = (X'X + l2 I)^-1. B has items x items
+    numbers.
+    """
+
+    def __init__(self, folder: str | Path, l2: float) -> None:
+        super().__init__(folder)
+        self._weights = _ease_weights(self._taken(np.arange(len(self.users))), l2)
+
+    def _taken(self, users: np.ndarray) -> np.ndarray:
+        """(len(users), items) float32, 1 where a user had the item."""
+        had, items = self.arrays["had"], len(self.items)
+        found = np.zeros((len(users), items), np.float32)
+        for row, user in zip(found, users.tolist(), strict=True):
+            start, stop = np.searchsorted(had, [user * items, (user + 1) * items])
+            row[had[start:stop] - user * items] = 1
+        return found
+
+    def scores(self, user: int) -> np.ndarray:
+        scores: np.ndarray = self.block_scores(np.array([user]))[0]
+        return scores
+
+    def block_scores(self, users: np.ndarray) -> np.ndarray:
+        scores: np.ndarray = self._taken(users) @ self._weights
+        return scores
+
+    def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
+        """What `recommend` gives, for a new user who took these items. Raises UnknownItemError."""
+        taken = np.array([self._item_number(item) for item in items])
+        scores = self._weights[np.unique(taken)].sum(0)
+        scores[taken] = -np.inf
+        return self._best(scores, top)
+
+    def similar(self, item: str, top: int) -> list[dict[str, Any]]:
+        """The items for which an item speaks most: the largest of its weights. Raises UnknownItemError."""
+        number = self._item_number(item)
+        scores = self._weights[number].copy()
+        scores[number] = -np.inf
+        return self._best(scores, top)
+
+
+def _ease_weights(x: np.ndarray, l2: float) -> np.ndarray:
+    """(items, items) float32; x: (users, items) 0 and 1."""
+    gram = (x.T @ x).astype(np.float64)
+    gram[np.diag_indices_from(gram)] += l2
+    inverse = np.linalg.inv(gram)
+    weights: np.ndarray = (inverse / -np.diag(inverse)).astype(np.float32)
+    np.fill_diagonal(weights, 0)
+    return weights
 
 
 def _likeliest(

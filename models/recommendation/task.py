@@ -99,6 +99,16 @@ class RecommenderOptions:
     """Length of the list in which a hit counts."""
 
 
+EASE = "ease_"
+"""What the names of EASE's metrics begin with."""
+
+
+def _of(baseline: str, name: str) -> str:
+    """The name of a baseline's metric: `full_` stands before it."""
+    full, _, rest = name.rpartition("full_")
+    return f"{full}{'full_' if rest != name else ''}{baseline}{rest}"
+
+
 class Recommender(Task):
     """Learns from pairs of users and items that they took, against items that they did not take.
 
@@ -414,34 +424,46 @@ class Recommender(Task):
         facts: Facts,
         batches: Callable[..., Iterable[Batch]],
     ) -> Mapping[str, Any]:
-        """Metrics of EASE on the same interactions, if the catalogue is small enough."""
+        """What chance hits, and, of a small enough catalogue, metrics of EASE on the same interactions."""
         from isobatch.models.recommendation import ranking
 
         validation = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
-        return ranking.ease_metrics(model, batches, validation, self.options.top_k)
+        k = self.options.top_k
+        return {
+            f"chance_hr@{k}": ranking.chance_of_a_hit(batches(), k),
+            **ranking.ease_metrics(model, batches, validation, k),
+        }
 
     def final_remark(self, metrics: Mapping[str, Any]) -> str:
-        """Which baseline ranks better, and what to try; the one that ranks best."""
-        name = self.monitor[0]
-        if self.recipe.data == DEMO or not (name in metrics and f"popularity_{name}" in metrics):
+        """Which baseline ranks better, the best of them; and whether the split makes sense at all."""
+        k = self.options.top_k
+        hits, chance = metrics.get(f"popularity_hr@{k}"), metrics.get(f"chance_hr@{k}")
+        name = next((n for n in (f"full_{self.monitor[0]}", self.monitor[0]) if n in metrics), None)
+        if self.recipe.data == DEMO or name is None:
             return ""
+        if hits is not None and chance is not None and hits < chance / 2:
+            return (
+                f"popularity ranks worse than chance (hr@{k} {hits:.4f} against {chance:.4f}): the held-out"
+                " items are rarer than those before them, and no model can be judged by them; look at the"
+                " order of the times, or choose another --split"
+            )
         baselines = {
-            "EASE, a linear model of the same interactions,": metrics.get(f"ease_{name}", 0.0),
-            "popularity alone": metrics[f"popularity_{name}"],
+            "EASE, a linear model of the same interactions,": metrics.get(_of(EASE, name), 0.0),
+            "popularity alone": metrics.get(_of("popularity_", name), 0.0),
         }
         best = max(baselines, key=lambda baseline: baselines[baseline])
         if baselines[best] <= metrics[name]:
             return ""
-        found = (
-            f"{best} ranks better than this model ({name} {baselines[best]:.4f} against {metrics[name]:.4f})"
-        )
-        tries = [] if self.recipe.preset == "ids" else ["--preset ids"]
-        return f"{found}: try {' or '.join([*tries, 'more --epochs'])}"
+        figures = f"{name} {baselines[best]:.4f} against {metrics[name]:.4f}"
+        tries = [] if self.recipe.preset == "ids" else ["try --preset ids"]
+        if best.startswith("EASE"):
+            tries.append("`recommend RUN --by ease` gives its lists")
+        return f"{best} ranks better than this model ({figures}){': ' if tries else ''}{', or '.join(tries)}"
 
-    def open_lists(self, final: Path) -> RecommendationLists:
+    def open_lists(self, final: Path, ease_l2: float | None = None) -> RecommendationLists:
         from isobatch.models.recommendation.item_lists import RecommendationLists
 
-        return RecommendationLists(final)
+        return RecommendationLists(final, ease_l2)
 
     def sample(self, model: Any, facts: Facts, folder: Path) -> str | None:
         """The first user's recommendations."""

@@ -163,7 +163,7 @@ def test_lists_for_a_user(home: Path) -> None:
     assert len(scores) == 4
     assert scores == sorted(scores, reverse=True)
     said = complaint(launch("recommend", "runs/one", "--user", "nobody", cwd=home))
-    assert "--user nobody" in said
+    assert "user nobody" in said
     assert "needs --user" in complaint(launch("recommend", "runs/one", cwd=home))
 
 
@@ -228,6 +228,6 @@ def test_similar_items_have_the_largest_cosine(home: Path) -> None:
     expected = [names[i] for i in np.argsort(-cosines) if i != at][:5]
     assert [entry["item"] for entry in found] == expected
     said = complaint(launch("recommend", "runs/one", "--similar-to", "nothing", cwd=home))
-    assert "--similar-to nothing: is not in the training data" in said
-    with pytest.raises(UserError, match="--user nobody: is not in the training data"):
+    assert "item nothing: is not in the training data" in said
+    with pytest.raises(UserError, match="user nobody: is not in the training data"):
         predictions(home, "runs/one", "nobody")

@@ -68,6 +68,9 @@ NOT_HERE = {
     *("dataset_text_field", "text_column_name", "label_column_name", "chat_template", "loss_type"),
     *("metric_for_best_model", "val_set_size", "val_size", "target_column", "label_field", "text_field"),
     *("pruning_ratio", "target_sparsity"),
+    *("embedding_size", "embedding_dim", "factors", "num_factors", "no_components", "reg_weight"),
+    *("regularization", "neg_sampling_num", "user_id_field", "item_id_field", "time_field", "rating_field"),
+    "topk",
 }
 """Synonyms of flags that another task, a loaded model or a file is needed for."""
 BATCHES = {"micro_batch_size", "per_device_train_batch_size", "accumulate_grad_batches"}
@@ -84,6 +87,13 @@ def test_another_name_for_the_same_value_says_nothing(word: str) -> None:
         assert both(theirs) != both(ask())
     if word not in BATCHES:
         assert theirs.notes == ours.notes
+
+
+def test_words_of_recommender_libraries_are_understood() -> None:
+    theirs = ["--embedding_size", "32", "--reg_weight", "1e-4", "--USER_ID_FIELD", "uid", "--topk", "5"]
+    ours = ["--dim", "32", "--l2", "1e-4", "--user-column", "uid", "--top-k", "5"]
+    assert both(ask(*theirs, task="recommender")) == both(ask(*ours, task="recommender"))
+    assert both(ask("--no_components=32", task="recommender")) == both(ask("--dim=32", task="recommender"))
 
 
 def test_trls_words_are_understood_by_dpo() -> None:

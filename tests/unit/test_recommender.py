@@ -316,6 +316,11 @@ def test_no_gradient_for_lora_is_an_error() -> None:
         ({"ndcg@10": 0.3, "popularity_ndcg@10": 0.31, "ease_ndcg@10": 0.25}, "popularity alone ranks better"),
         ({"ndcg@10": 0.3, "popularity_ndcg@10": 0.31, "ease_ndcg@10": 0.5}, "EASE, a linear model"),
         ({"ndcg@10": 0.3, "popularity_ndcg@10": 0.2}, ""),
+        (
+            {"ndcg@10": 0.3, "ease_ndcg@10": 0.2, "full_ndcg@10": 0.1, "full_ease_ndcg@10": 0.2},
+            "EASE, a linear",
+        ),
+        ({"ndcg@10": 0.3, "ease_ndcg@10": 0.4, "full_ndcg@10": 0.2, "full_ease_ndcg@10": 0.1}, ""),
     ],
 )
 def test_a_baseline_that_ranks_better_is_named(metrics: dict[str, float], said: str) -> None:
@@ -323,3 +328,16 @@ def test_a_baseline_that_ranks_better_is_named(metrics: dict[str, float], said: 
     assert found.startswith(said)
     assert bool(found) == bool(said)
     assert ("--preset ids" in found) == bool(said)
+    assert ("--by ease" in found) == said.startswith("EASE")
+
+
+def test_held_out_items_that_are_rarer_than_chance_judge_no_model() -> None:
+    metrics = {"ndcg@10": 0.1, "popularity_hr@10": 0.02, "chance_hr@10": 0.1, "ease_ndcg@10": 0.2}
+    found = recommender(data="shop").final_remark(metrics)
+    assert found.startswith("popularity ranks worse than chance (hr@10 0.0200 against 0.1000)")
+    assert recommender(data="shop").final_remark({**metrics, "popularity_hr@10": 0.06}).startswith("EASE")
+
+
+def test_chance_hits_by_the_number_of_candidates() -> None:
+    rivals = torch.tensor([[1, 2, 3], [1, -1, -1]])  # 4 and 2 candidates
+    assert ranking.chance_of_a_hit([{"rivals": rivals}], 2) == (2 / 4 + 2 / 2) / 2

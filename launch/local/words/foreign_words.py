@@ -76,7 +76,7 @@ def our_name(name: str, own: Container[str]) -> str:
     """Our name of a flag that a word names; the word itself where it names none. `own`: as in `translate`."""
     if name in own:
         return name
-    ours = SYNONYMS.get(name, name)
+    ours = SYNONYMS.get(name) or SYNONYMS.get(name.lower(), name)  # RecBole writes some in capitals
     of_finished = OF_FINISHED_MODELS.get(ours, ours)
     return of_finished if ours not in own and of_finished in own else ours
 

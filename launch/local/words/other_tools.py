@@ -118,6 +118,22 @@ SYNONYMS = {
     "target_sparsity": "sparsity",
     "input": "data",
     "input_file": "data",
+    "embedding_size": "dim",
+    "embedding_dim": "dim",
+    "factors": "dim",
+    "num_factors": "dim",
+    "no_components": "dim",
+    "reg_weight": "l2",
+    "regularization": "l2",
+    "iterations": "epochs",
+    "stopping_step": "patience",
+    "neg_sampling_num": "negatives",
+    "user_id_field": "user_column",
+    "item_id_field": "item_column",
+    "time_field": "time_column",
+    "rating_field": "rating_column",
+    "topk": "top_k",
+    "seed_everything": "seed",
 }
 """Names in other tools -> our flag, which takes the same values."""
 
