@@ -91,9 +91,9 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
     parted = compare_logs(logs[0], logs[1], *_explained(one, other))
     found: dict[str, Any] = {
         "runs": [str(one.folder), str(other.folder)],
-        "recipe": differing(*(run.recipe.values() for run in (one, other))),
+        "recipe": differing(*(_recipe(run) for run in (one, other))),
         "plan": differing(*({n: _plan(run).get(n) for n in PLAN} for run in (one, other))),
-        "versions": differing(*(_versions(run) for run in (one, other))),
+        "versions": differing(*versions) if all(versions := [_versions(run) for run in (one, other)]) else {},
         "data_differs": one.facts.fingerprint != other.facts.fingerprint,
         "log": _as_dict(parted),
     }
@@ -126,6 +126,10 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, lis
     """Name -> both values, where they differ; None where one has none."""
     names = dict.fromkeys([*one, *other])
     return {n: [one.get(n), other.get(n)] for n in names if one.get(n) != other.get(n)}
+
+
+def _recipe(run: RunFolder) -> dict[str, Any]:
+    return {**run.recipe.to_compare(), "rules": run.recipe.rules}
 
 
 def _plan(run: RunFolder) -> dict[str, Any]:

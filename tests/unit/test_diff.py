@@ -174,6 +174,14 @@ def test_what_no_recipe_says_is_told_by_the_side_that_did_it(
     assert diff_runs(other, plain)["verdict"].count(": A logged ") == 1
 
 
+def test_versions_that_are_not_known_are_no_cause(plain: RunFolder, train: Any, tmp_path: Path) -> None:
+    bare = RunFolder(shutil.copytree(train(plant="epsilon").folder, tmp_path / "bare"))
+    shutil.rmtree(bare.checkpoints)
+    found = diff_runs(bare, plain)
+    assert found["versions"] == {}
+    assert found["verdict"].endswith("in norm, where plant is epsilon in A and nothing in B")
+
+
 def test_a_run_and_its_repetition_are_the_same(plain: RunFolder, train: Any) -> None:
     assert diff_runs(plain, train())["verdict"].startswith("the same bit for bit in all 12 common steps")
 
