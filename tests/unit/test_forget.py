@@ -88,7 +88,9 @@ def test_it_is_a_run_that_never_had_the_rows(run: RunFolder) -> None:
         assert not set(one.samples.tolist()) & set(rows)
     parted = diff_runs(run, found)
     assert parted["recipe"]["forgets"][0] is None
-    assert parted["verdict"].startswith("they part at step 3: they saw other samples, because forgets differs;")
+    assert parted["verdict"].startswith(
+        "they part at step 3: they saw other samples, because forgets differs;"
+    )
     assert logged(found)[:2] == logged(run)[:2]
     assert logged(found)[2] != logged(run)[2]
     assert isobatch.verify(found.folder, processes=1, level="full").verified
