@@ -60,7 +60,7 @@ def diff(words: Sequence[str]) -> int:
     if len(positional) != 2:
         raise UserError("diff: give two runs, as in: diff runs/a runs/b (`compare` takes more)")
     options = command_options(flags, DiffOptions, "diff")
-    if not all((Path(place) / RECIPE_FILE).exists() for place in positional):
+    if any(Path(place).exists() and not (Path(place) / RECIPE_FILE).exists() for place in positional):
         return say(diff_weights(*map(Path, positional)), options)
     one, other = (open_run(place, options.trust) for place in positional)
     if options.watch:
