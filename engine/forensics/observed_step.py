@@ -88,11 +88,12 @@ def observe_step(
     alone: bool = True,
     around: Callable[[nn.Module], contextlib.AbstractContextManager[None]] | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
+    only: int | None = None,
 ) -> ObservedStep:
     """Redo a window and observe its last step, in this process.
 
-    `alone`: also compute each sample's losses by itself. `around(model)` is entered for the observed step;
-    `prepare(model)` is called when the model is built.
+    `alone`: also compute each sample's losses by itself, or those of the sample `only`. `around(model)` is
+    entered for the observed step; `prepare(model)` is called when the model is built.
     """
     logged = logged_row(replay.run, window.phase, window.stop)
     _take_back(replay, window)
@@ -105,7 +106,7 @@ def observe_step(
                 continue
             within = around(active.strategy.unwrapped) if around else contextlib.nullcontext()
             with within:
-                return observe_loaded(replay.session, active, loaded, window, logged, alone)
+                return observe_loaded(replay.session, active, loaded, window, logged, alone, only)
     raise AssertionError("a window has at least one step")
 
 
@@ -164,11 +165,12 @@ def observe_loaded(
     window: Window,
     logged: dict[str, Any],
     alone: bool,
+    only: int | None = None,
 ) -> ObservedStep:
     """Train on a loaded step, the last of a window, and observe it. `logged`: what the run logged of it."""
     model, task = active.strategy.unwrapped, session.task
     weights = {name: _figures(p) for name, p in model.named_parameters()}
-    losses_alone = active.stepper.losses_alone(loaded) if alone else []
+    losses_alone = active.stepper.losses_alone(loaded, only) if alone else []
     recorder = ModuleRecorder(len(loaded.work.samples), task.rows_per_sample)
     gradients: dict[str, float] = {}
     with recorder.hooked(model), _binding(active, recorder), _seeing_gradients(active, gradients):

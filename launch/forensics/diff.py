@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files
@@ -14,7 +15,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.forensics.compare_logs import EXACT_FLOOR, LogDifference, compare_logs
 from isobatch.engine.forensics.logged_steps import read_logged_steps
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
-from isobatch.launch.forensics.diff_text import lines_of, verdict_of
+from isobatch.launch.forensics.diff_text import lines_of, verdict_of, weights_verdict
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from isobatch.engine.runs.run_folder import RunFolder
 
+RECIPE_FILE = "recipe.json"
+"""What makes a folder a run."""
 WATCH_SECONDS = 2.0
 """Between two looks at the logs."""
 WATCH_SHARE = 5
@@ -50,21 +53,43 @@ class DiffOptions(TrustOptions):
 def diff(words: Sequence[str]) -> int:
     """Usage: diff RUN RUN [--level step|module|sample] [--watch] [--json]: where two runs part, and why.
 
-    Exit code 0 where only the order of float sums differs, 3 at a true difference.
+    A checkpoint of ours, or a folder of weights of transformers or its Trainer, in place of a run: only the
+    weights are compared. Exit code 0 where only the order of float sums differs, 3 at a true difference.
     """
     positional, flags = split_words(words)
     if len(positional) != 2:
         raise UserError("diff: give two runs, as in: diff runs/a runs/b (`compare` takes more)")
     options = command_options(flags, DiffOptions, "diff")
+    if any(Path(place).exists() and not (Path(place) / RECIPE_FILE).exists() for place in positional):
+        return say(diff_weights(*map(Path, positional)), options)
     one, other = (open_run(place, options.trust) for place in positional)
     if options.watch:
         wait_for_difference(one, other)
-    found = diff_runs(one, other, options.level)
+    return say(diff_runs(one, other, options.level), options)
+
+
+def say(found: dict[str, Any], options: DiffOptions) -> int:
+    """Print what was found; the exit code."""
     if options.json:
         print(atomic_files.json_text(found))
     else:
         print(printable("\n".join(lines_of(found))))
     return DONE if found["equal"] else FAILED
+
+
+def diff_weights(one: Path, other: Path) -> dict[str, Any]:
+    """The answer of --json where one is no run: its weights, and of a run those that it exported.
+
+    Raises UserError where a place holds no weights.
+    """
+    from isobatch.engine.checkpointing.weight_files import compare_weight_files, open_weights
+
+    doing("comparing the weights")
+    places = [_weights_of(place) for place in (one, other)]
+    parted = compare_weight_files(*map(open_weights, places))
+    verdict = weights_verdict(parted)
+    found = {"runs": list(map(str, places)), "weights": parted.to_dict()}
+    return {**found, "verdict": verdict, "equal": parted.equal}
 
 
 def wait_for_difference(one: RunFolder, other: RunFolder) -> None:
@@ -91,9 +116,9 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
     parted = compare_logs(logs[0], logs[1], *_explained(one, other))
     found: dict[str, Any] = {
         "runs": [str(one.folder), str(other.folder)],
-        "recipe": differing(*(run.recipe.values() for run in (one, other))),
+        "recipe": differing(*(_recipe(run) for run in (one, other))),
         "plan": differing(*({n: _plan(run).get(n) for n in PLAN} for run in (one, other))),
-        "versions": differing(*(_versions(run) for run in (one, other))),
+        "versions": differing(*versions) if all(versions := [_versions(run) for run in (one, other)]) else {},
         "data_differs": one.facts.fingerprint != other.facts.fingerprint,
         "log": _as_dict(parted),
     }
@@ -126,6 +151,19 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, lis
     """Name -> both values, where they differ; None where one has none."""
     names = dict.fromkeys([*one, *other])
     return {n: [one.get(n), other.get(n)] for n in names if one.get(n) != other.get(n)}
+
+
+def _weights_of(place: Path) -> Path:
+    """Of a run its export, or its newest checkpoint; else the place itself."""
+    if not (place / RECIPE_FILE).exists():
+        return place
+    if (place / "final").is_dir():
+        return place / "final"
+    return max(place.glob("checkpoints/*-*"), key=lambda path: path.stat().st_mtime, default=place)
+
+
+def _recipe(run: RunFolder) -> dict[str, Any]:
+    return {**run.recipe.to_compare(), "rules": run.recipe.rules}
 
 
 def _plan(run: RunFolder) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isobatch.launch.report.tables import in_words, text_table
 
+if TYPE_CHECKING:
+    from isobatch.engine.checkpointing.weight_files import WeightsDifference
+
 NAMES = ("A", "B")
-ORDERING = ("seed", "batch_size", "data", "train_fraction", "group_by_length", "mix", "rules")
+ORDERING = ("seed", "batch_size", "data", "train_fraction", "group_by_length", "mix", "rules", "forgets")
 """Recipe fields that decide which samples a step has."""
 NUMERIC = ("precision", "attention", "compile", "device", "pack")
 """Plan fields that may change results beyond the order of sums."""
@@ -19,6 +22,8 @@ SAME_WEIGHTS = 1e-5
 def lines_of(found: dict[str, Any]) -> list[str]:
     """The runs, what their recipes, plans and versions differ in, what was found, and the verdict."""
     lines = [f"{name}: {place}" for name, place in zip(NAMES, found["runs"], strict=True)]
+    if "weights" in found:
+        return [*lines, "", *_largest_weights(found["weights"]), found["verdict"]]
     rows = [
         [in_words(name), *map(_text, values)]
         for part in ("recipe", "plan", "versions")
@@ -29,6 +34,32 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     return [*lines, "", *_details(found), found["verdict"]]
 
 
+def _largest_weights(weights: dict[str, Any]) -> list[str]:
+    rows = [[name, f"{difference:.2g}"] for name, difference in weights["largest"]]
+    return [text_table([["differs most", "of its norm"], *rows], 110), ""] if rows else []
+
+
+def weights_verdict(found: WeightsDifference) -> str:
+    """The sentence on the weights of two places, one of which is no run."""
+    if not found.tensors:
+        return "they have no tensor in common: nothing can be said"
+    of = f"of {found.tensors:,} tensors {found.same:,} are the same bit for bit"
+    said = [f"{name} alone has {_some(own)}" for name, own in zip(NAMES, found.alone, strict=True) if own]
+    said += [f"another shape have {_some(found.shapes)}"] if found.shapes else []
+    if found.differs:
+        said.append(f"they differ by {found.difference:.2g} of their norm, most in {found.largest[0][0]}")
+    if said:
+        return f"the weights are not the same: {'; '.join(said)}; {of}"
+    if found.same == found.tensors:
+        return f"the same bit for bit in all {found.tensors:,} tensors"
+    return f"only rounding differs: by {found.difference:.1g} of the weights' norm; {of}"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
 def _text(value: Any) -> str:
     if isinstance(value, str) and Path(value).is_absolute():
         return "/".join(Path(value).parts[-2:])
@@ -37,7 +68,7 @@ def _text(value: Any) -> str:
 
 def _details(found: dict[str, Any]) -> list[str]:
     log, lines = found["log"], []
-    if log["largest"] and log["kind"] != "apart":
+    if log["largest"] and log["kind"] != "apart" and (log["previous"] or not log["step"]):
         until = f"before step {log['step']:,} of {log['phase']}" if log["step"] else "over all steps"
         lines.append(
             f"{until} the loss differs by at most {log['largest']['loss']:.1g}, the gradient norm by"
@@ -66,7 +97,8 @@ def verdict_of(found: dict[str, Any]) -> tuple[str, bool]:
     if log["kind"] == "apart":
         return "they logged no step in common: nothing can be said", False
     if log["kind"] == "samples":
-        return _samples_verdict(found, where), False
+        data = f"; {_data_words(found['samples'])}" if "changed" in found.get("samples", {}) else ""
+        return _samples_verdict(found, where) + data, False
     if found["data_differs"]:
         return _data_verdict(found, where), False
     if log["kind"] == "rate":
@@ -122,17 +154,40 @@ def _row_counts(samples: dict[str, Any]) -> str:
 
 
 def _data_verdict(found: dict[str, Any], where: str) -> str:
-    samples = found.get("samples", {})
     parts = f"; what they computed parts at {where}" if found["log"]["step"] else ""
+    return _data_words(found.get("samples", {})) + parts
+
+
+def _data_words(samples: dict[str, Any]) -> str:
+    """Which training rows of both are not the same."""
     if "why_not" in samples:
-        return f"they were trained on other data (which rows: {samples['why_not']}){parts}"
-    counts = _row_counts(samples)
-    if not samples["changed"]:
-        return (
-            f"they were trained on other data{counts}; the training rows that both have are the same{parts}"
-        )
-    named = ", ".join(f"{row:,}" for row in samples["changed"])
-    return f"the data changed at sample {named}{counts}{parts}"
+        return f"they were trained on other data (which rows: {samples['why_not']})"
+    tokens = "the tokenizers differ, and with them all tokens; " if samples["tokenizers_differ"] else ""
+    what, counts = "text" if tokens else "data", _row_counts(samples)
+    alone, changed = samples["alone"], samples["changed_rows"]
+    if alone == [0, 0]:
+        return f"{tokens}they were trained on the same rows in another order"
+    if alone and (not changed or sum(alone) < changed):
+        moved = ", and the other rows have other numbers" if changed else ""
+        return f"{tokens}they were trained on other data{counts}: {_alone(samples)}{moved}"
+    if not changed:
+        return f"{tokens}the {what} of the training rows that both have is the same{counts}"
+    more = changed - len(samples["changed"])
+    named = _numbers(samples["changed"]) + (f" and {more:,} more" if more else "")
+    return f"{tokens}the {what} changed at sample {named}{counts}"
+
+
+def _alone(samples: dict[str, Any]) -> str:
+    """The rows that one side has and the other has nowhere."""
+    return ", ".join(
+        f"{name} alone has {number:,} ({_numbers(rows)}{', ...' if number > len(rows) else ''})"
+        for name, number, rows in zip(NAMES, samples["alone"], samples["alone_rows"], strict=True)
+        if number
+    )
+
+
+def _numbers(rows: list[int]) -> str:
+    return ", ".join(f"{row:,}" for row in rows)
 
 
 def _step_verdict(found: dict[str, Any], where: str) -> tuple[str, bool]:

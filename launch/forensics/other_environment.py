@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LIBRARIES = ("torch", "transformers", "accelerate", "tokenizers", "numpy", "peft", "deepspeed")
+ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception): ")
+MISSING = re.compile(r"(ModuleNotFound|Import)Error: |.*PackageNotFoundError: ")
+NEEDS = "; that environment needs all that isobatch requires: `pip install -e CLONE` there"
 ASK_VERSIONS = f"""
 import json, platform
 from importlib.metadata import PackageNotFoundError, version
@@ -58,15 +62,18 @@ def verify_there(python: Path, words: Sequence[str]) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if ended.returncode not in (DONE, FAILED) or not ended.stdout.strip():
-        raise UserError(
-            f"--against {python}: verify ended with {ended.returncode}: {_last_line(ended.stderr)}"
-        )
+        reason = _last_line(ended.stderr)
+        lacks = NEEDS if MISSING.match(reason) else ""
+        raise UserError(f"--against {python}: verify ended with {ended.returncode}: {reason}{lacks}")
     found: dict[str, Any] = json.loads(ended.stdout)
     return found
 
 
 def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    """The error in which a traceback ends, whose message may have further lines; else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if ERROR.match(line)]
+    return (errors or lines or ["it said nothing"])[-1]
 
 
 def judged(here: dict[str, Any], there: dict[str, Any], versions: Sequence[dict[str, str]]) -> dict[str, Any]:

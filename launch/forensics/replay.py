@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.replay import Replay, Window
 
+MODULES = 40
+"""Modules whose norms are listed."""
 SHOWN = 10
 """Samples of the largest losses, and parameters of the largest gradients, that are listed."""
 
@@ -93,7 +95,7 @@ def replay_step(run: RunFolder, options: ReplayOptions) -> ObservedStep:
 
     replayed, window = _open(run, options)
     breaking = partial(_breaking, name=options.break_) if options.break_ else None
-    seen = observe_step(replayed, window, around=breaking)
+    seen = observe_step(replayed, window, around=breaking, only=options.sample)
     if options.sample is not None and options.sample not in seen.samples:
         raise UserError(
             f"--sample {options.sample}: is not in step {window.stop}; `isobatch seen {run.folder} --sample"
@@ -191,12 +193,38 @@ def text_of(seen: ObservedStep, run: RunFolder, sample: int | None = None) -> st
         samples = seen.samples[~np.isfinite(bad.norms)] if len(bad.norms) > 1 else ()
         which = f", in samples {', '.join(map(str, samples[:SHOWN]))}" if len(samples) else ""
         lines.append(f"the first output with a NaN or an infinity: {bad.module} ({bad.direction}){which}")
-    lines += ["", "losses of samples computed alone, as their share of the step:"]
+    lines += [
+        "",
+        *_module_lines(seen, sample),
+        "",
+        "losses of samples computed alone, as their share of the step:",
+    ]
     lines.append(text_table([["sample", "loss", "text"], *_sample_rows(seen, run, sample)], 110))
     largest = sorted(seen.gradients.items(), key=lambda item: -item[1])[:SHOWN]
     lines += ["", "the largest gradients:"]
     lines.append(text_table([["parameter", "norm"], *([name, f"{norm:.4g}"] for name, norm in largest)], 110))
     return "\n".join(lines)
+
+
+def _module_lines(seen: ObservedStep, sample: int | None) -> list[str]:
+    """The norm of what each module computed, of the whole batch or of one sample, and of its gradient."""
+    from isobatch.engine.forensics.module_record import BACKWARD, FORWARD
+
+    whose = np.flatnonzero(seen.samples == sample) if sample is not None else slice(None)
+    found: dict[str, dict[str, str]] = {}
+    for output in seen.outputs:
+        one = sample is None or len(output.norms) == len(seen.samples)
+        norm = f"{np.linalg.norm(output.norms[whose]):.4g}" if one else ""
+        found.setdefault(output.module, {})[output.direction] = norm
+    rows = [[name, of.get(FORWARD, ""), of.get(BACKWARD, "")] for name, of in found.items()]
+    more = [f"and {len(rows) - MODULES:,} more (--json)"] if len(rows) > MODULES else []
+    of_whom = "the step" if sample is None else f"sample {sample}"
+    head = ["module", "output", "its gradient"]
+    return [
+        f"norms in {of_whom}, in the order of the forward pass:",
+        text_table([head, *rows[:MODULES]], 110),
+        *more,
+    ]
 
 
 def _beside(logged: dict[str, Any], name: str, found: float) -> str:

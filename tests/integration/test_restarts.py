@@ -306,6 +306,7 @@ def test_worlds_leave_out_the_same_step(worlds: tuple[int, ...], tmp_path: Path)
             assert row.get("loss", 0.0) == pytest.approx(one.get("loss", 0.0), rel=1e-5)
     assert [row["step"] for row in logs[0] if "left_out" in row] == [83]
     last = f"runs/w{worlds[-1]}"
+    assert launch("diff", "runs/w1", last, cwd=tmp_path).returncode == 0
     assert launch("verify", last, "--processes", "1", cwd=tmp_path).returncode == 0
     assert launch("receipt", last, "--out", "several.json", cwd=tmp_path).returncode == 0
     for where in (["--run", last], []):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -69,6 +70,25 @@ def test_from_a_laptop_to_zero_and_back(tmp_path: Path) -> None:
     assert furthest(losses(run), losses(tmp_path / "runs" / "whole")) < 1e-4
     assert [r["step"] for r in ledger(run)] == list(range(1, 31))
     assert launch("verify", str(run), cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_step_of_three_processes_under_zero2_is_replayed_on_one(tmp_path: Path) -> None:
+    flags = ["auto", "--task", RAGGED, "--quiet", "--steps", "12", "--save-every", "5", "--keep", "9"]
+    three = ["--processes", "3", "--strategy", "zero2", "--name", "three"]
+    assert launch(*flags, *three, cwd=tmp_path).returncode == 0
+    assert launch(*flags, "--name", "one", "--processes", "1", cwd=tmp_path).returncode == 0
+    run = tmp_path / "runs" / "three"
+    logged = losses(run)
+    for step, start in ((3, "the initial weights"), (8, "train-5"), (12, "train-10")):
+        done = launch("replay", str(run), "--step", str(step), "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["start"] == start
+        assert found["loss"] == pytest.approx(logged[step - 1], rel=2e-6)
+        assert found["grad_norm"] == pytest.approx(found["logged"]["grad_norm"], rel=2e-5)
+        assert len(found["alone"]) == len(found["samples"])
+    assert launch("diff", "runs/one", "runs/three", cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize(

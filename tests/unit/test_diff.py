@@ -8,10 +8,12 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch import Tensor, nn
 
 import isobatch
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.training.active_phase import ActivePhase
 from isobatch.launch.forensics import diff as diff_module
 from isobatch.launch.forensics.diff import diff, diff_runs
 from isobatch.tests.paths import ROOT
@@ -172,6 +174,51 @@ def test_what_no_recipe_says_is_told_by_the_side_that_did_it(
     assert found["recipe"] == {}
     assert ": B logged " in found["verdict"]
     assert diff_runs(other, plain)["verdict"].count(": A logged ") == 1
+
+
+def test_a_library_whose_epsilon_changed_is_told_by_the_side_that_had_it(
+    plain: RunFolder, train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other version was there when B was trained, and is not here: no recipe says so."""
+    computed = nn.LayerNorm.forward
+
+    def otherwise(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+        norm.eps = 1e-3
+        return computed(norm, x)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.LayerNorm, "forward", otherwise)
+        other = train()
+    found = diff_runs(plain, other)
+    assert (found["log"]["kind"], found["log"]["step"], found["recipe"]) == ("jump", 1, {})
+    assert "they part at step 1 (loss " in found["verdict"]
+    assert ": B logged " in found["verdict"]
+    assert found["verdict"].endswith(
+        "is not in its recipe (another library or machine, changed code, a hardware fault)"
+    )
+
+
+@pytest.mark.parametrize("step", [2, 7, 12])
+def test_another_rate_from_a_step_on_is_found_there(
+    step: int, plain: RunFolder, train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate = ActivePhase.learning_rate
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            ActivePhase, "learning_rate", lambda phase, n: rate(phase, n) * (1.001 if n + 1 >= step else 1)
+        )
+        other = train()
+    found = diff_runs(plain, other)
+    assert (found["log"]["kind"], found["log"]["step"]) == ("rate", step)
+    assert f"the learning rate parts at step {step}: " in found["verdict"]
+
+
+def test_versions_that_are_not_known_are_no_cause(plain: RunFolder, train: Any, tmp_path: Path) -> None:
+    bare = RunFolder(shutil.copytree(train(plant="epsilon").folder, tmp_path / "bare"))
+    shutil.rmtree(bare.checkpoints)
+    found = diff_runs(bare, plain)
+    assert found["versions"] == {}
+    assert found["verdict"].endswith("in norm, where plant is epsilon in A and nothing in B")
 
 
 def test_a_run_and_its_repetition_are_the_same(plain: RunFolder, train: Any) -> None:

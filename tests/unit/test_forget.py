@@ -21,6 +21,7 @@ from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.control.compare import compared
+from isobatch.launch.forensics.diff import diff_runs
 from isobatch.launch.forensics.forget import forget
 from isobatch.launch.local.launch_run import launch_run
 from isobatch.launch.local.process_state import preserve_process_state
@@ -85,6 +86,11 @@ def test_it_is_a_run_that_never_had_the_rows(run: RunFolder) -> None:
     for one, other in zip(read_ledger(found), read_ledger(direct), strict=True):
         assert one.samples.tolist() == other.samples.tolist()
         assert not set(one.samples.tolist()) & set(rows)
+    parted = diff_runs(run, found)
+    assert parted["recipe"]["forgets"][0] is None
+    assert parted["verdict"].startswith(
+        "they part at step 3: they saw other samples, because forgets differs;"
+    )
     assert logged(found)[:2] == logged(run)[:2]
     assert logged(found)[2] != logged(run)[2]
     assert isobatch.verify(found.folder, processes=1, level="full").verified

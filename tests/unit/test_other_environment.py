@@ -12,7 +12,7 @@ import pytest
 import isobatch
 from isobatch.core.errors import UserError
 from isobatch.launch.commands.verify import verify
-from isobatch.launch.forensics.other_environment import find_python, judged, versions_of
+from isobatch.launch.forensics.other_environment import find_python, judged, verify_there, versions_of
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.tests.paths import ROOT
 from isobatch.tests.tasks import planted
@@ -65,6 +65,27 @@ def test_an_environment_is_found_by_its_folder_and_another_is_refused(tmp_path: 
     broken = script(tmp_path / "broken", "echo no such library >&2; exit 3")
     with pytest.raises(UserError, match="ended with 3: no such library"):
         versions_of(broken)
+
+
+MISSING = "Traceback\\nImportError: tokenizers>=0.22 is required, but found 0.21\\nTry: pip install -U"
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        (
+            MISSING,
+            r"ended with 1: ImportError: tokenizers>=0.22 is required, but found 0.21; that env.* needs",
+        ),
+        ("ValueError: no such thing", r"ended with 1: ValueError: no such thing$"),
+        ("killed", r"ended with 1: killed$"),
+        ("", r"ended with 1: it said nothing$"),
+    ],
+)
+def test_what_failed_there_is_one_line(said: str, answer: str, tmp_path: Path) -> None:
+    python = script(tmp_path / "python", f"printf '{said}' >&2; exit 1")
+    with pytest.raises(UserError, match=answer):
+        verify_there(python, ["run"])
 
 
 def test_a_library_that_computes_otherwise_is_found_and_the_same_one_is_not(

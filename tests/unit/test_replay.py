@@ -21,6 +21,7 @@ from isobatch.tests.tasks import planted
 if TYPE_CHECKING:
     from pathlib import Path
 
+WAYS = (FORWARD, BACKWARD)
 TASK = f"{ROOT}/tests/tasks/planted.py:Planted"
 
 
@@ -117,6 +118,27 @@ def test_a_debugger_without_standard_input_is_one_line(
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UserError, match="reads its commands from standard input, and it is closed"):
         command.replay([str(run.folder), "--step", "1", "--break", "inner"])
+
+
+def test_the_text_has_the_norms_of_modules_for_the_step_and_for_a_sample(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = replay_step(run, ReplayOptions(step=5))
+    sample = int(seen.samples[3])
+    output, gradient = (
+        next(o for o in seen.outputs if (o.module, o.direction) == ("norm", way)) for way in WAYS
+    )
+    for words, norms in (
+        ([], (np.linalg.norm(output.norms), np.linalg.norm(gradient.norms))),
+        (["--sample", str(sample)], (output.norms[3], gradient.norms[3])),
+    ):
+        assert command.replay([str(run.folder), "--step", "5", *words]) == 0
+        said = capsys.readouterr().out
+        (line,) = [line.split() for line in said.splitlines() if line.split()[:1] == ["norm"]]
+        assert [float(word) for word in line[1:]] == pytest.approx(norms, rel=1e-3)
+    assert len(replay_step(run, ReplayOptions(step=5, sample=sample)).alone) == 1
+    monkeypatch.setattr(command, "MODULES", 2)
+    assert f"and {len(seen.outputs) // 2 - 2} more (--json)" in command.text_of(seen, run)
 
 
 def test_json_has_every_sample_and_every_module(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

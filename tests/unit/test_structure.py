@@ -117,8 +117,14 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     "launch.forensics": {
-        *("core", "core.terminal", "data", "engine", "engine.forensics", "engine.loading", "engine.runs"),
-        *("engine.optimization", "engine.verification", "launch.local", "launch.report"),
+        *("core", "core.terminal", "engine", "engine.forensics", "engine.loading", "engine.runs"),
+        *(
+            "engine.checkpointing",
+            "engine.optimization",
+            "engine.verification",
+            "launch.local",
+            "launch.report",
+        ),
     },
     "launch.sweeps": {
         *("core", "core.terminal", "engine", "engine.machine", "engine.runs"),
