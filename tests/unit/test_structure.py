@@ -238,7 +238,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "benchmarks.components": {
         *("core", "data", "engine", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
-        *("engine.forensics", "engine.optimization", "engine.runs", "engine.verification", "launch.report"),
+        *("engine.forensics", "engine.optimization", "engine.planning", "engine.runs"),
+        *("engine.verification", "launch.report"),
     },
     "benchmarks.speed": {
         *("core", "data", "models.causal_lm", "models.encoder", "models.recommendation"),
