@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.launch.local.interfaces import is_loopback, local_address
 from isobatch.launch.slurm import client
 
 if TYPE_CHECKING:
@@ -169,19 +170,6 @@ def _reachable_address(node: StepNode, addresses: list[str], port: int) -> tuple
         where = ", ".join(f"{a}:{port}" for a in addresses)
         raise UserError(f"{node.name} cannot reach {node.nodes[0]} at {where}: is there a firewall?")
     return min(found, key=lambda address: is_loopback(found[address])), port
-
-
-def local_address(host: str, port: int) -> str:
-    """The numeric local address of a connection to host:port; empty where nothing answers."""
-    try:
-        with socket.create_connection((host, port), timeout=5) as connection:
-            return str(connection.getsockname()[0])
-    except OSError:
-        return ""
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.1) -> bool:

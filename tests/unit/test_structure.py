@@ -186,6 +186,10 @@ ROOMS: dict[str, set[str]] = {
             "launch.sweeps",
         ),
     },
+    "launch.ray_train": {
+        *("core", "engine", "engine.distributed", "engine.machine", "engine.runs"),
+        *("launch", "launch.commands", "launch.local"),
+    },
     "launch.api": {
         *(
             "core",
