@@ -127,12 +127,12 @@ def _kill_all(number: int) -> None:
             process.kill()
 
 
-def die_with_parent() -> None:
-    """In the child, on Linux: get SIGTERM, so save and stop, where the parent process is killed."""
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """In the child, on Linux: get a signal, to save and stop, where the parent process is killed."""
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:

@@ -1,8 +1,9 @@
-"""Network interfaces: the one that only this machine reaches, and the one that leads to another machine."""
+"""Where the processes of a world meet: network interfaces, addresses, and a store that a launcher serves."""
 
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 
 def loopback_interface() -> str:
@@ -19,6 +20,17 @@ def gloo_interface(local: str, alone: bool) -> dict[str, str]:
     if is_loopback(local) and not alone:
         return {}
     return {"GLOO_SOCKET_IFNAME": _interface_of(local) or "lo"}
+
+
+def serve_store(alone: bool) -> Any:
+    """A TCPStore that this process serves at a free port. `alone`: no other machine is to reach it."""
+    from torch.distributed import TCPStore
+
+    where: dict[str, Any] = {"port": 0}  # it listens on every address
+    if alone:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        where = {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}
+    return TCPStore("localhost", **where, is_master=True, wait_for_workers=False)
 
 
 def local_address(host: str, port: int) -> str:

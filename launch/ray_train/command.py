@@ -25,9 +25,9 @@ NO_STATISTICS = "RAY_USAGE_STATS_ENABLED"
 
 
 def ray(words: Sequence[str]) -> int:
-    """Usage: ray --task TASK --workers N --gpus-per-worker G [flags] [--submit]
+    """Usage: ray --task TASK --ray-workers N --gpus-per-worker G [flags] [--submit]
 
-    flags: --cpu --cpus-per-worker C --min-workers M --address auto|local|HOST:PORT|http://HOST:8265, and
+    flags: --cpu --cpus-per-worker C --min-ray-workers M --address auto|local|HOST:PORT|http://HOST:8265, and
            those of `auto`. All nodes see the folder in which this is run, --out and --data.
     """
     request = parse_request(words, "ray", RayOptions)

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import BUG, DONE, FAILED, RESIZED, STOPPED, UserError, WorkerLostError
+from isobatch.core.errors import (
+    BUG,
+    DONE,
+    FAILED,
+    RESIZED,
+    STOPPED,
+    WRONG_INPUT,
+    UserError,
+    WorkerLostError,
+)
 from isobatch.core.flags import options_to_dict
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import StopFlag
@@ -35,6 +44,7 @@ from isobatch.launch.local.run_setup import (
     print_unless_quiet,
 )
 from isobatch.launch.ray_train.places import Places
+from isobatch.launch.ray_train.run_log import RunLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -84,9 +94,13 @@ def train_until_done(
             run.write_options(request.run)
             order = {"processes": processes, "cpus": cpus, "folder": folder}
             plan = atomic_files.json_text({**options_to_dict(request.plan), "processes": None})
-            verdict = restarts.train_with_restarts(run, Attempts(trainer, places, order, plan, stop))
+            log = RunLog(run.folder / "log.txt", request.run.quiet)
+            attempts = Attempts(trainer, places, order, plan, stop, log)
+            verdict = restarts.train_with_restarts(run, attempts)
         if verdict.code == DONE:
             print_outcome(run)
+        elif verdict.code == WRONG_INPUT:
+            log.print_unless_said(verdict.reason)
         return verdict.code
 
     return guarded(train)
@@ -109,7 +123,11 @@ def _connect(address: str) -> None:
     os.environ.update({name: os.environ.get(name, value) for name, value in OWN_RESTARTS.items()})
     if not ray.is_initialized():
         try:
-            ray.init(address=address, include_dashboard=False if address == "local" else None)
+            ray.init(
+                address=address,
+                include_dashboard=False if address == "local" else None,
+                log_to_driver=False,  # the run's own lines stand in its log
+            )
         except ConnectionError:
             raise UserError(
                 f"--address {address}: this machine is in no Ray cluster; `ray start --head` makes one, and"
@@ -137,9 +155,10 @@ class Attempts:
         order: dict[str, Any],
         plan: str,
         stop: StopFlag,
+        log: RunLog,
     ) -> None:
         self._trainer, self._places, self._order, self._plan = trainer, places, order, plan
-        self._stop = stop
+        self._stop, self._log = stop, log
         self._workers = 0
         """Of the attempt before; 0 before the first."""
 
@@ -198,6 +217,7 @@ class Attempts:
             if self._stop.requested or more:
                 stop.touch()
             attempt.join(WATCH_SECONDS)
+            self._log.print_new()
         self._places.release()
         stop.unlink(missing_ok=True)
         return "".join(error), more
@@ -209,7 +229,7 @@ class Attempts:
             return verdict or Verdict(STOPPED, "ended before it could save")
         if more:
             return Verdict(STOPPED, f"there is room for {more} more workers", RESIZED)
-        if verdict is not None:  # their own worker was killed: they saved, and left
+        if verdict is not None:
             error = error or "a signal stopped the workers, and not the run"
         return Verdict(FAILED, f"a Ray worker was lost: {error}", WorkerLostError.cause) if error else None
 

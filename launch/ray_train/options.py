@@ -26,9 +26,9 @@ class RayOptions:
     data_is_elsewhere: ClassVar[bool] = True
     """The nodes of the cluster have the data."""
 
-    workers: Positive = 1
+    ray_workers: Positive = 1
     """Ray workers, each with its own resources."""
-    min_workers: Positive | None = None
+    min_ray_workers: Positive | None = None
     """Go on with so few where there is no room for all, and take more as they come; by default all."""
     gpus_per_worker: Count = 0
     """GPUs of each worker, each with a process of its own."""
@@ -48,8 +48,10 @@ class RayOptions:
             raise UserError("ray: needs --gpus-per-worker, or --cpu for nodes without GPUs")
         if self.cpu and self.gpus_per_worker:
             raise UserError("--cpu: and GPUs were asked for, too; leave one of them out")
-        if self.least > self.workers:
-            raise UserError(f"--min-workers {self.min_workers}: is more than --workers {self.workers}")
+        if self.least > self.ray_workers:
+            raise UserError(
+                f"--min-ray-workers {self.min_ray_workers}: is more than --ray-workers {self.ray_workers}"
+            )
         if not re.fullmatch(f"{HERE}|{ELSEWHERE}", self.address):
             raise UserError(
                 f"--address {self.address}: give auto, local, HOST:PORT of a cluster's head, or http://HOST:8265"
@@ -58,7 +60,7 @@ class RayOptions:
     @property
     def least(self) -> int:
         """The fewest workers to go on with."""
-        return self.min_workers or self.workers
+        return self.min_ray_workers or self.ray_workers
 
     @property
     def hands_in_a_job(self) -> bool:
@@ -72,10 +74,10 @@ class RayOptions:
 
 
 def processes_per_worker(request: Request, options: RayOptions) -> int:
-    """--processes / --workers, else one for each GPU, or one where there is none. Raises UserError."""
-    asked, workers = request.plan.processes, options.workers
+    """--processes / --ray-workers, else one for each GPU, or one where there is none. Raises UserError."""
+    asked, workers = request.plan.processes, options.ray_workers
     if asked and asked % workers:
-        raise UserError(f"--processes {asked}: must be a multiple of --workers {workers}")
+        raise UserError(f"--processes {asked}: must be a multiple of --ray-workers {workers}")
     if asked and options.gpus_per_worker and asked > workers * options.gpus_per_worker:
         raise UserError(f"--processes {asked}: every process needs a GPU of its own; leave the flag out")
     return asked // workers if asked else max(1, options.gpus_per_worker)

@@ -77,7 +77,7 @@ def render(request: Request, options: RayOptions) -> str:
         use_gpu=bool(options.gpus_per_worker),
         address="auto" if options.hands_in_a_job else options.address,
         least=options.least,
-        most=options.workers,
+        most=options.ray_workers,
         processes=processes,
         limit_cpus=options.cpus_per_worker is not None,
     )

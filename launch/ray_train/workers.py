@@ -2,7 +2,7 @@
 
 They are processes of their own, as under every launcher: signals reach only the main thread of a process, and
 training does not run in that of a Ray worker; and what ends a process must not end Ray's. The group that
-Ray's workers form is used for its store alone, in which our processes meet.
+Ray's workers form only tells them where our processes meet: two groups in one store take each other's keys.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
 from isobatch.engine.machine.detect import GRANTED_CPUS
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import die_with_parent, relay_output
-from isobatch.launch.local.interfaces import gloo_interface, local_address, loopback_interface
+from isobatch.launch.local.interfaces import gloo_interface, local_address, loopback_interface, serve_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 POLL_SECONDS = 0.5
 REPEAT_SIGNAL_SECONDS = 2.0
@@ -70,19 +70,42 @@ def work(order: dict[str, Any]) -> None:
         raise RuntimeError(f"{socket.gethostname()} does not see {run.folder}: all nodes have to")
     os.environ[NONCE] = order["nonce"]
     rank = ray.train.get_context().get_world_rank()
-    with (run.folder / "ray" / f"worker-{rank}.log").open("ab", buffering=0) as log:
-        children = [_start(order, index, log) for index in range(order["processes"])]
+    with _meeting() as meeting, (run.folder / "ray" / f"worker-{rank}.log").open("ab", buffering=0) as log:
+        children = [_start(order, index, meeting, log) for index in range(order["processes"])]
         asked_to_stop = stop_file(run, order["nonce"]).exists
         codes = _wait(children, asked_to_stop)
     _report(run, rank * order["processes"], codes)
 
 
-def _start(order: dict[str, Any], index: int, log: Any) -> subprocess.Popen[bytes]:
-    """Start one process; its marked lines go to Ray's driver, others to `log`."""
+@contextlib.contextmanager
+def _meeting() -> Iterator[dict[str, str]]:
+    """Variables that name the store in which all processes meet; the first worker serves it in the block."""
+    from torch import distributed
+
+    context = ray.train.get_context()
+    alone = context.get_local_world_size() == context.get_world_size()
+    store = serve_store(alone) if context.get_world_rank() == 0 else None
+    box: list[int] = [store.port if store else 0]
+    distributed.broadcast_object_list(box, src=0)
+    host, port = "127.0.0.1" if alone else os.environ["MASTER_ADDR"], box[0]
+    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface())
+    if not alone:
+        interfaces = gloo_interface(local_address(host, port), alone)
+    yield {
+        **interfaces,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    del store
+
+
+def _start(order: dict[str, Any], index: int, meeting: dict[str, str], log: Any) -> subprocess.Popen[bytes]:
+    """Start one process; its marked lines go to Ray's log of this worker, others to `log`."""
     words = ["--run", order["run"], *(("--plan", order["plan"]) if order["plan"] else ())]
     child = subprocess.Popen(
         [sys.executable, "-P", str(TRAIN_SCRIPT), *words],
-        env=_environment(order, index),
+        env={**_environment(order, index), **meeting},
         cwd=order["folder"],
         stdin=subprocess.DEVNULL,
         stdout=log,
@@ -94,8 +117,11 @@ def _start(order: dict[str, Any], index: int, log: Any) -> subprocess.Popen[byte
 
 
 def _prepare_child() -> None:
-    """In the child: end with this worker, and ignore stop signals until it handles them."""
-    die_with_parent()
+    """In the child: end with this worker, and ignore stop signals until it handles them.
+
+    By SIGKILL: until a world is formed, a process is blocked where it answers no other signal.
+    """
+    die_with_parent(signal.SIGKILL)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -103,31 +129,19 @@ def _prepare_child() -> None:
 def _environment(order: dict[str, Any], index: int) -> dict[str, str]:
     """The world of a worker's `index`th process, in the words of torchrun."""
     context, each = ray.train.get_context(), order["processes"]
-    local_world, world = context.get_local_world_size() * each, context.get_world_size() * each
     numbers = {
         "RANK": context.get_world_rank() * each + index,
-        "WORLD_SIZE": world,
+        "WORLD_SIZE": context.get_world_size() * each,
         "LOCAL_RANK": context.get_local_rank() * each + index,
-        "LOCAL_WORLD_SIZE": local_world,
-        # The store of Ray's own group serves ours, too: no port has to be found.
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": 0,
+        "LOCAL_WORLD_SIZE": context.get_local_world_size() * each,
         **({GRANTED_CPUS: order["cpus"] * context.get_local_world_size()} if order["cpus"] else {}),
     }
     inherited = {name: value for name, value in os.environ.items() if name not in OF_RAYS_GROUP}
     return {
-        **_interfaces(alone=local_world == world),
         **inherited,
         **order["environment"],
         **{name: str(number) for name, number in numbers.items()},
     }
-
-
-def _interfaces(alone: bool) -> dict[str, str]:
-    if alone:  # nothing of theirs is offered to another machine
-        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface())
-    address = local_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    return gloo_interface(address, alone=False)
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]], asked_to_stop: Callable[[], bool]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.launch.local.interfaces import is_loopback, local_address
+from isobatch.launch.local.interfaces import is_loopback, local_address, serve_store
 from isobatch.launch.slurm import client
 
 if TYPE_CHECKING:
@@ -98,13 +98,9 @@ def rendezvous(node: StepNode, run_folder: Path, nonce: str, data: Path) -> Iter
     if node.rank:
         yield join(node, folder, data)
         return
-    from torch.distributed import TCPStore
-
-    addresses, where = [socket.gethostname(), *node.addresses], {}
-    if len(node.nodes) == 1:  # no other machine is to reach it; else it listens on every address
-        addresses, listener = ["127.0.0.1"], socket.create_server(("127.0.0.1", 0), backlog=1024)
-        where = {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}
-    store = TCPStore("localhost", **{"port": 0, **where}, is_master=True, wait_for_workers=False)
+    alone = len(node.nodes) == 1
+    addresses = ["127.0.0.1"] if alone else [socket.gethostname(), *node.addresses]
+    store = serve_store(alone)
     _write_json(folder / "call.json", {"addresses": [a for a in addresses if a], "port": store.port})
     _write_answer(node, folder, data)
     wait_for_answers(node, folder, data)
