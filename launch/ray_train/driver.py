@@ -171,7 +171,7 @@ class Attempts:
         order = self._order_for(run, workers)
         error, more = self._fit(run, workers, order)
         run.forget_plan()
-        verdict = self._verdict(run.read_exit(order["nonce"]), error, more)
+        verdict = judge(run.read_exit(order["nonce"]), error, more, self._stop.requested)
         if verdict is None or verdict.code == BUG:
             atomic_files.write_text(run.folder / "launcher.log", _worker_logs(run))
         return verdict
@@ -222,16 +222,18 @@ class Attempts:
         stop.unlink(missing_ok=True)
         return "".join(error), more
 
-    def _verdict(self, verdict: Verdict | None, error: str, more: int) -> Verdict | None:
-        if verdict is not None and verdict.code != STOPPED:
-            return verdict
-        if self._stop.requested:
-            return verdict or Verdict(STOPPED, "ended before it could save")
-        if more:
-            return Verdict(STOPPED, f"there is room for {more} more workers", RESIZED)
-        if verdict is not None:
-            error = error or "a signal stopped the workers, and not the run"
-        return Verdict(FAILED, f"a Ray worker was lost: {error}", WorkerLostError.cause) if error else None
+
+def judge(verdict: Verdict | None, error: str, more: int, is_asked_to_stop: bool) -> Verdict | None:
+    """What an attempt's end means. `error`: of its fit; `more`: workers for which it was to make room."""
+    if verdict is not None and verdict.code != STOPPED:
+        return verdict
+    if is_asked_to_stop:
+        return verdict or Verdict(STOPPED, "ended before it could save")
+    if more:
+        return Verdict(STOPPED, f"there is room for {more} more workers", RESIZED)
+    if verdict is not None:
+        error = error or "a signal stopped the workers, and not the run"
+    return Verdict(FAILED, f"a Ray worker was lost: {error}", WorkerLostError.cause) if error else None
 
 
 def _first_failure(error: Exception) -> str:
