@@ -52,6 +52,10 @@ COMMANDS = {
         "kubernetes.command:k8s",
         "print, or --submit, the manifest of a Kubernetes job that trains until done",
     ),
+    "ray": (
+        "ray_train.command:ray",
+        "print, or --submit, a script that trains on a Ray cluster until done",
+    ),
     "verify": (
         "commands.verify:verify",
         "redo logged steps under another cut and compare; exit 3 on a difference",

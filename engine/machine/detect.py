@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
+GRANTED_CPUS = "ISOBATCH_CPUS"
+"""Environment variable with the cores that a launcher grants our processes on this machine."""
+
+
 def detect(
     *,
     root: Path = Path("/"),
@@ -54,8 +58,9 @@ def world_nodes(env: Mapping[str, str]) -> int:
 
 
 def allowed_cpus(root: Path, env: Mapping[str, str]) -> int:
-    """Usable cores: the least of CPU affinity, cgroup quota and SLURM's allocation."""
-    limits: list[float | None] = [_affinity(), _cpu_quota(root), positive(env.get("SLURM_CPUS_PER_TASK"))]
+    """Usable cores: the least of CPU affinity, cgroup quota and the allocation of SLURM or a launcher."""
+    granted = [positive(env.get(name)) for name in ("SLURM_CPUS_PER_TASK", GRANTED_CPUS)]
+    limits: list[float | None] = [_affinity(), _cpu_quota(root), *granted]
     return max(1, int(min(limit for limit in limits if limit)))
 
 

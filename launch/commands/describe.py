@@ -49,6 +49,7 @@ COMMAND_OPTIONS = {
     "prepare": "commands.plan:PrepareOptions",
     "slurm": "slurm.submission.options:SlurmOptions",
     "k8s": "kubernetes.options:KubernetesOptions",
+    "ray": "ray_train.options:RayOptions",
     "verify": "local.verify_run:VerifyOptions",
     "seen": "forensics.seen:SeenOptions",
     "forget": "forensics.forget:ForgetOptions",
@@ -78,7 +79,7 @@ COMMAND_OPTIONS = {
     "describe": "commands.describe:ListingOptions",
 }
 """Command -> the dataclass of its own flags, in launch/."""
-OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", "slurm", "k8s")
+OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", "slurm", "k8s", "ray")
 """Commands that take the flags of a task as well."""
 HARDWARE = "hardware"
 

@@ -27,9 +27,11 @@ from isobatch.launch.planning.idle_gpus import find_idle_gpus
 from isobatch.launch.planning.machines import HERE, parse_machine
 from isobatch.launch.planning.plan_text import format_plan
 from isobatch.launch.planning.prices import parse_prices
+from isobatch.launch.planning.run_time import failures
 from isobatch.launch.planning.targets import (
     PlanCommandOptions,
     parse_deadline,
+    parse_mtbf,
     print_notes,
     say,
     target_of,
@@ -114,6 +116,8 @@ def _compare(request: Request, options: PlanCommandOptions, words: Sequence[str]
     parse_machine(options.hardware or HERE, "--hardware")
     if request.automatic_scale:
         raise UserError("--scale-batch auto: finds the scale for one machine; leave out --compare")
+    if options.mtbf:
+        raise UserError(f"--mtbf {options.mtbf}: is about the machines of one run; leave out --compare")
     print_notes(request)
     return compare_targets(
         words, request, options, parse_prices(options.price), parse_deadline(options.deadline)
@@ -123,6 +127,7 @@ def _compare(request: Request, options: PlanCommandOptions, words: Sequence[str]
 def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, Any], str]:
     """The plan of a request, as JSON and as text. Raises UserError where there is none."""
     prices, deadline = parse_prices(options.price), parse_deadline(options.deadline)
+    mtbf = parse_mtbf(options.mtbf)
     machine = parse_machine(options.hardware or HERE, "--hardware")
     request = with_automatic_scale(request, machine)
     print_notes(request)
@@ -140,6 +145,7 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     )
     reading = reading_alternatives(found.plan, target.recipe, target.facts, found.rate) if found.rate else []
     loader = fixed_loader_settings(found.plan)
+    failing = failures(found.time, mtbf) if found.time and mtbf else None
     result = {
         "recipe": {**target.recipe.to_dict(), "hash": target.recipe.hash()},
         "global_batch": target.recipe.batch_size,
@@ -147,13 +153,14 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
         "reasons": found.plan.reasons,
         "invariance": found.plan.invariance,
         "run": found.to_dict(deadline),
+        "failures": failing and failing.to_dict(),
         "idle": idle and idle.to_dict(),
         "frontier": frontier,
         "savings": alternatives,
         "reading": reading,
         "loader": {name: {"value": value, "reason": reason} for name, (value, reason) in loader.items()},
     }
-    return result, format_plan(found, idle, deadline, frontier, alternatives, reading)
+    return result, format_plan(found, idle, deadline, frontier, alternatives, reading, failing)
 
 
 def prepare(words: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.detect_nvidia import OWN_FILES
 from isobatch.launch.doctor import devices, network, software, storage, variables
 from isobatch.launch.doctor.children import Child
-from isobatch.launch.local.accelerate_launcher import loopback_interface
+from isobatch.launch.local.interfaces import loopback_interface
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

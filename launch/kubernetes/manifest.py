@@ -44,6 +44,8 @@ class Pods:
     options: KubernetesOptions
     processes: int
     """Of each pod."""
+    max_restarts: int
+    """How often they are started anew."""
     files: list[str]
     """What pods find in FILES, by their places there."""
 
@@ -58,7 +60,7 @@ class Pods:
 def render(request: Request, options: KubernetesOptions) -> str:
     """The manifest as YAML. Raises UserError where the name is none that Kubernetes takes."""
     files = _files(request)
-    pods = Pods(_name(request), options, _processes(request, options), list(files))
+    pods = Pods(_name(request), options, _processes(request, options), request.run.max_restarts, list(files))
     documents = [_config_map(pods, files), _service(pods), _job(pods)]
     return "---\n".join(yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=1000) for one in documents)
 
@@ -140,7 +142,7 @@ def _job(pods: Pods) -> dict[str, Any]:
         "completions": options.nodes,
         "parallelism": options.nodes,
         # The pods of a world end together: each new start takes as many of them.
-        "backoffLimit": options.max_restarts * options.nodes,
+        "backoffLimit": pods.max_restarts * options.nodes,
         "template": {"metadata": {"labels": pods.labels()}, "spec": _pod(pods)},
     }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": pods.metadata(), "spec": spec}

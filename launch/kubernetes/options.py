@@ -36,8 +36,6 @@ class KubernetesOptions:
     """A label that nodes must have: gpu=h100."""
     namespace: str | None = None
     """By default kubectl's own."""
-    max_restarts: Count = 3
-    """How often the pods are started anew."""
     submit: bool = False
     """Give the manifest to kubectl."""
 

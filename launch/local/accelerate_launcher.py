@@ -22,6 +22,7 @@ from isobatch.core.terminal.status import (
 )
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import signals_to_catch
+from isobatch.launch.local.interfaces import loopback_interface
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,7 +91,7 @@ def _run_launcher(
             env=environment,
             start_new_session=True,
             stderr=subprocess.PIPE,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         forwarded: set[int] = set()
 
@@ -116,14 +117,6 @@ def _run_launcher(
                 signal.signal(number, handler)
 
 
-def loopback_interface() -> str:
-    """The name of the network interface that only this machine reaches."""
-    import psutil
-
-    found = psutil.net_if_addrs().items()
-    return next((name for name, own in found if any(a.address == "127.0.0.1" for a in own)), "lo")
-
-
 def _kill_all(number: int) -> None:
     """Kill the launcher and its workers, which are in sessions of their own."""
     import psutil
@@ -134,12 +127,12 @@ def _kill_all(number: int) -> None:
             process.kill()
 
 
-def _die_with_parent() -> None:
-    """In the child, on Linux: get SIGTERM, so save and stop, where the parent process is killed."""
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """In the child, on Linux: get a signal, to save and stop, where the parent process is killed."""
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:

@@ -1,4 +1,6 @@
-"""Trains a run in attempts: a new one from the last checkpoint after out-of-memory or a lost process."""
+"""Trains a run in attempts: a new one from the last checkpoint after out-of-memory, after a lost process, or
+where there is room for more.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import (
     BUG,
     FAILED,
+    RESIZED,
     STOPPED,
     WRONG_INPUT,
     JobMemoryError,
@@ -52,6 +55,8 @@ def train_with_restarts(run: RunFolder, attempt: Attempt) -> Verdict:
                 return _fail(run, str(error))
         elif verdict.cause == SpikeError.cause:
             print(f"isobatch: {verdict.reason}; going on from the checkpoint before", file=sys.stderr)
+        elif verdict.cause == RESIZED:
+            _log_restart(run, "resize", verdict.reason, "in a larger world")
         elif verdict.cause == WorkerLostError.cause:
             restarts += 1
             if restarts > options.max_restarts:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
+from isobatch.core.flags import build_options
 from isobatch.core.measures import printable
-from isobatch.core.plan import INVARIANCES
+from isobatch.core.plan import INVARIANCES, PlanOptions
 from isobatch.core.terminal.status import doing
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
-from isobatch.engine.loading.prepare import CHECK_SECONDS, cache_folder, prepare
+from isobatch.engine.loading.prepare import CACHE, CHECK_SECONDS, cache_folder, prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.explanations import unmet_wishes
@@ -23,6 +26,7 @@ from isobatch.engine.planning.kept_choices import measured_lines, plan_with_kept
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
+from isobatch.engine.runs.witness import witness_environment
 from isobatch.engine.task_files import task_file_problem
 from isobatch.launch.local.words.meanings import spelling
 
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from isobatch.core.facts import Facts
-    from isobatch.core.plan import Plan, PlanOptions
+    from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.launch.local.arguments import Request
@@ -251,3 +255,24 @@ def refuse_other_data(run: RunFolder, new_facts: Facts) -> None:
         raise OtherDataError(
             f"{run.folder}/facts.json was changed: {what}; put it right or start a new run with --again", what
         )
+
+
+def plan_options_from_request(values: Mapping[str, Any]) -> PlanOptions:
+    """The plan options that `options_to_dict` wrote for a process elsewhere."""
+    asked = {k: v for k, v in values.items() if v is not None}
+    from_preset = asked.pop("preset_options", {})
+    return dataclasses.replace(build_options(PlanOptions, asked, "plan"), preset_options=from_preset)
+
+
+HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", *hub_cache.OFFLINE)
+
+
+def environment_elsewhere() -> dict[str, str]:
+    """Our own variables and those of the model cache, for processes that inherit none from this one."""
+    folders = {CACHE: cache_folder(), consent.STATE: consent.state_folder()}
+    return {
+        **{name: str(folder.expanduser().absolute()) for name, folder in folders.items()},
+        **{name: os.environ[name] for name in HUB_VARIABLES if os.environ.get(name)},
+        **consent.environment(),
+        **witness_environment(),
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, UserCodeError, UserError
+from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserCodeError, UserError
 from isobatch.core.terminal.console import LINE_MARK
 from isobatch.core.terminal.status import RELAY_VARIABLE, doing, start_status
 from isobatch.engine import consent
@@ -26,6 +27,7 @@ from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.launch.local.arguments import Request
@@ -145,7 +147,10 @@ def _quiet_libraries(options: RunOptions) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """`--run FOLDER` from `auto`, `--redo FOLDER` from `verify`, or a task's flags under a launcher."""
+    """`--run FOLDER` from `auto`, `--redo FOLDER` from `verify`, or a task's flags under a launcher.
+
+    `--run FOLDER --plan OPTIONS` plans for the world that is here: OPTIONS as JSON.
+    """
     if list(words[:1]) == ["--redo"] and len(words) == 2:
         from isobatch.engine.distributed.communicator import rank_and_world_size
         from isobatch.launch.local.redo_steps import redo_task_file
@@ -153,12 +158,40 @@ def main(words: Sequence[str]) -> int:
         if RELAY_VARIABLE in os.environ and rank_and_world_size(os.environ)[0] == 0:
             start_status(LINE_MARK)
         return redo_task_file(Path(words[1]))
-    if list(words[:1]) == ["--run"] and len(words) == 2:
-        from isobatch.launch.local.run_setup import open_run
+    if list(words[:1]) == ["--run"] and len(words) in (2, 4):
+        from isobatch.launch.local.run_setup import open_run, plan_options_from_request
 
         run = open_run(words[1])
+        if words[2:3] == ["--plan"]:
+            _plan_for_this_world(run, plan_options_from_request(json.loads(words[3])))
         return train_run(run, run.options())
     return _train_from_flags(words)
+
+
+def _plan_for_this_world(run: RunFolder, asked: PlanOptions) -> None:
+    """Plan a run for the processes that are here, however many there were before; its recipe stays."""
+    from isobatch.engine.distributed.communicator import broadcast_choice_before_planning, rank_and_world_size
+    from isobatch.launch.local.run_setup import plan_with_remarks, store_plan
+
+    rank, size = rank_and_world_size(os.environ)
+    options = run.options()
+
+    def plan() -> str:
+        store_plan(run, plan_with_remarks(run.recipe, run.facts, asked, options.quiet, size))
+        return ""
+
+    try:
+        broadcast_choice_before_planning(plan, rank, size, _is_on_cpu(asked), options.hang_timeout)
+    except UserError as error:
+        run.write_exit(Verdict(WRONG_INPUT, str(error)))
+        raise
+    run.forget_plan()
+
+
+def _is_on_cpu(asked: PlanOptions) -> bool:
+    from isobatch.engine.machine.detect import detect
+
+    return asked.device == "cpu" or (asked.device == "auto" and detect().kind == "cpu")
 
 
 def _train_from_flags(words: Sequence[str]) -> int:
@@ -167,7 +200,6 @@ def _train_from_flags(words: Sequence[str]) -> int:
         check_world,
         rank_and_world_size,
     )
-    from isobatch.engine.machine.detect import detect
     from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
     from isobatch.engine.runs.witness import use_witness
     from isobatch.launch.local.arguments import parse_request
@@ -194,7 +226,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
         consent.remember(request.recipe)
         return str(run.folder.resolve())
 
-    cpu = request.plan.device == "cpu" or (request.plan.device == "auto" and detect().kind == "cpu")
+    cpu = _is_on_cpu(request.plan)
     run = RunFolder.open(
         broadcast_choice_before_planning(choose_run, rank, size, cpu, request.run.hang_timeout)
     )

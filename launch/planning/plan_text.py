@@ -12,6 +12,7 @@ from isobatch.launch.planning.prices import MEANING
 if TYPE_CHECKING:
     from isobatch.launch.planning.estimate import Estimate
     from isobatch.launch.planning.idle_gpus import IdleGpus
+    from isobatch.launch.planning.run_time import Failures
 
 
 INTERNAL = ("correction", "predicted_step_seconds", "micro_batch_cost")
@@ -27,6 +28,7 @@ def format_plan(
     frontier: list[dict[str, Any]],
     alternatives: list[dict[str, Any]],
     reading: list[dict[str, Any]],
+    failing: Failures | None = None,
 ) -> str:
     """The answer of `plan`. What idle GPUs would bring comes first."""
     recipe, facts, chosen = found.target.recipe, found.target.facts, found.plan
@@ -55,6 +57,7 @@ def format_plan(
             else " (uncalibrated: no measurement on this kind of device stands behind it)"
         ),
         *_whole_run(found, deadline),
+        *([failing.sentence()] if failing else []),
         "",
         *_format_alternatives(alternatives),
         *_format_reading(found, reading),

@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.measures import format_duration
 from isobatch.core.plan import REHEARSED_STEPS
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.planning.calibration import gpu_constants
+from isobatch.engine.planning.checkpoint_interval import best_interval, expected_goodput
 from isobatch.engine.planning.choices import compile_seconds
 from isobatch.engine.planning.cost_model import steps_per_epoch
 from isobatch.engine.planning.reading import seconds_of_waiting
@@ -119,6 +121,64 @@ def _evaluated_samples(recipe: Recipe, facts: Facts, task: Task, rounds: bool) -
 def _evaluations(steps: int, every: int) -> int:
     """Evaluations during a phase; the one at its end belongs to the run's end."""
     return (steps - 1) // max(1, every)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failures:
+    """What failures take of a run that saves as often as loses least; all in seconds."""
+
+    between: float
+    """Mean time between two failures."""
+    save: float
+    """To write a checkpoint. Training goes on meanwhile: what it waits is less."""
+    restart: float
+    """From a failure to the next step."""
+    run: float
+    """Of the whole run without failures."""
+
+    @property
+    def interval(self) -> float:
+        return best_interval(self.save, self.between)
+
+    @property
+    def save_every(self) -> str:
+        """The interval as a value of --save-every, in minutes."""
+        minutes = self.interval / 60
+        return f"{max(0.1, minutes):.1f}m" if minutes < 10 else f"{minutes:.0f}m"
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that is kept."""
+        return expected_goodput(self.interval, self.save, self.restart, self.between)
+
+    def sentence(self) -> str:
+        """What the plan says about them."""
+        return (
+            f"with a failure every {format_duration(self.between)}: --save-every {self.save_every} loses"
+            f" least ({_short(self.save)} s a save, {_short(self.restart)} s to start again): at least"
+            f" {self.goodput:.1%} of the time is kept, the whole run takes"
+            f" {format_duration(self.run / self.goodput)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "mtbf_seconds": self.between,
+            "save_seconds": self.save,
+            "restart_seconds": self.restart,
+            "save_every": self.save_every,
+            "goodput": self.goodput,
+            "run_seconds": self.run / self.goodput,
+        }
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+
+
+def failures(time: RunTime, between: float) -> Failures:
+    """Of a run with this mean time between failures, in seconds."""
+    return Failures(between=between, save=time.save, restart=time.start + time.compile, run=time.total)
 
 
 def most_energy(seconds: float, plan: Plan, hardware: Hardware) -> float | None:

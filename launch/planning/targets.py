@@ -39,6 +39,9 @@ class PlanCommandOptions:
     the price of an hour of that machine."""
     deadline: str | None = None
     """Within which time the run should end, as in 6h, 90m or 1d12h."""
+    mtbf: str | None = None
+    """Mean time between failures of all machines of the run together, as in 12h: the plan says how often to
+    save, and what share of the time is kept."""
     critical_batch: str | None = None
     """Alone: a run whose gradient noise says up to which global batch more devices would pay."""
     json: bool = False
@@ -47,10 +50,19 @@ class PlanCommandOptions:
 
 def parse_deadline(text: str | None) -> float | None:
     """Seconds of --deadline. Raises UserError."""
+    return _seconds(text, "--deadline")
+
+
+def parse_mtbf(text: str | None) -> float | None:
+    """Seconds of --mtbf. Raises UserError."""
+    return _seconds(text, "--mtbf")
+
+
+def _seconds(text: str | None, flag: str) -> float | None:
     try:
         return None if text is None else parse_duration(text)
     except ValueError as error:
-        raise UserError(f"--deadline {text}: {error}") from None
+        raise UserError(f"{flag} {text}: {error}") from None
 
 
 def target_of(request: Request, options: PlanCommandOptions, machine: Hardware, name: str = "") -> Target:

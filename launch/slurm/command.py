@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import atomic_files, hub_cache
+from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
 from isobatch.core.measures import printable
 from isobatch.engine import consent
-from isobatch.engine.loading.prepare import CACHE, cache_folder
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.slurm_queue import (
     InAJobError,
     last_job_of,
     refuse_if_in_a_job,
 )
-from isobatch.engine.runs.witness import use_witness, witness_environment
+from isobatch.engine.runs.witness import use_witness
 from isobatch.launch.local.arguments import Request, parse_sweep
-from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
+from isobatch.launch.local.run_setup import (
+    create_run,
+    environment_elsewhere,
+    find_run,
+    prepare_facts,
+)
 from isobatch.launch.slurm import acceptance, client, containers, job_record, time_limit
 from isobatch.launch.slurm.job_request import JobRequest
 from isobatch.launch.slurm.submission import sbatch_script, slurm_words
@@ -46,7 +49,6 @@ if TYPE_CHECKING:
 
     from isobatch.core.recipe import Recipe
 
-HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", *hub_cache.OFFLINE)
 DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 """Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""
 
@@ -177,19 +179,8 @@ def _script(
         setup=Path(options.setup).expanduser().resolve() if options.setup else None,
         start_folder=Path.cwd(),
         signal=options.signal,
-        environment=tuple(_job_environment().items()),
+        environment=tuple(environment_elsewhere().items()),
     )
-
-
-def _job_environment() -> dict[str, str]:
-    """Our own variables, and those of the model cache: the job has no others under --export=NONE."""
-    folders = {CACHE: cache_folder(), consent.STATE: consent.state_folder()}
-    return {
-        **{name: str(folder.expanduser().absolute()) for name, folder in folders.items()},
-        **{name: os.environ[name] for name in HUB_VARIABLES if os.environ.get(name)},
-        **consent.environment(),
-        **witness_environment(),
-    }
 
 
 def _lead(seconds: int, runs: dict[int, RunFolder]) -> int:

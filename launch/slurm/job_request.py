@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.flags import build_options
-from isobatch.core.plan import PlanOptions
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
+from isobatch.launch.local.run_setup import plan_options_from_request
 
 if TYPE_CHECKING:
     from isobatch.core.plan import Plan
@@ -59,10 +58,3 @@ def plan_for_nodes(run: RunFolder, nodes: int, request: JobRequest) -> Plan:
     task, _ = workload_of(recipe).make(recipe)
     options, world_size = plan_options_from_request(request.plan), request.local * nodes
     return make_plan(recipe, facts, task.model_size(facts), detect(nodes=nodes), options, world=world_size)
-
-
-def plan_options_from_request(values: dict[str, Any]) -> PlanOptions:
-    """The plan options that request.json holds."""
-    asked = {k: v for k, v in values.items() if v is not None}
-    from_preset = asked.pop("preset_options", {})
-    return dataclasses.replace(build_options(PlanOptions, asked, "plan"), preset_options=from_preset)

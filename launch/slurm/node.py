@@ -17,13 +17,8 @@ from isobatch.core.package import TORCHRUN_SCRIPT, TRAIN_SCRIPT
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import relay_output
-from isobatch.launch.slurm.rendezvous import (
-    StepNode,
-    is_loopback,
-    job_is_there,
-    local_address,
-    rendezvous,
-)
+from isobatch.launch.local.interfaces import gloo_interface, local_address
+from isobatch.launch.slurm.rendezvous import StepNode, job_is_there, rendezvous
 from isobatch.launch.slurm.step import ORPHANED
 
 if TYPE_CHECKING:
@@ -91,24 +86,14 @@ def _torchrun_command(
 
 
 def _environment(plan: Plan, local: str, alone: bool) -> dict[str, str]:
-    # Gloo would listen at the address of the host name, which may be a loopback.
-    interface = {} if is_loopback(local) and not alone else {"GLOO_SOCKET_IFNAME": _interface(local)}
     return {
-        **interface,
+        **gloo_interface(local, alone),
         **os.environ,
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
         "PET_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
         # Slurm signals every process of a step; at any of these torchrun would end its workers.
         "PET_SIGNALS_TO_HANDLE": "SIGHUP",
     }
-
-
-def _interface(address: str) -> str:
-    """The name of the network interface that has an address."""
-    import psutil
-
-    found = psutil.net_if_addrs().items()
-    return next(name for name, addresses in found if any(a.address == address for a in addresses))
 
 
 def _run_torchrun(command: list[str], environment: dict[str, str], log: IO[bytes], stop: StopFlag) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.launch.local.interfaces import is_loopback, local_address, serve_store
 from isobatch.launch.slurm import client
 
 if TYPE_CHECKING:
@@ -97,13 +98,9 @@ def rendezvous(node: StepNode, run_folder: Path, nonce: str, data: Path) -> Iter
     if node.rank:
         yield join(node, folder, data)
         return
-    from torch.distributed import TCPStore
-
-    addresses, where = [socket.gethostname(), *node.addresses], {}
-    if len(node.nodes) == 1:  # no other machine is to reach it; else it listens on every address
-        addresses, listener = ["127.0.0.1"], socket.create_server(("127.0.0.1", 0), backlog=1024)
-        where = {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}
-    store = TCPStore("localhost", **{"port": 0, **where}, is_master=True, wait_for_workers=False)
+    alone = len(node.nodes) == 1
+    addresses = ["127.0.0.1"] if alone else [socket.gethostname(), *node.addresses]
+    store = serve_store(alone)
     _write_json(folder / "call.json", {"addresses": [a for a in addresses if a], "port": store.port})
     _write_answer(node, folder, data)
     wait_for_answers(node, folder, data)
@@ -169,19 +166,6 @@ def _reachable_address(node: StepNode, addresses: list[str], port: int) -> tuple
         where = ", ".join(f"{a}:{port}" for a in addresses)
         raise UserError(f"{node.name} cannot reach {node.nodes[0]} at {where}: is there a firewall?")
     return min(found, key=lambda address: is_loopback(found[address])), port
-
-
-def local_address(host: str, port: int) -> str:
-    """The numeric local address of a connection to host:port; empty where nothing answers."""
-    try:
-        with socket.create_connection((host, port), timeout=5) as connection:
-            return str(connection.getsockname()[0])
-    except OSError:
-        return ""
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.1) -> bool:

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.components.fleet import best_interval, measure, simulated_goodput
+from isobatch.benchmarks.components.fleet import measure, simulated_goodput
+from isobatch.engine.planning.checkpoint_interval import best_interval, expected_goodput
 
 YEARS = 30 * 365 * 86_400.0
 
@@ -17,6 +18,7 @@ def test_goodput_is_that_of_daly(hours: float) -> None:
     """Complete model of Daly 2006 (Future Generation Computer Systems 22), for exponential failures."""
     between, save, restart, interval = 3600.0 * hours, 30.0, 300.0, 900.0
     expected = interval / (between * math.exp(restart / between) * math.expm1((interval + save) / between))
+    assert expected_goodput(interval, save, restart, between) == pytest.approx(expected)
     found = simulated_goodput(interval, save, restart, between, YEARS)
     assert found == pytest.approx(expected, rel=0.01)
 

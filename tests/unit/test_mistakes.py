@@ -103,6 +103,8 @@ MISTAKES = [
     (f"plan {LM} --compare full,fsat", "did you mean fast?"),
     (f"plan {LM} --compare h100 --price cheap", "a price such as 2.10/h"),
     (f"plan {LM} --compare h100 --deadline soon", "is no time such as 6h"),
+    (f"plan {LM} --mtbf often", "--mtbf often: is no time such as 6h"),
+    (f"plan {LM} --compare h100 --mtbf 6h", "leave out --compare"),
     # Where it is kept, and other files
     (f"auto {LM} --name a/b", "is a folder's name in --out"),
     (f"auto {LM} --save-every 0ep", "--save-every 0ep: must be above 0"),

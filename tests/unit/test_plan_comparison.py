@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
+from isobatch.core.flags import Interval
 from isobatch.core.measures import parse_duration
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.loading.prepare import prepare
@@ -48,6 +50,24 @@ def target(machine: str, length: int = 128, samples: int = 10_000, **asked: Any)
 
 def compared(*machines: str, price: Prices | None = None, deadline: float | None = None) -> Comparison:
     return compare("--compare", [target(m, batch_size=64) for m in machines], price, deadline)
+
+
+def test_a_plan_says_how_often_to_save_where_machines_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    """Young 1974, with the plan's own time of a save, and the goodput of Daly's complete model (2006)."""
+    words = ["--task", "causal-lm", "--model", "gpt2-124m", "--assume-length", "1024", "--hardware", "8xh100"]
+    assert plan([*words, "--mtbf", "6h", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    found, parts = answer["failures"], answer["run"]["run_seconds_by_part"]
+    save, restart, between = parts["save"], parts["start"] + parts["compile"], 6 * 3600
+    assert (found["save_seconds"], found["restart_seconds"]) == pytest.approx((save, restart), abs=2e-3)
+    interval = math.sqrt(2 * save * between) - save
+    assert float(found["save_every"].removesuffix("m")) == pytest.approx(interval / 60, abs=0.5)
+    kept = interval / (between * math.exp(restart / between) * math.expm1((interval + save) / between))
+    assert found["goodput"] == pytest.approx(kept, abs=1e-5)
+    assert found["run_seconds"] == pytest.approx(answer["run"]["run_seconds"] / kept, rel=1e-4)
+    plan([*words, "--mtbf", "6h"])
+    assert f"--save-every {found['save_every']} loses least" in capsys.readouterr().out
+    RunOptions(save_every=Interval.parse(found["save_every"]))
 
 
 @pytest.mark.parametrize(

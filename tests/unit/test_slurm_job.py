@@ -11,6 +11,7 @@ import pytest
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.local.interfaces import local_address
 from isobatch.launch.slurm import client, time_limit
 from isobatch.launch.slurm.job import should_save_now
 from isobatch.launch.slurm.rendezvous import (
@@ -18,7 +19,6 @@ from isobatch.launch.slurm.rendezvous import (
     announce,
     job_is_there,
     join,
-    local_address,
     rendezvous_folder,
     wait_for_answers,
 )

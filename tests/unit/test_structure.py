@@ -192,6 +192,10 @@ ROOMS: dict[str, set[str]] = {
             "launch.sweeps",
         ),
     },
+    "launch.ray_train": {
+        *("core", "engine", "engine.distributed", "engine.machine", "engine.runs"),
+        *("launch", "launch.commands", "launch.local"),
+    },
     "launch.predicting": {
         *(
             "core",
@@ -244,7 +248,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "benchmarks.components": {
         *("core", "data", "engine", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
-        *("engine.forensics", "engine.optimization", "engine.runs", "engine.verification", "launch.report"),
+        *("engine.forensics", "engine.optimization", "engine.planning", "engine.runs"),
+        *("engine.verification", "launch.report"),
     },
     "benchmarks.speed": {
         *("core", "data", "models.causal_lm", "models.encoder", "models.recommendation"),
