@@ -13,6 +13,7 @@ from isobatch.core.package import way_to_go_on
 from isobatch.core.terminal.console import format_metrics
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.distributed.device_memory import spills_to_host_memory
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.machine.core_wait import CoreWait
@@ -69,7 +70,7 @@ class RunContext:
         self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger, witness)
         answers = world.is_main and not options.quiet
         self.stop = StopFlag(catch_signals, others_wait=world.size > 1, answers=answers)
-        self.writer = checkpoint.CheckpointWriter(world, self._checkpoint_is_complete)
+        self.writer = CheckpointWriter(world, self._checkpoint_is_complete)
         self.progress = Progress(self.session.phases[0])
         self.first_step_at: float | None = None
         """Time (seconds since 1970) at the end of this process's first step."""
