@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core import atomic_files
-from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, TEXTS, SavedCheckpoint
+from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, TEXTS, CheckpointTexts, SavedCheckpoint
 from isobatch.engine.checkpointing.layout import DTYPES, Layout, make_layout
 from isobatch.engine.checkpointing.portable_state import TensorEntry, element_ranges
 from isobatch.tests.opens import OPENS
@@ -68,7 +68,7 @@ def _resumed(layout: Layout, write: Callable[[Path, Layout], None]) -> tuple[int
         write(folder, layout)
         with OPENS.within(folder) as count:
             saved = SavedCheckpoint(folder)
-        texts, most = (saved.layout, saved.state, []), 0
+        texts, most = CheckpointTexts(saved.layout, saved.state, []), 0
         for rank in sorted({0, 1, world // 2, world - 1}):
             begin = count.total() if rank == 0 or write is _write_old else 0
             with OPENS.within(folder) as own:

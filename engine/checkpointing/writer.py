@@ -6,6 +6,7 @@ with its final name is complete.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import threading
 from typing import TYPE_CHECKING, Any
@@ -38,13 +39,13 @@ class CheckpointWriter:
         self,
         world: Communicator,
         on_complete: Callable[[Path], None] = lambda _: None,
-        on_node: Callable[[Path, str], None] = lambda _folder, _file: None,
+        on_node: Callable[[Path, str, str], None] = lambda _folder, _file, _save: None,
     ) -> None:
         self.world = world
         self.on_complete = on_complete
         """Called on the main rank with the folder of a checkpoint once it is complete."""
         self.on_node = on_node
-        """Called then on the first rank of each node, with the folder and the name of the node's file."""
+        """Called then on the first rank of each node: folder, the node's file, a name of this save."""
         self._buffer = HostBuffer(world.device)
         self._folder: Path | None = None
         self._thread = threading.Thread()
@@ -127,7 +128,8 @@ class CheckpointWriter:
             self.on_complete(folder)
         part = self._layout.parts[self.world.rank]
         if part.start == 0:
-            self.on_node(folder, self._layout.files[part.file])
+            save = hashlib.sha256("".join(str(sums["sha256"]) for _, sums in ended).encode())
+            self.on_node(folder, self._layout.files[part.file], save.hexdigest()[:12])
 
 
 def save(folder: Path, state: PortableState, facts: Mapping[str, Any], world: Communicator) -> None:

@@ -68,6 +68,7 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
         context.gpu_monitor,
         context.slowdowns,
         contextlib.closing(context.log),
+        context.copies or contextlib.nullcontext(),
         session,
     ):
         if world.is_main:

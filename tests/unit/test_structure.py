@@ -170,6 +170,7 @@ ROOMS: dict[str, set[str]] = {
             "models",
             "models.causal_lm",
             "engine",
+            "engine.checkpointing",
             "engine.loading",
             "engine.machine",
             "engine.planning",
@@ -238,6 +239,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "benchmarks.components": {
         *("core", "data", "engine", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
+        WARM,
         *("engine.forensics", "engine.optimization", "engine.runs", "engine.verification", "launch.report"),
     },
     "benchmarks.speed": {
