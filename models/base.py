@@ -48,7 +48,7 @@ class Sum(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A part of an evaluation with one row per sample, (B, ...): the engine returns all in sample order."""
+    """A part of an evaluation with one row per sample, (B, ...): rank 0 gets all, in the order of samples."""
 
     values: Tensor
 
@@ -319,7 +319,10 @@ class Task(ABC):
         return {name: Sum(part.sum, weights[part.unit]) for name, part in losses.items()}
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, float]:
-        """Named metrics from reduced parts: (value, weight) for a Sum, an array in sample order for Rows."""
+        """Named metrics from reduced parts: (value, weight) for a Sum, an array in sample order for Rows.
+
+        Called on rank 0 alone, which has all rows; what it returns goes to every rank.
+        """
         means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
         return means if "loss" in means else {"loss": sum(means.values()), **means}
 

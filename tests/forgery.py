@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from isobatch.core.atomic_files import rows_in
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
@@ -10,6 +13,14 @@ from isobatch.engine.runs.witness import Witness
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
+
+
+def one_process() -> Any:
+    """What a checkpoint's writer asks of a communicator, for one process."""
+    world = SimpleNamespace(rank=0, size=1, is_main=True, node=0, device=torch.device("cpu"))
+    world.all_gather_objects = lambda value: [value]
+    world.barrier = lambda: None
+    return world
 
 
 def reseal(run: RunFolder) -> None:

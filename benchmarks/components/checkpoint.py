@@ -30,7 +30,7 @@ def _measure(width: int, repeats: int) -> dict[str, Any]:
     from torch import nn
 
     from isobatch.engine.checkpointing import portable_state
-    from isobatch.engine.checkpointing.checkpoint import CheckpointWriter
+    from isobatch.engine.checkpointing.writer import CheckpointWriter
 
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(12)])
@@ -97,6 +97,8 @@ class OneProcess:
 
     rank: int = 0
     size: int = 1
+    node: int = 0
+    device: Any = None
     is_main: bool = True
 
     def all_gather_objects(self, value: Any) -> list[Any]:

@@ -1,8 +1,8 @@
 """What grows with the fleet, from 8 to 16,384 GPUs, simulated on this machine: `python -m benchmarks fleet`.
 
 Host work a step of one rank, with the code that training uses: the order of a global batch, and its cut into
-micro-batches. The goodput of a run whose machines fail, simulated, with the interval between checkpoints that
-loses least, and with others.
+micro-batches. The files of a checkpoint, and how many of them a rank opens that resumes. The goodput of a run
+whose machines fail, simulated, with the interval between checkpoints that loses least, and with others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.benchmarks import child_process
+from isobatch.benchmarks.components.fleet_checkpoint import checkpoint_figures
 from isobatch.core.measures import peak_resident_bytes
 from isobatch.data.base import Source
 from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
@@ -35,9 +36,12 @@ DAYS = 54
 
 
 def measure(quick: bool) -> list[dict[str, Any]]:
-    """Rows per world: milliseconds of host work a step, the balance of the cut, and the goodput."""
+    """Rows per world: milliseconds of host work a step, the balance of the cut, goodput, files."""
     worlds = WORLDS[:3] if quick else WORLDS
-    rows = [{**_host_work(world, 3 if quick else 9), **_goodput(world)} for world in worlds]
+    rows = [
+        {**_host_work(world, 3 if quick else 9), **_goodput(world), **checkpoint_figures(world)}
+        for world in worlds
+    ]
     return [*rows, _largest_source()]
 
 

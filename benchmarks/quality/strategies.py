@@ -190,7 +190,7 @@ def _steps(active: ActivePhase, start: int, stop: int) -> list[tuple[float, floa
 def _train(folder: Path, strategy: str, mode: str) -> None:
     import torch
 
-    from isobatch.engine.checkpointing import checkpoint
+    from isobatch.engine.checkpointing import writer
 
     steps, middle, _ = lengths()
     with _session(strategy, "bf16" if mode == "half" else "fp32") as session:
@@ -203,7 +203,7 @@ def _train(folder: Path, strategy: str, mode: str) -> None:
             found = _steps(active, 0, middle)
             if mode == "train":
                 facts = {"scaling": active.strategy.loss_scale()}
-                checkpoint.save(folder / f"saved-{name}", active.strategy.collect_state(), facts, world)
+                writer.save(folder / f"saved-{name}", active.strategy.collect_state(), facts, world)
             found += _steps(active, middle, steps)
     if world.is_main:
         _write(folder / f"{mode}-{name}.json", found)

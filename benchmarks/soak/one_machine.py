@@ -164,7 +164,7 @@ def _kill_all(target: DisturbedRun) -> bool:
 
 
 def _checkpoints(target: DisturbedRun) -> list[Path]:
-    return sorted(target.run.glob("checkpoints/[!.]*/rank-*.safetensors"), key=lambda p: p.stat().st_mtime)
+    return sorted(target.run.glob("checkpoints/[!.]*/node-*.safetensors"), key=lambda p: p.stat().st_mtime)
 
 
 def _damage(how: str) -> Callable[[DisturbedRun], bool]:

@@ -1,8 +1,8 @@
 """Portable checkpoints: fp32 weights and optimizer state by parameter name, in pieces, without pickle.
 
-A checkpoint folder holds one safetensors file per rank that wrote it, index.json with every tensor's shape,
-and state.json. Any strategy and world size can read it. It is written in the background under a temporary
-name and renamed when every rank has written and synced, so a folder with its final name is complete.
+A checkpoint folder holds one safetensors file per node that wrote it; index.json with every tensor's shape
+and the place of its pieces; state.json; and checksums.json with the sums of all of these. Any strategy and
+world size can read it. `writer.py` writes it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-import threading
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from isal import isal_zlib
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import TrainingError, UserError
-from isobatch.engine.checkpointing.digests import bytes_digest, file_sums
-from isobatch.engine.checkpointing.host_buffer import HostBuffer
-from isobatch.engine.checkpointing.portable_state import PortableState, TensorEntry
+from isobatch.core.errors import TrainingError
+from isobatch.engine.checkpointing.digests import bytes_digest
+from isobatch.engine.checkpointing.layout import FilePart, Layout, layout_in
+from isobatch.engine.checkpointing.old_layout import old_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -35,99 +36,13 @@ if TYPE_CHECKING:
 CHECKSUMS = "checksums.json"
 TEXTS = ("index.json", "state.json")
 LEFTOVER = re.compile(r"\..+-\d+\.(tmp|old)")
-"""Names that `_temporary` and `remove` give to a checkpoint's folder."""
+"""Names that `temporary_of` and `remove` give to a checkpoint's folder."""
+BLOCK = 8 << 20
+"""Bytes read at a time."""
 
 
-class CheckpointWriter:
-    """Writes one checkpoint at a time, in the background. All ranks must call the same methods."""
-
-    def __init__(self, world: Communicator, on_complete: Callable[[Path], None] = lambda _: None) -> None:
-        self.world = world
-        self.on_complete = on_complete
-        """Called on the main rank with the folder of a checkpoint once it is complete."""
-        self._buffer = HostBuffer(world.device)
-        self._folder: Path | None = None
-        self._thread = threading.Thread()
-        self._problem = ""
-
-    def start(self, folder: Path, state: PortableState, facts: Mapping[str, Any]) -> None:
-        """Start to copy this rank's pieces to host memory, then to write them; `facts` go into state.json."""
-        self.wait()
-        self._folder, self._problem = folder, ""
-        parts = {f"{p.name}@{p.start}": p.values.detach() for p in state.pieces}
-        unstable = {f"{p.name}@{p.start}" for p in state.pieces if p.name in state.buffers}
-        size = self._buffer.fill(parts, unstable)
-        entries = state.entries if self.world.is_main else None
-        self._thread = threading.Thread(target=self._write, args=(folder, size, entries, facts))
-        self._thread.start()
-
-    def _write(
-        self,
-        folder: Path,
-        size: int,
-        entries: Mapping[str, TensorEntry] | None,
-        facts: Mapping[str, Any],
-    ) -> None:
-        temporary = _temporary(folder)
-        try:
-            with atomic_files.explain_write_errors(temporary):
-                temporary.mkdir(parents=True, exist_ok=True)
-                self._buffer.write(temporary / _file(self.world.rank), size)
-                if entries is not None:
-                    _write_texts(temporary, entries, facts, self.world.size)
-        except UserError as error:
-            self._problem = str(error)
-        except BaseException as error:  # also a panic in Rust, else it would count as written
-            self._problem = f"cannot write {temporary}: {error!r}"
-
-    def rank_flags(self) -> list[float]:
-        """[1 if this rank has written its part, 1 if its write failed], to be summed over ranks."""
-        ended = self._folder is not None and not self._thread.is_alive()
-        return [float(ended), float(bool(ended and self._problem))]
-
-    def complete_if_written(self, written: float, failed: float) -> None:
-        """Complete the checkpoint if every rank has written or one failed. Arguments: summed rank_flags."""
-        if self._folder is not None and (failed or written == self.world.size):
-            self._complete()
-
-    def wait(self) -> None:
-        """Wait until the checkpoint in progress, if any, is complete and visible to every rank."""
-        if self._folder is not None:
-            self._complete()
-            self.world.barrier()
-
-    def _complete(self) -> None:
-        """Rename the finished checkpoint; raise UserError on all ranks where the write failed on one."""
-        self._thread.join()
-        folder, self._folder = self._folder, None
-        assert folder is not None
-        problems = [p for p in self.world.all_gather_objects(self._problem) if p]
-        if problems:
-            if self.world.is_main:
-                shutil.rmtree(_temporary(folder), ignore_errors=True)
-            raise UserError(problems[0])
-        if self.world.is_main:
-            _replace(_temporary(folder), folder)
-            self.on_complete(folder)
-
-
-def save(folder: Path, state: PortableState, facts: Mapping[str, Any], world: Communicator) -> None:
-    """Write a checkpoint and wait for it. All ranks call this."""
-    writer = CheckpointWriter(world)
-    writer.start(folder, state, facts)
-    writer.wait()
-
-
-def _write_texts(
-    folder: Path, entries: Mapping[str, TensorEntry], facts: Mapping[str, Any], world: int
-) -> None:
-    tensors = {name: {"shape": list(e.shape), "dtype": e.dtype} for name, e in entries.items()}
-    atomic_files.write_json(folder / "index.json", {"world_size": world, "tensors": tensors})
-    atomic_files.write_json(folder / "state.json", facts)
-    atomic_files.write_json(folder / CHECKSUMS, {name: atomic_files.crc32(folder / name) for name in TEXTS})
-
-
-def _temporary(folder: Path) -> Path:
+def temporary_of(folder: Path) -> Path:
+    """The folder in which a checkpoint is written until it is complete."""
     return folder.with_name(f".{folder.name}.tmp")
 
 
@@ -137,92 +52,143 @@ def recorded_digest(folder: Path) -> str:
     Empty for a checkpoint of an older version, which recorded none.
     """
     texts = {name: bytes_digest(folder / name) for name in TEXTS}
-    parts = {path.stem: atomic_files.read_json(path).get("sha256") for path in folder.glob("rank-*.json")}
-    if not parts or None in parts.values():
-        return ""
+    parts: Any = atomic_files.read_json(folder / CHECKSUMS).get("parts")
+    if parts is not None:
+        parts = [part["sha256"] for part in parts]
+    else:  # version 0.1 recorded them beside every rank's file
+        parts = {path.stem: atomic_files.read_json(path).get("sha256") for path in folder.glob("rank-*.json")}
+        if not parts or None in parts.values():
+            return ""
     return hashlib.sha256(json.dumps([texts, parts], sort_keys=True).encode()).hexdigest()[:32]
 
 
+class CheckpointTexts(NamedTuple):
+    """What a checkpoint's texts say."""
+
+    layout: Layout
+    state: dict[str, Any]
+    sums: list[dict[str, Any]]
+    """By part: `bytes`, `crc32` and, but in the oldest versions, `sha256`."""
+
+
+def read_contents(folder: Path) -> CheckpointTexts:
+    """The texts of a checkpoint; they, and its files' sizes, are checked. Raises TrainingError."""
+    with _naming_damage(folder):
+        recorded = json.loads((folder / CHECKSUMS).read_bytes())
+        texts = {name: (folder / name).read_bytes() for name in TEXTS}
+        for name, text in texts.items():
+            if isal_zlib.crc32(text) != recorded[name]:
+                raise ValueError(f"{name} is not what was written")
+        index, state = (json.loads(texts[name]) for name in TEXTS)
+        if "pieces" in index:
+            layout, sums = layout_in(index), recorded["parts"]
+        else:
+            layout, sums = old_layout(folder, index)
+        if [sum_["bytes"] for sum_ in sums] != [part.stop - part.start for part in layout.parts]:
+            raise ValueError(f"{CHECKSUMS} is not what was written")
+        for name, size in zip(layout.files, layout.sizes, strict=True):
+            if (folder / name).stat().st_size != size:
+                raise ValueError(f"{name} is not what was written")
+        layout.check()
+    return CheckpointTexts(layout, state, sums)
+
+
+def open_on_all(folder: Path, world: Communicator) -> SavedCheckpoint:
+    """The checkpoint on every rank; the main rank reads its texts for all. Raises TrainingError on all."""
+    contents, problem = None, ""
+    if world.is_main:
+        try:
+            contents = read_contents(folder)
+        except TrainingError as error:
+            problem = str(error)
+    contents, problem = world.broadcast_object((contents, problem))
+    if contents is None:
+        raise TrainingError(problem)
+    return SavedCheckpoint(folder, contents)
+
+
 class SavedCheckpoint:
-    """A checkpoint on disk, read one tensor, or one part of it, at a time.
+    """A checkpoint on disk, read one tensor, or one part of it, at a time. Files are opened at first use.
 
     Raises TrainingError where anything is missing or damaged. Opening checks sizes and index;
     `verify_checksums` checks the content of the weights' files.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, contents: CheckpointTexts | None = None) -> None:
+        """`contents`: the texts, where they were read already."""
         self.folder = folder
-        with self._naming_damage():
-            recorded = json.loads((folder / CHECKSUMS).read_text())
-            for name in TEXTS:
-                if atomic_files.crc32(folder / name) != recorded[name]:
-                    raise ValueError(f"{name} is not what was written")
-            index = json.loads((folder / "index.json").read_text())
-            self.state: dict[str, Any] = json.loads((folder / "state.json").read_text())
-            self.entries = {
-                n: TensorEntry(tuple(e["shape"]), e["dtype"]) for n, e in index["tensors"].items()
-            }
-            self._paths = [folder / _file(rank) for rank in range(index["world_size"])]
-            for path in self._paths:
-                if path.stat().st_size != json.loads(path.with_suffix(".json").read_text())["bytes"]:
-                    raise ValueError(f"{path.name} is not what was written")
-            self._readers = [safe_open(str(path), framework="pt") for path in self._paths]
-            self._pieces = self._find_pieces()
+        self.layout, self.state, self._sums = contents or read_contents(folder)
+        self.entries = self.layout.entries
+        self._opened: dict[int, int] = {}
+        """File -> descriptor."""
+        weakref.finalize(self, _close, self._opened)
 
-    def _find_pieces(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Name -> (start, stop, reader) of its pieces, in order. Raises ValueError where one is missing."""
-        pieces: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self.entries}
-        for number, reader in enumerate(self._readers):
-            for key in reader.keys():  # noqa: SIM118 (no mapping)
-                name, _, start = key.rpartition("@")
-                (length,) = reader.get_slice(key).get_shape()
-                pieces[name].append((int(start), int(start) + length, number))
-        for name, of_name in pieces.items():
-            of_name.sort()
-            borders = [0, *(stop for _, stop, _ in of_name)]
-            if borders[:-1] != [start for start, _, _ in of_name] or borders[-1] != self._size(name):
-                raise ValueError(f"parts of {name} are missing")
-        return pieces
-
-    def _size(self, name: str) -> int:
-        count = 1
-        for n in self.entries[name].shape:
-            count *= n
-        return count
-
-    @contextlib.contextmanager
-    def _naming_damage(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise TrainingError(f"checkpoint {self.folder} is damaged: {error}") from None
+    def own_parts(self, rank: int, world: int) -> range:
+        """Numbers of the parts that a rank checks, and reads for the others: its own, where it wrote one."""
+        count = len(self.layout.parts)
+        return range(count * rank // world, count * (rank + 1) // world)
 
     def verify_checksums(self, rank: int = 0, world: int = 1) -> None:
         """Compare the checksums of this rank's share of the files. Raises TrainingError."""
-        with self._naming_damage():
-            for path in self._paths[rank::world]:
-                recorded = json.loads(path.with_suffix(".json").read_text())
-                found = file_sums(path)
-                # A CRC finds accidents, a digest what was done on purpose. Older versions recorded none.
+        with _naming_damage(self.folder):
+            for number in self.own_parts(rank, world):
+                part, recorded = self.layout.parts[number], self._sums[number]
+                found = self._sums_of(part)
+                # A CRC finds accidents, a digest what was done on purpose. The oldest versions recorded none.
                 if recorded not in (found, {k: found[k] for k in ("bytes", "crc32")}):
-                    raise ValueError(f"{path.name} is not what was written")
+                    raise ValueError(f"{self.layout.files[part.file]} is not what was written")
+
+    def _sums_of(self, part: FilePart) -> dict[str, int | str]:
+        digest, crc, block = hashlib.sha256(), 0, memoryview(bytearray(min(BLOCK, part.stop - part.start)))
+        for start in range(part.start, part.stop, BLOCK):
+            of_part = block[: part.stop - start]
+            self._read_into(of_part, part.file, start)
+            digest.update(of_part)
+            crc = isal_zlib.crc32(of_part, crc)
+        return {"bytes": part.stop - part.start, "crc32": crc, "sha256": digest.hexdigest()}
+
+    def _read_into(self, memory: memoryview, file: int, start: int) -> None:
+        """Fill `memory` from a file's bytes from `start` on. Raises OSError or ValueError."""
+        name = self.layout.files[file]
+        if file not in self._opened:
+            self._opened[file] = os.open(self.folder / name, os.O_RDONLY)
+        while memory:
+            count = os.preadv(self._opened[file], [memory[:BLOCK]], start)
+            if count == 0:
+                raise ValueError(f"{name} is not what was written")
+            memory, start = memory[count:], start + count
 
     def read(self, name: str) -> Tensor:
         """A whole tensor."""
-        return self.read_slice(name, 0, self._size(name)).view(self.entries[name].shape)
+        shape = self.entries[name].shape
+        return self.read_slice(name, 0, math.prod(shape)).view(shape)
 
     def read_slice(self, name: str, start: int, stop: int) -> Tensor:
         """Elements start..stop-1 of the flattened tensor, 1-d."""
         import torch
 
         out = torch.empty(stop - start, dtype=getattr(torch, self.entries[name].dtype))
-        with self._naming_damage():
-            for first, last, number in self._pieces[name]:
+        width, memory = out.element_size(), out.view(torch.uint8).numpy().data
+        rows = self.layout.pieces_of(name)
+        with _naming_damage(self.folder):
+            for first, last, file, place in rows[(rows[:, 1] > start) & (rows[:, 0] < stop)].tolist():
                 low, high = max(start, first), min(stop, last)
-                if low < high:
-                    piece = self._readers[number].get_slice(f"{name}@{first}")
-                    out[low - start : high - start] = piece[low - first : high - first]
+                of_piece = memory[(low - start) * width : (high - start) * width]
+                self._read_into(of_piece, file, place + (low - first) * width)
         return out
+
+
+def _close(opened: dict[int, int]) -> None:
+    for descriptor in opened.values():
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _naming_damage(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise TrainingError(f"checkpoint {folder} is damaged: {error}") from None
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -232,7 +198,8 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _replace(fresh: Path, folder: Path) -> None:
+def replace(fresh: Path, folder: Path) -> None:
+    """Give a complete checkpoint its name, in place of what has it."""
     if folder.exists():
         remove(folder)
     fresh.replace(folder)
@@ -247,10 +214,6 @@ def remove(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     folder.replace(gone)
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def _file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
 
 
 def checkpoint_name(phase: str, step: int) -> str:

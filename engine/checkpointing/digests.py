@@ -7,8 +7,6 @@ import json
 import mmap
 from typing import TYPE_CHECKING, Any
 
-from isal import isal_zlib
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -27,16 +25,6 @@ def file_digest(path: Path) -> str:
     if path.suffix == ".safetensors" and (found := _tensors_digest(path)) is not None:
         return found
     return bytes_digest(path)
-
-
-def file_sums(path: Path) -> dict[str, int | str]:
-    """`bytes`, `crc32` and `sha256` of a file, which is read once."""
-    digest, crc = hashlib.sha256(), 0
-    with path.open("rb") as stream:
-        while block := stream.read(BLOCK):
-            digest.update(block)
-            crc = isal_zlib.crc32(block, crc)
-    return {"bytes": path.stat().st_size, "crc32": crc, "sha256": digest.hexdigest()}
 
 
 def bytes_digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Host buffer: a safetensors file built in host memory by one copy and written with O_DIRECT.
+"""Host buffer: a rank's part of a file, built in host memory by one copy and written with O_DIRECT.
 
 From a GPU the copy runs on a stream of its own into page-locked memory: neither the host nor the next step's
 passes wait for it, only the next update of the weights does.
@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import errno
 import hashlib
-import json
+import itertools
 import mmap
 import os
 import weakref
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from isal import isal_zlib
 
-from isobatch.core import atomic_files
+from isobatch.engine.checkpointing.layout import SECTOR, whole_sectors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -32,17 +32,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
-DTYPES |= {f"int{n}": f"I{n}" for n in (8, 16, 32, 64)} | {"uint8": "U8"}
-"""torch's dtype names -> those of safetensors."""
-SECTOR = 4096
-"""O_DIRECT needs addresses, file offsets and lengths that are multiples of this."""
 CHUNK = 8 << 20
 """Bytes per write."""
 
 
 class HostBuffer:
-    """Memory for one file, reused for every save; it only grows."""
+    """Memory for one part, reused for every save; it only grows."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         """`device`: where the tensors are that training changes; the host where it is not given."""
@@ -51,36 +46,29 @@ class HostBuffer:
         if self._copies is not None:
             weakref.finalize(self, self._copies.unpin).atexit = False  # before the memory is gone
 
-    def fill(self, parts: Mapping[str, Tensor], unstable: Collection[str] = ()) -> int:
-        """Start to copy 1-d tensors, by name, into the buffer; returns the file's size in bytes.
+    def fill(self, parts: Mapping[str, Tensor], unstable: Collection[str] = (), header: bytes = b"") -> int:
+        """Start to copy 1-d tensors, by name, into the buffer, behind `header`; returns its size in bytes.
 
-        `unstable`: names of tensors that may change before the next optimizer step. The format is a length, a
-        JSON header and the bytes (huggingface/safetensors, "Format").
+        Zeros fill the last sector. The tensors follow each other without gaps: the widest types come first.
+        `unstable`: names of tensors that may change before the next optimizer step.
         """
-        # Widest element type first, as safetensors does, so that all tensors are aligned.
-        ordered = sorted(parts.items(), key=lambda part: (-part[1].element_size(), part[0]))
-        header: dict[str, Any] = {}
-        offset = 0
-        for name, tensor in ordered:
-            stop = offset + tensor.numel() * tensor.element_size()
-            kind = DTYPES[str(tensor.dtype).removeprefix("torch.")]
-            header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
-            offset = stop
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        text = len(text).to_bytes(8, "little") + text
-        self._reserve(len(text) + offset)
-        self._memory[: len(text)] = text
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8)[len(text) :]
+        bytes_of = [t.numel() * t.element_size() for t in parts.values()]
+        stops = list(itertools.accumulate(bytes_of, initial=len(header)))
+        size = whole_sectors(stops[-1])
+        self._reserve(size)
+        self._memory[: len(header)] = header
+        self._memory[stops[-1] : size] = bytes(size - stops[-1])
+        flat = torch.frombuffer(self._memory, dtype=torch.uint8)
         places = {
-            name: flat[slice(*header[name]["data_offsets"])].view(tensor.dtype) for name, tensor in ordered
+            name: flat[start:stop].view(tensor.dtype)
+            for (name, tensor), (start, stop) in zip(parts.items(), itertools.pairwise(stops), strict=True)
         }
         if self._copies is None:
             for name, place in places.items():
                 place.copy_(parts[name])
         else:
             self._copies.start(places, parts, unstable)
-        return len(text) + offset
+        return size
 
     def _reserve(self, size: int) -> None:
         if size > len(self._memory):
@@ -92,25 +80,24 @@ class HostBuffer:
             if self._copies is not None:
                 self._copies.pin(self._memory)
 
-    def write(self, path: Path, size: int) -> None:
-        """Write the first `size` bytes to `path` and sync; their size and checksums go to a .json beside it.
+    def write(self, path: Path, start: int, size: int, total: int) -> dict[str, int | str]:
+        """Write the first `size` bytes to the bytes from `start` on of a file of `total` bytes, and sync.
 
+        Returns their number and sums. Other processes may write other parts of the file at the same time.
         Waits for the copies first, so that it may run in a thread.
         """
         if self._copies is not None:
             self._copies.wait()
         with memoryview(self._memory) as memory:
-            try:
-                _write(path, memory, size, os.O_DIRECT)
-            except (AttributeError, OSError) as error:  # O_DIRECT is not supported everywhere
-                if isinstance(error, OSError) and error.errno != errno.EINVAL:
-                    raise
-                _write(path, memory, size, 0)
-            sums = {
-                "crc32": isal_zlib.crc32(memory[:size]),
-                "sha256": hashlib.sha256(memory[:size]).hexdigest(),
-            }
-            atomic_files.write_json(path.with_suffix(".json"), {"bytes": size, **sums})
+            if size:
+                try:
+                    _write(path, memory[:size], start, total, os.O_DIRECT)
+                except (AttributeError, OSError) as error:  # O_DIRECT is not supported everywhere
+                    if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                        raise
+                    _write(path, memory[:size], start, total, 0)
+            crc, digest = isal_zlib.crc32(memory[:size]), hashlib.sha256(memory[:size]).hexdigest()
+        return {"bytes": size, "crc32": crc, "sha256": digest}
 
 
 class _DeviceCopies:
@@ -182,13 +169,13 @@ class _DeviceCopies:
         self._pinned = 0
 
 
-def _write(path: Path, memory: memoryview, size: int, flags: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o666)
+def _write(path: Path, memory: memoryview, start: int, total: int, flags: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o666)
     try:
-        offset, end = 0, -(-size // SECTOR) * SECTOR
-        while offset < end:
-            offset += os.write(descriptor, memory[offset : min(offset + CHUNK, end)])
-        os.ftruncate(descriptor, size)
+        os.ftruncate(descriptor, total)  # the same by every writer: cuts what a killed save left
+        done = 0
+        while done < len(memory):
+            done += os.pwrite(descriptor, memory[done : done + CHUNK], start + done)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -18,8 +18,9 @@ from isobatch.engine.distributed.device_memory import forbid_spilling
 from isobatch.engine.profiling.recorder import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    import numpy as np
     import torch
     from accelerate import Accelerator
     from torch import Tensor, nn
@@ -48,6 +49,14 @@ def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
                 " train alone. Start one launcher per node (torchrun or accelerate launch), or use `slurm`"
             )
     return 0, 1
+
+
+def node_and_nodes(environment: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
+    """(number of this rank's node, nodes), as torchrun or another launcher says; else a node per rank."""
+    local_size = int(environment.get("LOCAL_WORLD_SIZE", 1) or 1)
+    node = environment.get("GROUP_RANK", environment.get("NODE_RANK", ""))
+    nodes = environment.get("GROUP_WORLD_SIZE", "")
+    return int(node or rank // local_size), int(nodes or -(-size // local_size))
 
 
 def check_world(planned: int, actual: int) -> None:
@@ -107,6 +116,8 @@ class Communicator:
     `folder` is where trackers write.
     """
 
+    node, nodes = 0, 1
+    """The number of this process's node, and how many there are."""
     waiting = ""
     """The collective that this process is in; empty where it is in none."""
     recorder = Recorder()
@@ -118,6 +129,7 @@ class Communicator:
         rank, size = rank_and_world_size(os.environ)
         check_world(plan.processes, size)
         self.plan, self.rank, self.size = plan, rank, size
+        self.node, self.nodes = node_and_nodes(os.environ, rank, size)
         self.accelerator = _accelerator(plan, hang_timeout, tracker, folder)
         if self.accelerator.num_processes != size:
             check_world(size, self.accelerator.num_processes)
@@ -272,6 +284,26 @@ class Communicator:
             dist.all_gather_object(gathered, value)
         return gathered
 
+    def gather_to_main(self, rows: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Rank 0 gets every rank's (n, ...) rows, in the order of ranks; the others get what they gave.
+
+        `counts`: rows of each rank. They come rank by rank, in messages of a bounded size.
+        """
+        if self.size == 1:
+            return rows
+        import numpy as np
+
+        with self.waiting_for("a gather of rows on rank 0"), self.recorder.part("communication"):
+            if not self.is_main:
+                _exchange(rows, to=0)
+                return rows
+            found = np.empty((sum(counts), *rows.shape[1:]), rows.dtype)
+            found[: counts[0]] = rows
+            borders = np.cumsum(counts)
+            for rank in range(1, self.size):
+                _exchange(found[borders[rank - 1] : borders[rank]], source=rank)
+            return found
+
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's object, on every rank."""
         if self.size == 1:
@@ -314,6 +346,20 @@ class Communicator:
             store.set(f"isobatch/left/{self.rank}", "1")
             keys = [f"isobatch/left/{rank}" for rank in range(self.size)]
             store.wait(keys, datetime.timedelta(seconds=60))
+
+
+def _exchange(rows: np.ndarray, *, to: int | None = None, source: int | None = None) -> None:
+    """Send rows to a rank, or receive them from one, in messages of at most _BUCKET_BYTES."""
+    import torch
+    import torch.distributed as dist
+
+    a_message = max(1, _BUCKET_BYTES // max(1, rows[:1].nbytes))
+    for start in range(0, len(rows), a_message):
+        message = torch.from_numpy(rows[start : start + a_message])
+        if to is not None:
+            dist.send(message, to)
+        else:
+            dist.recv(message, source)
 
 
 def _padded(values: Tensor, count: int) -> Tensor:

@@ -31,6 +31,9 @@ class RunOptions:
     """How often to save a checkpoint: steps, a share of the phase (10%) or of an epoch, or minutes (10m)."""
     keep: Positive = 2
     """Checkpoints kept."""
+    checkpoint_copy: str | None = field(default=None, metadata=ADDED_LATER)
+    """Also keep the checkpoints there, sent in the background: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or any
+    URL that fsspec knows. `resume s3://BUCKET/PREFIX/RUN` goes on from them on another machine."""
     log_every: Positive = 1
     """Steps between rows of metrics.jsonl."""
     noise_scale_every: Interval | None = field(default=None, metadata=ADDED_LATER)
@@ -62,6 +65,8 @@ class RunOptions:
             step_window(self.profile)
         if self.save_every.value == 0:
             raise UserError(f"--save-every {self.save_every}: must be above 0")
+        if self.checkpoint_copy is not None and "://" not in self.checkpoint_copy:
+            raise UserError(f"--checkpoint-copy {self.checkpoint_copy}: is no URL such as s3://bucket/prefix")
         every = self.noise_scale_every
         if every is not None and (every.value == 0 or every.unit == "minutes"):
             raise UserError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.checkpointing.shared_reader import SharedReader
 from isobatch.engine.model_setup.compile_model import compile_model, run_uncompiled
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.gradient_norm import gradient_norm
@@ -210,8 +211,9 @@ class ReplicatedStrategy(Strategy):
         )
 
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
-        portable_state.load_weights(saved, self.unwrapped)
-        portable_state.load_moments(saved, self.unwrapped, self.optimizer)
+        whole = SharedReader(saved, self.world)
+        portable_state.load_weights(whole, self.unwrapped)
+        portable_state.load_moments(whole, self.unwrapped, self.optimizer)
         self._set_loss_scale(loss_scale)
 
     def _set_loss_scale(self, saved: dict[str, Any] | None) -> None:
@@ -220,7 +222,7 @@ class ReplicatedStrategy(Strategy):
             self.scale, self.good_steps = float(saved["scale"]), int(saved["good_steps"])
 
     def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
-        portable_state.load_weights(saved, self.unwrapped)
+        portable_state.load_weights(SharedReader(saved, self.world), self.unwrapped)
 
     def moments(self) -> portable_state.Moments:
         return {name: dict(self.optimizer.state.get(p, {})) for name, p in self.named.items()}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
+from isobatch.engine.checkpointing.shared_reader import SharedReader
 from isobatch.engine.model_setup.layer_blocks import matmul_parameters
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
@@ -183,12 +184,13 @@ class ZeroStrategy(Strategy):
         shapes |= {name: tuple(b.shape) for name, b in self._buffers().items()}
         known = portable_state.saved_weight_names(saved) if new_phase else set(shapes)
         portable_state.check_shapes(saved, {name: shape for name, shape in shapes.items() if name in known})
+        whole = SharedReader(saved, self.world)  # under stages 1 and 2 every rank needs all weights
         with torch.no_grad():
             for name, buffer in self._buffers().items():
-                buffer.copy_(saved.read(WEIGHT + name))
+                buffer.copy_(whole.read(WEIGHT + name))
             for name, p in ((n, p) for n, p in self._trained() if n in known):
                 if p.numel() and tuple(p.shape) == shapes[name]:
-                    p.copy_(saved.read(WEIGHT + name))
+                    p.copy_(whole.read(WEIGHT + name))
                 shard = self._shard(p)
                 if shard is not None:
                     part = saved.read_slice(WEIGHT + name, shard.start, shard.start + len(shard.weight))

@@ -75,7 +75,8 @@ def evaluate(
                     if counts:  # which reads sums on the host
                         _add(parts, samples, sums, rows)
     model.train(training)
-    return task.metrics(_reduce(sums, rows, world), split, facts)
+    parts = _reduce(sums, rows, world)
+    return world.broadcast_object(task.metrics(parts, split, facts) if world.is_main else {})
 
 
 def refuse_nonfinite_metrics(metrics: Mapping[str, Any], split: str) -> None:
@@ -149,17 +150,24 @@ def _add(parts: Mapping[str, Sum | Rows], index: np.ndarray, sums: dict[str, lis
 
 
 def _reduce(sums: dict[str, list[float]], rows: Any, world: Communicator) -> dict[str, Any]:
-    """Name -> Sum over all ranks, or the array of all rows in the order of samples."""
+    """Name -> Sum over all ranks and, on rank 0, the array of all rows in the order of samples."""
+    shapes = {n: (sum(len(i) for i, _ in of_name), of_name[0][1].shape[1:]) for n, of_name in rows.items()}
+    shares = world.all_gather_objects((sums, shapes))
     reduced: dict[str, Any] = {}
-    for share in world.all_gather_objects(sums):
+    for share, _ in shares:
         for name, (value, weight) in share.items():
             before = reduced.get(name, Sum(0.0, 0.0))
             reduced[name] = Sum(before.value + value, before.weight + weight)
-    gathered: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for share in world.all_gather_objects(rows):
-        for name, pieces in share.items():
-            gathered.setdefault(name, []).extend(pieces)
-    for name, pieces in gathered.items():
-        index = np.concatenate([i for i, _ in pieces])
-        reduced[name] = np.concatenate([v for _, v in pieces])[np.argsort(index)]
+    for name, shape in {n: shape for _, share in shares for n, (_, shape) in share.items()}.items():
+        counts = [share[name][0] if name in share else 0 for _, share in shares]
+        index, values = _own_rows(rows.get(name, []), shape)
+        index, values = world.gather_to_main(index, counts), world.gather_to_main(values, counts)
+        reduced[name] = values[np.argsort(index)]
     return reduced
+
+
+def _own_rows(batches: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...]) -> list[np.ndarray]:
+    """[(rows,) samples, (rows, *shape)] of this rank's batches."""
+    if not batches:
+        return [np.empty(0, np.int64), np.empty((0, *shape), np.float32)]
+    return [np.concatenate(arrays) for arrays in zip(*batches, strict=True)]

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint
-from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.engine.checkpointing.checkpoint import open_on_all
 from isobatch.engine.optimization.left_out import is_consistent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.session import Session
@@ -51,7 +52,7 @@ def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], Non
 
 def _open(folder: Path, world: Communicator) -> tuple[SavedCheckpoint | None, str]:
     try:
-        saved = SavedCheckpoint(folder)
+        saved = open_on_all(folder, world)
         saved.verify_checksums(world.rank, world.size)
     except TrainingError as error:
         return None, str(error)

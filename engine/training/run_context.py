@@ -13,6 +13,8 @@ from isobatch.core.package import way_to_go_on
 from isobatch.core.terminal.console import format_metrics
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.checkpointing.remote_copy import RemoteCopies
+from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.distributed.device_memory import spills_to_host_memory
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.machine.core_wait import CoreWait
@@ -69,7 +71,8 @@ class RunContext:
         self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger, witness)
         answers = world.is_main and not options.quiet
         self.stop = StopFlag(catch_signals, others_wait=world.size > 1, answers=answers)
-        self.writer = checkpoint.CheckpointWriter(world, self._checkpoint_is_complete)
+        self.writer = CheckpointWriter(world, self._checkpoint_is_complete, self._copy_checkpoint)
+        self.copies = self._remote_copies()
         self.progress = Progress(self.session.phases[0])
         self.first_step_at: float | None = None
         """Time (seconds since 1970) at the end of this process's first step."""
@@ -94,6 +97,17 @@ class RunContext:
             return None
         size = self.task.model_size(self.session.facts)
         return flop_utilisation(size, self.session.plan, torch.cuda.get_device_name(self.world.device))
+
+    def _remote_copies(self) -> RemoteCopies | None:
+        if (url := self.options.checkpoint_copy) is None:
+            return None
+        rank, say = self.world.rank, self.console.say
+        name = "" if self.world.is_main else f"rank {rank}: "
+        return RemoteCopies(url, self.run.folder, rank == 0, lambda line: say(name + line, always=True))
+
+    def _copy_checkpoint(self, folder: Path, file: str, save: str) -> None:
+        if self.copies is not None:
+            self.copies.add(folder, file, save)
 
     def compare_memory(self) -> None:
         """Say how far this process's memory is from the plan's prediction for training."""

@@ -25,7 +25,7 @@ from isobatch.core.strategies import traits_of
 from isobatch.core.terminal.status import doing
 from isobatch.data.digests import PreparedFolder
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, open_on_all
 from isobatch.engine.checkpointing.start_weights import load_start_weights
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.sampler import make_sampler
@@ -211,7 +211,7 @@ class Session:
         if saved is not None:
             active.strategy.restore(saved, saved.state["scaling"])
         elif previous is not None and traits_of(self._plan.strategy).ends_model and previous.exists():
-            active.strategy.load_weights(SavedCheckpoint(previous), new_phase=True)
+            active.strategy.load_weights(open_on_all(previous, self.world), new_phase=True)
         self.model.train()
         try:
             yield active

@@ -15,7 +15,6 @@ from isobatch.core.plan import REHEARSED_STEPS
 from isobatch.core.recipe import DEMO
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
-from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.distributed.rank_record import RankRecord
 from isobatch.engine.distributed.watchdog import Watchdog
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.strategies.base import Strategy
@@ -68,6 +68,7 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
         context.gpu_monitor,
         context.slowdowns,
         contextlib.closing(context.log),
+        context.copies or contextlib.nullcontext(),
         session,
     ):
         if world.is_main:
@@ -138,7 +139,7 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
     exported, folder = step, loop.checkpoint_folder(step)
     if best := loop.earlier_best_step():
         exported, folder = best, loop.checkpoint_folder(best)
-        loop.phase.strategy.load_weights(SavedCheckpoint(folder))
+        loop.phase.strategy.load_weights(checkpoint.open_on_all(folder, context.world))
         context.console.say(f"final/ is the best checkpoint, {folder.name}")
     _refuse_nonfinite_weights(context, loop.phase.strategy)
     held_out: dict[str, dict[str, float]] = {}

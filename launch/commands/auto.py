@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
@@ -94,7 +95,7 @@ def _refuse_with_a_sweep(request: Request, options: AutoOptions) -> None:
 def resume(words: Sequence[str]) -> int:
     """Usage: resume RUN [plan flags, run flags, --data PATH] [--skip-step 1200-1203]
 
-    The recipe stays, on any machine.
+    The recipe stays, on any machine. RUN may be the URL of a copy: resume s3://bucket/prefix/RUN
     """
     positional, flags = split_words(words)
     if len(positional) != 1:
@@ -108,7 +109,7 @@ def resume(words: Sequence[str]) -> int:
     found = sort_flags(flags, groups, "resume")
     values = found.values
     options = ResumeOptions(**values["resume"])
-    run = RunFolder.open(positional[0])
+    run = _here(positional[0], values["run"].get("out", RunOptions().out))
     run_options = options_of_run(run, values["run"])
     for note in found.notes:
         print_unless_quiet(note, run_options.quiet)
@@ -129,6 +130,20 @@ def resume(words: Sequence[str]) -> int:
         asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
         store_plan(run, plan_with_remarks(recipe, run.facts, asked, run_options.quiet))
         return _print_result(run, launch_run(run, run_options).code, options)
+
+
+def _here(named: str, out: str) -> RunFolder:
+    """The run, fetched from its remote copy where it is named by URL, or has lost its checkpoints here."""
+    from isobatch.engine.checkpointing.remote_copy import fetch_run
+
+    if "://" in named:
+        return RunFolder.open(fetch_run(named, Path(out).expanduser()))
+    run = RunFolder.open(named)
+    copy = run.options().checkpoint_copy
+    if copy is None or run.status() == "done" or any(run.checkpoints.glob("[!.]*/index.json")):
+        return run
+    run.refuse_if_training()
+    return RunFolder.open(fetch_run(f"{copy.rstrip('/')}/{run.folder.name}", run.folder.resolve().parent))
 
 
 LINE = 110

@@ -16,17 +16,15 @@ from safetensors.torch import load_file, save_file
 import isobatch
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
-from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.checkpointing import portable_state, writer
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
-from isobatch.engine.checkpointing.host_buffer import HostBuffer
-from isobatch.engine.checkpointing.portable_state import TensorEntry
 from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.training.run_context import DATA_WRITTEN
-from isobatch.tests.forgery import reseal
+from isobatch.tests.forgery import one_process, reseal
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
@@ -101,15 +99,7 @@ def rewrite_checkpoint(
     tensors = {key: change(key, saved.read(key)).contiguous() for key in saved.entries}
     state = json.loads(json.dumps(saved.state))
     edit(state)
-    shutil.rmtree(folder)
-    folder.mkdir()
-    buffer = HostBuffer()
-    size = buffer.fill({f"{key}@0": value.reshape(-1) for key, value in tensors.items()})
-    buffer.write(folder / "rank-00000.safetensors", size)
-    entries = {
-        k: TensorEntry(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in tensors.items()
-    }
-    checkpoint._write_texts(folder, entries, state, 1)  # noqa: SLF001
+    writer.save(folder, portable_state.rank_share(tensors, 0, 1), state, one_process())
     digest = recorded_digest(folder)
     edit_log(run, lambda rows: [r.update(digest=digest) for r in rows if r.get("checkpoint") == name])
 
@@ -169,12 +159,12 @@ def deleted_checkpoints(run: RunFolder) -> None:
 
 
 def flipped_byte(run: RunFolder) -> None:
-    path = run.checkpoints / f"train-{STEPS}" / "rank-00000.safetensors"
+    path = run.checkpoints / f"train-{STEPS}" / "node-00000.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 0x10
     path.write_bytes(content)
     sums = {"bytes": len(content), "crc32": atomic_files.crc32(path), "sha256": bytes_digest(path)}
-    atomic_files.write_json(path.with_suffix(".json"), sums)
+    edit_json(path.with_name("checksums.json"), parts=[sums])
 
 
 def flipped_weight_and_log(run: RunFolder) -> None:

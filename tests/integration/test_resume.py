@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) 
     newest, before = sorted((run / "checkpoints").iterdir(), key=lambda p: -int(p.name.rpartition("-")[2]))[
         :2
     ]
-    damaged = newest / "rank-00000.safetensors"
+    damaged = newest / "node-00000.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from isobatch.tests.unit.fake_slurm import NO_CLUSTER, Say, Slurm
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
     from torch import Tensor, nn
 
 
@@ -64,6 +65,10 @@ class ThreadWorld(Communicator):
         self.accelerator: Any = SimpleNamespace(autocast=contextlib.nullcontext)
         self.calls: list[Call] = []
 
+    def on_nodes_of(self, ranks: int) -> None:
+        """Say that nodes hold so many ranks each."""
+        self.node, self.nodes = self.rank // ranks, -(-self.size // ranks)
+
     def _record_and_gather(self, value: Any, *call: Any) -> list[Any]:
         self.calls.append(call)
         return self.exchange.all_gather(self.rank, value)
@@ -81,6 +86,13 @@ class ThreadWorld(Communicator):
         import torch
 
         return torch.cat(self._record_and_gather(values, "gather tensors", tuple(values.shape), values.dtype))
+
+    def gather_to_main(self, rows: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        import numpy as np
+
+        parts = self._record_and_gather(rows, "gather rows")
+        assert [len(part) for part in parts] == list(counts)
+        return np.concatenate(parts) if self.is_main else rows
 
     def broadcast_object(self, value: Any) -> Any:
         return self._record_and_gather(value, "agree")[0]

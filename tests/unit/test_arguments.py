@@ -34,8 +34,8 @@ FLAGS = {
     "scaling": "scale_batch lr_rule per_device_batch_size gradient_accumulation_steps",
     "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
         activation_checkpointing attention pack device memory_limit""",
-    "run": """out name resume again save_every keep log_every noise_scale_every tracker witness ledger anomaly
-        hang_timeout max_restarts profile debug quiet""",
+    "run": """out name resume again save_every keep checkpoint_copy log_every noise_scale_every
+        tracker witness ledger anomaly hang_timeout max_restarts profile debug quiet""",
     "causal-lm": """adapter lora_r lora_alpha lora_dropout lora_targets lora_bias load_bits frozen_dtype
         generate_prompt generate_tokens resize_embeddings remote_code text_column template response_only mix
         clean stride vocab_size data_config""",

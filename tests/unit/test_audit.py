@@ -8,7 +8,6 @@ import json
 import math
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
-from isobatch.engine.checkpointing import checkpoint, portable_state
+from isobatch.engine.checkpointing import portable_state, writer
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.loading.prepare import prepare
@@ -33,7 +32,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.witness import WITNESS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
-from isobatch.tests.forgery import reseal
+from isobatch.tests.forgery import one_process, reseal
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -79,12 +78,8 @@ def run(tmp_path: Path) -> RunFolder:
 
 def save(run: RunFolder, state: dict[str, Any]) -> None:
     """A checkpoint of one weight."""
-    world: Any = SimpleNamespace(
-        rank=0, size=1, is_main=True, device=torch.device("cpu"), barrier=lambda: None
-    )
-    world.all_gather_objects = lambda value: [value]
     share = portable_state.rank_share({"weight/a": torch.ones(3)}, 0, 1)
-    checkpoint.save(run.checkpoints / "train-9", share, state, world)
+    writer.save(run.checkpoints / "train-9", share, state, one_process())
 
 
 def found_in(run: RunFolder, witness: Path | None = None) -> list[str]:
@@ -371,16 +366,16 @@ def test_a_checkpoint_with_another_past_is_found(
 
 
 def test_a_flipped_byte_is_found_though_its_checksum_was_mended(run: RunFolder) -> None:
-    weights = run.checkpoints / "train-9" / "rank-00000.safetensors"
+    weights, sums = (run.checkpoints / "train-9" / n for n in ("node-00000.safetensors", "checksums.json"))
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    sums = {"bytes": len(content), "crc32": zlib.crc32(content)}
-    recorded = atomic_files.read_json(weights.with_suffix(".json"))
-    atomic_files.write_json(weights.with_suffix(".json"), {**recorded, **sums})
-    assert "rank-00000.safetensors is not what was written" in found_in(run)[0]
-    sums["sha256"] = hashlib.sha256(content).hexdigest()
-    atomic_files.write_json(weights.with_suffix(".json"), sums)
+    recorded = atomic_files.read_json(sums)
+    recorded["parts"][0]["crc32"] = zlib.crc32(content)
+    atomic_files.write_json(sums, recorded)
+    assert "node-00000.safetensors is not what was written" in found_in(run)[0]
+    recorded["parts"][0]["sha256"] = hashlib.sha256(content).hexdigest()
+    atomic_files.write_json(sums, recorded)
     assert found_in(run) == ["checkpoint train-9 is not what the run wrote"]
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.recipe import Recipe
-from isobatch.engine.checkpointing import checkpoint, portable_state
-from isobatch.engine.checkpointing.checkpoint import CheckpointWriter, SavedCheckpoint
-from isobatch.engine.checkpointing.host_buffer import HostBuffer
+from isobatch.engine.checkpointing import checkpoint, portable_state, writer
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
+from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.optimization.parameter_groups import make_optimizer
+from isobatch.tests.forgery import one_process
 from isobatch.tests.unit.helpers import network, same, train
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 FACTS = {"progress": {"phase": "train", "step": 3}}
 DAMAGED = r"checkpoint .*train-3 is damaged: "
 PATIENCE = 20.0
+WRITE = CheckpointWriter._write  # noqa: SLF001
 
 
 def tensors() -> dict[str, Tensor]:
@@ -48,8 +50,14 @@ def share(world: Any) -> PortableState:
     return portable_state.rank_share(tensors(), world.rank, world.size)
 
 
-def save(run_ranks: Any, folder: Path, size: int = 2, facts: dict[str, Any] | None = None) -> Path:
-    run_ranks(size, lambda world: checkpoint.save(folder, share(world), facts or FACTS, world))
+def save(
+    run_ranks: Any, folder: Path, size: int = 2, facts: dict[str, Any] | None = None, ranks_a_node: int = 64
+) -> Path:
+    def part(world: Any) -> None:
+        world.on_nodes_of(ranks_a_node)
+        writer.save(folder, share(world), facts or FACTS, world)
+
+    run_ranks(size, part)
     return folder
 
 
@@ -69,13 +77,13 @@ def test_what_any_world_saved_is_loaded(size: int, run_ranks: Any, tmp_path: Pat
     folder = save(run_ranks, tmp_path / "it's 日本" / "train-3", size)
     assert same(load(folder), tensors())
     assert SavedCheckpoint(folder).state == FACTS
-    assert len(list(folder.glob("*.safetensors"))) == size
+    assert [p.name for p in folder.glob("*.safetensors")] == ["node-00000.safetensors"]
     assert not list(folder.parent.glob(".*"))  # nothing half-written is left
 
 
 def test_every_rank_of_a_save_issues_the_same_collectives(run_ranks: Any, tmp_path: Path) -> None:
-    outcome = run_ranks(3, lambda world: checkpoint.save(tmp_path / "train-3", share(world), FACTS, world))
-    assert outcome.calls == [[("gather",), ("barrier",)]] * 3
+    outcome = run_ranks(3, lambda world: writer.save(tmp_path / "train-3", share(world), FACTS, world))
+    assert outcome.calls == [[("gather",), ("gather",), ("barrier",)]] * 3
 
 
 def test_saving_again_replaces_the_whole_folder(run_ranks: Any, tmp_path: Path) -> None:
@@ -93,32 +101,33 @@ Gate = dict[int, threading.Event]
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Rank -> what holds its writes back until it is set."""
     gates = {rank: threading.Event() for rank in range(3)}
-    write = HostBuffer.write
+    write = CheckpointWriter._write  # noqa: SLF001
 
-    def held(image: HostBuffer, path: Path, size: int) -> None:
-        assert gates[rank_of(path)].wait(PATIENCE)
-        write(image, path, size)
+    def held(this: CheckpointWriter, *arguments: Any) -> None:
+        assert gates[this.world.rank].wait(PATIENCE)
+        write(this, *arguments)
 
-    monkeypatch.setattr(HostBuffer, "write", held)
+    monkeypatch.setattr(CheckpointWriter, "_write", held)
     yield gates
     for event in gates.values():
         event.set()
 
 
-def rank_of(path: Path) -> int:
-    return int(path.stem.removeprefix("rank-"))
-
-
 def failing(monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException) -> None:
     """From here on this rank cannot write."""
-    write = HostBuffer.write
+    write = CheckpointWriter._write  # noqa: SLF001
 
-    def fail(image: HostBuffer, path: Path, size: int) -> None:
-        if rank_of(path) == rank:
+    def fail(this: CheckpointWriter, *arguments: Any) -> None:
+        def refuse(*_: Any) -> None:
             raise error
-        write(image, path, size)
 
-    monkeypatch.setattr(HostBuffer, "write", fail)
+        if this.world.rank == rank:
+            monkeypatch.setattr(this._buffer, "write", refuse)  # noqa: SLF001
+            WRITE(this, *arguments)
+        else:
+            write(this, *arguments)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", fail)
 
 
 def votes(world: Any, writer: CheckpointWriter) -> list[float]:
@@ -273,8 +282,8 @@ def test_a_writer_issues_the_same_collectives_on_every_rank(
         return calls
 
     ended = ["gather", "barrier"]
-    outcome = run_ranks(3, part)
-    assert outcome.values == [[[], [], [], [], ["gather"], [], ended, ended, []]] * 3
+    outcome = run_ranks(3, part)  # pieces are exchanged at the first start alone
+    assert outcome.values == [[[], [], ["gather"], [], ["gather"], [], ended, ended, []]] * 3
     assert all(calls == outcome.calls[0] for calls in outcome.calls)
 
 
@@ -311,7 +320,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(
         writer.wait()  # and that was that
         return world.calls
 
-    assert run_ranks(3, part).values == [[("gather",)]] * 3
+    assert run_ranks(3, part).values == [[("gather",), ("gather",)]] * 3
     assert SavedCheckpoint(tmp_path / "train-3").state == FACTS  # the one before is untouched
     assert same(load(tmp_path / "train-3"), tensors())
     assert not list(tmp_path.glob(".*"))
@@ -344,25 +353,23 @@ def test_an_index_that_cannot_be_written_ends_the_save_on_all(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write_texts", full)
+    monkeypatch.setattr(writer, "_write_texts", full)
 
     def part(world: Any) -> None:
         with pytest.raises(UserError, match=r"cannot write .*: No space left on device; make some"):
-            checkpoint.save(tmp_path / "train-3", share(world), FACTS, world)
+            writer.save(tmp_path / "train-3", share(world), FACTS, world)
 
     run_ranks(3, part)
     assert list(tmp_path.iterdir()) == []
 
 
-def files_of(size: int) -> list[str]:
-    parts = [f"rank-{rank:05d}.{kind}" for rank in range(size) for kind in ("json", "safetensors")]
-    return ["index.json", "state.json", "checksums.json", *parts]
+FILES = ["index.json", "state.json", "checksums.json", "node-00000.safetensors", "node-00001.safetensors"]
 
 
-@pytest.mark.parametrize("name", files_of(2))
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "empty"])
 def test_damage_has_a_name(name: str, damage: str, run_ranks: Any, tmp_path: Path) -> None:
-    path = save(run_ranks, tmp_path / "train-3") / name
+    path = save(run_ranks, tmp_path / "train-3", ranks_a_node=1) / name
     content = bytearray(path.read_bytes())
     if damage == "missing":
         path.unlink()
@@ -374,12 +381,12 @@ def test_damage_has_a_name(name: str, damage: str, run_ranks: Any, tmp_path: Pat
         load(path.parent)
 
 
-@pytest.mark.parametrize("name", files_of(2))
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["missing", "cut"])
 def test_a_file_that_is_missing_or_cut_is_noticed_without_reading_all(
     name: str, damage: str, run_ranks: Any, tmp_path: Path
 ) -> None:
-    path = save(run_ranks, tmp_path / "train-3") / name
+    path = save(run_ranks, tmp_path / "train-3", ranks_a_node=1) / name
     content = path.read_bytes()
     path.unlink()
     if damage == "cut":
@@ -388,9 +395,9 @@ def test_a_file_that_is_missing_or_cut_is_noticed_without_reading_all(
         SavedCheckpoint(path.parent)
 
 
-@pytest.mark.parametrize("name", files_of(2))
+@pytest.mark.parametrize("name", FILES)
 def test_any_flipped_bit_of_any_file_is_found(name: str, run_ranks: Any, tmp_path: Path) -> None:
-    path = save(run_ranks, tmp_path / "train-3") / name
+    path = save(run_ranks, tmp_path / "train-3", ranks_a_node=1) / name
     whole = path.read_bytes()
 
     @given(st.integers(0, len(whole) - 1), st.integers(0, 7))
@@ -408,31 +415,32 @@ def test_any_flipped_bit_of_any_file_is_found(name: str, run_ranks: Any, tmp_pat
 
 @pytest.mark.parametrize("position", range(0, 400, 7))
 def test_any_flipped_byte_of_the_weights_is_found(position: int, run_ranks: Any, tmp_path: Path) -> None:
-    path = save(run_ranks, tmp_path / "train-3", 1) / "rank-00000.safetensors"
+    path = save(run_ranks, tmp_path / "train-3", 1) / "node-00000.safetensors"
     content = bytearray(path.read_bytes())
-    values = 8 + int.from_bytes(content[:8], "little")  # where they begin
-    content[position % len(content)] ^= 0x10
+    begin = 8 + int.from_bytes(content[:8], "little") - 200  # the end of the header, then the values
+    content[begin + position] ^= 0x10
     path.write_bytes(content)
-    # What a broken header is called is for its own reader to say; `check` alone sees a broken value.
-    with pytest.raises(TrainingError, match=DAMAGED if position < values else "is not what was written"):
+    with pytest.raises(TrainingError, match=DAMAGED + "node-00000.safetensors is not what was written"):
         load(path.parent)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 7])
 def test_the_ranks_check_all_files_between_them(world: int, run_ranks: Any, tmp_path: Path) -> None:
     folder = save(run_ranks, tmp_path / "train-3", 5)
-    for number in range(5):
-        path = folder / f"rank-{number:05d}.safetensors"
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    path = folder / "node-00000.safetensors"
+    whole = path.read_bytes()
+    for number, part in enumerate(SavedCheckpoint(folder).layout.parts):
+        content = bytearray(whole)
+        content[part.stop - 1] ^= 1
+        path.write_bytes(content)
         saved, noticed = SavedCheckpoint(folder), []
         for rank in range(world):
             try:
                 saved.verify_checksums(rank, world)
             except TrainingError:
                 noticed.append(rank)
-        assert noticed == [number % world]
-        path.write_bytes(whole)
+        (checks,) = (rank for rank in range(world) if number in saved.own_parts(rank, world))
+        assert noticed == [checks]
 
 
 Borders = st.tuples(st.integers(0, 99), st.integers(0, 99))
@@ -470,7 +478,7 @@ def test_pieces_cut_and_dealt_anyhow_are_one_tensor_again(run_ranks: Any, tmp_pa
 
         def part(world: Any) -> None:
             mine = [p for p, place in zip(pieces, dealt, strict=False) if place % 3 == world.rank]
-            checkpoint.save(tmp_path / "train-3", PortableState(entries, mine), FACTS, world)
+            writer.save(tmp_path / "train-3", PortableState(entries, mine), FACTS, world)
 
         run_ranks(3, part)
         assert same(load(tmp_path / "train-3"), {"weight/a": flat.view(5, 12)})
@@ -488,7 +496,7 @@ def test_a_tensor_with_a_gap_or_an_overlap_is_damage(
         {"weight/a": portable_state.tensor_entry(flat)},
         [TensorPiece("weight/a", a, flat[a:b]) for a, b in pieces],
     )
-    run_ranks(1, lambda world: checkpoint.save(tmp_path / "train-3", state, FACTS, world))
+    run_ranks(1, lambda world: writer.save(tmp_path / "train-3", state, FACTS, world))
     with pytest.raises(TrainingError, match=DAMAGED + "parts of weight/a are missing"):
         SavedCheckpoint(tmp_path / "train-3")
 
@@ -502,7 +510,7 @@ def test_training_goes_on_as_if_nothing_had_happened(kind: Any, run_ranks: Any, 
     state = portable_state.collect_state(net, optimizer)
     run_ranks(
         3,
-        lambda w: checkpoint.save(
+        lambda w: writer.save(
             tmp_path / "train-3", portable_state.rank_share(state, w.rank, w.size), FACTS, w
         ),
     )
@@ -566,7 +574,7 @@ def test_a_half_written_checkpoint_is_no_checkpoint(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_replace", killed)
+        patch.setattr(writer, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             save(run_ranks, tmp_path / "train-6", 1)
     assert (tmp_path / ".train-6.tmp").is_dir()
@@ -594,16 +602,14 @@ def test_a_sweep_leaves_only_what_is_complete(run_ranks: Any, tmp_path: Path) ->
 def test_buffers_are_copied_before_the_next_forward_pass_may_change_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from types import SimpleNamespace
-
     module = torch.nn.BatchNorm1d(2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     state = portable_state.rank_share(
         portable_state.collect_state(module, optimizer), 0, 1, portable_state.buffer_names(module)
     )
     asked: list[set[str]] = []
-    writer = CheckpointWriter(SimpleNamespace(device=torch.device("cpu"), is_main=True, rank=0, size=1))  # type: ignore[arg-type]
-    monkeypatch.setattr(writer._buffer, "fill", lambda _, unstable: asked.append(set(unstable)) or 0)  # noqa: SLF001
+    writer = CheckpointWriter(one_process())
+    monkeypatch.setattr(writer._buffer, "fill", lambda _, unstable, header: asked.append(set(unstable)) or 0)  # noqa: SLF001
     monkeypatch.setattr(writer, "_write", lambda *_: None)
     writer.start(tmp_path / "train-1", state, FACTS)
     assert {name.partition("@")[0] for name in asked[0]} == {

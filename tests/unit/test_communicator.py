@@ -13,6 +13,7 @@ from isobatch.engine.distributed.communicator import (
     Communicator,
     broadcast_choice_before_planning,
     check_world,
+    node_and_nodes,
     rank_and_world_size,
 )
 from isobatch.launch.local.process_state import preserve_process_state
@@ -137,6 +138,46 @@ def test_ranks_that_agree_get_what_rank_0_has(run_ranks) -> None:  # type: ignor
 
     outcome = run_ranks(3, part)
     assert outcome.values == [(6.0, [0, 1, 2], 0, rank == 0) for rank in range(3)]  # 1 + 2 + 3
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "size", "expected"),
+    [
+        ("", 0, 1, (0, 1)),
+        ("", 3, 4, (3, 4)),  # nobody says: a node per rank
+        ("LOCAL_WORLD_SIZE=8", 17, 32, (2, 4)),
+        ("LOCAL_WORLD_SIZE=8 GROUP_RANK=1 GROUP_WORLD_SIZE=4", 17, 32, (1, 4)),  # as torchrun numbers them
+        ("LOCAL_WORLD_SIZE=2 NODE_RANK=1", 2, 4, (1, 2)),
+        ("LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1", 1, 2, (0, 1)),
+    ],
+)
+def test_the_launcher_says_on_which_node_a_rank_is(
+    words: str, rank: int, size: int, expected: tuple[int, int]
+) -> None:
+    environment = dict(word.split("=") for word in words.split())
+    assert node_and_nodes(environment, rank, size) == expected
+
+
+def test_rows_come_to_rank_0_in_bounded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+    import torch
+
+    from isobatch.engine.distributed import communicator
+
+    messages: dict[int, list[torch.Tensor]] = {1: [], 2: []}
+    monkeypatch.setattr(communicator, "_BUCKET_BYTES", 100)
+    monkeypatch.setattr(torch.distributed, "recv", lambda into, source: into.copy_(messages[source].pop(0)))
+    counts = [3, 0, 41]
+    rows = [np.arange(count * 2, dtype=np.float32).reshape(-1, 2) + 100 * count for count in counts]
+    for rank in (1, 2, 0):
+        monkeypatch.setattr(torch.distributed, "send", lambda m, to, rank=rank: messages[rank].append(m))
+        world = Communicator.__new__(Communicator)
+        world.rank, world.size = rank, 3
+        found = world.gather_to_main(rows[rank], counts)
+        assert np.array_equal(found, np.concatenate(rows) if rank == 0 else rows[rank])
+        if rank == 2:
+            assert [len(message) for message in messages[2]] == [12, 12, 12, 5]  # rows of 8 bytes each
+    assert messages == {1: [], 2: []}
 
 
 def test_an_error_on_one_rank_ends_all(run_ranks) -> None:  # type: ignore[no-untyped-def]

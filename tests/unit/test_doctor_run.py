@@ -200,7 +200,7 @@ def test_damaged_checkpoints(tmp_path: Path, run_ranks: Any) -> None:
     run = run_of(tmp_path)
     first, second = (saved_checkpoint(run_ranks, run, step) for step in (3, 6))
     assert found_in(run)["checkpoints"].text == "train-3, train-6: whole"
-    weights = second / "rank-00000.safetensors"
+    weights = second / "node-00000.safetensors"
     content = bytearray(weights.read_bytes())
     content[-3] ^= 1
     weights.write_bytes(content)

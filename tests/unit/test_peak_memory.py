@@ -10,7 +10,7 @@ import torch
 
 import isobatch
 from isobatch.core import atomic_files, measures
-from isobatch.engine.checkpointing.checkpoint import CheckpointWriter
+from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.runs import peak_memory
 from isobatch.engine.runs.peak_memory import PeakMemory
 from isobatch.tests.paths import ROOT

@@ -178,9 +178,9 @@ def test_a_slow_disk_loses_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A checkpoint that is still written when the next is saved is known to the log that this one keeps."""
     write = HostBuffer.write
 
-    def first_slowly(buffer: HostBuffer, path: Path, size: int) -> None:
+    def first_slowly(buffer: HostBuffer, path: Path, *place: int) -> dict[str, int | str]:
         time.sleep(1.0 if "train-15" in str(path) else 0.0)
-        write(buffer, path, size)
+        return write(buffer, path, *place)
 
     with monkeypatch.context() as patch:
         patch.setattr(HostBuffer, "write", first_slowly)

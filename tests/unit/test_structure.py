@@ -176,6 +176,7 @@ ROOMS: dict[str, set[str]] = {
             "models",
             "models.causal_lm",
             "engine",
+            "engine.checkpointing",
             "engine.loading",
             "engine.machine",
             "engine.planning",
@@ -248,6 +249,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "benchmarks.components": {
         *("core", "data", "engine", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
+        WARM,
         *("engine.forensics", "engine.optimization", "engine.planning", "engine.runs"),
         *("engine.verification", "launch.report"),
     },

@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -123,7 +124,7 @@ class Recorded(Communicator):
         self.device = torch.device("cpu")
         self.blocked: list[tuple[str, str]] = []
         self.accelerator: Any = SimpleNamespace(wait_for_everyone=self.record("wait_for_everyone"))
-        for name in ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list"):
+        for name in ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "recv"):
             monkeypatch.setattr(torch.distributed, name, self.record(name))
         monkeypatch.setattr(torch.distributed, "all_gather", self.record("all_gather", self.fill))
         monkeypatch.setattr(nn.parallel, "DistributedDataParallel", self.record("DistributedDataParallel"))
@@ -164,11 +165,13 @@ COLLECTIVES: dict[str, Any] = {
     "all_reduce_sparse": lambda world: world.all_reduce_sparse(used()),
     "all_gather": lambda world: world.all_gather(torch.ones(1)),
     "all_gather_objects": lambda world: world.all_gather_objects(1),
+    "gather_to_main": lambda world: world.gather_to_main(np.ones(2), [2, 3]),
     "broadcast_object": lambda world: world.broadcast_object(1),
     "barrier": lambda world: world.barrier(),
 }
 NO_COLLECTIVES = {
     *("mark_progress", "waiting_for", "waiting", "store", "is_main", "close", "exit_process", "recorder"),
+    *("node", "nodes"),
 }
 
 

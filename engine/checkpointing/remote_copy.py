@@ -1,0 +1,245 @@
+"""Copies of checkpoints in a remote store, s3:// or any other that fsspec knows: `--checkpoint-copy URL`.
+
+Each is a folder URL/RUN/CHECKPOINT-SAVE/ with the files of the run and of one checkpoint, and its manifest
+URL/RUN/CHECKPOINT.json, which is written last: a copy without one is not whole. The first rank of each node
+sends its node's file, the main rank all others. Copies are made in the background, one at a time; a failure
+is said and never ends training. The store keeps what the local folder keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import queue
+import shutil
+import threading
+import time
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from isobatch.core.errors import StopRequestedError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+ATTEMPTS = 6
+"""Of each operation on the store."""
+FIRST_DELAY_SECONDS = 1.0
+"""Before an operation is tried again; doubled each time."""
+WAIT_SECONDS = 600.0
+"""That the main rank waits for the files of other nodes, and the end of a run for its last copy."""
+WAITING = 2
+"""Checkpoints that wait to be copied; the oldest is left out where there are more."""
+NOT_COPIED = (
+    "checkpoints",
+    "final",
+    "exports",
+    "plots",
+    "report",
+    "profile",
+    "slurm",
+    "exit.json",
+    "ranks.json",
+)
+"""What `resume` does not need of a run."""
+
+
+class Store(NamedTuple):
+    """A folder of a remote store."""
+
+    files: Any
+    """fsspec's file system."""
+    root: str
+
+    def path(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def put(self, path: Path, name: str) -> None:
+        """Send a file."""
+        self._make_parent(name)
+        retried(self.files.put_file, str(path), self.path(name))
+
+    def write(self, name: str, text: str) -> None:
+        self._make_parent(name)
+        retried(self.files.pipe_file, self.path(name), text.encode())
+
+    def _make_parent(self, name: str) -> None:
+        if "file" in self.files.protocol:  # others have no folders
+            self.files.makedirs(str(PurePosixPath(self.path(name)).parent), exist_ok=True)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of an object; None where there is none."""
+        try:
+            self.files.invalidate_cache()
+            return int(self.files.info(self.path(name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def manifests(self) -> dict[str, dict[str, Any]]:
+        """Name of a checkpoint -> manifest of its copy, the newest last."""
+        self.files.invalidate_cache()
+        paths = retried(self.files.glob, self.path("*.json"))
+        found = [json.loads(retried(self.files.cat_file, path)) for path in paths]
+        return {m["checkpoint"]: m for m in sorted(found, key=lambda m: m["saved_at"])}
+
+
+def open_store(url: str, run: str) -> Store:
+    """The folder of a run in a store. Raises UserError where the URL or what it needs is wrong."""
+    import fsspec
+
+    try:
+        files, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        scheme = url.partition("://")[0]
+        remedy = {"s3": "pip install 'isobatch[s3]'", "gs": "pip install gcsfs"}.get(scheme, str(error))
+        raise UserError(f"--checkpoint-copy {url}: {scheme}:// needs: {remedy}") from None
+    return Store(files, f"{root.rstrip('/')}/{run}")
+
+
+def retried(operation: Callable[..., Any], *given: Any) -> Any:
+    """The result of an operation on the store, tried again with growing delays where it fails."""
+    delay = FIRST_DELAY_SECONDS
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return operation(*given)
+        except Exception:  # a store's own: its library does not say which would last
+            time.sleep(delay)
+            delay *= 2
+    return operation(*given)
+
+
+class RemoteCopies:
+    """Copies checkpoints in a thread of its own, on the first rank of each node; surrounds the training."""
+
+    def __init__(self, url: str, run: Path, is_main: bool, say: Callable[[str], None]) -> None:
+        """`url`: the value of --checkpoint-copy. Raises UserError where it cannot be used."""
+        self._url, self._run, self._is_main, self._say = url, run, is_main, say
+        if is_main:
+            assert self._store
+        self._queue: queue.Queue[tuple[Path, str, str] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="checkpoint copies", daemon=True)
+
+    @functools.cached_property
+    def _store(self) -> Store:
+        return open_store(self._url, self._run.name)
+
+    def __enter__(self) -> RemoteCopies:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the last copy, but not after an error."""
+        self._queue.put(None)
+        if kind is None or issubclass(kind, StopRequestedError):
+            self._thread.join(WAIT_SECONDS)
+            if self._thread.is_alive():
+                self._say(f"--checkpoint-copy {self._url}: the last copy is not whole yet, and is given up")
+
+    def add(self, folder: Path, file: str, save: str) -> None:
+        """Copy a checkpoint that is complete: `file` of this node, of the save of that name."""
+        if self._queue.qsize() >= WAITING:
+            with contextlib.suppress(queue.Empty):
+                self._tell(self._queue.get_nowait(), "the store is slower than the saves")
+        self._queue.put((folder, file, save))
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                self._copy(*job)
+            except Exception as error:  # whatever a store raises: training goes on
+                self._tell(job, f"{type(error).__name__}: {error}")
+
+    def _tell(self, job: tuple[Path, str, str] | None, why: str) -> None:
+        if job is not None:
+            name, line = job[0].name, why.splitlines()[0]
+            self._say(f"--checkpoint-copy {self._url}: {name} is not copied ({line}); training goes on")
+
+    def _copy(self, folder: Path, file: str, save: str) -> None:
+        copy = f"{folder.name}-{save}"
+        if not self._is_main:
+            self._store.put(folder / file, f"{copy}/checkpoints/{folder.name}/{file}")
+            return
+        sizes: dict[str, int] = {}
+        for path in (*_small_files(self._run), *sorted(folder.iterdir())):
+            name = path.relative_to(self._run).as_posix()
+            if path.parent != folder or path.name == file or not path.name.startswith("node-"):
+                self._store.put(path, f"{copy}/{name}")
+            in_store = path.parent != folder and retried(self._store.size, f"{copy}/{name}")
+            sizes[name] = in_store or path.stat().st_size  # a log has grown since
+        self._await({f"{copy}/{name}": size for name, size in sizes.items()})
+        manifest = {"checkpoint": folder.name, "folder": copy, "saved_at": time.time(), "files": sizes}
+        before = self._store.manifests()
+        self._store.write(f"{folder.name}.json", json.dumps(manifest, indent=2))
+        earlier = before.pop(folder.name, manifest)["folder"]
+        self._remove({earlier} - {copy}, list(before))
+
+    def _await(self, sizes: dict[str, int]) -> None:
+        """Wait until the store has all files, those of other nodes too. Raises TimeoutError."""
+        until = time.monotonic() + WAIT_SECONDS
+        for name, size in sizes.items():
+            while retried(self._store.size, name) != size:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"{name} has not come")
+                time.sleep(FIRST_DELAY_SECONDS)
+
+    def _remove(self, folders: set[str], names: list[str]) -> None:
+        """Remove these folders of the store, and copies of checkpoints that are no longer here."""
+
+        def is_gone(checkpoint: str) -> bool:
+            return not (self._run / "checkpoints" / checkpoint).is_dir()
+
+        for name in filter(is_gone, names):
+            retried(self._store.files.rm_file, self._store.path(f"{name}.json"))
+        for entry in retried(self._store.files.ls, self._store.root, True):
+            name = PurePosixPath(entry["name"]).name
+            # Other nodes may send a later checkpoint already, which has no manifest yet.
+            if entry["type"] == "directory" and (name in folders or is_gone(name.rpartition("-")[0])):
+                retried(self._store.files.rm, entry["name"], True)
+
+
+def _small_files(run: Path) -> Iterator[Path]:
+    """The files of a run, without its checkpoints and what was made of it; what is hidden is of a process."""
+    for path in sorted(run.iterdir()):
+        if path.name.startswith(".") or path.name in NOT_COPIED:
+            continue
+        yield from sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def fetch_run(url: str, out: Path) -> Path:
+    """The folder in `out` of a run whose copies lie at `url`; fetched where it has no checkpoint here.
+
+    The newest whole copy comes first, then the checkpoints of the others. Raises UserError.
+    """
+    parent, _, name = url.rstrip("/").rpartition("/")
+    folder, store = out / name, open_store(parent, name)
+    if any((folder / "checkpoints").glob("[!.]*/index.json")):
+        return folder
+    try:
+        *others, newest = store.manifests().values()
+    except ValueError:
+        raise UserError(
+            f"{url} holds no whole copy: give --checkpoint-copy's URL and the run's name"
+        ) from None
+    except Exception as error:  # a store's own
+        raise UserError(f"{url} cannot be read: {type(error).__name__}: {error}") from None
+    fresh = folder.with_name(f".{name}.fetched")
+    shutil.rmtree(fresh, ignore_errors=True)
+    _fetch(store, newest, newest["files"], fresh)
+    for manifest in reversed(others):
+        _fetch(store, manifest, [f for f in manifest["files"] if f.startswith("checkpoints/")], fresh)
+    shutil.rmtree(folder, ignore_errors=True)  # it has no checkpoint
+    fresh.rename(folder)
+    return folder
+
+
+def _fetch(store: Store, manifest: dict[str, Any], names: Iterable[str], folder: Path) -> None:
+    for name in names:
+        path = folder / name
+        if ".." in PurePosixPath(name).parts or not path.is_relative_to(folder):
+            raise UserError(f"{store.root} names a file elsewhere: {name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source = store.path(f"{manifest['folder']}/{name}")
+        retried(store.files.get_file, source, str(path))
+        if path.stat().st_size != manifest["files"][name]:
+            raise UserError(f"{source} has {path.stat().st_size} bytes, and its manifest says otherwise")

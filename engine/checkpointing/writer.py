@@ -1,0 +1,151 @@
+"""Writes checkpoints in the background: one file per node, into which its ranks write side by side.
+
+A folder is written under a temporary name and renamed when every rank has written and synced, so a folder
+with its final name is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, TEXTS, replace, temporary_of
+from isobatch.engine.checkpointing.host_buffer import HostBuffer
+from isobatch.engine.checkpointing.layout import make_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from isobatch.engine.checkpointing.layout import Layout
+    from isobatch.engine.checkpointing.portable_state import PortableState, TensorEntry, TensorPiece
+    from isobatch.engine.distributed.communicator import Communicator
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time, in the background. All ranks must call the same methods.
+
+    The ranks exchange what pieces they hold when the state's entries change: the same entries must be dealt
+    in the same way.
+    """
+
+    def __init__(
+        self,
+        world: Communicator,
+        on_complete: Callable[[Path], None] = lambda _: None,
+        on_node: Callable[[Path, str, str], None] = lambda _folder, _file, _save: None,
+    ) -> None:
+        self.world = world
+        self.on_complete = on_complete
+        """Called on the main rank with the folder of a checkpoint once it is complete."""
+        self.on_node = on_node
+        """Called then on the first rank of each node: folder, the node's file, a name of this save."""
+        self._buffer = HostBuffer(world.device)
+        self._folder: Path | None = None
+        self._thread = threading.Thread()
+        self._problem = ""
+        self._sums: dict[str, int | str] = {}
+        self._text_sums: dict[str, int] = {}
+        self._layout: Layout | None = None
+        self._rows = np.empty((0, 3), np.int64)
+
+    def start(self, folder: Path, state: PortableState, facts: Mapping[str, Any]) -> None:
+        """Start to copy this rank's pieces to host memory, then to write them; `facts` go into state.json."""
+        self.wait()
+        pieces = _in_order(state.pieces)
+        layout = self._layout_of(state.entries, pieces)
+        self._folder, self._problem = folder, ""
+        parts = {f"{p.name}@{p.start}": p.values.detach() for p in pieces}
+        unstable = {f"{p.name}@{p.start}" for p in pieces if p.name in state.buffers}
+        part = layout.parts[self.world.rank]
+        header = layout.header(part.file) if part.start == 0 else b""
+        self._buffer.fill(parts, unstable, header)
+        self._thread = threading.Thread(target=self._write, args=(folder, layout, facts))
+        self._thread.start()
+
+    def _layout_of(self, entries: Mapping[str, TensorEntry], pieces: list[TensorPiece]) -> Layout:
+        """The layout of a state with these entries. Ranks exchange their pieces where they are new."""
+        numbers = {name: number for number, name in enumerate(entries)}
+        rows = [(numbers[p.name], p.start, p.start + p.values.numel()) for p in pieces]
+        own = np.array(rows, np.int64).reshape(-1, 3)
+        if self._layout is None or self._layout.entries != entries:
+            shares = self.world.all_gather_objects((self.world.node, own))
+            self._layout, self._rows = make_layout(entries, shares), own
+        assert np.array_equal(own, self._rows), "the same entries must be dealt in the same way"
+        return self._layout
+
+    def _write(self, folder: Path, layout: Layout, facts: Mapping[str, Any]) -> None:
+        temporary, part = temporary_of(folder), layout.parts[self.world.rank]
+        path, size = temporary / layout.files[part.file], part.stop - part.start
+        try:
+            with atomic_files.explain_write_errors(temporary):
+                temporary.mkdir(parents=True, exist_ok=True)
+                self._sums = self._buffer.write(path, part.start, size, layout.sizes[part.file])
+                if self.world.is_main:
+                    self._text_sums = _write_texts(temporary, layout, facts)
+        except UserError as error:
+            self._problem = str(error)
+        except BaseException as error:  # also a panic in Rust, else it would count as written
+            self._problem = f"cannot write {temporary}: {error!r}"
+
+    def rank_flags(self) -> list[float]:
+        """[1 if this rank has written its part, 1 if its write failed], to be summed over ranks."""
+        ended = self._folder is not None and not self._thread.is_alive()
+        return [float(ended), float(bool(ended and self._problem))]
+
+    def complete_if_written(self, written: float, failed: float) -> None:
+        """Complete the checkpoint if every rank has written or one failed. Arguments: summed rank_flags."""
+        if self._folder is not None and (failed or written == self.world.size):
+            self._complete()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in progress, if any, is complete and visible to every rank."""
+        if self._folder is not None:
+            self._complete()
+            self.world.barrier()
+
+    def _complete(self) -> None:
+        """Rename the finished checkpoint; raise UserError on all ranks where the write failed on one."""
+        self._thread.join()
+        folder, self._folder = self._folder, None
+        assert folder is not None
+        assert self._layout is not None
+        ended = self.world.all_gather_objects((self._problem, self._sums))
+        if problems := [problem for problem, _ in ended if problem]:
+            if self.world.is_main:
+                shutil.rmtree(temporary_of(folder), ignore_errors=True)
+            raise UserError(problems[0])
+        if self.world.is_main:
+            sums = {**self._text_sums, "parts": [sums for _, sums in ended]}
+            atomic_files.write_json(temporary_of(folder) / CHECKSUMS, sums)
+            replace(temporary_of(folder), folder)
+            self.on_complete(folder)
+        part = self._layout.parts[self.world.rank]
+        if part.start == 0:
+            save = hashlib.sha256("".join(str(sums["sha256"]) for _, sums in ended).encode())
+            self.on_node(folder, self._layout.files[part.file], save.hexdigest()[:12])
+
+
+def save(folder: Path, state: PortableState, facts: Mapping[str, Any], world: Communicator) -> None:
+    """Write a checkpoint and wait for it. All ranks call this."""
+    writer = CheckpointWriter(world)
+    writer.start(folder, state, facts)
+    writer.wait()
+
+
+def _in_order(pieces: list[TensorPiece]) -> list[TensorPiece]:
+    """The widest element types first, as safetensors does, so that all tensors are aligned."""
+    return sorted(pieces, key=lambda p: (-p.values.element_size(), p.name, p.start))
+
+
+def _write_texts(folder: Path, layout: Layout, facts: Mapping[str, Any]) -> dict[str, int]:
+    """Write index.json and state.json; returns their checksums by name."""
+    atomic_files.write_text(folder / "index.json", layout.text)
+    atomic_files.write_json(folder / "state.json", facts)
+    return {name: atomic_files.crc32(folder / name) for name in TEXTS}

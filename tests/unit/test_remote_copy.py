@@ -1,0 +1,252 @@
+"""Tests of engine/checkpointing/remote_copy.py, with fsspec's store in memory and, once, an S3 server."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from isobatch.core.errors import StopRequestedError, UserError
+from isobatch.engine.checkpointing import checkpoint, portable_state, remote_copy, writer
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.engine.checkpointing.remote_copy import RemoteCopies, fetch_run, open_store
+from isobatch.tests.unit.helpers import same
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+FACTS = {"progress": {"phase": "train", "step": 3}}
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {"weight/a": torch.arange(3000.0) + step, "weight/b": torch.ones(5, dtype=torch.int64)}
+
+
+@pytest.fixture(autouse=True)
+def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_copy, "FIRST_DELAY_SECONDS", 0.001)
+    monkeypatch.setattr(remote_copy, "WAIT_SECONDS", 10.0)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A store of its own, in memory."""
+    import fsspec
+
+    name = uuid.uuid4().hex
+    yield f"memory://{name}"
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "it's 日本"
+    (folder / "code").mkdir(parents=True)
+    (folder / "recipe.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "code" / "mine.py").write_text("x = 1")
+    (folder / "final").mkdir()
+    (folder / "final" / "model.safetensors").write_text("large")
+    (folder / ".train.lock").write_text("")
+    return folder
+
+
+def train(run_ranks: Any, run: Path, url: str, steps: list[int], size: int = 1) -> list[str]:
+    """Save, with a node per rank, and copy; what was said."""
+    said: list[str] = []
+
+    ended: list[str] = []
+    copy = RemoteCopies._copy  # noqa: SLF001
+
+    def counted(this: RemoteCopies, folder: Path, *names: str) -> None:
+        try:
+            copy(this, folder, *names)
+        finally:
+            ended.append(folder.name)
+
+    def delete_old(_: Path) -> None:
+        checkpoint.delete_old(run / "checkpoints", ["train"], 2, set())
+
+    def part(world: Any) -> None:
+        world.on_nodes_of(1)
+        with RemoteCopies(url, run, world.is_main, said.append) as copies:
+            copies._copy = partial(counted, copies)  # type: ignore[method-assign]  # noqa: SLF001
+            saving = writer.CheckpointWriter(world, delete_old, copies.add)
+            for step in steps:
+                share = portable_state.rank_share(tensors(step), world.rank, world.size)
+                saving.start(run / "checkpoints" / f"train-{step}", share, FACTS)
+                saving.wait()
+                while len(ended) < world.size * (steps.index(step) + 1):  # the store is not slower than saves
+                    time.sleep(0.001)
+
+    run_ranks(size, part)
+    return said
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_run_goes_on_elsewhere_from_its_copy(
+    size: int, run_ranks: Any, run: Path, url: str, tmp_path: Path
+) -> None:
+    assert train(run_ranks, run, url, [3, 6, 9], size) == []
+    assert set(open_store(url, run.name).manifests()) == {"train-6", "train-9"}  # as here
+    folder = fetch_run(f"{url}/{run.name}", tmp_path / "elsewhere")
+    assert folder == tmp_path / "elsewhere" / run.name
+    for step in (6, 9):
+        saved = SavedCheckpoint(folder / "checkpoints" / f"train-{step}")
+        saved.verify_checksums()
+        assert same({name: saved.read(name) for name in saved.entries}, tensors(step))
+    found = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    names = {"recipe.json", "metrics.jsonl", "code/mine.py"}
+    assert {name for name in found if not name.startswith("checkpoints/")} == names
+
+
+def test_a_copy_without_its_manifest_is_not_whole(
+    run_ranks: Any, run: Path, url: str, tmp_path: Path
+) -> None:
+    train(run_ranks, run, url, [3, 6])
+    store = open_store(url, run.name)
+    store.files.rm_file(store.path("train-6.json"))
+    folder = fetch_run(f"{url}/{run.name}", tmp_path)
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["train-3"]
+
+
+def test_what_is_here_comes_first(run_ranks: Any, run: Path, url: str) -> None:
+    train(run_ranks, run, url, [3])
+    (run / "metrics.jsonl").write_text("newer")
+    assert fetch_run(f"{url}/{run.name}", run.parent) == run
+    assert (run / "metrics.jsonl").read_text() == "newer"
+    checkpoint.remove(run / "checkpoints" / "train-3")
+    assert fetch_run(f"{url}/{run.name}", run.parent) == run
+    assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (run / "checkpoints" / "train-3").is_dir()
+
+
+def test_saving_a_step_again_replaces_its_copy(run_ranks: Any, run: Path, url: str) -> None:
+    store = open_store(url, run.name)
+    train(run_ranks, run, url, [3])
+    before = store.manifests()["train-3"]["folder"]
+    train(run_ranks, run, url, [3], size=2)
+    after = store.manifests()["train-3"]["folder"]
+    folders = [entry for entry in store.files.ls(store.root, detail=False) if not entry.endswith(".json")]
+    assert before != after
+    assert [name.rpartition("/")[2] for name in folders] == [after]
+
+
+class Flaky:
+    """Every third operation of a store fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+        from fsspec.implementations.memory import MemoryFileSystem
+
+        self.calls = 0
+        for name in ("put_file", "pipe_file", "info", "glob", "cat_file", "ls", "rm_file"):
+            plain = getattr(MemoryFileSystem, name)
+
+            def fail(files: Any, *given: Any, plain: Any = plain, **named: Any) -> Any:
+                self.calls += 1
+                if self.calls % every == 0:
+                    raise OSError("503 Slow Down\nmore")
+                return plain(files, *given, **named)
+
+            monkeypatch.setattr(MemoryFileSystem, name, fail)
+
+
+def test_a_flaky_store_costs_time_only(
+    run_ranks: Any, run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flaky = Flaky(monkeypatch, 7)
+    assert train(run_ranks, run, url, [3, 6], size=2) == []
+    assert flaky.calls > 20
+    monkeypatch.undo()
+    assert set(open_store(url, run.name).manifests()) == {"train-3", "train-6"}
+
+
+def test_a_store_that_is_gone_is_said_and_ends_nothing(
+    run_ranks: Any, run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Flaky(monkeypatch, 1)
+    said = train(run_ranks, run, url, [3, 6])
+    name = f"--checkpoint-copy {url}: train-"
+    assert said == [f"{name}{n} is not copied (OSError: 503 Slow Down); training goes on" for n in (3, 6)]
+    assert (run / "checkpoints" / "train-6").is_dir()
+
+
+def test_a_store_slower_than_the_saves_gets_the_newest(
+    run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    copied: list[str] = []
+    copies = RemoteCopies(url, run, True, said.append)
+    monkeypatch.setattr(copies, "_copy", lambda folder, *_: copied.append(folder.name))
+    for step in (3, 6, 9, 12):
+        copies.add(run / "checkpoints" / f"train-{step}", "node-00000.safetensors", "x")
+    with copies:
+        pass
+    assert copied == ["train-9", "train-12"]
+    assert [line.split()[2] for line in said] == ["train-3", "train-6"]
+
+
+@pytest.mark.parametrize(("error", "waits"), [(StopRequestedError("stop", ""), True), (ValueError(), False)])
+def test_an_error_waits_for_no_copy_and_a_request_to_stop_does(
+    error: Exception, waits: bool, run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    held, ended = threading.Event(), threading.Event()
+    copies = RemoteCopies(url, run, True, print)
+    monkeypatch.setattr(copies, "_copy", lambda *_: held.wait(10) and ended.set())
+    threading.Timer(0.05 if waits else 0.5, held.set).start()
+    copies.add(run / "checkpoints" / "train-3", "node-00000.safetensors", "x")
+    with pytest.raises(type(error)), copies:
+        raise error
+    assert ended.is_set() == waits
+    assert ended.wait(10)
+
+
+def test_a_manifest_names_no_file_elsewhere(run_ranks: Any, run: Path, url: str, tmp_path: Path) -> None:
+    train(run_ranks, run, url, [3])
+    store = open_store(url, run.name)
+    manifest = store.manifests()["train-3"]
+    manifest["files"]["../../stolen"] = 1
+    store.write("train-3.json", json.dumps(manifest))
+    with pytest.raises(UserError, match="a file elsewhere"):
+        fetch_run(f"{url}/{run.name}", tmp_path / "a" / "b")
+
+
+def test_urls_that_cannot_be_used_have_a_line(url: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no whole copy"):
+        fetch_run(f"{url}/no-run", tmp_path)
+    with pytest.raises(UserError, match="nonsense:// needs: Protocol not known"):
+        open_store("nonsense://x", "run")
+
+
+def test_an_s3_server(run_ranks: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        }.items():
+            monkeypatch.setenv(name, value)
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir("bucket")
+        assert train(run_ranks, run, "s3://bucket/prefix", [3, 6, 9], size=2) == []
+        folder = fetch_run(f"s3://bucket/prefix/{run.name}", tmp_path / "elsewhere")
+        assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["train-6", "train-9"]
+        saved = SavedCheckpoint(folder / "checkpoints" / "train-9")
+        saved.verify_checksums()
+        assert same({name: saved.read(name) for name in saved.entries}, tensors(9))
+    finally:
+        server.stop()
