@@ -133,6 +133,10 @@ class Source(ABC):
         """These samples are fetched soon: what is slow to get may be got now, in threads."""
         return
 
+    def keep_at_most(self, size: int) -> None:  # noqa: ARG002 - sources on this machine keep nothing
+        """How many bytes of what was slow to get may be kept on this machine's disk. Raises UserError."""
+        return
+
     @abstractmethod
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         """The named arrays of these samples, one row each, in this order, `pad_to` wide or wider."""

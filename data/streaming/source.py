@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from isobatch.core.errors import TrainingError
+from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.measures import format_bytes
 from isobatch.data.base import WEIGHT, Ragged, Source, load
 from isobatch.data.streaming.group_cache import GroupCache, group_digest
 from isobatch.data.streaming.group_table import GroupTable
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from isobatch.data.streaming.group_table import GroupPlace
 
 LENGTH = "length"
+TOKEN_BYTES = 4
+WINDOWS_KEPT = 3
+"""The one that is read from, the one after it, and room for what was not deleted yet."""
 OPEN_GROUPS = 256
 """Groups whose files are mapped."""
 OPEN_SHARDS = 64
@@ -93,6 +97,15 @@ class StreamedSource(Source):
     def expect(self, indices: np.ndarray) -> None:
         self._require_own_process()
         self._reader.expect(np.unique(self._groups_of(indices)).tolist())
+
+    def keep_at_most(self, size: int) -> None:
+        window = self.read_ahead * float(self._lengths.mean()) * TOKEN_BYTES
+        if size < WINDOWS_KEPT * window:
+            raise UserError(
+                f"--stream-cache of {format_bytes(size)}: must hold {WINDOWS_KEPT} windows of groups, about"
+                f" {format_bytes(WINDOWS_KEPT * window)}: raise it, or take a smaller --shuffle-window"
+            )
+        self.cache.limit = size
 
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         groups = self._groups_of(indices)
