@@ -62,7 +62,7 @@ class Recipe:
     preset: str | None = None
     """A named set of values of this task, for the recipe and perhaps for the plan."""
     data: str = DEMO
-    """A folder, a file, a hub id, or demo (made on the spot)."""
+    """A folder, a file, a hub id, addresses in a store (s3://bucket/*.parquet), or demo."""
     format: str | None = None
     """The form of the data where the name does not tell."""
     model: str | None = None

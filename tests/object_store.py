@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import random
 import threading
 import time
@@ -115,6 +116,7 @@ def object_store() -> Iterator[ObjectStore]:
     """moto's server, empty, on a free port of the loopback."""
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -7,6 +7,7 @@ import random
 import socket
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,10 @@ ATTEMPTS = 9
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 20.0
 """Seconds between attempts: each pause is twice the one before, and up to half of it is left out at random,
 so that ranks that failed together do not come back together."""
+REFUSALS = (FileNotFoundError, PermissionError, ValueError, TypeError, ImportError)
+"""To ask again would not help."""
+NO_CREDENTIALS = "NoCredentialsError"
+"""botocore's name of it."""
 VERSION_FIELDS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "Last-Modified", "mtime", "created")
 """What stores call a mark that changes with an object, the best first."""
 _PAUSES = random.Random(f"{socket.gethostname()} {os.getpid()}")
@@ -45,21 +50,28 @@ class Store:
     """The objects behind addresses, of any scheme. May be copied into other processes."""
 
     def find(self, data: str) -> list[StoredObject]:
-        """The objects with a known ending that --data names, by address.
+        """The objects with a known ending that --data names, by address; empty ones are none.
 
         Raises UserError where nothing matches, or the store refuses.
         """
         found: dict[str, StoredObject] = {}
         for pattern in locations.patterns(data):
             try:
-                matched = [one for one in self._matches(pattern) if locations.file_format(one.address)]
-            except Exception as error:  # every library has its own; each becomes one line for the user
-                raise UserError(f"--data {data}: {_why_refused(error, pattern)}") from None
+                listed = _insist(pattern, "the list of objects", partial(self._list, pattern))
+            except TrainingError as error:
+                raise UserError(f"--data {data}: {error}") from None
+            matched = [one for one in listed if one.size and locations.file_format(one.address)]
             if not matched:
                 endings = " ".join(locations.ENDINGS)
-                raise UserError(f"--data {data}: {pattern} matches no object that ends in {endings}")
+                raise UserError(
+                    f"--data {data}: {pattern} matches no object that ends in {endings}, or there is no such"
+                    " bucket"
+                )
             found |= {one.address: one for one in matched}
         return [found[address] for address in sorted(found)]
+
+    def _list(self, pattern: str) -> list[StoredObject]:
+        return list(self._matches(pattern))
 
     def _matches(self, pattern: str) -> Iterator[StoredObject]:
         filesystem, path = _open(pattern)
@@ -128,12 +140,12 @@ def _insist(address: str, what: str, attempt: Callable[[], T]) -> T:
             return attempt()
         except IsobatchError:
             raise
-        except (FileNotFoundError, PermissionError) as error:
-            raise TrainingError(_why_refused(error, address)) from None
         except Exception as error:  # of the network, of whatever library reads this scheme
+            if isinstance(error, REFUSALS) or type(error).__name__ == NO_CREDENTIALS:
+                raise TrainingError(_why_refused(error, address)) from None
             if number == ATTEMPTS:
                 raise TrainingError(
-                    f"{address}: {what} could not be read in {ATTEMPTS} attempts: {_in_a_line(error)};"
+                    f"{address}: {what} could not be had in {ATTEMPTS} attempts: {_in_a_line(error)};"
                     " `resume` goes on when the store answers"
                 ) from None
         time.sleep(pause * _PAUSES.uniform(0.5, 1))
@@ -145,7 +157,7 @@ def _why_refused(error: Exception, address: str) -> str:
     """Why a store gave nothing, in a line that begins with the address."""
     if isinstance(error, FileNotFoundError):
         return f"{address}: there is no such object or bucket"
-    if isinstance(error, PermissionError) or type(error).__name__ == "NoCredentialsError":
+    if isinstance(error, PermissionError) or type(error).__name__ == NO_CREDENTIALS:
         scheme = address.partition("://")[0]
         remedy = {"s3": " (AWS_PROFILE or AWS_ACCESS_KEY_ID; FSSPEC_S3_ANON=true for public data)"}
         remedy |= {"gs": " (GOOGLE_APPLICATION_CREDENTIALS)", "hf": " (hf auth login, or HF_TOKEN)"}

@@ -239,7 +239,8 @@ class StreamedText(Text):
         encoder = self._encoder(known["kind"], known["column"])
         self._bind(encoder, tokenizers.open_tokenizer(folder / "tokenizer.json"), known["special"])
         source = StreamedSource(folder / split, encoder, self._cache())
-        source.read_ahead = self.recipe.shuffle_window * -(-len(source) // len(source.table))
+        window = self.recipe.shuffle_window * len(source) // len(source.table)
+        source.read_ahead = max(1, min(window, len(source)))
         return source
 
     def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002

@@ -240,6 +240,7 @@ ROOMS: dict[str, set[str]] = {
     "benchmarks.components": {
         *("core", "data", "engine", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
         *("engine.forensics", "engine.optimization", "engine.runs", "engine.verification", "launch.report"),
+        WARM,
     },
     "benchmarks.speed": {
         *("core", "data", "models.causal_lm", "models.encoder", "models.recommendation"),
