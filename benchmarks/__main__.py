@@ -42,6 +42,10 @@ BENCHMARKS = {
     "doctor": ("components.doctor", "seconds and false alarms of doctor, and the planted faults it finds"),
     "sampler": ("components.sampler", "rows a second from the sampler's order and the vectorised fetch"),
     "fleet": ("components.fleet", "host work a step, balance and goodput from 8 to 16,384 GPUs, simulated"),
+    "streaming": (
+        "components.streaming",
+        "training from a store against prepared data",
+    ),
     "long-log": (
         "components.long_log",
         "what the log of a million steps costs to write, cut, audit and draw",

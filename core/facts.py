@@ -43,6 +43,11 @@ class Facts:
         """Mean length of the training samples, in tokens, estimated from the quantiles."""
         return sum(self.lengths) / len(self.lengths)
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the samples stay in a store, and the prepared arrays are an index of them."""
+        return "stored_bytes" in self.extra
+
     def differing_fields(self, other: Facts) -> list[str]:
         """Names of the fields that differ, but for `folder`, REMARKS, and a digest that only one has."""
         values, other_values = self._compared(), other._compared()

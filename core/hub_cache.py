@@ -43,8 +43,13 @@ def is_reachable() -> bool:
     """Whether the Hub, or the proxy before it, accepts a connection within 1.5 s."""
     if any(os.environ.get(name, "").upper() in TRUE for name in OFFLINE):
         return False
-    address = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    url = urlsplit(address or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    return answers(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+
+
+def answers(address: str) -> bool:
+    """Whether the server of an address, or the proxy before it, accepts a connection within 1.5 s."""
+    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    url = urlsplit(proxy if proxy and address.startswith("https:") else address)
     port = url.port or (80 if url.scheme == "http" else 443)
     answered = threading.Event()
 

@@ -1,4 +1,4 @@
-"""This package's folder, and the command line that starts this copy of it in another process."""
+"""This package's folder and cache, and the command line that starts this copy of it in another process."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ GO_ON_VARIABLE = "ISOBATCH_GO_ON"
 _COMMANDS = "audit|auto|cancel|diff|doctor|forget|logs|plan|receipt|replay|resume|seen|verify"
 _SUGGESTED = re.compile(rf"(?<![\w./-])isobatch (?=(?:{_COMMANDS})\b)")
 """The beginning of a command in a hint."""
+
+
+CACHE = "ISOBATCH_CACHE"
+"""Environment variable with the folder of prepared data."""
+
+
+def cache_folder() -> Path:
+    """Where prepared data is kept: $ISOBATCH_CACHE, else the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(CACHE) or Path(base) / "isobatch")
 
 
 def as_typed(text: str) -> str:

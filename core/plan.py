@@ -19,6 +19,8 @@ if typing.TYPE_CHECKING:
 
 MEMORY_LIMIT = r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)"
 """What --memory-limit accepts, as a regular expression: (number, unit)."""
+UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+"""The units of sizes -> bytes."""
 StrategyName = Annotated[str, OneOf(STRATEGIES)]
 StrategyChoice = Annotated[str, OneOf(STRATEGIES, before=("auto",))]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -61,6 +63,8 @@ class PlanOptions:
     """The kind of device."""
     memory_limit: str | None = None
     """Device memory to stay under: 10GB or 80%."""
+    stream_cache: str | None = None
+    """Most of the data from a store that a node keeps on its disk, such as 100GB; by default 20GB."""
     preset_options: dict[str, str] = field(
         default_factory=dict, compare=False, metadata={"derived": True, **ADDED_LATER}
     )
@@ -83,6 +87,9 @@ class PlanOptions:
         limit = self.memory_limit
         if limit is not None and not re.fullmatch(MEMORY_LIMIT, limit.strip().lower()):
             raise UserError(f"--memory-limit {limit}: is not a size such as 10GB or a share such as 80%")
+        kept = self.stream_cache
+        if kept is not None and ("%" in kept or not re.fullmatch(MEMORY_LIMIT, kept.strip().lower())):
+            raise UserError(f"--stream-cache {kept}: is not a size such as 100GB")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +128,8 @@ class Plan:
     predicted_step_seconds: float
     calibrated: bool
     """Whether the predictions rest on measurements of this kind of device."""
+    stream_cache_bytes: int = 0
+    """Most of the data from a store that a node keeps on its disk; 0 where the data is on this machine."""
     memory_bound_bytes: int = 0
     """Most bytes per process: micro-batches as large as the budget allows, and the largest excess seen."""
     device_memory_bytes: int = 0

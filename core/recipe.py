@@ -62,7 +62,7 @@ class Recipe:
     preset: str | None = None
     """A named set of values of this task, for the recipe and perhaps for the plan."""
     data: str = DEMO
-    """A folder, a file, a hub id, or demo (made on the spot)."""
+    """A folder, a file, a hub id, addresses in a store (s3://bucket/*.parquet), or demo."""
     format: str | None = None
     """The form of the data where the name does not tell."""
     model: str | None = None
@@ -125,6 +125,11 @@ class Recipe:
     """Share of a target's probability that is spread evenly over all classes, or tokens, while training."""
     lr_floor: Share = field(default=0.0, metadata=ADDED_LATER)
     """Where --schedule cosine ends, as a share of --lr."""
+    order: Literal["rows", "shards"] = field(default="rows", metadata=ADDED_LATER)
+    """rows: every epoch permutes all samples. shards: it permutes groups of neighbours, and the samples of
+    --shuffle-window groups among themselves, so that each group is read once; data in a store has this."""
+    shuffle_window: Positive = field(default=32, metadata=ADDED_LATER)
+    """Groups whose samples are mixed by --order shards: more mix better and take longer to begin."""
     on_spike: Literal["warn", "skip", "rollback"] = field(default="warn", metadata=ADDED_LATER)
     """What to do where the loss or gradient norm of a step jumps: say so; go back and leave the step out; or
     leave out the 20 steps before it as well."""

@@ -37,6 +37,10 @@ NUMBERS = "biuf"
 """numpy's kinds that a tensor can hold: bool, signed, unsigned, floating."""
 
 
+class NoSamplesError(UserError):
+    """Rows hold nothing to learn from."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """Rows of different lengths, end to end. `offsets` (n + 1,) int64 are their borders in `values`."""
@@ -101,6 +105,11 @@ class Source(ABC):
     """Unit -> (n,) weight of each sample in that unit, known before it is fetched."""
     parts: tuple[tuple[int, float], ...] = ()
     """(samples, share) of each set where several lie end to end: an epoch takes each by its share."""
+    groups: np.ndarray | None = None
+    """(groups,) int64: samples of each group of neighbours that is read as a whole, for --order shards; they
+    add up to all samples."""
+    read_ahead: int = 0
+    """Samples before the loop of which `expect` should hear."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -119,6 +128,14 @@ class Source(ABC):
     def unchecked_chunks(self) -> dict[str, np.ndarray]:
         """File -> (chunks,) bool, which of them were not compared with their digests yet."""
         return {}
+
+    def expect(self, indices: np.ndarray) -> None:  # noqa: ARG002 - sources on this machine need no notice
+        """These samples are fetched soon: what is slow to get may be got now, in threads."""
+        return
+
+    def keep_at_most(self, size: int) -> None:  # noqa: ARG002 - sources on this machine keep nothing
+        """How many bytes of what was slow to get may be kept on this machine's disk. Raises UserError."""
+        return
 
     @abstractmethod
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
@@ -226,6 +243,8 @@ class Data(ABC):
     """A frozen dataclass of this kind's recipe fields; each becomes a flag."""
     version: ClassVar[int] = 1
     """Raise it when the prepared form changes: old caches are then left alone."""
+    has_groups: ClassVar[bool] = False
+    """Whether its sources have `groups`, so that --order shards means something."""
     cache_name: ClassVar[str] = ""
     """Names this kind of data in the keys of the cache, wherever its class moves; by default its place."""
 

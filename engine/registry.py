@@ -12,6 +12,7 @@ from isobatch.core.flags import Flag, build_options, convert, flags_of, nearest_
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, RULES, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
+from isobatch.data.streaming.locations import is_remote
 from isobatch.engine import consent, unread_fields
 from isobatch.engine.task_files import is_task_file, load_task_class, task_file_hash
 from isobatch.models.base import Task
@@ -27,6 +28,8 @@ class TaskEntry:
     task: str
     data: str
     summary: str
+    streamed: str = ""
+    """The data class for data that stays in a store, where there is one."""
 
 
 TASKS = {
@@ -34,6 +37,7 @@ TASKS = {
         "models.causal_lm.task:CausalLM",
         "data.text.dataset:Text",
         "fine-tune or train a causal language model on text",
+        streamed="data.streaming.text:StreamedText",
     ),
     "dpo": TaskEntry(
         "models.preference.task:DPO",
@@ -84,6 +88,8 @@ class Workload:
     name: str
     task: type[Task]
     data: type[Data]
+    streamed: type[Data] | None = None
+    """The data class for data that stays in a store; its options are those of `data`."""
 
     def option_flags(self) -> dict[str, Flag]:
         """The flags of the task's and the data's own options."""
@@ -94,7 +100,18 @@ class Workload:
         consent.check(recipe)
         task_options = _options(self.task.Options, recipe.options, self.name)
         data_options = _options(self.data.Options, recipe.options, self.name)
-        return self.task(recipe, task_options), self.data(recipe, data_options)
+        return self.task(recipe, task_options), self._data_class(recipe.data)(recipe, data_options)
+
+    def _data_class(self, data: str) -> type[Data]:
+        """Raises UserError where the data is in a store and this task reads local data only."""
+        if not is_remote(data) or is_task_file(self.name):
+            return self.data
+        if self.streamed is None:
+            able = ", ".join(name for name, entry in TASKS.items() if entry.streamed)
+            raise UserError(
+                f"--data {data}: {self.name} reads files on this machine: copy it here; {able} streams"
+            )
+        return self.streamed
 
     def complete(self, asked: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
         """See the function `complete`."""
@@ -171,6 +188,8 @@ class Workload:
         """Values that the ones asked for override, lowest priority first; and notes for the user."""
         task, notes = self.task, []
         layers = [task.defaults]
+        if self.streamed and is_remote(str(asked.get("data", ""))):
+            layers.append({"order": "shards"})
         if asked.get("data", task.defaults.get("data", DEMO)) == DEMO:
             layers.append(task.demo)
             if not is_task_file(self.name):  # whose data may have no other source
@@ -237,7 +256,8 @@ def workload(name: str) -> Workload:
             f"--task {name}: there is no such task{hint}; valid: {', '.join(valid)}, or ./file.py:Class"
         )
     entry = TASKS[key]
-    return Workload(key, _load(entry.task), _load(entry.data))
+    streamed = _load(entry.streamed) if entry.streamed else None
+    return Workload(key, _load(entry.task), _load(entry.data), streamed)
 
 
 def _load(path: str) -> Any:

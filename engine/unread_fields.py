@@ -47,6 +47,10 @@ def unread_fields(recipe: Recipe, task: Task, data: Data) -> dict[str, str]:
         found |= dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), f"{recipe.optimizer} has none")
     if recipe.schedule != "cosine":
         found["lr_floor"] = "it is the end of --schedule cosine"
+    if not data.has_groups:
+        found["order"] = "the data is prepared on this machine, where any row is as near as the next"
+    if recipe.order != "shards":
+        found["shuffle_window"] = "it is that of --order shards"
     if recipe.steps is not None:
         found["least_steps"] = "it lengthens --epochs, and --steps is given"
     if type(task).after_step is not Task.after_step:

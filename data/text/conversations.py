@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
-from isobatch.data.base import Column, Ragged
+from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.cleaning.steps import REMEMBERING
@@ -200,7 +199,7 @@ class Conversations:
         if counts.in_train and not any(step.name in REMEMBERING for step in self.cleaning.steps):
             self.remarks.append("--clean duplicates leaves such rows out of training")
         if not weights:
-            raise UserError(
+            raise NoSamplesError(
                 f"--data {self.name}: the {split} split has no conversation to learn from"
                 + "".join(f"; {note}" for note in counts.notes(split, tokenization.max_length))
             )

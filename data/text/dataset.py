@@ -77,16 +77,12 @@ class Text(TokenizedData):
         ]
 
     def check(self) -> None:
-        size = self.options.vocab_size
         if not 0 <= self.options.stride <= self.recipe.max_length:
             raise UserError(
                 f"--stride {self.options.stride}: must be at least 1 and at most --max-length"
                 f" {self.recipe.max_length}"
             )
-        if size is not None and size < MIN_VOCABULARY_SIZE:
-            raise UserError(
-                f"--vocab-size {size}: must be at least {MIN_VOCABULARY_SIZE}: 256 bytes and an end token"
-            )
+        self._check_vocabulary_size()
         if any(step.name == "near" for step in self._cleaning_steps()):
             near_duplicates.require_datasketch()
         self._tokenizer_source()
@@ -95,6 +91,13 @@ class Text(TokenizedData):
         for spec in set_specs:
             spec.check()
         self._check_column(set_specs)
+
+    def _check_vocabulary_size(self) -> None:
+        size = self.options.vocab_size
+        if size is not None and size < MIN_VOCABULARY_SIZE:
+            raise UserError(
+                f"--vocab-size {size}: must be at least {MIN_VOCABULARY_SIZE}: 256 bytes and an end token"
+            )
 
     def _check_column(self, set_specs: list[TextSetSpec]) -> None:
         """Raise UserError unless one of several sets has --text-column; a single set checks it itself."""

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.data.base import Column, Ragged
+from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.corpora import overlap_notes
 from isobatch.data.spooled_array import spool_to_array
@@ -133,7 +132,7 @@ class PlainText:
         chunks = tokenizers.encode_texts(tokenization.tokenizer, texts, suffix, tokenization.dtype)
         tokens = spool_to_array(chunks, tokenization.dtype, tokenization.spool_folder)
         if len(tokens) < 2:
-            raise UserError(
+            raise NoSamplesError(
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
             )
         overlap = tokenization.stride and split != "train"

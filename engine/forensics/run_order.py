@@ -118,7 +118,7 @@ def open_order(run: RunFolder, at_hand: bool) -> RunOrder:
 
 def needs_data(recipe: Recipe) -> bool:
     """Whether the order depends on more of the data than facts.json says."""
-    return recipe.group_by_length or is_task_file(recipe.task)
+    return recipe.group_by_length or recipe.order == "shards" or is_task_file(recipe.task)
 
 
 class CountedSource(Source):

@@ -37,11 +37,11 @@ def measure_data_rate(source: Source, batch: int) -> DataRate:
     needs.
     """
     numbers = np.random.default_rng(0)
-    _read(source, numbers.integers(len(source), size=1))
+    _read(source, _some_rows(source, 1, numbers))
     seconds = busy = 0.0
     samples = size = 0
     while samples == 0 or (seconds < SECONDS and samples < MOST_BATCHES * batch):
-        rows = numbers.integers(len(source), size=batch)
+        rows = _some_rows(source, batch, numbers)
         at, busy_at = now(), time.thread_time()
         size += _read(source, rows)
         seconds, busy = seconds + now() - at, busy + time.thread_time() - busy_at
@@ -51,6 +51,13 @@ def measure_data_rate(source: Source, batch: int) -> DataRate:
         busy_seconds=min(seconds, busy) / samples,
         sample_bytes=size / samples,
     )
+
+
+def _some_rows(source: Source, count: int, numbers: np.random.Generator) -> np.ndarray:
+    """Random rows; those of a group that a run would have here already, where samples are read by groups."""
+    if source.groups is None:
+        return numbers.integers(len(source), size=count)
+    return np.arange(count) % int(source.groups[0])
 
 
 def _read(source: Source, rows: np.ndarray) -> int:

@@ -40,6 +40,8 @@ def is_used(sampler: Sampler, sample: int) -> bool:
     """Whether a sample belongs to the `fraction` of the samples that is trained on, and is not forgotten."""
     if sampler.forgets is not None and sample in sampler.forgets:
         return False
+    if sampler.groups is not None:
+        return sampler.groups.is_used(sample)
     return _rank(sampler, *_place_of_sample(sampler, sample)[1:]) is not None
 
 
@@ -67,6 +69,10 @@ def _used(sampler: Sampler, count: int) -> int:
 
 def _places(sampler: Sampler, sample: int, epochs: int) -> Iterator[tuple[int, int]]:
     """(epoch, position in it) of a sample: once an epoch."""
+    if sampler.groups is not None:
+        if sampler.groups.is_used(sample):
+            yield from ((epoch, sampler.groups.position(sample, epoch)) for epoch in range(epochs))
+        return
     if (rank := _rank(sampler, sample, sampler.count, sampler.seed)) is not None:
         for epoch in range(epochs):
             yield epoch, _inverse(sampler, rank, sampler.used, sampler.seed, epoch + 1)

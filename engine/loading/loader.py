@@ -127,12 +127,26 @@ class BatchLoader:
                     began = now()
 
     def _planned_micro_batches(self, start: int, stop: int) -> Iterator[tuple[StepWork, MicroBatch]]:
+        announced = start
         for step in range(start, stop):
+            announced = self._announce(announced, min(stop, step + 1 + self._steps_ahead()))
             if step + 1 in self.left_out:
                 continue
             work = self.plan_step(step)
             for micro in work.micro_batches:
                 yield work, micro
+
+    def _steps_ahead(self) -> int:
+        """Steps that the source should hear of before they are loaded."""
+        return -(-self.source.read_ahead // max(1, len(self.order(0)))) if self.source.read_ahead else 0
+
+    def _announce(self, step: int, stop: int) -> int:
+        """Tell the source what the steps from `step` on will fetch; returns the first that was not told."""
+        if not self.source.read_ahead:
+            return stop
+        for one in range(step, stop):
+            self.source.expect(self.order(one))
+        return stop
 
     def _rows(self, work: StepWork, micro: MicroBatch) -> np.ndarray:
         # A dummy micro-batch computes sample 0 with weight zero.

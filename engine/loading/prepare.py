@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import numpy as np
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
+from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
 from isobatch.data.base import Data, fingerprint, length_quantiles
 from isobatch.data.digests import DIGESTS_FILE, FACTS_FILE, changed_file, write_digests
@@ -23,19 +23,11 @@ from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CACHE = "ISOBATCH_CACHE"
-"""Environment variable with the folder of prepared data."""
 CHECK_SECONDS = 2.0
 """How long a cache is checked when it is found; what is not checked then is when samples are fetched."""
 GPT2_VOCABULARY = 50257
 ASSUMED_SAMPLES = 10_000
 """Training samples of `assumed_facts`."""
-
-
-def cache_folder() -> Path:
-    """Where prepared data is kept: $ISOBATCH_CACHE, else the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(CACHE) or Path(base) / "isobatch")
 
 
 def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:

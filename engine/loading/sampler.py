@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.engine.loading.group_order import GroupOrder
 from isobatch.engine.loading.permutation import permute, shuffle
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Sampler:
     """The recipe's: from 2 on every order of a small set is equally likely."""
     forgets: np.ndarray | None = None
     """Samples that are left out of the batches that hold them; those are smaller then."""
+    groups: GroupOrder | None = None
+    """The order by groups of neighbours, where the recipe has --order shards."""
     _window: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, init=False, repr=False)
     """(epoch, window) -> the samples sorted by length, of the window that was asked for last."""
 
@@ -65,6 +68,8 @@ class Sampler:
     @property
     def used(self) -> int:
         """Samples per epoch."""
+        if self.groups is not None:
+            return self.groups.used
         return max(1, round(self.count * self.fraction))
 
     @property
@@ -111,6 +116,8 @@ class Sampler:
         positions = np.arange(start, min(stop, self.used))
         if self.parts:
             return self._samples_of_sets(positions, epoch)
+        if self.groups is not None:
+            return self.groups.samples(positions, epoch)
         samples = self._permute(positions, self.used, self.seed, epoch + 1)
         return samples if self.fraction == 1 else self._permute(samples, self.count, self.seed, 0)
 
@@ -199,6 +206,7 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
         parts,
         recipe.rules,
         _forgotten(recipe, len(source), cohort),
+        _group_order(recipe, source),
     )
     if parts and 0 in sampler.quotas:
         raise UserError(
@@ -206,6 +214,13 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
             f" epoch set {sampler.quotas.index(0) + 1} would have none: raise its share"
         )
     return sampler
+
+
+def _group_order(recipe: Recipe, source: Source) -> GroupOrder | None:
+    if recipe.order == "rows":
+        return None
+    assert source.groups is not None, "data with has_groups opens sources with groups"
+    return GroupOrder(source.groups, recipe.shuffle_window, recipe.seed, recipe.train_fraction)
 
 
 def _forgotten(recipe: Recipe, count: int, cohort: int) -> np.ndarray | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.plan import PRECISION_WORDS
+from isobatch.core.plan import MEMORY_LIMIT, PRECISION_WORDS, UNITS
 from isobatch.engine.planning.cost_model import PlanningCase, run_steps
 from isobatch.models.flops import layers_and_width
 
@@ -220,6 +221,15 @@ def choose_workers(asked: PlanOptions) -> tuple[int, str]:
             "data is memory-mapped and gathered by one vectorised fetch in a thread, which beats workers",
         )
     return asked.workers, asked.why("workers")
+
+
+def choose_stream_cache(asked: PlanOptions) -> tuple[int, str]:
+    """Bytes of data from a store that a node keeps on its disk."""
+    if asked.stream_cache is None:
+        return int(20 * UNITS["gb"]), "as tokens; what is still there is not read again"
+    match = re.fullmatch(MEMORY_LIMIT, asked.stream_cache.strip().lower())
+    assert match is not None, "PlanOptions checks it"
+    return int(float(match[1]) * UNITS[match[2]]), asked.why("stream_cache")
 
 
 def choose_prefetch(asked: PlanOptions) -> tuple[int, str]:

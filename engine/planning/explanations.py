@@ -176,4 +176,6 @@ def unmet_wishes(asked: PlanOptions, plan: Plan) -> list[str]:
             preset = asked.preset_options.get(name)
             who = f"the preset {preset}, " if preset else ""
             lines.append(f"{who}{flag.spelling} {wish}: {plan.reasons[field]}")
+    if asked.stream_cache is not None and not plan.stream_cache_bytes:
+        lines.append(f"--stream-cache {asked.stream_cache}: the data is on this machine, and nothing is kept")
     return lines

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from isobatch.core.errors import UserError
 from isobatch.core.optimizers import OPTIMIZERS
-from isobatch.core.plan import MEMORY_LIMIT, PlanOptions, StrategyName
+from isobatch.core.plan import MEMORY_LIMIT, UNITS, PlanOptions, StrategyName
 from isobatch.core.strategies import STRATEGIES, traits_of
 from isobatch.engine.machine.history import Correction
 from isobatch.engine.planning.corrections import correct_bytes, correction_for, uncorrected_limit
@@ -34,7 +34,6 @@ LARGEST_EXCESS = 1.15
 """Measured peaks over predicted ones, at most (measured on CPUs: `python -m benchmarks predictions`)."""
 AS_GOOD = 1.1
 """Layouts that take at most this times the fastest's time count as equal: predictions are no finer."""
-UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -245,6 +245,7 @@ def _runtime_fields(
         "threads": choose.choose_threads(case, chosen.choices.processes),
         "reduction": choose.choose_reduction(case, chosen.choices, graphs),
         "pack": choose.choose_pack(case, asked, padding),
+        **({"stream_cache_bytes": choose.choose_stream_cache(asked)} if case.facts.is_streamed else {}),
     }
 
 

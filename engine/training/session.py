@@ -82,6 +82,8 @@ class Session:
         self.task, data = workload_of(recipe).make(recipe)
         self.prepared = PreparedFolder(Path(facts.folder), facts.digest)
         self.splits = {split: data.open(Path(facts.folder), split) for split in facts.samples}
+        for source in self.splits.values() if plan.stream_cache_bytes else ():
+            source.keep_at_most(plan.stream_cache_bytes)
         self.sampler = make_sampler(recipe, self.splits["train"], self.task.cohort)
         self.schedules = phase_schedules(recipe, self.task.phases(), self.sampler.steps_per_epoch)
         self.left_out: LeftOut = {}

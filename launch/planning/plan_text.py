@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes, format_duration, format_fields
@@ -60,6 +61,7 @@ def format_plan(
         *([failing.sentence()] if failing else []),
         "",
         *_format_alternatives(alternatives),
+        *_format_streaming(found),
         *_format_reading(found, reading),
         "other global batches would be other recipes (--scale-batch K --lr-rule sqrt|linear|none):",
     ]
@@ -108,6 +110,20 @@ def _that_differ(rows: list[dict[str, Any]], field: str) -> list[dict[str, Any]]
     """The first row, which is the plan itself, and those that differ from it in `field`."""
     planned = rows[0][field]
     return [row for row in rows if row is rows[0] or abs(row[field] - planned) > WITHIN * planned]
+
+
+def _format_streaming(found: Estimate) -> list[str]:
+    """A line on what the store has to give; none where the data is on this machine."""
+    facts, recipe, plan = found.target.facts, found.target.recipe, found.plan
+    if not facts.is_streamed or plan is None:
+        return []
+    size = facts.extra["stored_bytes"]
+    seconds = math.ceil(facts.samples["train"] / recipe.batch_size) * plan.predicted_step_seconds
+    return [
+        f"an epoch reads up to {format_bytes(size)} from the store on each node:"
+        f" {format_bytes(size / max(seconds, 1e-9))} a second",
+        "",
+    ]
 
 
 def _format_reading(found: Estimate, rows: list[dict[str, Any]]) -> list[str]:

@@ -30,10 +30,10 @@ FLAGS = {
         batch_size
         max_length lr weight_decay warmup schedule clip dropout optimizer train_fraction eval_fraction
         eval_every patience min_delta group_by_length noise adam_beta1 adam_beta2 adam_eps label_smoothing
-        lr_floor on_spike""",
+        lr_floor order shuffle_window on_spike""",
     "scaling": "scale_batch lr_rule per_device_batch_size gradient_accumulation_steps",
     "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
-        activation_checkpointing attention pack device memory_limit""",
+        activation_checkpointing attention pack device memory_limit stream_cache""",
     "run": """out name resume again save_every keep checkpoint_copy log_every noise_scale_every
         tracker witness ledger anomaly hang_timeout max_restarts profile debug quiet""",
     "causal-lm": """adapter lora_r lora_alpha lora_dropout lora_targets lora_bias load_bits frozen_dtype

@@ -36,6 +36,8 @@ OTHER: dict[str, Any] = {
     "steps": (2,),
     "phase": "train",
     "least_steps": 2,
+    "order": "shards",
+    "shuffle_window": 7,
     "on_spike": "skip",
     "batch_size": 33,
     "max_length": 129,

@@ -73,6 +73,8 @@ NAMES = {
     "starts_from",
     "forgets",
     "on_spike",
+    "order",
+    "shuffle_window",
     "rules",
 }
 """Fields that are not tried: they name things, change nothing by themselves, or are tried below."""

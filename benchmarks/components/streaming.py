@@ -1,0 +1,137 @@
+"""What training from a store costs beside prepared local data: `python -m benchmarks streaming [--quick]`.
+
+An S3 server on this machine holds Parquet shards of made-up text, and the same rows are prepared here. Tokens
+a second, the share of time that the loop waits for data, seconds until the first batch: of groups that are
+read from the store and tokenized meanwhile (cold), with 50 ms before each answer, and of groups that are here
+already (warm). `loader` is an epoch without optimizer steps, `training` the first steps of a small model.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isobatch.benchmarks import child_process
+from isobatch.benchmarks.sessions import make_session
+from isobatch.core.measures import now
+from isobatch.tests.object_store import object_store
+
+BUCKET = "corpus"
+DOCUMENTS_A_SHARD = 2400
+WORDS_A_DOCUMENT = 160
+LATENCY = 0.05
+SETTINGS: dict[str, Any] = {"batch_size": 32, "max_length": 128, "vocab_size": 4096, "epochs": (1.0,)}
+TRAINED_STEPS = 40
+GROUPS = "groups"
+
+
+def measure(quick: bool) -> list[dict[str, Any]]:
+    """A row for each way to the data."""
+    with tempfile.TemporaryDirectory() as name, object_store() as store:
+        folder = Path(name)
+        _write_corpus(folder, 6 if quick else 16)
+        for shard in folder.glob("local/*.parquet"):
+            store.put(BUCKET, shard.name, shard.read_bytes())
+        remote = f"s3://{BUCKET}/*.parquet"
+        with store.flaky(seconds=LATENCY) as late:
+            ways = [
+                ("prepared", f"{folder}/local", store.address, True),
+                ("streamed, cold", remote, store.address, False),
+                ("streamed, cold, 50 ms", remote, late, False),
+                ("streamed, warm", remote, store.address, True),
+            ]
+            prepared = [_prepare(folder, store.environment, way) for way in (ways[0], ways[1])]
+            rows = []
+            for kind in ("loader", "training"):
+                rows += [_run(folder, store.environment, way, kind) for way in ways]
+    return [*prepared, *rows]
+
+
+def _prepare(folder: Path, environment: dict[str, str], way: tuple[str, str, str, bool]) -> dict[str, Any]:
+    name, data, address, _ = way
+    found = child_process.call(
+        "components.streaming:prepared", data, environment=_environment(folder, environment, address)
+    )
+    return {"what": f"preparing: {name.partition(',')[0]}", **found}
+
+
+def _run(
+    folder: Path, environment: dict[str, str], way: tuple[str, str, str, bool], kind: str
+) -> dict[str, Any]:
+    name, data, address, warm = way
+    if not warm:
+        shutil.rmtree(folder / GROUPS, ignore_errors=True)
+    words = (data, kind)
+    found = child_process.call(
+        "components.streaming:epoch", *words, environment=_environment(folder, environment, address)
+    )
+    return {"what": f"{kind}: {name}", **found}
+
+
+def _environment(folder: Path, environment: dict[str, str], address: str) -> dict[str, str]:
+    places = {"ISOBATCH_CACHE": str(folder / "cache"), "ISOBATCH_STREAM_CACHE": str(folder / GROUPS)}
+    return {**os.environ, **environment, **places, "AWS_ENDPOINT_URL": address}
+
+
+def _write_corpus(folder: Path, shards: int) -> None:
+    """Parquet shards of about 2 MB, of words as frequent as words are (Zipf)."""
+    import pyarrow
+    from pyarrow import parquet
+
+    chance, numbers = random.Random(0), np.random.default_rng(0)
+    letters = "etaoinshrdlucmfw"
+    words = np.array(["".join(chance.choices(letters, k=chance.randrange(2, 9))) for _ in range(20_000)])
+    (folder / "local").mkdir()
+    for shard in range(shards):
+        drawn = words[numbers.zipf(1.3, (DOCUMENTS_A_SHARD, WORDS_A_DOCUMENT)) % len(words)]
+        table = pyarrow.table({"text": [" ".join(row) for row in drawn.tolist()]})
+        parquet.write_table(
+            table, folder / "local" / f"train-{shard:02}.parquet", row_group_size=DOCUMENTS_A_SHARD
+        )
+
+
+def _values(data: str) -> dict[str, Any]:
+    return {**SETTINGS, "data": data, **({"shuffle_window": 2} if "://" in data else {})}
+
+
+def prepared(data: str) -> dict[str, Any]:
+    """Seconds to prepare, or to index."""
+    began, busy = now(), time.process_time()
+    with make_session("causal-lm", _values(data)) as session:
+        samples = len(session.splits["train"])
+    return {
+        "seconds": round(now() - began, 1),
+        "CPU s": round(time.process_time() - busy, 1),
+        "samples": samples,
+    }
+
+
+def epoch(data: str, kind: str) -> dict[str, Any]:
+    """An epoch of batches, or the first steps of training."""
+    tokens, waited, first = 0, 0.0, 0.0
+    with make_session("causal-lm", _values(data)) as session:
+        schedule = session.schedules[0]
+        with session.phase(schedule) as active:
+            began, busy = now(), time.process_time()
+            steps = TRAINED_STEPS if kind == "training" else schedule.steps
+            for loaded in active.batches(0, steps):
+                first = first or now() - began
+                waited += loaded.wait_seconds
+                tokens += loaded.work.tokens
+                if kind == "training":
+                    active.step(loaded)
+            seconds = now() - began
+    return {
+        "tokens/s": round(tokens / seconds),
+        "waiting": round(waited / seconds, 3),
+        "first batch s": round(first, 2),
+        "seconds": round(seconds, 1),
+        "CPU s": round(time.process_time() - busy, 1),
+    }

@@ -1,0 +1,278 @@
+"""The index of data in a store: made once, from every row; shards that are indexed are not read again.
+
+Each shard's part is kept by itself, under a name that says what it was made from, so that an index goes on
+where it was stopped, and data that grew costs its new shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from isobatch.core.atomic_files import explain_write_errors
+from isobatch.core.errors import UserError
+from isobatch.core.package import cache_folder
+from isobatch.core.terminal.status import doing
+from isobatch.data import readers
+from isobatch.data.base import WEIGHT, Ragged, load, save
+from isobatch.data.streaming import group_table
+from isobatch.data.streaming.group_cache import group_digest
+from isobatch.data.streaming.group_table import GroupPlace, GroupTable, Slice
+from isobatch.data.streaming.shards import Extent, shard_of
+from isobatch.data.streaming.source import LENGTH, GroupEncoder, rows_of_group
+from isobatch.data.streaming.store import Store, StoredObject, name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from isobatch.data.base import Column, Columns
+    from isobatch.data.streaming.group_cache import GroupCache
+    from isobatch.data.streaming.shards import Rows
+
+THREADS = 16
+"""Shards that are read at a time; they tokenize on all cores between them."""
+MOST_HELD_OUT = 10_000
+"""Rows that are validation where there is no such split: of a terabyte a twentieth would never be read."""
+
+
+class CountingGroupEncoder(GroupEncoder, Protocol):
+    """An encoder that counts what it encodes, and says what its columns depend on."""
+
+    def encode_and_count(self, rows: Rows, where: str) -> tuple[Columns, dict[str, int]]: ...
+
+    def identity(self) -> str: ...
+
+
+@dataclass(slots=True)
+class IndexedGroup:
+    """A group of rows, and what is known of its samples."""
+
+    place: GroupPlace
+    rows: int
+    digest: bytes
+    sizes: dict[str, int]
+    columns: dict[str, np.ndarray]
+    """LENGTH and weights, (samples,) each."""
+
+    @property
+    def samples(self) -> int:
+        return len(self.columns[LENGTH]) if self.columns else 0
+
+
+@dataclass(slots=True)
+class Index:
+    """What Facts should know of an index."""
+
+    sizes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Split -> sums of what the encoder counts."""
+    notes: list[str] = field(default_factory=list)
+    stored_bytes: int = 0
+    """Of all objects."""
+
+
+def divide(objects: list[StoredObject]) -> dict[str, list[int]]:
+    """Split -> numbers of its objects, by the words in their names; train where there are none.
+
+    Raises UserError where nothing is left to train on.
+    """
+    splits: dict[str, list[int]] = {"train": []}
+    for number, one in enumerate(objects):
+        words = re.split(r"[^a-z]+", name_of(one.address).lower())
+        split = next((readers.SPLITS[word] for word in words if word in readers.SPLITS), "train")
+        splits.setdefault(split, []).append(number)
+    if not splits["train"]:
+        raise UserError(f"--data: all objects are held out by their names, as {objects[0].address}")
+    return splits
+
+
+def build(
+    folder: Path,
+    data: str,
+    objects: list[StoredObject],
+    splits: Mapping[str, list[int]],
+    encoder: CountingGroupEncoder,
+    cache: GroupCache,
+) -> Index:
+    """Write the index of every split into `folder`. `data`: --data, for errors."""
+    builder = _Builder(objects, encoder, cache)
+    with explain_write_errors(builder.folder):
+        parts = builder.index_all()
+    found = Index(stored_bytes=sum(one.size for one in objects))
+    groups = {
+        split: [group for number in numbers for group in parts[number]] for split, numbers in splits.items()
+    }
+    if "valid" not in groups:
+        held_out = builder.hold_out(groups, data)
+        found.notes.append(f"there is no validation split: the last {held_out:,} rows are it")
+    group_table.write_shards(folder, objects, builder.encoding)
+    for split, members in groups.items():
+        kept = [group for group in members if group.samples]
+        if not kept:
+            raise UserError(f"--data {data}: the {split} split has nothing to learn from")
+        _write(folder / split, objects, builder.encoding, kept)
+        found.sizes[split] = _summed(members)
+        found.notes += _left_out(split, sum(group.rows for group in members), found.sizes[split])
+    return found
+
+
+class _Builder:
+    """Indexes shards in threads."""
+
+    def __init__(self, objects: list[StoredObject], encoder: CountingGroupEncoder, cache: GroupCache) -> None:
+        self.objects, self.encoder, self.cache = objects, encoder, cache
+        self.encoding, self.store = encoder.identity(), Store()
+        self.folder = cache_folder() / "shards"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._kept = self._done = 0
+
+    def index_all(self) -> list[list[IndexedGroup]]:
+        """The groups of every shard."""
+        pool = ThreadPoolExecutor(THREADS, "index")
+        try:
+            return list(pool.map(self._shard, range(len(self.objects))))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _shard(self, number: int) -> list[IndexedGroup]:
+        one = self.objects[number]
+        key = json.dumps([self.encoding, one.address, one.size, one.version])
+        folder = self.folder / hashlib.sha256(key.encode()).hexdigest()[:32]
+        if not (folder / "index.json").exists():
+            shard = shard_of(self.store, one)
+            found = [
+                self.indexed(GroupPlace(number, extent), rows)
+                for extent, rows in shard.groups(self.encoder.columns)
+            ]
+            self.store.require_unchanged(one)
+            _save_part(folder, found)
+        self._done += 1
+        doing("indexing", self._done, len(self.objects))
+        return _load_part(folder, number)
+
+    def indexed(self, place: GroupPlace, rows: Rows) -> IndexedGroup:
+        """What is known of a group; its samples are kept on this machine while there is room."""
+        columns, sizes = self.encoder.encode_and_count(rows, self.objects[place.shard].address)
+        if not columns:
+            return IndexedGroup(place, len(rows), b"", {}, {})
+        if self._kept < self.cache.limit // 2:
+            self.cache.keep(group_table.cache_name(self.objects, place, self.encoding), columns)
+            self._kept += sum(_bytes(column) for column in columns.values())
+        return IndexedGroup(place, len(rows), group_digest(columns), sizes, _known_ahead(columns))
+
+    def hold_out(self, groups: dict[str, list[IndexedGroup]], data: str) -> int:
+        """Take the last rows of training as validation; how many. A group may be divided."""
+        total = sum(group.rows for group in groups["train"])
+        wanted = left = max(1, min(total // readers.VALIDATION_ONE_IN, MOST_HELD_OUT))
+        if total < 2:
+            raise UserError(f"--data {data}: holds {total} rows: training and validation need one each")
+        groups["valid"] = []
+        while left:
+            last = groups["train"].pop()
+            if last.rows > left:
+                before, last = self._divided(last, last.rows - left)
+                groups["train"].append(before)
+            groups["valid"].insert(0, last)
+            left -= last.rows
+        return wanted
+
+    def _divided(self, group: IndexedGroup, border: int) -> tuple[IndexedGroup, IndexedGroup]:
+        """The rows of a group before a border and those behind it, as groups of their own."""
+        shard = shard_of(self.store, self.objects[group.place.shard])
+        rows = shard.rows(group.place.extent, self.encoder.columns)
+        first, second = Slice(0, border), Slice(border, len(rows))
+        return (
+            self.indexed(GroupPlace(group.place.shard, group.place.extent, first), rows[:border]),
+            self.indexed(GroupPlace(group.place.shard, group.place.extent, second), rows[border:]),
+        )
+
+
+def _known_ahead(columns: Columns) -> dict[str, np.ndarray]:
+    """What is known of samples before they are read: lengths and weights."""
+    ragged = next(column for column in columns.values() if isinstance(column, Ragged))
+    lengths = ragged.lengths
+    weights = {name: np.asarray(c) for name, c in columns.items() if name.endswith(WEIGHT)}
+    kind = np.uint16 if lengths.max(initial=0) < 1 << 16 else np.uint32
+    return {LENGTH: lengths.astype(kind), **weights}
+
+
+def _bytes(column: Column) -> int:
+    return column.values.nbytes + column.offsets.nbytes if isinstance(column, Ragged) else column.nbytes
+
+
+def _write(folder: Path, objects: list[StoredObject], encoding: str, groups: list[IndexedGroup]) -> None:
+    """Write a split: what is known of its samples, and the table of its groups."""
+    save(folder, _joined(groups))
+    GroupTable(
+        shards=objects,
+        encoding=encoding,
+        shard=np.array([group.place.shard for group in groups], np.int32),
+        extent=np.array([group.place.extent for group in groups], np.int64),
+        rows=np.array([(group.place.rows.first, group.place.rows.stop) for group in groups], np.int64),
+        samples=np.array([group.samples for group in groups], np.int64),
+        digest=np.frombuffer(b"".join(group.digest for group in groups), np.uint8).reshape(len(groups), -1),
+    ).write(folder)
+
+
+def _joined(groups: list[IndexedGroup]) -> dict[str, Column]:
+    kept = [group.columns for group in groups if group.samples]
+    return {name: np.concatenate([one[name] for one in kept]) for name in kept[0]} if kept else {}
+
+
+def _save_part(folder: Path, groups: list[IndexedGroup]) -> None:
+    """Write a shard's part, all of it or nothing."""
+    temporary = folder.with_name(f".{folder.name}")
+    described: list[dict[str, Any]] = [
+        {
+            "extent": list(group.place.extent),
+            "rows": group.rows,
+            "samples": group.samples,
+            "digest": group.digest.hex(),
+            "sizes": group.sizes,
+        }
+        for group in groups
+    ]
+    save(temporary, _joined(groups))
+    (temporary / "groups.json").write_text(json.dumps(described))
+    if not folder.exists():
+        temporary.replace(folder)
+
+
+def _load_part(folder: Path, shard: int) -> list[IndexedGroup]:
+    columns, first = {name: np.asarray(column) for name, column in load(folder).items()}, 0
+    groups = []
+    for one in json.loads((folder / "groups.json").read_text()):
+        stop = first + one["samples"]
+        own = {name: column[first:stop] for name, column in columns.items()}
+        place = GroupPlace(shard, Extent(*one["extent"]))
+        groups.append(IndexedGroup(place, one["rows"], bytes.fromhex(one["digest"]), one["sizes"], own))
+        first = stop
+    return groups
+
+
+def _summed(groups: list[IndexedGroup]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for group in groups:
+        total.update(group.sizes)
+    return dict(total)
+
+
+def _left_out(split: str, rows: int, sizes: Mapping[str, int]) -> list[str]:
+    """A note of rows from which nothing is learnt."""
+    left_out = rows - sizes.get("conversations", rows)
+    what = f"{split}: {left_out:,} of {rows:,} rows are left out: they have no answer to learn"
+    return [what] if left_out else []
+
+
+def first_rows(folder: Path, encoder: GroupEncoder) -> Rows:
+    """The rows of the first group of a split."""
+    table = GroupTable.open(folder)
+    place = table.place(0)
+    return rows_of_group(shard_of(Store(), table.shards[place.shard]), place, encoder)

@@ -1,0 +1,247 @@
+"""Text in a store, for language models: documents or conversations, encoded a group at a time.
+
+A group becomes what local preparation makes of a file with its rows: documents are joined and cut into blocks
+of --max-length, of which the last of a group may be shorter; a conversation is a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.data import chat_formats, readers, tokenizers
+from isobatch.data.base import NoSamplesError
+from isobatch.data.cleaning import pipeline
+from isobatch.data.cleaning.pipeline import CleaningPipeline
+from isobatch.data.cleaning.steps import REMEMBERING, CleaningStep
+from isobatch.data.corpora import Corpus
+from isobatch.data.streaming import index, locations
+from isobatch.data.streaming.group_cache import GroupCache, groups_folder
+from isobatch.data.streaming.shards import shard_of
+from isobatch.data.streaming.source import StreamedSource
+from isobatch.data.streaming.store import Store
+from isobatch.data.text import chat_templates
+from isobatch.data.text.conversations import TOKENIZATION_VERSION, Conversations
+from isobatch.data.text.dataset import Text
+from isobatch.data.text.plain_text import PlainText, TokenizationSettings
+from isobatch.data.text.sources import TEXT, detect_row_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tokenizers import Tokenizer
+
+    from isobatch.core.facts import Facts
+    from isobatch.data.base import Column, Columns, TextQuery
+    from isobatch.data.streaming.shards import Rows
+    from isobatch.data.streaming.store import StoredObject
+    from isobatch.data.text.sources import TextSet
+
+ENCODER_FILE = "encoder.json"
+VERSION = 1
+"""Part of the cache key: raise it when the same rows become other tokens."""
+
+
+@dataclass(slots=True)
+class TextGroupEncoder:
+    """Rows of text to tokens, as local preparation does it."""
+
+    name: str
+    """--data, in errors."""
+    kind: str
+    """TEXT, or the column that marks conversations."""
+    column: str
+    """The column of plain text."""
+    cleaning: tuple[CleaningStep, ...]
+    template: str
+    response_only: bool
+    tokenizer_folder: Path | None
+    tokenization: TokenizationSettings | None = None
+    """Set when the tokenizer is known."""
+
+    @property
+    def columns(self) -> list[str] | None:
+        return [self.column] if self.kind == TEXT else None
+
+    def texts(self, rows: Rows, where: str) -> Iterator[str]:
+        """What a tokenizer is trained on."""
+        return self.text_set({"train": rows}, where).texts()
+
+    def text_set(self, rows: Mapping[str, Rows], where: str) -> TextSet:
+        """The rows of each split as local preparation sees a set."""
+        if self.kind == TEXT:
+            texts = {split: partial(self._documents, found, where) for split, found in rows.items()}
+            return PlainText(self.name, Corpus(texts), self.cleaning)
+        return Conversations(
+            name=self.name,
+            rows={split: partial(_located, found, where) for split, found in rows.items()},
+            parse=partial(chat_formats.parse_messages, chat_format=self.kind),
+            template_name=self.template,
+            default_template="alpaca" if self.kind == "instruction" else "chatml",
+            response_only=self.response_only,
+            folder=self.tokenizer_folder,
+            cleaning=CleaningPipeline(self.cleaning, "conversations"),
+        )
+
+    def encode(self, rows: Rows, where: str) -> Columns:
+        return self.encode_and_count(rows, where)[0]
+
+    def encode_and_count(self, rows: Rows, where: str) -> tuple[dict[str, Column], dict[str, int]]:
+        """(columns, the sizes that Facts sums up) of a group; nothing where no row has a text."""
+        assert self.tokenization is not None
+        found = self.text_set({"train": rows}, where)
+        found.bind_tokenizer(self.tokenization)
+        try:
+            return found.encode("train", self.tokenization)
+        except NoSamplesError:
+            return {}, {}
+
+    def _documents(self, rows: Rows, where: str) -> Iterator[str]:
+        for row in rows:
+            if (text := readers.text_cell(row, self.column, where)).strip():
+                yield text
+
+    def identity(self) -> str:
+        """A hash of all that decides which tokens rows become."""
+        assert self.tokenization is not None
+        one = self.tokenization
+        parts = [VERSION, self.kind, self.column, [pipeline.CLEANING_VERSION, *map(str, self.cleaning)]]
+        parts += [TOKENIZATION_VERSION, self.template, self.response_only, dict(one.special_ids)]
+        parts += [chat_templates.identity(self.tokenizer_folder), one.max_length, one.rules]
+        text = json.dumps(parts, sort_keys=True, default=str) + one.tokenizer.to_str()
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _located(rows: Rows, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((f"{where} row {number}", row) for number, row in enumerate(rows, 1))
+
+
+class StreamedText(Text):
+    """Text in a store. Columns: those of PlainText, or of Conversations where the rows hold such."""
+
+    cache_name: ClassVar[str] = "data.streaming.text.StreamedText"
+    version: ClassVar[int] = VERSION
+    has_groups: ClassVar[bool] = True
+
+    @cached_property
+    def objects(self) -> list[StoredObject]:
+        """What --data names, as the store lists it. Raises UserError."""
+        return Store().find(self.recipe.data)
+
+    def check(self) -> None:
+        locations.check(self.recipe.data)
+        options = self.options
+        prepared = "needs data on this machine, which is prepared as a whole: copy it here, or leave this out"
+        if options.mix is not None:
+            raise UserError(f"--mix: {prepared}")
+        if options.stride:
+            raise UserError(f"--stride {options.stride}: {prepared}")
+        if remembering := [str(step) for step in self._cleaning_steps() if step.name in REMEMBERING]:
+            raise UserError(f"--clean {','.join(remembering)}: {prepared}")
+        if self.recipe.format is not None:
+            raise UserError(
+                f"--format {self.recipe.format}: an object in a store says by its ending what it is"
+            )
+        self._check_vocabulary_size()
+        self._tokenizer_source()
+        self._detect_kind()
+
+    def identity(self) -> dict[str, Any]:
+        options = self.options
+        return {
+            "objects": [[one.address, one.size, one.version] for one in self.objects],
+            "tokenizer": self._tokenizer_source().identity(),
+            "max_length": self.recipe.max_length,
+            "text_column": options.text_column,
+            "vocab_size": self._vocabulary_size(),
+            "rules": self.recipe.rules,
+            "conversations": [TOKENIZATION_VERSION, options.template, options.response_only],
+            "chat_template": chat_templates.identity(self._tokenizer_source().path),
+            **self._cleaning_identity(),
+        }
+
+    def _detect_kind(self) -> tuple[str, str]:
+        """(kind of rows, the column of plain text), from the first object. Raises UserError."""
+        first, wanted = self.objects[0], self.options.text_column
+        columns = shard_of(Store(), first).columns()
+        kind = detect_row_kind(columns, wanted, is_only_set=True)
+        column = wanted or TEXT
+        if kind == TEXT and column not in columns:
+            raise UserError(
+                f"--text-column {column}: {first.address} has no such column"
+                f"{readers.did_you_mean(column, columns)}; it has: {', '.join(columns[:20])}"
+            )
+        return kind, column
+
+    def _encoder(self, kind: str, column: str) -> TextGroupEncoder:
+        options, steps = self.options, self._cleaning_steps()
+        folder = self._tokenizer_folder()
+        return TextGroupEncoder(
+            self.recipe.data, kind, column, steps, options.template, options.response_only, folder
+        )
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        if self.recipe.max_length < 2:
+            raise UserError(f"--max-length {self.recipe.max_length}: a row needs at least 2 tokens")
+        kind, column = self._detect_kind()
+        encoder, splits = self._encoder(kind, column), index.divide(self.objects)
+        tokenizer, special = self._open_or_train_tokenizer(
+            lambda size: tokenizers.train_byte_level_bpe(self._texts(encoder, splits), size)
+        )
+        tokenizer.save(str(folder / "tokenizer.json"))
+        self._bind(encoder, tokenizer, special)
+        atomic_files.write_json(folder / ENCODER_FILE, {"kind": kind, "column": column, "special": special})
+        found = index.build(folder, self.recipe.data, self.objects, splits, encoder, self._cache())
+        return {
+            "tokenizer": "tokenizer.json",
+            "vocabulary": tokenizers.vocabulary_size(tokenizer),
+            **special,
+            "splits": found.sizes,
+            "stored_bytes": found.stored_bytes,
+            **self._shown(encoder, folder),
+            "notes": found.notes,
+        }
+
+    def _texts(self, encoder: TextGroupEncoder, splits: Mapping[str, list[int]]) -> Iterator[str]:
+        """Training texts from the first object on."""
+        for number in splits["train"]:
+            shard = shard_of(Store(), self.objects[number])
+            for _, rows in shard.groups(encoder.columns):
+                yield from encoder.texts(rows, shard.stored.address)
+
+    def _bind(self, encoder: TextGroupEncoder, tokenizer: Tokenizer, special: dict[str, int | None]) -> None:
+        encoder.tokenization = TokenizationSettings(
+            tokenizer, special, self.recipe.max_length, rules=self.recipe.rules
+        )
+
+    def _shown(self, encoder: TextGroupEncoder, folder: Path) -> dict[str, Any]:
+        """What Facts should know of the first groups: a prompt; of conversations their template and turns."""
+        rows = {split: index.first_rows(folder / split, encoder) for split in ("train", "valid")}
+        found = encoder.text_set(rows, self.recipe.data)
+        assert encoder.tokenization is not None
+        found.bind_tokenizer(encoder.tokenization)
+        for split in found.splits:
+            found.encode(split, encoder.tokenization)
+        return {"prompt": found.prompt(), **found.facts()}
+
+    def _cache(self) -> GroupCache:
+        return GroupCache(groups_folder())
+
+    def open(self, folder: Path, split: str) -> StreamedSource:  # type: ignore[override]
+        """The samples of an indexed split."""
+        known = atomic_files.read_json(folder / ENCODER_FILE)
+        encoder = self._encoder(known["kind"], known["column"])
+        self._bind(encoder, tokenizers.open_tokenizer(folder / "tokenizer.json"), known["special"])
+        source = StreamedSource(folder / split, encoder, self._cache())
+        window = self.recipe.shuffle_window * len(source) // len(source.table)
+        source.read_ahead = max(1, min(window, len(source)))
+        return source
+
+    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
+        raise UserError("--text: the samples are in a store, where none is looked for: give --sample")
