@@ -20,6 +20,9 @@ LOOPBACK_SCRIPT = ROOT / "launch" / "loopback.py"
 """The script that starts launchers of one machine's processes."""
 
 
+CACHE = "ISOBATCH_CACHE"
+"""Environment variable with the folder of prepared data."""
+
 TYPED_VARIABLE = "ISOBATCH_TYPED"
 """How the user calls this program, for its child processes; `launch/__main__.py` sets it."""
 
@@ -30,6 +33,12 @@ GO_ON_VARIABLE = "ISOBATCH_GO_ON"
 _COMMANDS = "audit|auto|cancel|diff|doctor|forget|logs|plan|receipt|replay|resume|seen|verify"
 _SUGGESTED = re.compile(rf"(?<![\w./-])isobatch (?=(?:{_COMMANDS})\b)")
 """The beginning of a command in a hint."""
+
+
+def cache_folder() -> Path:
+    """Where prepared data is kept: $ISOBATCH_CACHE, else the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(CACHE) or Path(base) / "isobatch")
 
 
 def as_typed(text: str) -> str:

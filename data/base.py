@@ -20,6 +20,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.flags import NoOptions
 from isobatch.data import digests
+from isobatch.data.preparation.encoding import Workshop
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
@@ -228,6 +229,8 @@ class Data(ABC):
     """Raise it when the prepared form changes: old caches are then left alone."""
     cache_name: ClassVar[str] = ""
     """Names this kind of data in the keys of the cache, wherever its class moves; by default its place."""
+    workshop: Workshop = Workshop()
+    """The processes that `prepare` may start, and where it may keep what they have done."""
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         self.recipe = recipe

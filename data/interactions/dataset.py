@@ -31,8 +31,8 @@ from isobatch.data.interactions.splits import (
     split_leave_one_out,
 )
 from isobatch.data.interactions.tables import number_ids
+from isobatch.data.preparation.file_digests import file_hash
 from isobatch.data.tokenized import TokenizedData
-from isobatch.data.tokenizers import file_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

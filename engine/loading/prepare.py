@@ -15,27 +15,22 @@ import numpy as np
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
+from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
 from isobatch.data.base import Data, fingerprint, length_quantiles
 from isobatch.data.digests import DIGESTS_FILE, FACTS_FILE, changed_file, write_digests
+from isobatch.data.preparation.encoding import Workshop
 from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
+from isobatch.engine.machine.detect import allowed_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CACHE = "ISOBATCH_CACHE"
-"""Environment variable with the folder of prepared data."""
 CHECK_SECONDS = 2.0
 """How long a cache is checked when it is found; what is not checked then is when samples are fetched."""
 GPT2_VOCABULARY = 50257
 ASSUMED_SAMPLES = 10_000
 """Training samples of `assumed_facts`."""
-
-
-def cache_folder() -> Path:
-    """Where prepared data is kept: $ISOBATCH_CACHE, else the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(CACHE) or Path(base) / "isobatch")
 
 
 def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:
@@ -75,15 +70,20 @@ def _changed_file(folder: Path) -> Path | None:
 
 
 def _make(data: Data, folder: Path) -> None:
-    temporary = folder.with_name(f".{folder.name}.tmp")
+    temporary, shards = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.shards")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         doing("preparing the data")
+        data.workshop = Workshop(allowed_cpus(Path("/"), os.environ), shards)
         extra = data.prepare(temporary)
         atomic_files.write_json(temporary / FACTS_FILE, _measure(data, temporary, extra).to_dict())
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
+        shutil.rmtree(shards, ignore_errors=True)
+    except UserError:
+        shutil.rmtree(shards, ignore_errors=True)
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -16,8 +16,8 @@ from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
 from isobatch.core.measures import printable
+from isobatch.core.package import CACHE, cache_folder
 from isobatch.engine import consent
-from isobatch.engine.loading.prepare import CACHE, cache_folder
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.slurm_queue import (
     InAJobError,
