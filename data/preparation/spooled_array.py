@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class SpooledArray:
     """An array that is collected in an unnamed temporary file, and then memory-mapped."""
 
-    def __init__(self, dtype: type, folder: Path | None) -> None:
+    def __init__(self, dtype: type | np.dtype[Any], folder: Path | None) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         self.dtype, self.file = dtype, tempfile.TemporaryFile(dir=folder)  # noqa: SIM115

@@ -12,7 +12,7 @@ import pytest
 
 from isobatch.core.recipe import Recipe
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
-from isobatch.data.labelled import Labelled, LabelledOptions
+from isobatch.data.labelled.dataset import Labelled, LabelledOptions
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.engine.loading.prepare import prepare
 
