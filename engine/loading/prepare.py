@@ -10,8 +10,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
@@ -97,7 +95,7 @@ def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:
         fingerprint=fingerprint(folder),
         folder=str(folder),
         samples={split: len(s) for split, s in sources.items() if len(s)},
-        lengths=length_quantiles(sources["train"].lengths(np.arange(len(sources["train"])))),
+        lengths=length_quantiles(sources["train"]),
         extra=dict(extra),
         digest=write_digests(folder),
     )

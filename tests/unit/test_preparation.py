@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.data import base
 from isobatch.data.preparation import encoding, file_digests, token_stream
 from isobatch.data.preparation.encoding import EncodingJob, Workshop, encode_in_shards
 from isobatch.data.preparation.shards import Shard
@@ -172,3 +173,25 @@ def test_a_file_that_was_just_changed_is_read_again(raw: Path, monkeypatch: pyte
     file_digests.file_hash(raw)
     file_digests.file_hash(raw)
     assert len(read) == 3
+
+
+def test_quantiles_of_lengths_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "MEASURED_ROWS", 7)
+    draw = np.random.default_rng(0)
+    for count in (1, 2, 33, 64, 65, 66, 129, 200):
+        lengths = draw.integers(0, 60, count)
+        rows = base.Ragged(np.empty(0, np.uint16), np.concatenate([[0], np.cumsum(lengths)]))
+        found = base.length_quantiles(base.ArraySource({"tokens": rows}))
+        assert found == tuple(np.quantile(lengths, np.linspace(0, 1, base.QUANTILES), method="nearest"))
+
+
+def test_an_open_cache_holds_nothing_of_its_own(tmp_path: Path) -> None:
+    """Offsets and weights stay mapped: the ranks of a machine share their pages."""
+    base.save(
+        tmp_path, {"tokens": base.Ragged.from_blocks(np.zeros(9000, np.uint16), 3), "a.weight": np.ones(3000)}
+    )
+    source = base.ArraySource(base.load(tmp_path))
+    rows = source.columns["tokens"]
+    assert isinstance(rows, base.Ragged)
+    for array in (rows.values, rows.offsets, source.weights["a"]):
+        assert isinstance(array if isinstance(array, np.memmap) else array.base, np.memmap)
