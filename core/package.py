@@ -20,6 +20,9 @@ LOOPBACK_SCRIPT = ROOT / "launch" / "loopback.py"
 """The script that starts launchers of one machine's processes."""
 
 
+CACHE = "ISOBATCH_CACHE"
+"""Environment variable with the folder of prepared data."""
+
 TYPED_VARIABLE = "ISOBATCH_TYPED"
 """How the user calls this program, for its child processes; `launch/__main__.py` sets it."""
 
@@ -30,10 +33,6 @@ GO_ON_VARIABLE = "ISOBATCH_GO_ON"
 _COMMANDS = "audit|auto|cancel|diff|doctor|forget|logs|plan|receipt|replay|resume|seen|verify"
 _SUGGESTED = re.compile(rf"(?<![\w./-])isobatch (?=(?:{_COMMANDS})\b)")
 """The beginning of a command in a hint."""
-
-
-CACHE = "ISOBATCH_CACHE"
-"""Environment variable with the folder of prepared data."""
 
 
 def cache_folder() -> Path:

@@ -20,6 +20,8 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.flags import NoOptions
 from isobatch.data import digests
+from isobatch.data.preparation.encoding import Workshop
+from isobatch.data.preparation.spooled_array import chunks_of
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 WEIGHT = ".weight"
 QUANTILES = 65
+MEASURED_ROWS = 1 << 20
 SMALL_FILE_BYTES = 4096
 HASHED_BYTES = 1 << 28
 """Larger files of a user's own data are known by size and time of change: a hash takes a second per GB."""
@@ -247,6 +250,8 @@ class Data(ABC):
     """Whether its sources have `groups`, so that --order shards means something."""
     cache_name: ClassVar[str] = ""
     """Names this kind of data in the keys of the cache, wherever its class moves; by default its place."""
+    workshop: Workshop = Workshop()
+    """The processes that `prepare` may start, and where it may keep what they have done."""
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         self.recipe = recipe
@@ -324,10 +329,19 @@ def save(folder: Path, columns: Columns) -> None:
             if array.dtype.kind not in NUMBERS:
                 raise UserError(f"column {name} holds {array.dtype}: encode it as numbers")
             file = f"{name}-{part}.npy" if part else f"{name}.npy"
-            np.save(folder / file, np.ascontiguousarray(array))
+            save_array(folder / file, array)
             files[file] = (folder / file).stat().st_size
         index[name] = {"files": files, "pad": column.pad if isinstance(column, Ragged) else None}
     (folder / "index.json").write_text(json.dumps(index))
+
+
+def save_array(file: Path, array: np.ndarray) -> None:
+    """Write what np.save writes; of a mapped array only a part is resident at a time."""
+    with file.open("wb") as stream:
+        header = np.lib.format.header_data_from_array_1_0(np.empty((0, *array.shape[1:]), array.dtype))
+        np.lib.format.write_array_header_1_0(stream, {**header, "shape": array.shape})
+        for (rows,) in chunks_of(array):
+            stream.write(np.ascontiguousarray(rows).tobytes())
 
 
 def load(folder: Path) -> dict[str, Column]:
@@ -365,6 +379,14 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def length_quantiles(lengths: np.ndarray) -> tuple[int, ...]:
+def length_quantiles(source: Source) -> tuple[int, ...]:
     """The lengths at evenly spaced ranks, shortest to longest: all that a plan needs of a million samples."""
-    return tuple(int(v) for v in np.quantile(lengths, np.linspace(0, 1, QUANTILES), method="nearest"))
+    counts = np.zeros(1, np.int64)
+    for start in range(0, len(source), MEASURED_ROWS):
+        lengths = source.lengths(np.arange(start, min(start + MEASURED_ROWS, len(source))))
+        found = np.bincount(lengths, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    # As np.quantile(lengths, ..., method="nearest"): a rank halfway between two is the even one of them.
+    ranks = np.rint((len(source) - 1) * np.linspace(0, 1, QUANTILES)).astype(np.int64)
+    return tuple(int(v) for v in np.searchsorted(np.cumsum(counts), ranks, side="right"))

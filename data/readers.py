@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.data.tokenizers import file_hash
+from isobatch.data.preparation.file_digests import file_hash
+from isobatch.data.preparation.progress import position
 
 if TYPE_CHECKING:
     import pyarrow
@@ -177,6 +178,7 @@ def _split_offset(file: Path) -> int:
 def read_texts(part: SplitFiles, column: str) -> Iterator[str]:
     """The texts of a split: of a stream in chunks of whole lines, otherwise one per row that is not empty."""
     if part.is_stream:
+        position.begin(part.files, part.stop and part.stop - part.start)
         for file in part.files:
             yield from _read_stream(file, part.start, part.stop)
     else:
@@ -245,6 +247,7 @@ def _read_stream(file: Path, start: int, stop: int | None) -> Iterator[str]:
                 block += stream.readline(MAX_LINE_BYTES)
             while (following := stream.peek(1)[:1]) and following[0] & 0xC0 == 0x80:
                 block += stream.read(1)  # a very long line was cut inside a character
+            position.advance(len(block))
             yield decode(block, file, offset)
 
 
@@ -267,6 +270,7 @@ def _read_lines(file: Path) -> Iterator[str]:
         for line in stream:
             yield decode(line, file, offset)
             offset += len(line)
+            position.advance(len(line))
 
 
 def read_rows(part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -274,6 +278,7 @@ def read_rows(part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
     Raises UserError with the line for a row that cannot be read.
     """
+    position.begin(part.files)
     found = itertools.chain.from_iterable(map(_READERS[part.format], part.files))
     return itertools.islice(found, part.start, part.stop)
 

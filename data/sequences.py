@@ -13,8 +13,9 @@ from isobatch.core.errors import UserError
 from isobatch.data import corpora, hub, readers, sequence_sources, tokenizers
 from isobatch.data.base import Columns, Ragged, TextQuery, save
 from isobatch.data.corpora import DEMO, Corpus
+from isobatch.data.preparation.file_digests import file_hash
+from isobatch.data.preparation.spooled_array import SpooledArray, spool_to_array
 from isobatch.data.sequence_sources import INTEGERS, TEXT
-from isobatch.data.spooled_array import SpooledArray, spool_to_array
 from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, TokenizedData
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class Sequences(TokenizedData):
 
     def _content_identity(self) -> Any:
         if self.recipe.data == DEMO:
-            return [platform.python_version(), *map(tokenizers.file_hash, corpora.demo_files())]
+            return [platform.python_version(), *map(file_hash, corpora.demo_files())]
         if (path := self._data_path()) is None:
             return self.recipe.data
         return readers.content_hashes(self._find_files(path))

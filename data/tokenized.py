@@ -13,6 +13,7 @@ from isobatch.core.errors import UserError
 from isobatch.data import readers, tokenizers
 from isobatch.data.base import Columns, Data, save
 from isobatch.data.corpora import DEMO
+from isobatch.data.preparation.file_digests import file_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -139,7 +140,7 @@ class EncodedSplits(TokenizedData):
 
     def _content_identity(self) -> Any:
         if self.recipe.data == DEMO:
-            return [tokenizers.file_hash(file) for file in self.demo_files()]
+            return [file_hash(file) for file in self.demo_files()]
         if (path := self._data_path()) is None:
             return [self.recipe.data, self.options.data_config]
         return readers.content_hashes(readers.find_splits(path, self.recipe.format))

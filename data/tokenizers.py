@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.hub_cache import explain_hub_error
 from isobatch.core.terminal.status import doing
+from isobatch.data.preparation.file_digests import file_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -50,15 +50,6 @@ class TokenizerSource:
                 f.name: file_hash(f) for f in (_format_and_files(self.path)[1] + _settings_files(self.path))
             }
         return [self.hub_id, self.revision] if self.hub_id else "trained"
-
-
-def file_hash(file: Path) -> str:
-    """BLAKE2b of a file's content, 128 bits as 32 hex digits."""
-    digest = hashlib.blake2b(digest_size=16)
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def locate(tokenizer: str | None, model: str | None, revision: str | None) -> TokenizerSource:

@@ -51,17 +51,17 @@ TASKS = {
     ),
     "classifier": TaskEntry(
         "models.classification.adapted:AdaptedClassifier",
-        "data.labelled:Labelled",
+        "data.labelled.dataset:Labelled",
         "fine-tune an encoder to classify texts or pairs",
     ),
     "pruning": TaskEntry(
         "models.compression.pruning:Pruning",
-        "data.labelled:Labelled",
+        "data.labelled.dataset:Labelled",
         "take heads and neurons out of a classifier for good",
     ),
     "qat": TaskEntry(
         "models.compression.qat:QAT",
-        "data.labelled:Labelled",
+        "data.labelled.dataset:Labelled",
         "train a classifier to run in 4-bit weights and 8-bit activations",
     ),
     "recommender": TaskEntry(

@@ -120,8 +120,9 @@ def helped(quick: bool, data: Path, model: str) -> Iterator[Row]:
 def remove_pairs(data: Path, place: Path) -> tuple[Path, np.ndarray]:
     """Write the data with fewer training pairs; also returns the removed (user, item) pairs, (n, 2)."""
     found = movielens.FORMATS["ncf"].read(data)
+    train = found.splits["train"].whole()
     draw = np.random.default_rng(0)
-    user, item = (found.splits["train"][name].to_numpy() for name in ("user", "item"))
+    user, item = (train[name].to_numpy() for name in ("user", "item"))
     worded = np.array([int(name) for name in found.items])
     cold = np.isin(item, draw.choice(worded, round(len(worded) * HIDDEN_SHARE), replace=False))
     users = np.unique(user)

@@ -25,7 +25,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.flags import Interval
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.data.base import length_quantiles
+from isobatch.data.base import ArraySource, Ragged, length_quantiles
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import cut_batch
 from isobatch.engine.loading.prepare import prepare
@@ -97,11 +97,12 @@ def padding(machine: str, model: str) -> list[Row]:
     """Share of padding in the computed tokens: of a batch padded to its longest, and of the plan's cut."""
     hardware = detect() if machine == "here" else parse_hardware(machine)
     lengths = np.minimum(lengths_of(20_000, mean=110, longest=1509), 1024)
+    samples = Ragged(np.empty(0, np.uint16), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
     facts = Facts(
         fingerprint="",
         folder="",
         samples={"train": len(lengths)},
-        lengths=length_quantiles(lengths),
+        lengths=length_quantiles(ArraySource({"tokens": samples})),
         extra={"vocabulary": 50257},
     )
     shape = model_sizes.size_from_config(PRESETS[model].config(50257, 1024))

@@ -43,6 +43,8 @@ class Activity:
     total: int = 0
     figures: tuple[str, ...] = ()
     """The most important one first: those for which the line has no room are left out."""
+    every_ten_seconds: bool = False
+    """In a pipe a line of this is due every ten seconds: nobody else prints how far it is."""
 
 
 def format_activity(activity: Activity, seconds: float, width: int, encoding: str = "utf-8") -> str:
@@ -156,17 +158,26 @@ class _Relay:
 
 
 class _Lines:
-    """A line on standard error for what takes long, once; what has a count prints lines of its own."""
+    """A line on standard error for what takes long, once, or every ten seconds where it says so.
+
+    Other activities with a count print lines of their own.
+    """
 
     def __init__(self, mark: str) -> None:
         self.mark = mark
         self._said = ""
+        self._said_at = 0.0
 
     def tick(self, activity: Activity, began: float) -> None:
-        if now() - began >= SAID_AFTER_SECONDS and activity.text != self._said and not activity.total:
-            self._said = activity.text
-            with contextlib.suppress(OSError, ValueError):
-                print(printable(f"{self.mark}{activity.text} ..."), file=sys.stderr, flush=True)
+        repeated = activity.every_ten_seconds and activity.total > 0
+        due = now() - (max(began, self._said_at) if repeated else began) >= SAID_AFTER_SECONDS
+        if not due or (activity.total and not repeated) or (activity.text == self._said and not repeated):
+            return
+        self._said, self._said_at = activity.text, now()
+        figures = (f"{activity.done:,}/{activity.total:,}", *activity.figures)
+        text = f"{activity.text}: {', '.join(figures)}" if repeated else f"{activity.text} ..."
+        with contextlib.suppress(OSError, ValueError):
+            print(printable(f"{self.mark}{text}"), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         pass
@@ -226,15 +237,21 @@ def stopped_status() -> Iterator[None]:
         _status.stop()
 
 
-def doing(text: str = "", done: int = 0, total: int = 0, figures: tuple[str, ...] = ()) -> None:
+def doing(
+    text: str = "",
+    done: int = 0,
+    total: int = 0,
+    figures: tuple[str, ...] = (),
+    every_ten_seconds: bool = False,
+) -> None:
     """Say what this process is doing from now on; without a text, nothing that a person waits for."""
-    _status.change(Activity(text, done, total, figures))
+    _status.change(Activity(text, done, total, figures, every_ten_seconds))
 
 
 def show_status_of_child(line: str) -> None:
     """Do as a child process says in a line with STATUS_MARK."""
     found = json.loads(line.removeprefix(STATUS_MARK))
-    doing(found["text"], found["done"], found["total"], tuple(found["figures"]))
+    doing(**{**found, "figures": tuple(found["figures"])})
 
 
 def on_terminal() -> bool:

@@ -15,27 +15,16 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import hub, tokenizers
-from isobatch.data.base import Columns, Ragged, TextQuery, save
+from isobatch.data.base import Columns, Ragged, TextQuery, save, save_array
 from isobatch.data.corpora import DEMO
 from isobatch.data.interactions import demo, formats, movielens
-from isobatch.data.interactions.splits import (
-    MISSING,
-    InteractionArrays,
-    count_tied_users,
-    draw_eval_negatives,
-    drop_repeats,
-    hold_out_validation,
-    interaction_arrays,
-    pair_keys,
-    split_by_time,
-    split_leave_one_out,
-)
-from isobatch.data.interactions.tables import number_ids
+from isobatch.data.interactions.log_splits import LogSplits
+from isobatch.data.interactions.splits import MISSING
+from isobatch.data.preparation.file_digests import file_hash
 from isobatch.data.tokenized import TokenizedData
-from isobatch.data.tokenizers import file_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
 
     from tokenizers import Tokenizer
 
@@ -43,8 +32,6 @@ if TYPE_CHECKING:
 
 CATALOGUE, NAMES_FILE = "catalogue", "names.json"
 """Folder beside the splits, and its file of ids and titles (read by models/recommendation/catalogue.py)."""
-EVAL_NEGATIVES_SEED = 0
-"""Fixed: runs with different seeds rank against the same items, so that their metrics can be compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,11 +126,12 @@ class Interactions(TokenizedData):
         return formats.read_tables(path, self.recipe.format, formats.TableColumns(*columns))
 
     def read(self) -> Mapping[str, Columns]:
-        return self._build_splits(self._load())[0]
+        return self._build_splits(self._load())[1]
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         raw = self._load()
-        splits, users, items, extra = self._build_splits(raw)
+        found, splits = self._build_splits(raw)
+        users, items = found.users, found.items
         for split, columns in splits.items():
             save(folder / split, columns)
         texts, of_users, of_items = unique_texts(raw, users, items)
@@ -152,28 +140,27 @@ class Interactions(TokenizedData):
         )
         tokens = self._encode_texts(tokenizer, texts, special["pad"] or 0)
         catalogue = folder / CATALOGUE
-        train = splits["train"]
-        seen, all_pairs = unique_pair_keys([train], len(items)), unique_pair_keys(splits.values(), len(items))
-        counts = np.bincount(np.asarray(train["item"]), minlength=len(items))
+        counts = found.logs["train"].counts("item", len(items))
         catalogue.mkdir()
         arrays = {"tokens": tokens.values, "offsets": tokens.offsets, "user_text": of_users}
-        arrays |= {"item_text": of_items, "counts": counts.astype(np.int64), "seen": seen, "had": all_pairs}
+        arrays |= {"item_text": of_items, "counts": counts, "seen": found.seen, "had": found.had}
         for name, array in arrays.items():
-            np.save(catalogue / f"{name}.npy", array)
+            save_array(catalogue / f"{name}.npy", array)
         tokenizer.save(str(folder / "tokenizer.json"))
         titles = [raw.items[name].title if name in raw.items else name for name in items]
         names = {"users": users, "items": items, "titles": titles}
         (catalogue / NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
-        notes = [*extra.pop("notes"), *_missing_text_notes(of_users, of_items)]
         return {
-            **extra,
+            "users": len(users),
+            "items": len(items),
+            "protocol": found.protocol,
             "texts": len(texts),
             "text_tokens": len(tokens.values),
             "longest_text": int(tokens.lengths.max(initial=1)),
             "tokenizer": "tokenizer.json",
             "vocabulary": tokenizers.vocabulary_size(tokenizer),
             **special,
-            "notes": notes,
+            "notes": [*found.notes, *_missing_text_notes(of_users, of_items)],
         }
 
     def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
@@ -208,124 +195,10 @@ class Interactions(TokenizedData):
         dtype = np.uint16 if tokenizers.vocabulary_size(tokenizer) <= 1 << 16 else np.int32
         return Ragged.from_rows([np.array(e.ids or [pad], dtype) for e in encoded], pad)
 
-    def _build_splits(
-        self, raw: formats.RawInteractions
-    ) -> tuple[dict[str, Columns], list[str], list[str], dict[str, Any]]:
-        """(columns per split, ids of users, ids of items, what Facts should know)."""
-        tables = raw.splits
-        negatives = raw.negatives
-        by_user, users = number_ids([t["user"] for t in tables.values()])
-        given = [] if negatives is None else [str(n) for n in np.unique(negatives)]
-        by_item, items = number_ids([t["item"] for t in tables.values()], [*raw.items, *given])
-        notes: list[str] = []
-        if self.options.min_rating > 0 and any("rating" not in t.column_names for t in tables.values()):
-            raise UserError(f"--min-rating {self.options.min_rating}: {self.recipe.data} has no ratings")
-        parts = {
-            split: drop_repeats(self._drop_low_ratings(interaction_arrays(t, u, i)), len(items), split, notes)
-            for (split, t), u, i in zip(tables.items(), by_user, by_item, strict=True)
-        }
-        method = self.options.split or ("given" if "train" in parts else "leave-one-out")
-        splits = self._split(parts, method, "time" in next(iter(tables.values())).column_names, notes)
-        if len(splits["train"].user) == 0:
-            raise UserError(f"--data {self.recipe.data}: no interactions are left to train on")
-        notes += self._split_notes(splits, len(items))
-        all_pairs = unique_pair_keys([{"user": p.user, "item": p.item} for p in splits.values()], len(items))
-        columns: dict[str, Columns] = {}
-        for split, pairs in splits.items():
-            held: Columns = {}
-            if split != "train":
-                named = negatives if split == "test" else None
-                held = self._held_out_columns(split, pairs, splits, all_pairs, items, named, notes)
-            columns[split] = {"user": pairs.user, "item": pairs.item, **held}
-        protocol = (
-            f"{method}, {self.options.eval_negatives if negatives is None else negatives.shape[1]} negatives"
-        )
-        protocol += "" if negatives is None else " of the data"
-        extra = {"users": len(users), "items": len(items), "protocol": protocol, "notes": notes}
-        return columns, users, items, extra
-
-    def _split_notes(self, splits: Mapping[str, InteractionArrays], items: int) -> Iterator[str]:
-        """Notes on held-out users and items that training lacks, and on pairs that are in training too."""
-        train = splits["train"]
-        known = [np.unique(train.user), np.unique(train.item)]
-        seen = unique_pair_keys([{"user": train.user, "item": train.item}], items)
-        for split, pairs in splits.items():
-            if split != "train" and len(pairs.user):
-                for what, numbers, there in zip(("users", "items"), pairs, known, strict=False):
-                    if new := len(np.setdiff1d(numbers, there)):
-                        yield f"{split}: {new:,} of its {what} are in no training interaction"
-                if same := int(np.isin(pair_keys(pairs.user, pairs.item, items), seen).sum()):
-                    yield f"{split}: {same:,} of {len(pairs.user):,} interactions are in train too"
-
-    def _drop_low_ratings(self, pairs: InteractionArrays) -> InteractionArrays:
-        return pairs.take(pairs.rating >= self.options.min_rating) if self.options.min_rating > 0 else pairs
-
-    def _split(
-        self, parts: dict[str, InteractionArrays], method: str, has_times: bool, notes: list[str]
-    ) -> dict[str, InteractionArrays]:
-        given, by_id = "train" in parts, has_times and self.recipe.rules >= 2
-        if method == "given":
-            if not given:
-                raise UserError(f"--split given: {self.recipe.data} has no train file")
-            return parts if "valid" in parts else hold_out_validation(parts, notes)
-        if given:
-            raise UserError(f"--split {method}: {self.recipe.data} is split already: leave it out")
-        if method == "time":
-            if not has_times:
-                raise UserError(f"--split time: {self.recipe.data} has no times (see --time-column)")
-            return split_by_time(parts["all"], by_id)
-        if not has_times:
-            notes.append("there are no times: a user's last interaction is the last in the file")
-        elif tied := count_tied_users(parts["all"]):
-            users = len(np.unique(parts["all"].user))
-            first = "the larger item id" if by_id else "the later in the file"
-            notes.append(
-                f"{tied:,} of {users:,} users have last interactions at one time: {first} is the last"
-            )
-        return split_leave_one_out(parts["all"], notes, parts["all"].item if by_id else None)
-
-    def _held_out_columns(
-        self,
-        split: str,
-        pairs: InteractionArrays,
-        splits: Mapping[str, InteractionArrays],
-        all_pairs: np.ndarray,
-        items: list[str],
-        given: np.ndarray | None,
-        notes: list[str],
-    ) -> Columns:
-        """The columns `rivals` and `hidden` of a held-out split. `given`: negatives that the data names."""
-        hidden = np.full((len(pairs.user), 1), MISSING, np.int32)
-        if split == "test" and len(np.unique(splits["valid"].user)) == len(splits["valid"].user):
-            of_user = np.full(
-                max(pairs.user.max(initial=0), splits["valid"].user.max(initial=0)) + 1, MISSING
-            )
-            of_user[splits["valid"].user] = splits["valid"].item
-            hidden[:, 0] = of_user[pairs.user]
-        if given is not None:
-            if len(given) != len(pairs.user):
-                raise UserError(
-                    f"--data {self.recipe.data}: some test rows are the same, or below --min-rating"
-                )
-            index = {name: number for number, name in enumerate(items)}
-            named, where = np.unique(given, return_inverse=True)
-            number = np.array([index[str(n)] for n in named], np.int32)
-            return {"rivals": number[where].reshape(given.shape), "hidden": hidden}
-        drawn = draw_eval_negatives(
-            pairs.user, all_pairs, len(items), self.options.eval_negatives, EVAL_NEGATIVES_SEED
-        )
-        if short := int((drawn == MISSING).any(1).sum()):
-            notes.append(
-                f"{split}: {short} users have fewer than {self.options.eval_negatives} unseen items: theirs"
-                " are ranked against those there are"
-            )
-        return {"rivals": drawn, "hidden": hidden}
-
-
-def unique_pair_keys(splits: Iterable[Columns], items: int) -> np.ndarray:
-    """The `pair_keys` of all pairs of the splits, sorted, each once."""
-    found = [pair_keys(np.asarray(split["user"]), np.asarray(split["item"]), items) for split in splits]
-    return np.unique(np.concatenate(found))
+    def _build_splits(self, raw: formats.RawInteractions) -> tuple[LogSplits, dict[str, Columns]]:
+        """(the splits, and what is known of them; columns per split)."""
+        found = LogSplits(raw, self.options, self.recipe, self.workshop.folder)
+        return found, {split: found.columns(split) for split in found.logs}
 
 
 def unique_texts(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from isobatch.data.interactions.formats import ItemText, RawInteractions
+from isobatch.data.interactions.reading import InteractionTable
 
 READERS, BOOKS, LOANS = 600, 400, 24
 """LOANS is the average number of loans of a reader."""
@@ -65,7 +66,8 @@ def demo_interactions() -> RawInteractions:
     )
     time = rng.permutation(len(user))
     table = pa.table({"user": user, "item": item, "time": time})
-    return RawInteractions({"all": table}, _reader_texts(taste, rng), _book_texts(genre, rng))
+    tables = {"all": InteractionTable(lambda: table)}
+    return RawInteractions(tables, _reader_texts(taste, rng), _book_texts(genre, rng))
 
 
 def _reader_texts(taste: np.ndarray, rng: np.random.Generator) -> dict[str, str]:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.data.interactions.tables import read_delimited, read_parquet, read_rows
+from isobatch.data.interactions.reading import InteractionTable, NotInBlocksError
+from isobatch.data.interactions.tables import (
+    parquet_columns,
+    read_delimited,
+    read_parquet,
+    read_rows,
+    stream_delimited,
+    stream_parquet,
+)
 from isobatch.data.readers import did_you_mean
 
 if TYPE_CHECKING:
@@ -15,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
-    import pyarrow as pa  # noqa: TC004  heavy, and no class here has flags
+    import pyarrow as pa
 
 TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 
@@ -78,8 +87,8 @@ class ItemText(NamedTuple):
 class RawInteractions:
     """Interactions as they are in the files: ids are not numbered, repeats are not removed."""
 
-    splits: dict[str, pa.Table]
-    """Columns user, item and perhaps rating and time; one split `all` where the files are not split."""
+    splits: dict[str, InteractionTable]
+    """One split `all` where the files are not split."""
     users: dict[str, str] = field(default_factory=dict)
     """User id -> text."""
     items: dict[str, ItemText] = field(default_factory=dict)
@@ -142,13 +151,13 @@ def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> Raw
     """
     files = find_tables(path, file_format)
     if path.is_file():
-        return RawInteractions({"all": _read_interactions(path, asked)})
+        return RawInteractions({"all": _open_interactions(path, asked)})
     splits = {split: [f for f in files if _split_from_name(f) == split] for split in ("all", *SPLITS)}
     if splits["train"]:
         splits["all"] = []
     if twice := next((fs for fs in splits.values() if len(fs) > 1), None):
         raise UserError(f"--data {path}: {twice[0].name} and {twice[1].name} are the same split: keep one")
-    found = RawInteractions({split: _read_interactions(fs[0], asked) for split, fs in splits.items() if fs})
+    found = RawInteractions({split: _open_interactions(fs[0], asked) for split, fs in splits.items() if fs})
     for file in files:
         if file.stem in USER_STEMS:
             found.users = {
@@ -159,16 +168,56 @@ def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> Raw
     return found
 
 
+def _open_interactions(file: Path, asked: TableColumns) -> InteractionTable:
+    return InteractionTable(
+        partial(_read_interactions, file, asked), partial(_stream_interactions, file, asked)
+    )
+
+
 def _read_interactions(file: Path, asked: TableColumns) -> pa.Table:
     """The columns user and item, and rating and time where the table has them."""
     import pyarrow as pa
 
-    ids = [name for name in (asked.user, asked.item, *USER_COLUMNS, *ITEM_COLUMNS) if name]
     if file.suffix == ".parquet":
         table = read_parquet(file)
     else:
-        table = read_delimited(file, "," if file.suffix == ".csv" else "\t", ids=ids)
-    available = table.column_names
+        table = read_delimited(file, "," if file.suffix == ".csv" else "\t", ids=_id_columns(asked))
+    chosen = {
+        name: table[column] for name, column in _choose_columns(file, table.column_names, asked).items()
+    }
+    for name in ("rating", "time"):
+        if name in chosen:
+            _require_numbers(file, name, getattr(asked, name) or name, chosen[name])
+    return pa.table(chosen)
+
+
+def _id_columns(asked: TableColumns) -> list[str]:
+    return [name for name in (asked.user, asked.item, *USER_COLUMNS, *ITEM_COLUMNS) if name]
+
+
+def _stream_interactions(file: Path, asked: TableColumns) -> Iterator[pa.RecordBatch]:
+    """What `_read_interactions` reads, a block at a time. Raises NotInBlocksError, and UserError."""
+    import pyarrow as pa
+
+    separator = "," if file.suffix == ".csv" else "\t"
+    if file.suffix == ".parquet":
+        chosen = _choose_columns(file, parquet_columns(file), asked)
+        batches = stream_parquet(file, list(chosen.values()))
+    else:
+        first = next(stream_delimited(file, separator), None)
+        chosen = _choose_columns(file, first.schema.names if first is not None else [], asked)
+        ids = [name for name in _id_columns(asked) if name in chosen.values()]
+        batches = stream_delimited(file, separator, wanted=list(chosen.values()), ids=ids)
+    for batch in batches:
+        found = {name: batch[column] for name, column in chosen.items()}
+        for name in ("rating", "time"):
+            if name in found and (found[name].null_count or not _holds_numbers(found[name].type)):
+                raise NotInBlocksError
+        yield pa.record_batch(found)
+
+
+def _choose_columns(file: Path, available: list[str], asked: TableColumns) -> dict[str, str]:
+    """user, item, rating or time -> its column in the file. Raises UserError where one is missing."""
     wanted = {"user": (asked.user, USER_COLUMNS), "item": (asked.item, ITEM_COLUMNS)}
     wanted |= {"rating": (asked.rating, RATING_COLUMNS), "time": (asked.time, TIME_COLUMNS)}
     chosen = {}
@@ -181,19 +230,20 @@ def _read_interactions(file: Path, asked: TableColumns) -> pa.Table:
             looked = f"{flag} {given}: is no column" if given else f"has no column {' or '.join(usual[:3])}"
             hint = did_you_mean(given, available) if given else f": say which with {flag}"
             raise UserError(f"{file}: {looked} (there are {', '.join(available[:8])}){hint}")
-        chosen[name] = table[column]
-    for name in ("rating", "time"):
-        if name in chosen:
-            _require_numbers(file, name, wanted[name][0] or name, chosen[name])
-    return pa.table(chosen)
+        chosen[name] = column
+    return chosen
+
+
+def _holds_numbers(kind: Any) -> bool:
+    """Whether a type of pyarrow is one of numbers or dates."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind))
 
 
 def _require_numbers(file: Path, name: str, column: str, values: pa.ChunkedArray) -> None:
     """Raise UserError unless all values are numbers or dates: text would be sorted alphabetically."""
-    import pyarrow as pa
-
-    kind = values.type
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind)):
+    if not _holds_numbers(values.type):
         odd = next((v for v in values.to_pylist() if not _is_number(v)), None)
         raise UserError(
             f"{file}: its {name}s hold {odd!r}: give numbers"

@@ -12,7 +12,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.formats import FolderFormat, ItemText, RawInteractions
-from isobatch.data.interactions.tables import read_delimited, read_fields, read_rows
+from isobatch.data.interactions.tables import delimited_table, read_delimited, read_fields, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,7 +44,7 @@ SEXES = {"F": "female", "M": "male"}
 def _read_ml_1m(path: Path) -> RawInteractions:
     """ratings.dat, users.dat and movies.dat: fields between double colons, ISO-8859-1."""
     names = ["user", "_1", "item", "_2", "rating", "_3", "time"]
-    table = read_delimited(path / "ratings.dat", ":", names, ["user", "item", "rating", "time"])
+    table = delimited_table(path / "ratings.dat", ":", names, ["user", "item", "rating", "time"])
     return RawInteractions(
         {"all": table}, _read_ml_1m_users(path / "users.dat"), _read_ml_1m_movies(path / "movies.dat")
     )
@@ -81,7 +81,7 @@ def _movie_text(title: str, genres: Iterable[str]) -> ItemText:
 
 def _read_ml_100k(path: Path) -> RawInteractions:
     """u.data with tabs; u.user and u.item with bars; u.genre names the 0/1 columns of u.item."""
-    table = read_delimited(
+    table = delimited_table(
         path / "u.data", "\t", ["user", "item", "rating", "time"], ["user", "item", "rating", "time"]
     )
     genres = [name for _, (name, _) in read_fields(path / "u.genre", "|", 2)]
@@ -122,10 +122,10 @@ def _read_ncf(path: Path) -> RawInteractions:
     headed = not train.open().readline()[:1].isdigit()
     width = len(train.open().readline().split("\t"))
     splits = {
-        "train": read_delimited(train, "\t", names[:width], ["user", "item"], skip=int(headed)),
-        "test": read_delimited(test, "\t", names, ["user", "item"]),
+        "train": delimited_table(train, "\t", names[:width], ["user", "item"], skip=int(headed)),
+        "test": delimited_table(test, "\t", names, ["user", "item"]),
     }
-    found = RawInteractions(splits, negatives=_read_ncf_negatives(negatives, splits["test"]))
+    found = RawInteractions(splits, negatives=_read_ncf_negatives(negatives, splits["test"].whole()))
     items, users = _ncf_text_files(path)
     if items is not None:
         named = [row for _, row in read_rows(items) if row["title"]]

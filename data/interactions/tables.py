@@ -5,15 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from isobatch.core.errors import UserError
+from isobatch.data.interactions.reading import BATCH_ROWS, InteractionTable, NotInBlocksError
+from isobatch.data.preparation.progress import position
 from isobatch.data.readers import open_utf8, wide_encoding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     import pyarrow as pa
@@ -68,6 +69,73 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, row
 
 
+def _csv_options(
+    delimiter: str, names: list[str] | None, wanted: list[str] | None, skip: int, ids: Sequence[str]
+) -> tuple[Any, Any, Any]:
+    """pyarrow's options to read, to parse and to convert; the arguments are those of `read_delimited`."""
+    import pyarrow as pa
+    from pyarrow import csv as arrow
+
+    parse = arrow.ParseOptions(delimiter=delimiter, quote_char='"' if delimiter == "," else False)
+    numbers = {n: pa.int64() for n in ("user", "item", "time") if names and n in names}
+    words = dict.fromkeys(ids, pa.dictionary(pa.int32(), pa.string()))
+    convert = arrow.ConvertOptions(
+        include_columns=wanted, column_types={**words, **numbers}, null_values=[""], strings_can_be_null=True
+    )
+    return arrow.ReadOptions(skip_rows=skip, **({"column_names": names} if names else {})), parse, convert
+
+
+def stream_delimited(
+    file: Path,
+    delimiter: str,
+    names: list[str] | None = None,
+    wanted: list[str] | None = None,
+    skip: int = 0,
+    ids: Sequence[str] = (),
+) -> Iterator[pa.RecordBatch]:
+    """What `read_delimited` reads, a megabyte at a time.
+
+    Raises NotInBlocksError where a type does not follow from the first block, or the file has a fault.
+    """
+    import pyarrow as pa
+    from pyarrow import csv as arrow
+
+    if not file.is_file() or wide_encoding(file):
+        raise NotInBlocksError
+    read, parse, convert = _csv_options(delimiter, names, wanted, skip, ids)
+    position.begin([file])
+    rows = 0
+    try:
+        with arrow.open_csv(file, read, parse, convert) as reader:
+            for batch in reader:
+                rows += len(batch)
+                yield batch
+                position.advance(read.block_size)
+    except (pa.ArrowException, UnicodeDecodeError):
+        raise NotInBlocksError from None
+    if not rows:
+        raise NotInBlocksError
+
+
+def stream_parquet(file: Path, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """These columns of a parquet file, BATCH_ROWS rows at a time.
+
+    Raises NotInBlocksError where the file has a fault.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as reader
+
+    try:
+        with reader.ParquetFile(file) as table:
+            position.begin([file])
+            share = file.stat().st_size / max(1, table.metadata.num_rows)
+            for batch in table.iter_batches(BATCH_ROWS, columns=list(wanted)):
+                yield batch
+                position.advance(len(batch) * share)
+    except (pa.ArrowException, OSError):
+        raise NotInBlocksError from None
+
+
 def read_delimited(
     file: Path,
     delimiter: str,
@@ -85,17 +153,11 @@ def read_delimited(
     from pyarrow import csv as arrow
 
     require_file(file)
-    parse = arrow.ParseOptions(delimiter=delimiter, quote_char='"' if delimiter == "," else False)
-    numbers = {n: pa.int64() for n in ("user", "item", "time") if names and n in names}
-    words = dict.fromkeys(ids, pa.dictionary(pa.int32(), pa.string()))
-    convert = arrow.ConvertOptions(
-        include_columns=wanted, column_types={**words, **numbers}, null_values=[""], strings_can_be_null=True
-    )
+    read, parse, convert = _csv_options(delimiter, names, wanted, skip, ids)
 
     def attempt(threads: bool) -> pa.Table:
-        given = {"column_names": names} if names else {}
-        options = arrow.ReadOptions(use_threads=threads, skip_rows=skip, **given)
-        return arrow.read_csv(open_utf8(file) if wide_encoding(file) else file, options, parse, convert)
+        read.use_threads = threads
+        return arrow.read_csv(open_utf8(file) if wide_encoding(file) else file, read, parse, convert)
 
     try:
         table = attempt(True)
@@ -117,6 +179,18 @@ def read_delimited(
         raise UserError(f"{file} line {row.group(1)}: {reason}") from None
 
 
+def parquet_columns(file: Path) -> list[str]:
+    """The names of a parquet file's columns. Raises NotInBlocksError where it cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as reader
+
+    try:
+        names: list[str] = reader.read_schema(file).names
+    except (pa.ArrowException, OSError):
+        raise NotInBlocksError from None
+    return names
+
+
 def read_parquet(file: Path) -> pa.Table:
     """All of a parquet file, as a table. Raises UserError where it cannot be read."""
     import pyarrow as pa
@@ -128,24 +202,8 @@ def read_parquet(file: Path) -> pa.Table:
         raise UserError(f"{file}: is no whole parquet file: {error}") from None
 
 
-def number_ids(columns: Sequence[Any], named: Iterable[str] = ()) -> tuple[list[np.ndarray], list[str]]:
-    """Number the ids of several columns. Returns each column as (n,) int32 indices, and the sorted ids.
-
-    `named` are ids to number although no column has them. Raises UserError for an empty value.
-    """
-    coded = []
-    for column in columns:
-        whole = column.unify_dictionaries().combine_chunks()
-        if whole.null_count:
-            empty = int(np.argmax(whole.is_null().to_numpy(zero_copy_only=False)))
-            raise UserError(f"interaction {empty + 1} has no user or no item")
-        coded.append(whole.dictionary_encode())
-    spelt = [[str(v) for v in c.dictionary.to_pylist()] for c in coded]
-    names = list({name: None for part in (*spelt, list(named)) for name in part})
-    names.sort(key=(lambda n: (int(n), n)) if all(n.isdecimal() for n in names) else str)
-    place = {name: number for number, name in enumerate(names)}
-    found = []
-    for part, c in zip(spelt, coded, strict=True):
-        of = np.array([place[name] for name in part], np.int32)
-        found.append(of[c.indices.to_numpy()])
-    return found, names
+def delimited_table(file: Path, *options: Any, **named: Any) -> InteractionTable:
+    """The interactions in a delimited file; the arguments are those of `read_delimited`."""
+    return InteractionTable(
+        partial(read_delimited, file, *options, **named), partial(stream_delimited, file, *options, **named)
+    )

@@ -15,7 +15,8 @@ from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
 from isobatch.data.preferences import demo, encoding, pairs
 from isobatch.data.text import chat_templates
 from isobatch.data.text.chat_templates import VERBATIM, ChatTemplate
-from isobatch.data.text.conversations import SHOWN_PROMPTS, ConversationCounts
+from isobatch.data.text.conversation_counts import ConversationCounts
+from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.truncation import learn_mask
 from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, EncodedSplits, within_text
@@ -197,10 +198,12 @@ class PairEncoder:
         """[prompt, chosen answer] of the first validation pairs, to be answered by the trained model."""
         self._known: set[int] = set()
         """Hashes of the training pairs."""
+        self._in_train = 0
+        """Pairs of the split at hand that are in train too."""
 
     def encode(self, split: str, rows: RowCorpus) -> dict[str, Column]:
         """The columns of a split. Raises UserError where no pair is left to learn from."""
-        counts, kept = ConversationCounts(), []
+        counts, kept, self._in_train = ConversationCounts(), [], 0
         rendered = render_rows(rows, split, self.template, counts)
         for texts, pair in encoding.encode_pairs(rendered, self.settings, self.template.end_id):
             if not pair.differs:
@@ -209,7 +212,7 @@ class PairEncoder:
             self._add(split, counts, texts, pair)
             kept.append(pair.rows)
         self.notes += counts.notes(split, self.settings.max_length)
-        self.notes += overlap_notes(split, counts.in_train, counts.rows)
+        self.notes += overlap_notes(split, self._in_train, counts.rows)
         if not kept:
             reasons = "".join(f"; {note}" for note in counts.notes(split, self.settings.max_length))
             raise UserError(f"--data {self.name}: the {split} split has no pair to learn from{reasons}")
@@ -224,7 +227,7 @@ class PairEncoder:
         found = hash(tuple(row.tokens.tobytes() for row in pair.rows))
         if split == "train":
             self._known.add(found)
-        counts.in_train += split != "train" and found in self._known
+        self._in_train += split != "train" and found in self._known
 
     def _columns(self, kept: list[Any]) -> dict[str, Column]:
         columns: dict[str, Column] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from isobatch.data.text.conversations import BATCH_CONVERSATIONS, question_mask
+from isobatch.data.text.conversation_encoder import BATCH_CONVERSATIONS, question_mask
 from isobatch.data.text.truncation import TokenRow, fit_turns
 
 if TYPE_CHECKING:

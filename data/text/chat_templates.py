@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
+from isobatch.data.preparation.file_digests import file_hash
 from isobatch.data.text import jinja_sandbox
 
 if TYPE_CHECKING:
@@ -282,7 +283,7 @@ def identity(folder: Path | None) -> str | None:
     """The hash of chat_template.jinja, or None. tokenizer_config.json is part of the tokenizer's identity."""
     folder = folder.parent if folder is not None and folder.is_file() else folder
     return (
-        tokenizers.file_hash(folder / tokenizers.CHAT_TEMPLATE_FILE)
+        file_hash(folder / tokenizers.CHAT_TEMPLATE_FILE)
         if folder and (folder / tokenizers.CHAT_TEMPLATE_FILE).is_file()
         else None
     )

@@ -198,7 +198,13 @@ class Text(TokenizedData):
             lambda size: tokenizers.train_byte_level_bpe(found.texts(), size)
         )
         tokenization = TokenizationSettings(
-            tokenizer, special, self.recipe.max_length, self.options.stride, folder, self.recipe.rules
+            tokenizer,
+            special,
+            self.recipe.max_length,
+            self.options.stride,
+            folder,
+            self.recipe.rules,
+            self.workshop,
         )
         found.bind_tokenizer(tokenization)
         return found, tokenization

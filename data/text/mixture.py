@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.data.base import Column, Ragged
-from isobatch.data.spooled_array import SpooledArray
-from isobatch.data.text.conversations import SHOWN_PROMPTS, Conversations
+from isobatch.data.preparation.spooled_array import SpooledArray
+from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
+from isobatch.data.text.conversations import Conversations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

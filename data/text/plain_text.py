@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,10 @@ from isobatch.data import tokenizers
 from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.corpora import overlap_notes
-from isobatch.data.spooled_array import spool_to_array
+from isobatch.data.preparation.encoding import EncodingJob, Workshop, encode_in_shards
+from isobatch.data.preparation.shards import Shard, text_hash
+from isobatch.data.preparation.spooled_array import SpooledArray
+from isobatch.data.preparation.token_stream import StreamEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -39,6 +43,8 @@ class TokenizationSettings:
     """The folder of temporary files in which tokens are collected, so that memory use stays small."""
     rules: int = 1
     """The recipe's: from 2 on a conversation that is too long loses of its questions first."""
+    workshop: Workshop = field(default_factory=Workshop)
+    """The processes that may tokenize, and where what they have done is kept."""
 
     @property
     def dtype(self) -> type:
@@ -46,29 +52,31 @@ class TokenizationSettings:
         return np.uint16 if tokenizers.vocabulary_size(self.tokenizer) <= 1 << 16 else np.int32
 
 
-@dataclass(slots=True)
-class TextCounts:
-    """Words, lines and bytes of a split's text."""
+class PlainTextEncoder:
+    """Tokenizes texts and counts their words, lines and bytes; in any process.
 
-    words: int = 0
-    """Separated by white space; the end of a line is not a word."""
-    lines: int = 0
-    """Ends of lines; that of a document, or of the text, is one."""
-    bytes: int = 0
-    """In UTF-8."""
-    documents: int = 0
-    in_train: int = 0
-    """Held-out documents that are in train too."""
+    A shard has `tokens`, and of documents `hashes` (n,) uint64. Its facts: `words`, separated by white space;
+    `lines`, the ends of lines (that of a document is one); `bytes` in UTF-8; whether a line is `open` at the
+    end of the last text.
+    """
 
-    def count(self, texts: Iterable[str], end: str, is_stream: bool) -> Iterator[str]:
-        """Yield the texts, each with `end` appended, and count them on the way."""
-        text = ""
-        for text in texts:
-            self.words += len(text.split())
-            self.lines += text.count("\n") if is_stream else count_lines(text)
-            self.bytes += len(text.encode()) + len(end)
-            yield text + end if end else text
-        self.lines += is_stream and not text.endswith("\n")
+    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+        """`settings`: `dtype`; `end`, text, and `suffix`, token ids, that follow each text; `is_stream`."""
+        self.stream = StreamEncoder(tokenizer, settings["suffix"], np.dtype(settings["dtype"]))
+        self.end, self.is_stream = settings["end"], settings["is_stream"]
+
+    def __call__(self, texts: list[str]) -> Shard:
+        ended = [text + self.end for text in texts] if self.end else texts
+        arrays = {"tokens": self.stream.encode(ended)}
+        if not self.is_stream:
+            arrays["hashes"] = np.fromiter(map(text_hash, texts), np.uint64, len(texts))
+        facts = {
+            "words": sum(len(text.split()) for text in texts),
+            "lines": sum(text.count("\n") if self.is_stream else count_lines(text) for text in texts),
+            "bytes": sum(len(text.encode()) for text in texts) + len(texts) * len(self.end),
+            "open": not texts[-1].endswith("\n"),
+        }
+        return Shard(arrays, facts)
 
 
 def count_lines(text: str) -> int:
@@ -90,7 +98,7 @@ class PlainText:
         self.name, self.corpus = name, corpus
         self.splits: Sequence[str] = sorted(corpus.splits, key=lambda split: split != "train")
         self.remarks: list[str] = []
-        self._known: set[int] = set()
+        self._known = np.empty(0, np.uint64)
         """Hashes of the training documents."""
         self.cleaning = CleaningPipeline(steps, "lines" if corpus.is_stream else "texts")
 
@@ -122,15 +130,18 @@ class PlainText:
 
         Raises UserError for a text of fewer than two tokens.
         """
-        eos, counts = tokenization.special_ids["eos"], TextCounts()
-        suffix = [eos] if eos is not None and not self.corpus.is_stream else []
-        texts = counts.count(
-            self._compare_with_train(split, self._read(split, self.cleaning), counts),
-            "" if self.corpus.is_stream or suffix else "\n",
-            self.corpus.is_stream,
-        )
-        chunks = tokenizers.encode_texts(tokenization.tokenizer, texts, suffix, tokenization.dtype)
-        tokens = spool_to_array(chunks, tokenization.dtype, tokenization.spool_folder)
+        counts: Counter[str] = Counter()
+        collected = SpooledArray(tokenization.dtype, tokenization.spool_folder)
+        hashes, shard = [], None
+        texts = self._read(split, self.cleaning)
+        name = f"{self.name}, {split}"
+        for shard in encode_in_shards(self._job(tokenization), name, texts, tokenization.workshop):
+            collected.add(shard.arrays["tokens"])
+            counts.update(shard.facts)
+            hashes.append(shard.arrays.get("hashes", np.empty(0, np.uint64)))
+        if self.corpus.is_stream:
+            counts["lines"] += shard is None or shard.facts["open"]
+        tokens = collected.array()
         if len(tokens) < 2:
             raise NoSamplesError(
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
@@ -142,21 +153,32 @@ class PlainText:
             else blocks(tokens, tokenization.max_length)
         )
         predicted = int(columns["token.weight"].sum())
-        sizes = {"tokens": len(tokens), "predicted": predicted, "words": counts.words, "bytes": counts.bytes}
-        self.remarks += overlap_notes(split, counts.in_train, counts.documents)
-        return columns, sizes | ({"lines": counts.lines} if tokenization.rules >= 2 else {})
+        sizes = {
+            "tokens": len(tokens),
+            "predicted": predicted,
+            "words": counts["words"],
+            "bytes": counts["bytes"],
+        }
+        self._compare_with_train(split, hashes)
+        return columns, sizes | ({"lines": counts["lines"]} if tokenization.rules >= 2 else {})
 
-    def _compare_with_train(self, split: str, texts: Iterable[str], counts: TextCounts) -> Iterable[str]:
-        """Yield the texts; count held-out documents that are in train. A stream has no documents."""
-        if self.corpus.is_stream:
-            yield from texts
-            return
-        for text in texts:
-            counts.documents += 1
-            if split == "train":
-                self._known.add(hash(text))
-            counts.in_train += split != "train" and hash(text) in self._known
-            yield text
+    def _job(self, tokenization: TokenizationSettings) -> EncodingJob:
+        eos, is_stream = tokenization.special_ids["eos"], self.corpus.is_stream
+        settings = {
+            "dtype": np.dtype(tokenization.dtype).str,
+            "end": "\n" if eos is None and not is_stream else "",
+            "suffix": [] if eos is None or is_stream else [eos],
+            "is_stream": is_stream,
+        }
+        return EncodingJob("isobatch.data.text.plain_text:PlainTextEncoder", settings, tokenization.tokenizer)
+
+    def _compare_with_train(self, split: str, hashes: list[np.ndarray]) -> None:
+        """Remark on held-out documents that are in train. A stream has no documents, so no hashes."""
+        found = np.concatenate([np.empty(0, np.uint64), *hashes])
+        if split == "train":
+            self._known = np.unique(found)
+        else:
+            self.remarks += overlap_notes(split, int(np.isin(found, self._known).sum()), len(found))
 
     def facts(self) -> dict[str, Any]:
         """What Facts should know of the set: nothing more than its sizes."""

@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, corpora, hub, labelled, readers
+from isobatch.data import chat_formats, corpora, hub, readers
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.corpora import DEMO, RowCorpus
+from isobatch.data.labelled.classes import SplitClasses, class_names, drop_unlabelled_test
+from isobatch.data.labelled.columns import LABEL_COLUMNS, TEXT_COLUMNS, ColumnNames, find_columns
+from isobatch.data.labelled.rows import read_examples, rows_per_split
 from isobatch.data.text import demo_stories
 from isobatch.data.text.conversations import Conversations
 from isobatch.data.text.plain_text import PlainText
 from isobatch.data.tokenized import path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from isobatch.data.chat_formats import Message
     from isobatch.data.cleaning.steps import CleaningStep
+    from isobatch.data.readers import LocatedRows
 
 TEXT = "text"
 """Plain text, and the column of it where none is named."""
@@ -53,9 +57,7 @@ def detect_row_kind(columns: Sequence[str], text_column: str | None, is_only_set
         return TEXT
     if chat_format := chat_formats.detect_chat_format(columns):
         return chat_format
-    usual = [
-        any(name in columns for name in names) for names in (labelled.TEXT_COLUMNS, labelled.LABEL_COLUMNS)
-    ]
+    usual = [any(name in columns for name in names) for names in (TEXT_COLUMNS, LABEL_COLUMNS)]
     return LABELS if all(usual) and not is_only_set else TEXT
 
 
@@ -185,21 +187,19 @@ class TextSetSpec:
 
     def _open_labelled(self, table: RowCorpus, steps: Sequence[CleaningStep]) -> Conversations:
         """Labelled texts as conversations: the text asks, and the label as written is the answer."""
-        names = labelled.find_columns(self.location, table.columns)
-        splits, remarks = labelled.rows_per_split(
-            self.location, self.path, self.file_format, self.options.data_config
-        )
-        examples = {split: list(labelled.read_examples(rows(), names)) for split, rows in splits.items()}
-        remarks += labelled.drop_unlabelled_test(examples)
+        names = find_columns(self.location, table.columns)
+        splits, remarks = rows_per_split(self.location, self.path, self.file_format, self.options.data_config)
+        classes = {split: SplitClasses.read(read_examples(rows(), names)) for split, rows in splits.items()}
+        remarks += drop_unlabelled_test(classes)
         plain = f"--text-column {names.text} reads plain text"
         try:
-            labels = labelled.class_names(examples, names, self.location)
+            labels = class_names(classes, names, self.location)
         except UserError as error:
             raise UserError(f"{error}; {plain}") from None
         return Conversations(
             name=self.name,
             form=LABELS,
-            rows={split: partial(_labelled_rows, found) for split, found in examples.items()},
+            rows={split: partial(_labelled_rows, splits[split], names) for split in classes},
             parse=_label_messages,
             template_name="plain",
             default_template="plain",
@@ -211,9 +211,10 @@ class TextSetSpec:
         )
 
 
-def _labelled_rows(examples: list[labelled.Example]) -> Any:
+def _labelled_rows(rows: Callable[[], LocatedRows], names: ColumnNames) -> LocatedRows:
     return (
-        (e.where, {"text": "\n".join(filter(None, (e.text, e.pair))), "label": e.label}) for e in examples
+        (e.where, {"text": "\n".join(filter(None, (e.text, e.pair))), "label": e.label})
+        for e in read_examples(rows(), names)
     )
 
 

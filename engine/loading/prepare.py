@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -18,7 +17,9 @@ from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
 from isobatch.data.base import Data, fingerprint, length_quantiles
 from isobatch.data.digests import DIGESTS_FILE, FACTS_FILE, changed_file, write_digests
+from isobatch.data.preparation.encoding import Workshop
 from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
+from isobatch.engine.machine.detect import allowed_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,15 +68,20 @@ def _changed_file(folder: Path) -> Path | None:
 
 
 def _make(data: Data, folder: Path) -> None:
-    temporary = folder.with_name(f".{folder.name}.tmp")
+    temporary, shards = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.shards")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         doing("preparing the data")
+        data.workshop = Workshop(allowed_cpus(Path("/"), os.environ), shards)
         extra = data.prepare(temporary)
         atomic_files.write_json(temporary / FACTS_FILE, _measure(data, temporary, extra).to_dict())
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
+        shutil.rmtree(shards, ignore_errors=True)
+    except UserError:
+        shutil.rmtree(shards, ignore_errors=True)
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -89,7 +95,7 @@ def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:
         fingerprint=fingerprint(folder),
         folder=str(folder),
         samples={split: len(s) for split, s in sources.items() if len(s)},
-        lengths=length_quantiles(sources["train"].lengths(np.arange(len(sources["train"])))),
+        lengths=length_quantiles(sources["train"]),
         extra=dict(extra),
         digest=write_digests(folder),
     )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
+from isobatch.core.package import cache_folder
 from isobatch.core.plan import PlanOptions
-from isobatch.engine.loading.prepare import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.data.labelled import LABEL_COLUMNS
+from isobatch.data.labelled.columns import LABEL_COLUMNS
 from isobatch.models.encoder.class_metrics import class_figures
 from isobatch.models.encoder.evaluation import wilson_interval
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
 from isobatch.data.interactions.formats import USER_COLUMNS
-from isobatch.data.labelled import MAX_TEXT_CHARACTERS, PAIR_COLUMNS, TEXT_COLUMNS
+from isobatch.data.labelled.columns import PAIR_COLUMNS, TEXT_COLUMNS
+from isobatch.data.labelled.rows import MAX_TEXT_CHARACTERS
 from isobatch.data.readers import did_you_mean
 from isobatch.data.sequence_sources import INTEGERS, TEXT, USUAL_COLUMNS
 from isobatch.data.text.chat_templates import ChatTemplate

@@ -15,7 +15,6 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
 from isobatch.core.measures import printable
-from isobatch.core.package import CACHE, cache_folder
 from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.slurm_queue import (

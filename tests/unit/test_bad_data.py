@@ -10,7 +10,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
-from isobatch.data.labelled import Labelled, LabelledOptions
+from isobatch.data.labelled.dataset import Labelled, LabelledOptions
 from isobatch.data.sequences import SequenceOptions, Sequences
 from isobatch.data.text.dataset import Text, TextOptions
 

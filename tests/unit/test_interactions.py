@@ -12,9 +12,11 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
+from isobatch.data.interactions import log
 from isobatch.data.interactions import splits as splitting
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.data.interactions.formats import TableColumns, read_tables
+from isobatch.data.preparation import spooled_array
 from isobatch.engine.loading.prepare import prepare
 from isobatch.models.recommendation import catalogue
 from isobatch.models.recommendation.catalogue import Catalogue
@@ -168,8 +170,9 @@ def test_tables_of_a_shop_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "orders.csv").write_text("CustomerID,product_id,orderDate\n" + rows)
     (tmp_path / "products.csv").write_text("product_id,name\np0,lamp\np1,desk\np2,chair\n")
     found = read_tables(tmp_path, None, TableColumns())
-    assert found.splits["all"].column_names == ["user", "item", "time"]
-    assert found.splits["all"]["user"].to_pylist()[:2] == ["c0", "c1"]
+    table = found.splits["all"].whole()
+    assert table.column_names == ["user", "item", "time"]
+    assert table["user"].to_pylist()[:2] == ["c0", "c1"]
     assert found.items["p1"].title == "desk"
 
 
@@ -403,3 +406,32 @@ def test_popularity_on_the_published_protocol() -> None:
     rank = (theirs > mine).sum(1) + 0.5 * (theirs == mine).sum(1)
     assert (rank < 10).mean() == pytest.approx(0.4538, abs=5e-5)
     assert np.where(rank < 10, 1 / np.log2(rank + 2), 0).mean() == pytest.approx(0.2536, abs=5e-5)
+
+
+@pytest.mark.parametrize("split", ["leave-one-out", "time", "given"])
+def test_interactions_in_buckets_are_split_as_at_once(
+    split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [f"{n * 7 % 41},{n * n % 31},{n * 13 % 50}" for n in range(600)]
+    parts = {"interactions": rows} if split != "given" else {"train": rows[:500], "test": rows[500:]}
+    for name, lines in parts.items():
+        (tmp_path / f"{name}.csv").write_text("\n".join(["user,item,timestamp", *lines]))
+    at_once, _ = made(tmp_path, split=split)
+    monkeypatch.setattr(log, "BUCKET_ROWS", 40)
+    monkeypatch.setattr(spooled_array, "CHUNK_BYTES", 400)
+    monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path / "other"))
+    in_buckets, _ = made(tmp_path, split=split)
+    assert in_buckets.folder != at_once.folder
+    assert in_buckets.fingerprint == at_once.fingerprint
+    assert in_buckets.extra == at_once.extra
+
+
+def test_times_that_are_whole_at_first_only_are_read_at_once(tmp_path: Path) -> None:
+    """The first megabyte decides the types of a file that is read in blocks."""
+    lines = [f"{n % 300},{n % 7},{n}" for n in range(120_000)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *lines, "1,6,0.5"]))
+    facts, _ = made(tmp_path / "log.csv")
+    assert sum(facts.samples.values()) == 2100
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *lines, "1,,7"]))
+    with pytest.raises(UserError, match=r"interaction 120001 has no user or no item"):
+        made(tmp_path / "log.csv")

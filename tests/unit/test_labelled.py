@@ -1,4 +1,4 @@
-"""Tests of data/labelled.py: texts become token ids and class numbers; a bad row is refused in one line."""
+"""Tests of data/labelled: texts become token ids and class numbers; a bad row is refused in one line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.data import labelled, readers
+from isobatch.data import readers
 from isobatch.data.base import Ragged
-from isobatch.data.labelled import ColumnNames, Labelled, LabelledOptions, find_columns
+from isobatch.data.labelled.classes import SplitClasses, held_out_rows
+from isobatch.data.labelled.columns import ColumnNames, find_columns
+from isobatch.data.labelled.dataset import Labelled, LabelledOptions
+from isobatch.data.labelled.rows import read_examples
 from isobatch.tests.paths import REGISTER
 
 if TYPE_CHECKING:
@@ -123,10 +126,8 @@ def test_a_tenth_of_each_class_is_held_out_where_nothing_is(tmp_path: Path) -> N
 def test_the_draw_of_held_out_rows_is_frozen_and_no_seed_changes_it(tmp_path: Path) -> None:
     data = make(sorted_rows(tmp_path))
     rows = readers.read_rows(readers.find_splits(tmp_path, None)["train"])
-    examples = list(labelled.read_examples(rows, ColumnNames("sentence", None, "label")))
-    train, valid = labelled.hold_out_by_class(examples, 0.1)
-    assert [int(e.text.split()[1]) for e in valid] == FROZEN
-    assert sorted((*train, *valid), key=lambda e: int(e.text.split()[1])) == examples
+    classes = SplitClasses.read(read_examples(rows, ColumnNames("sentence", None, "label")))
+    assert np.flatnonzero(held_out_rows(classes, 0.1)).tolist() == FROZEN
     assert data.identity() == make(tmp_path, seed=7).identity()
     assert data.identity() != make(tmp_path, valid=0.2).identity()
 

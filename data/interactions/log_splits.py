@@ -1,0 +1,149 @@
+"""From raw interactions to splits: numbered, without repeats, each held-out one with negatives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isobatch.core.errors import UserError
+from isobatch.data.interactions.reading import Numbering, read_log, renumbered
+from isobatch.data.interactions.splits import (
+    MISSING,
+    count_in,
+    count_tied_users,
+    draw_eval_negatives,
+    drop_repeats,
+    hold_out_validation,
+    pair_keys,
+    split_by_time,
+    split_leave_one_out,
+    unique_pair_keys,
+)
+from isobatch.data.preparation.spooled_array import chunks_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from isobatch.core.recipe import Recipe
+    from isobatch.data.base import Columns
+    from isobatch.data.interactions.formats import RawInteractions
+    from isobatch.data.interactions.log import InteractionLog
+
+EVAL_NEGATIVES_SEED = 0
+"""Fixed: runs with different seeds rank against the same items, so that their metrics can be compared."""
+
+
+class LogSplits:
+    """The splits of interactions, ids by number, and what is known of them all. Raises UserError."""
+
+    def __init__(self, raw: RawInteractions, options: Any, recipe: Recipe, folder: Path | None) -> None:
+        """`options`: InteractionOptions; `folder` takes temporary files."""
+        self.options, self.recipe, self.negatives, self.folder = options, recipe, raw.negatives, folder
+        self.notes: list[str] = []
+        parts, self.has_times = self._read(raw)
+        self.method = options.split or ("given" if "train" in parts else "leave-one-out")
+        self.logs = self._split(parts)
+        if len(self.logs["train"]) == 0:
+            raise UserError(f"--data {recipe.data}: no interactions are left to train on")
+        sizes = len(self.users), len(self.items)
+        self.seen = unique_pair_keys([self.logs["train"]], *sizes)
+        """The `pair_keys` of the training interactions, sorted, each once."""
+        self.had = unique_pair_keys(self.logs.values(), *sizes)
+        """Those of all interactions."""
+        self.notes += self._split_notes()
+
+    @property
+    def protocol(self) -> str:
+        """How the data is split, and how many negatives each held-out item is ranked against."""
+        if self.negatives is None:
+            return f"{self.method}, {self.options.eval_negatives} negatives"
+        return f"{self.method}, {self.negatives.shape[1]} negatives of the data"
+
+    def _read(self, raw: RawInteractions) -> tuple[dict[str, InteractionLog], bool]:
+        """(the splits that the data has, without repeats; whether there are times)"""
+        users, items, folder = Numbering(), Numbering(), self.folder
+        logs = {split: read_log(table, users, items, folder) for split, table in raw.splits.items()}
+        given = [] if self.negatives is None else [str(n) for n in np.unique(self.negatives)]
+        self.users, of_users = users.finish()
+        self.items, of_items = items.finish([*raw.items, *given])
+        least = self.options.min_rating
+        if least > 0 and any("rating" not in log.columns for log in logs.values()):
+            raise UserError(f"--min-rating {least}: {self.recipe.data} has no ratings")
+        has_times = "time" in next(iter(logs.values())).columns
+        for split in logs:
+            numbered = renumbered(logs[split], of_users, of_items, least)
+            logs[split] = drop_repeats(numbered, len(self.users), len(self.items), split, self.notes)
+        return logs, has_times
+
+    def _split(self, parts: dict[str, InteractionLog]) -> dict[str, InteractionLog]:
+        data, method, users = self.recipe.data, self.method, len(self.users)
+        given, by_id = "train" in parts, self.has_times and self.recipe.rules >= 2
+        if method == "given":
+            if not given:
+                raise UserError(f"--split given: {data} has no train file")
+            return parts if "valid" in parts else hold_out_validation(parts, users, self.notes)
+        if given:
+            raise UserError(f"--split {method}: {data} is split already: leave it out")
+        if method == "time":
+            if not self.has_times:
+                raise UserError(f"--split time: {data} has no times (see --time-column)")
+            return split_by_time(parts["all"], by_id)
+        if not self.has_times:
+            self.notes.append("there are no times: a user's last interaction is the last in the file")
+        elif (found := count_tied_users(parts["all"], users))[0]:
+            tied, known = found
+            first = "the larger item id" if by_id else "the later in the file"
+            self.notes.append(
+                f"{tied:,} of {known:,} users have last interactions at one time: {first} is the last"
+            )
+        return split_leave_one_out(parts["all"], users, self.notes, by_id)
+
+    def _split_notes(self) -> Iterator[str]:
+        """Notes on held-out users and items that training lacks, and on pairs that are in training too."""
+        counts = [("users", "user", len(self.users)), ("items", "item", len(self.items))]
+        known = {column: self.logs["train"].counts(column, most) > 0 for _, column, most in counts}
+        for split, log in self.logs.items():
+            if split != "train" and len(log):
+                for what, column, most in counts:
+                    if new := int(((log.counts(column, most) > 0) & ~known[column]).sum()):
+                        yield f"{split}: {new:,} of its {what} are in no training interaction"
+                keys = (pair_keys(u, i, len(self.items)) for u, i in chunks_of(log.user, log.item))
+                if same := count_in(keys, self.seen):
+                    yield f"{split}: {same:,} of {len(log):,} interactions are in train too"
+
+    def columns(self, split: str) -> Columns:
+        """`user`, `item`, and of a held-out split `rivals` and `hidden`."""
+        log = self.logs[split]
+        pairs: Columns = {"user": log.user, "item": log.item}
+        return pairs if split == "train" else {**pairs, **self._held_out_columns(split, log)}
+
+    def _held_out_columns(self, split: str, log: InteractionLog) -> Columns:
+        hidden = np.full((len(log), 1), MISSING, np.int32)
+        valid = self.logs["valid"]
+        if split == "test" and valid.counts("user", len(self.users)).max(initial=0) <= 1:
+            of_user = np.full(len(self.users), MISSING, np.int32)
+            of_user[valid.user] = valid.item
+            hidden[:, 0] = of_user[log.user]
+        if split == "test" and self.negatives is not None:
+            return {"rivals": self._given_rivals(self.negatives, log), "hidden": hidden}
+        drawn = draw_eval_negatives(
+            log.user, self.had, len(self.items), self.options.eval_negatives, EVAL_NEGATIVES_SEED, self.folder
+        )
+        if short := sum(int((rows == MISSING).any(1).sum()) for (rows,) in chunks_of(drawn)):
+            self.notes.append(
+                f"{split}: {short} users have fewer than {self.options.eval_negatives} unseen items: theirs"
+                " are ranked against those there are"
+            )
+        return {"rivals": drawn, "hidden": hidden}
+
+    def _given_rivals(self, given: np.ndarray, log: InteractionLog) -> np.ndarray:
+        """(test rows, n) int32: the items that the data names for each test row."""
+        if len(given) != len(log):
+            raise UserError(f"--data {self.recipe.data}: some test rows are the same, or below --min-rating")
+        index = {name: number for number, name in enumerate(self.items)}
+        named, where = np.unique(given, return_inverse=True)
+        number = np.array([index[str(n)] for n in named], np.int32)
+        found: np.ndarray = number[where].reshape(given.shape)
+        return found

@@ -1,0 +1,1 @@
+"""Labelled texts: columns, rows, classes, tokens."""

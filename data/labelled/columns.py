@@ -1,0 +1,68 @@
+"""The columns of labelled texts: named by flags, or found by their usual names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from isobatch.core.errors import UserError
+from isobatch.data import readers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+TEXT_COLUMNS = (
+    *("sentence", "text", "sentence1", "premise", "question1", "question"),
+    *("content", "comment", "review", "message", "tweet", "body", "feedback", "description"),
+)
+"""Usual names of a text column; the first that the data has is taken."""
+PAIR_COLUMNS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
+LABEL_COLUMNS = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "emotion")
+
+
+class ColumnNames(NamedTuple):
+    """The columns to read; `pair` is None for single texts."""
+
+    text: str
+    pair: str | None
+    label: str
+
+
+def find_columns(
+    data: str,
+    available: Sequence[str],
+    text: str | None = None,
+    pair: str | None = None,
+    label: str | None = None,
+) -> ColumnNames:
+    """The columns asked for, else the first of the usual names among those available.
+
+    Raises UserError where one is missing.
+    """
+    wanted = {"--text-column": (text, TEXT_COLUMNS), "--label-column": (label, LABEL_COLUMNS)}
+    if pair is not None:
+        wanted["--pair-column"] = (pair, ())
+    found = {flag: _find_column(asked, usual, available) for flag, (asked, usual) in wanted.items()}
+    if missing := {flag: wanted[flag][0] for flag, name in found.items() if name is None}:
+        raise UserError(_missing_columns(missing, available, data))
+    texts, classes = str(found["--text-column"]), str(found["--label-column"])
+    if pair is None and PAIR_COLUMNS.get(texts) in available:
+        pair = PAIR_COLUMNS[texts]
+    return ColumnNames(texts, pair, classes)
+
+
+def _find_column(asked: str | None, usual: tuple[str, ...], available: Sequence[str]) -> str | None:
+    """The column asked for, else the first of the usual names; None where it is not there."""
+    return next((name for name in (usual if asked is None else (asked,)) if name in available), None)
+
+
+def _missing_columns(missing: Mapping[str, str | None], available: Sequence[str], data: str) -> str:
+    """One line on all columns that are not there. `missing`: flag -> the name asked for, if one was."""
+    said = [
+        f"{flag} {asked}: {data} has no such column{readers.did_you_mean(asked, available)}"
+        for flag, asked in missing.items()
+        if asked is not None
+    ]
+    if open_flags := [flag for flag, asked in missing.items() if asked is None]:
+        question = "which column? {} says" if len(open_flags) == 1 else "which columns? {} say"
+        said.append(f"--data {data}: {question.format(' and '.join(open_flags))}")
+    return "; ".join([*said, f"it has: {', '.join(available[:20]) or 'no columns'}"])

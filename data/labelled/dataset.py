@@ -1,0 +1,287 @@
+"""Labelled texts: single texts or pairs, as token ids with special tokens, and the class of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from isobatch.core.errors import UserError
+from isobatch.core.flags import ADDED_LATER
+from isobatch.core.number_ranges import AboveZero, HeldOutShare
+from isobatch.data import hub, readers, tokenizers
+from isobatch.data.base import WEIGHT, Column, TextQuery, load
+from isobatch.data.corpora import DEMO, overlap_notes
+from isobatch.data.labelled.classes import (
+    HELD_OUT_SEED,
+    SplitClasses,
+    class_names,
+    class_weights,
+    drop_unlabelled_test,
+    held_out_rows,
+    refuse_identifiers,
+)
+from isobatch.data.labelled.columns import ColumnNames, find_columns
+from isobatch.data.labelled.encoder import EncodedRows
+from isobatch.data.labelled.rows import (
+    Example,
+    demo_files,
+    demo_rows,
+    given_rows,
+    read_examples,
+    rows_per_split,
+)
+from isobatch.data.preparation.encoding import EncodingJob, encode_in_shards
+from isobatch.data.tokenized import EncodedSplits, within_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from tokenizers import Tokenizer
+
+    from isobatch.core.facts import Facts
+    from isobatch.data.readers import LocatedRows
+
+Examples = Callable[[], Iterator[Example]]
+"""Reads the examples of a split from the beginning, at every call."""
+CLASS_WEIGHT = f"class{WEIGHT}"
+"""The column of a training sample's weight in the loss, by its class; there with --class-weights."""
+HELD_OUT_SHARE = 0.1
+"""Part of each class that is validation where there is no such split and --valid is not given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledOptions:
+    """The fields of labelled texts."""
+
+    text_column: str | None = None
+    """The column that holds the text; by default the first of the usual names (sentence, text, ...)."""
+    pair_column: str | None = None
+    """The column of a second text, for pairs; by default sentence2, hypothesis or question2."""
+    label_column: str | None = None
+    """The column that holds the class; by default label, class, category, target, sentiment, intent, ..."""
+    vocab_size: int | None = None
+    """Size of a tokenizer trained on the data, where no model brings one; by default 8192."""
+    data_config: str | None = None
+    """The configuration of a hub data set that has several, such as sst2 of glue."""
+    class_weights: Literal["balanced"] | tuple[AboveZero, ...] | None = field(
+        default=None, metadata=ADDED_LATER
+    )
+    """What a sample of each class counts in the training loss: balanced (samples / (classes x samples of the
+    class), of the whole training split), or a number for each class, in the order of their names."""
+
+    valid: HeldOutShare | None = field(default=None, metadata=ADDED_LATER)
+    """Share of the training rows of each class to validate on, drawn at random and the same for every seed,
+    where the data has no validation split; by default 0.1."""
+
+
+class Labelled(EncodedSplits):
+    """Labelled texts from a folder, a file, a hub id, or the demo.
+
+    Columns: `tokens` (n, up to max_length) with the tokenizer's special tokens, `types` of the same shape
+    for pairs (0 for the first text, 1 for the second), and `label` (n,) int64, the number of the class.
+    With --class-weights the training split has CLASS_WEIGHT (n,) float32 as well.
+    The demo classifies functions of Python's standard library by the package they come from.
+    """
+
+    Options: ClassVar[type] = LabelledOptions
+    version: ClassVar[int] = 2
+    cache_name: ClassVar[str] = "data.labelled.Labelled"
+    demo_vocabulary_size: ClassVar[int] = 2048
+
+    def check(self) -> None:
+        size = self.options.vocab_size
+        if size is not None and size < 300:
+            raise UserError(f"--vocab-size {size}: must be at least 300: characters and special tokens")
+        self._tokenizer_source()
+        path = self._data_path()
+        if path is not None:
+            for part in readers.find_splits(path, self.recipe.format).values():
+                if part.is_stream:
+                    raise UserError(
+                        f"--data {path}: a .txt file has no labels: give tsv, csv, jsonl, json or parquet"
+                    )
+            self._find_columns(readers.column_names(readers.find_splits(path, self.recipe.format)["train"]))
+            self._check_share(readers.find_splits(path, self.recipe.format))
+        elif self.recipe.data == DEMO:
+            self._check_share(("train", "valid"))
+        else:
+            hub.require_dataset(self.recipe.data)
+
+    def _find_columns(self, available: Sequence[str]) -> ColumnNames:
+        options = self.options
+        return find_columns(
+            self.recipe.data, available, options.text_column, options.pair_column, options.label_column
+        )
+
+    def _check_share(self, splits: Iterable[str]) -> None:
+        if self.options.valid is not None and "valid" in splits:
+            raise UserError(
+                f"--valid {self.options.valid:g}: {self.recipe.data} has a validation split: leave it out"
+            )
+
+    def _held_out_share(self) -> float | None:
+        """The part of each class that is validation where there is no such split; None by rules 1."""
+        return self.options.valid or (HELD_OUT_SHARE if self.recipe.rules >= 2 else None)
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "data": self._content_identity(),
+            "format": self.recipe.format,
+            "tokenizer": self._tokenizer_source().identity(),
+            "max_length": self.recipe.max_length,
+            "columns": [self.options.text_column, self.options.pair_column, self.options.label_column],
+            "vocab_size": self._vocabulary_size(),
+            **({"class_weights": self.options.class_weights} if self.options.class_weights else {}),
+            **self._split_identity(),
+        }
+
+    def _split_identity(self) -> dict[str, Any]:
+        """The share that is held out, unless it is known that the data has a validation split."""
+        path, share = self._data_path(), self._held_out_share()
+        if self.recipe.data == DEMO or share is None:
+            return {}
+        if path is not None and "valid" in readers.find_splits(path, self.recipe.format):
+            return {}
+        return {"valid": [share, HELD_OUT_SEED]}
+
+    def demo_files(self) -> list[Path]:
+        return [file for files in demo_files().values() for file in files]
+
+    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:
+        """Single texts are whole rows; of pairs either text is looked for within the row."""
+        tokenizer = self.prepared_tokenizer(facts)
+        if "types" in load(Path(facts.folder) / split):
+            return TextQuery({"tokens": within_text(tokenizer, text)})
+        tokenizer.enable_truncation(self.recipe.max_length, strategy="longest_first")
+        encoded = tokenizer.encode(text, add_special_tokens=True)
+        note = f"the text is cut to {self.recipe.max_length} tokens, as the rows are"
+        return TextQuery(
+            {"tokens": [np.array(encoded.ids)]}, whole=True, note=note if encoded.overflowing else ""
+        )
+
+    def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
+        labels, texts = facts.extra["labels"], super().describe_rows(facts, batch)
+        return [
+            f"{labels[number]}: {text}" for number, text in zip(batch["label"].tolist(), texts, strict=True)
+        ]
+
+    def encode_splits(self) -> tuple[dict[str, dict[str, Column]], Tokenizer, dict[str, Any]]:
+        """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
+        row_readers, notes = self._rows_per_split()
+        first = next(iter(row_readers["train"]()), None)
+        if first is None:
+            raise UserError(f"--data {self.recipe.data}: the train split is empty")
+        columns = self._find_columns([str(k) for k in first[1]])
+        if {columns.text, columns.label} - {"text", "sentence", "label"}:
+            notes.append(f"texts are those of the column {columns.text}, classes those of {columns.label}")
+        splits, found_notes = self._read_classes(row_readers, columns)
+        notes += found_notes
+        classes = {split: known for split, (known, _) in splits.items()}
+        labels = class_names(classes, columns, self.recipe.data)
+        tokenizer, special = self._open_tokenizer(splits["train"][1]())
+        found: dict[str, dict[str, Column]] = {}
+        for split, (known, examples) in splits.items():
+            rows = self._encode_split(split, examples(), columns, tokenizer)
+            found[split] = {**rows.columns(special["pad"] or 0), "label": known.numbers(labels)}
+            if cut := rows.cut:
+                notes.append(
+                    f"{split}: {cut} of {len(known)} texts are cut to {self.recipe.max_length} tokens"
+                )
+        counts = np.bincount(np.asarray(found["train"]["label"]), minlength=len(labels))
+        weights = class_weights(self.options.class_weights, labels, counts)
+        if weights is not None:
+            found["train"][CLASS_WEIGHT] = weights[np.asarray(found["train"]["label"])]
+        return (
+            found,
+            tokenizer,
+            {
+                "tokenizer": "tokenizer.json",
+                "vocabulary": tokenizers.vocabulary_size(tokenizer),
+                **special,
+                "labels": labels,
+                "label_counts": counts.tolist(),
+                **({} if weights is None else {"class_weights": weights.tolist()}),
+                "majority": {s: _majority_share(c["label"]) for s, c in found.items()},
+                "notes": notes,
+            },
+        )
+
+    def _read_classes(
+        self, row_readers: Mapping[str, Callable[[], LocatedRows]], columns: ColumnNames
+    ) -> tuple[dict[str, tuple[SplitClasses, Examples]], list[str]]:
+        """(split -> its classes and a function that reads its examples, notes), with a validation split."""
+        classes = {
+            split: SplitClasses.read(read_examples(rows(), columns)) for split, rows in row_readers.items()
+        }
+        refuse_identifiers(classes["train"], columns.label, row_readers["train"](), self.recipe.data)
+        examples: dict[str, Examples] = {
+            split: partial(_examples, rows, columns, None) for split, rows in row_readers.items()
+        }
+        self._check_share(classes)
+        notes, share = [], self._held_out_share()
+        if "valid" not in classes and share:
+            held_out = held_out_rows(classes["train"], share)
+            for split, rows in (("valid", held_out), ("train", ~held_out)):
+                classes[split] = classes["train"].take(rows)
+                examples[split] = partial(_examples, row_readers["train"], columns, rows)
+            notes.append(
+                f"there is no validation split: {100 * share:g} % of the training rows of each class are it,"
+                " drawn at random (--valid)"
+            )
+        if empty := next((split for split, found in classes.items() if not len(found)), None):
+            raise UserError(
+                f"--data {self.recipe.data}: the {empty} split holds no rows: give it some (without a file of"
+                " its own validation is a share of the training rows)"
+            )
+        notes += drop_unlabelled_test(classes)
+        for split, found in classes.items():
+            if split != "train":
+                notes += overlap_notes(split, found.shared_with(classes["train"]), len(found))
+        return {split: (found, examples[split]) for split, found in classes.items()}, notes
+
+    def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
+        if self.recipe.data == DEMO:
+            return demo_rows(), []
+        where = (self.recipe.data, self._data_path(), self.recipe.format, self.options.data_config)
+        return rows_per_split(*where) if self._held_out_share() is None else (given_rows(*where), [])
+
+    def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
+        """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""
+        texts = (text for e in examples for text in (e.text, e.pair) if text)
+        tokenizer, special = self._open_or_train_tokenizer(
+            lambda size: tokenizers.train_lowercase_bpe(texts, size)
+        )
+        tokenizers.ensure_special_tokens(tokenizer)
+        return tokenizer, special
+
+    def _encode_split(
+        self, split: str, examples: Iterable[Example], columns: ColumnNames, tokenizer: Tokenizer
+    ) -> EncodedRows:
+        pairs = columns.pair is not None
+        texts = (text for e in examples for text in ((e.text, e.pair or "") if pairs else (e.text,)))
+        dtype = np.uint16 if tokenizers.vocabulary_size(tokenizer) <= 1 << 16 else np.int32
+        settings = {"dtype": np.dtype(dtype).str, "pairs": pairs, "max_length": self.recipe.max_length}
+        job = EncodingJob("isobatch.data.labelled.encoder:LabelledEncoder", settings, tokenizer)
+        rows = EncodedRows(np.dtype(dtype), self.workshop.folder, pairs)
+        for shard in encode_in_shards(job, split, texts, self.workshop, texts_together=1 + pairs):
+            rows.add(shard)
+        return rows
+
+
+def _examples(
+    rows: Callable[[], LocatedRows], columns: ColumnNames, kept: np.ndarray | None
+) -> Iterator[Example]:
+    """The examples in the rows; those where `kept` is true."""
+    found = read_examples(rows(), columns)
+    return found if kept is None else itertools.compress(found, kept.tobytes())
+
+
+def _majority_share(labels: Any) -> float:
+    """The share of the largest class: the accuracy of always answering it."""
+    return round(float(np.bincount(np.asarray(labels)).max() / len(labels)), 6)

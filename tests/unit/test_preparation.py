@@ -1,0 +1,197 @@
+"""Tests of data/preparation: the same arrays from any number of processes, also after a kill; digests."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from isobatch.core.errors import UserError
+from isobatch.data import base
+from isobatch.data.preparation import encoding, file_digests, token_stream
+from isobatch.data.preparation.encoding import EncodingJob, Workshop, encode_in_shards
+from isobatch.data.preparation.shards import Shard
+from isobatch.data.preparation.token_stream import StreamEncoder, ends_pieces_at_lines
+from isobatch.data.tokenizers import train_byte_level_bpe
+from isobatch.engine.loading import prepare as preparing
+from isobatch.tests.unit.test_prepared_bytes import RECORDED, prepared, sentences
+
+PLACE = "isobatch.tests.unit.test_preparation:encoder"
+
+
+def encoder(tokenizer: Any, settings: dict[str, Any]) -> Any:  # noqa: ARG001 - as every encoder
+    """Lengths of texts; refuses the text `bad`, and counts its calls in a file."""
+
+    def encode(texts: list[str]) -> Shard:
+        if "bad" in texts:
+            raise UserError("bad is refused")
+        with Path(settings["calls"]).open("a") as stream:
+            stream.write(f"{os.getpid()}\n")
+        return Shard({"lengths": np.array([len(text) for text in texts])}, {"first": texts[0]})
+
+    return encode
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "SHARD_CHARACTERS", 10)
+
+
+def job(folder: Path) -> EncodingJob:
+    (folder / "calls").touch()
+    return EncodingJob(PLACE, {"calls": str(folder / "calls")}, train_byte_level_bpe(["a b c"], 257))
+
+
+def lengths(shards: Any) -> list[int]:
+    return [int(n) for shard in shards for n in shard.arrays["lengths"]]
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().split()
+
+
+TEXTS = ["x" * (n % 7) for n in range(60)]
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
+    workshop = Workshop(workers, tmp_path / "shards")
+    shards = encode_in_shards(job(tmp_path), "train", TEXTS, workshop)
+    first = [next(shards) for _ in range(4)]
+    shards.close()
+    done = len(list((tmp_path / "shards").glob("*.shard")))
+    assert done >= 4
+    kept = sorted((tmp_path / "shards").glob("*.shard"))
+    kept[1].write_bytes(kept[1].read_bytes()[:-1])  # cut short, as by a machine that lost its power
+    before = len(calls(tmp_path))
+    again = list(encode_in_shards(job(tmp_path), "train", TEXTS, workshop))
+    assert lengths(again) == [len(text) for text in TEXTS]
+    assert [shard.facts for shard in again[:4]] == [shard.facts for shard in first]
+    assert len(calls(tmp_path)) - before == len(again) - done + 1
+    assert str(os.getpid()) not in calls(tmp_path) or workers == 1
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_other_texts_are_encoded_anew(tmp_path: Path) -> None:
+    workshop = Workshop(1, tmp_path / "shards")
+    list(encode_in_shards(job(tmp_path), "train", TEXTS, workshop))
+    other = ["y", *TEXTS[1:]]
+    assert lengths(encode_in_shards(job(tmp_path), "train", other, workshop)) == [len(text) for text in other]
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_what_an_encoder_refuses_is_said_by_the_one_that_asked(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="bad is refused"):
+        list(encode_in_shards(job(tmp_path), "train", [*TEXTS, "bad"], Workshop(2)))
+
+
+@pytest.mark.parametrize("case", ["text", "documents, cleaned", "labels as chats"])
+def test_processes_prepare_the_bytes_of_one(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(encoding, "SHARD_CHARACTERS", 20_000)
+    monkeypatch.setattr(preparing, "allowed_cpus", lambda *_: 2)
+    assert prepared(case, tmp_path / "data") == json.loads(RECORDED.read_text())[case]
+    assert not list((tmp_path / "cache" / "prepared").glob(".*.shards"))
+
+
+def test_pieces_of_a_text_have_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_stream, "PIECE_CHARACTERS", 1)
+    ends = [
+        "\n",
+        "\n ",
+        " \n",
+        " \n ",
+        "\n\n",
+        "  \n",
+        "\n  ",
+        "\t\n",
+        "\n\t",
+        "\r\n",
+        "\u00a0\n",
+        "\n\u00a0",
+    ]
+    said = sentences(3, 400, most=4)
+    text = "".join(words + ends[n % len(ends)] for n, words in enumerate(said))
+    tokenizer = train_byte_level_bpe([text], 700)
+    assert ends_pieces_at_lines(tokenizer)
+    found = StreamEncoder(tokenizer, [7], np.dtype(np.uint16)).encode([text, "", "a"])
+    whole = tokenizer.encode(text, add_special_tokens=False).ids
+    assert found.tolist() == [*whole, 7, 7, *tokenizer.encode("a").ids, 7]
+    assert len(token_stream._cut(text)) > 40  # noqa: SLF001
+    tokenizer.add_special_tokens(["token"])
+    assert not ends_pieces_at_lines(tokenizer)
+
+
+@pytest.fixture
+def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that was changed long ago, of which every byte that is read for its digest is counted."""
+    monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(file_digests, "REMEMBERED_BYTES", 4)
+    monkeypatch.setattr(file_digests, "CLOCK_TICK_NS", 0)
+    (tmp_path / "raw.txt").write_text("some text")
+    return tmp_path / "raw.txt"
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    read: list[Path] = []
+    blocks = file_digests._blocks  # noqa: SLF001
+    monkeypatch.setattr(file_digests, "_blocks", lambda file: [read.append(file), *blocks(file)][1:])
+    return read
+
+
+def test_a_file_is_read_for_its_digest_once(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = counted(monkeypatch)
+    assert file_digests.file_hash(raw) == file_digests.file_hash(raw)
+    assert len(read) == 1
+    before = file_digests.file_hash(raw)
+    found = raw.stat()
+    raw.write_text("same size")
+    os.utime(raw, ns=(found.st_atime_ns, found.st_mtime_ns))  # that of the inode tells it
+    assert file_digests.file_hash(raw) != before
+    raw.with_name("copy").write_text("same size")
+    raw.with_name("copy").replace(raw)
+    assert len(read) == 2
+    file_digests.file_hash(raw)
+    assert len(read) == 3
+
+
+def test_a_file_that_was_just_changed_is_read_again(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_digests, "CLOCK_TICK_NS", 2_000_000_000)
+    read = counted(monkeypatch)
+    file_digests.file_hash(raw)
+    file_digests.file_hash(raw)
+    assert len(read) == 2
+    monkeypatch.setattr(time, "time_ns", lambda: raw.stat().st_ctime_ns + 3_000_000_000)
+    file_digests.file_hash(raw)
+    file_digests.file_hash(raw)
+    assert len(read) == 3
+
+
+def test_quantiles_of_lengths_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "MEASURED_ROWS", 7)
+    draw = np.random.default_rng(0)
+    for count in (1, 2, 33, 64, 65, 66, 129, 200):
+        lengths = draw.integers(0, 60, count)
+        rows = base.Ragged(np.empty(0, np.uint16), np.concatenate([[0], np.cumsum(lengths)]))
+        found = base.length_quantiles(base.ArraySource({"tokens": rows}))
+        assert found == tuple(np.quantile(lengths, np.linspace(0, 1, base.QUANTILES), method="nearest"))
+
+
+def test_an_open_cache_holds_nothing_of_its_own(tmp_path: Path) -> None:
+    """Offsets and weights stay mapped: the ranks of a machine share their pages."""
+    base.save(
+        tmp_path, {"tokens": base.Ragged.from_blocks(np.zeros(9000, np.uint16), 3), "a.weight": np.ones(3000)}
+    )
+    source = base.ArraySource(base.load(tmp_path))
+    rows = source.columns["tokens"]
+    assert isinstance(rows, base.Ragged)
+    for array in (rows.values, rows.offsets, source.weights["a"]):
+        assert isinstance(array if isinstance(array, np.memmap) else array.base, np.memmap)
