@@ -16,6 +16,12 @@ ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bo
 ROLE_ALIASES |= {"model": "assistant", "developer": "system"}
 ALPACA_COLUMNS = ("instruction", "output")
 CHAT_COLUMNS = ("messages", "conversations")
+ANSWER_OF = {"prompt": "completion", "question": "answer"}
+"""Columns of a question -> of its answer; both are texts, or lists of messages as TRL has them."""
+ACCEPTED = (
+    "conversations are read from the columns `messages` or `conversations`, `instruction` and `output`,"
+    " `prompt` and `completion`, or `question` and `answer`"
+)
 
 
 class SkippedRowError(Exception):
@@ -23,7 +29,8 @@ class SkippedRowError(Exception):
 
 
 def detect_chat_format(columns: Sequence[str]) -> str | None:
-    """The column that marks the format: `messages`, `conversations` or `instruction`; None for plain text.
+    """The column that marks the format: `messages`, `conversations`, `instruction`, or one of ANSWER_OF; None
+    for plain text.
 
     One of Alpaca's two columns is enough, but where there is a `text` column both are needed.
     """
@@ -31,7 +38,10 @@ def detect_chat_format(columns: Sequence[str]) -> str | None:
     if chats:
         return chats[0]
     alpaca = [name for name in ALPACA_COLUMNS if name in columns]
-    return "instruction" if len(alpaca) == 2 or (alpaca and "text" not in columns) else None
+    if len(alpaca) == 2 or (alpaca and "text" not in columns):
+        return "instruction"
+    asked = (name for name, answer in ANSWER_OF.items() if {name, answer} <= {*columns})
+    return None if "text" in columns else next(asked, None)
 
 
 def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list[Message]:
@@ -41,6 +51,9 @@ def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list
     """
     if chat_format == "instruction":
         messages = _parse_alpaca(row, where)
+    elif chat_format in ANSWER_OF:
+        question = _parse_part(row, chat_format, "user", where)
+        messages = [*question, *_parse_part(row, ANSWER_OF[chat_format], "assistant", where)]
     else:
         messages = parse_message_list(row, chat_format, where)
     require_answers(messages)
@@ -56,6 +69,8 @@ def parse_question(row: Mapping[str, Any], where: str, chat_format: str) -> list
         given = _text_field(row, "input", where) if "input" in row else ""
         asked = {"role": "user", "content": _text_field(row, "instruction", where)}
         messages = [asked | {"input": given if given.strip() else ""}]
+    elif chat_format in ANSWER_OF:
+        messages = _parse_part(row, chat_format, "user", where)
     else:
         messages = parse_message_list(row, chat_format, where)
     while messages and messages[-1]["role"] == "assistant":
@@ -83,6 +98,13 @@ def _parse_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
         raise SkippedRowError("an empty instruction")
     asked = {"role": "user", "content": fields["instruction"], "input": given if given.strip() else ""}
     return [asked, {"role": "assistant", "content": fields["output"]}]
+
+
+def _parse_part(row: Mapping[str, Any], name: str, role: str, where: str) -> list[Message]:
+    """The messages in a column of ANSWER_OF; a text is one message of this role."""
+    if isinstance(row.get(name), list):
+        return parse_message_list(row, name, where)
+    return [{"role": role, "content": _text_field(row, name, where)}]
 
 
 def _text_field(row: Mapping[str, Any], name: str, where: str) -> str:

@@ -76,7 +76,7 @@ def chat(words: Sequence[str]) -> int:
     if options.history and run.facts.extra.get("turns") == 1:
         print(SINGLE_QUESTIONS, file=sys.stderr)
     for line in _input_lines():
-        if line == QUIT:
+        if line in (QUIT, "exit", "quit"):
             break
         talk.say(line)
     return DONE

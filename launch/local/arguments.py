@@ -28,7 +28,7 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.words.config_files import config_text, flags_of_files, join
 from isobatch.launch.local.words.foreign_words import our_name, translate, words_for
 from isobatch.launch.local.words.meanings import spelling
-from isobatch.launch.local.words.other_tools import SYNONYMS
+from isobatch.launch.local.words.other_tools import ELSEWHERE, SYNONYMS
 from isobatch.launch.local.words.sweeps import combinations
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def _refuse_unknown(written: Mapping[str, str], known: Collection[str], where: s
 def _hint_of(name: str, word: str, known: Collection[str]) -> str:
     """What may be meant by an unknown flag; of a word of another tool, our own for it."""
     if word != name:
-        return f" (it stands for {spelling(name)})"
+        return f" ({ELSEWHERE.get(name, f'it stands for {spelling(name)}')})"
     meant = nearest(spelling(word), map(spelling, sorted({*known, *words_for(known)})))
     ours = {spelling(theirs): spelling(own) for theirs, own in SYNONYMS.items() if own in known}
     here = f", {ours[meant]} here" if meant in ours else ""

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 MAX_LENGTH_WITH_ATTENTION_DROPOUT = 512
 """Above this length attention dropout is 0: keyed noise rules out the fused attention kernel."""
+FINETUNING_LR, ADAPTER_LR = 5e-5, 2e-4
+"""Peak rates for a loaded model: of Hugging Face's Trainer, and of adapters (Dettmers et al. 2023, table 9)."""
 LARGEST_REBUILT_MODEL = 20_000_000
 """Parameters up to which the untrained model is built again, to show what it wrote."""
 
@@ -130,8 +132,13 @@ class CausalLM(Task):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What --adapter implies; and a model that reads less than the usual --max-length limits it."""
+        """What --adapter implies; a loaded model's rate; and a model that reads less than the usual
+        --max-length limits it.
+        """
         implied = adapters.implied_options(values)
+        is_loaded = values.get("model", cls.defaults.get("model")) not in PRESETS
+        if is_loaded and "lr" not in cls.defaults and not {"lr", "preset"} & values.keys():
+            implied["lr"] = FINETUNING_LR if values.get("adapter", "none") == "none" else ADAPTER_LR
         context = _context_on_disk(values.get("model"), values.get("revision"))
         if "max_length" not in values and context and context < cls.defaults["max_length"]:
             implied["max_length"] = context
@@ -438,6 +445,8 @@ class CausalLM(Task):
             seed=self.recipe.seed,
             stop_token_id=template.get("end_id"),
         )
+        if template:  # the likeliest answer, as `predict` gives it
+            sampling = dataclasses.replace(sampling, temperature=0.0)
         prompts = facts.extra.get("prompts")
         if not prompts or self.options.generate_prompt:
             prompts = [(self._first_words(facts, folder), None)]

@@ -37,7 +37,9 @@ def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
     for name, value in flags.items():
         meaning = _meaning(name, value, own)
         if meaning is not None and meaning.yields and _sets_any(flags, meaning, own):
-            continue
+            if name not in SYNONYMS:
+                continue
+            meaning = None
         if meaning is None:
             ours = {our_name(name, own): value}
         else:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import PurePath
 from typing import NamedTuple
 
 from isobatch.core.flags import BareValue
@@ -36,8 +37,8 @@ class Meaning:
 
     form: Form
     flags: Mapping[str, str] | None = field(default_factory=dict)
-    """Our flags and their values, in which {} stands for the word's own and {%} for it as a share in percent;
-    None: it is refused."""
+    """Our flags and their values, in which {} stands for the word's own, {%} for it as a share in percent,
+    {parent} and {last} for the parts of a path; None: it is refused."""
     remark: str | None = ""
     """Why it has no effect, what to use in its place, or what to know; None: nothing is said."""
     yields: bool = False
@@ -87,6 +88,9 @@ def _filled(template: str, value: str) -> str:
     """The template with the value in place of {} or {%}; a list as Python writes it becomes a,b."""
     if template == "{%}":
         return f"{(Decimal(value) * 100).normalize():f}%"
+    if template in ("{parent}", "{last}"):
+        path = PurePath(value)
+        return path.name if template == "{last}" else str(path.parent)
     if items := re.fullmatch(r"[\[(](.*)[\])]", value):
         value = ",".join(word.strip(" '\"") for word in items[1].split(",") if word.strip())
     return value if template == "{}" else template.replace("{}", value)

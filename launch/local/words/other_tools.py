@@ -137,6 +137,8 @@ SYNONYMS = {
 }
 """Names in other tools -> our flag, which takes the same values."""
 
+ELSEWHERE = {"valid": "it holds out the last 5 % of the rows, or what lies in a file named valid"}
+"""Our flag -> what to know where a word of another tool stands for it, and the task lacks it."""
 _ALWAYS_SO = (no_effect("it is always so here"),)
 _EVALUATION = (
     to("no", "the end of the run evaluates anyway", eval_every=NEVER),
@@ -266,6 +268,8 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     "use_liger_kernel": (no_effect("the head's logits are made in chunks anyway"),),
     "neftune_noise_alpha": (refused("embeddings get no noise here: leave it out"),),
     "preprocessing_num_workers": (no_effect("data is prepared once, and kept"),),
+    "output_dir": (unless_given(ANY, "", out="{parent}", name="{last}"),),
+    "modules_to_save": (refused("beside an adapter nothing else is trained; --adapter none trains all"),),
     "special_tokens": (refused("a tokenizer has its own: --tokenizer FOLDER takes one with yours"),),
     "num_labels": (no_effect("the data says it"),),
     "freeze_layers": (refused("no layer is frozen by its number; --adapter lora trains few parameters"),),
@@ -329,6 +333,7 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
 }
 """Words of other tools -> their meanings; the first counts whose form the value has."""
 VALUES: Mapping[str, tuple[Meaning, ...]] = {
+    "lora_targets": (to("all", lora_targets="all-linear"),),
     "strategy": (
         refused("DataParallel is slower than one process per GPU: use ddp", "dp"),
         to("ddp_spawn|ddp_find_unused_parameters_(true|false)", strategy="ddp"),
