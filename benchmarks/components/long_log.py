@@ -1,4 +1,4 @@
-"""What the log of a million steps costs: to write, to cut when a run resumes, to audit, to draw.
+"""What the log of a million steps costs: to write, to cut when a run resumes, to audit, to draw, to compare.
 
 `python -m benchmarks long-log`. The run is no training: its rows follow from a recipe, with real seals.
 """
@@ -65,7 +65,14 @@ def _write(folder: Path, steps: int) -> None:
     for number, batch in zip(range(steps), sampler.batches(), strict=False):
         chain, seen = extend_chain(chain, batch), seen + len(batch)
         rate = learning_rate(recipe, schedule.lr, number, schedule.steps, schedule.steps_per_epoch)
-        row = {"phase": "train", "step": number + 1, "loss": 3.0, "lr": rate, "grad_norm": 1.0}
+        row = {
+            "phase": "train",
+            "step": number + 1,
+            "epoch": round((number + 1) / 306, 6),
+            "loss": 3.0,
+            "lr": rate,
+            "grad_norm": 1.0,
+        }
         row |= {"samples": seen, "tokens": 30 * seen, "step_seconds": 0.123456, "data_seconds": 0.00012}
         row |= {"samples_per_second": 194.4, "tokens_per_second": 5832.1, "padding": 0.0321}
         log.log_step({**row, "chain": chain, "memory_bytes": 4_000_000_000}, batch)
@@ -113,4 +120,16 @@ def _runs(folder: Path) -> None:
     assert [run.status() for run in list_runs(folder.parent)] == ["unfinished"]
 
 
-PARTS = {"resume": _resume, "records of verify": _audit, "report": _report, "runs": _runs}
+def _diff(folder: Path) -> None:
+    """`diff --level step` of the run and one whose loss parts in the last step."""
+    from isobatch.engine.forensics.compare_logs import EXACT_FLOOR, compare_logs
+    from isobatch.engine.forensics.logged_steps import FIGURES, read_logged_steps
+
+    log = folder / "metrics.jsonl"
+    one, other = read_logged_steps(log), read_logged_steps(log)
+    other.figures[-1, FIGURES.index("loss")] += 0.01
+    floor = dict(zip(("loss", "grad_norm"), EXACT_FLOOR, strict=True))
+    assert compare_logs(one, other, floor, floor).step == len(one)
+
+
+PARTS = {"resume": _resume, "records of verify": _audit, "report": _report, "runs": _runs, "diff": _diff}
