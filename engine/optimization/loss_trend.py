@@ -66,11 +66,8 @@ def ending_remark(
     falling = still_falling(losses)
     if not falling and (recipe.steps is not None or steps >= FEW_STEPS):
         return ""
-    found = (
-        "the training loss was still falling at the end"
-        if falling
-        else f"{steps:,} step{'s are' if steps > 1 else ' is'} very few"
-    )
+    few = "1 step is very few" if steps == 1 else f"{steps:,} steps are very few"
+    found = "the training loss was still falling at the end" if falling else few
     go_on = f" (or go on from here: isobatch auto --from {folder})" if len(schedules) == 1 else ""
     return f"{found}: {_twice_as_long(recipe, schedules)} may learn more{go_on}"
 

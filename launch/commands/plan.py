@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import build_options, flags_of
-from isobatch.engine.loading.prepare import cache_folder
+from isobatch.core.package import cache_folder
 from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.alternatives import memory_alternatives

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core import hub_cache
-from isobatch.engine.loading.prepare import cache_folder
+from isobatch.core.package import cache_folder
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.detect_nvidia import OWN_FILES
 from isobatch.launch.doctor import devices, network, software, storage, variables

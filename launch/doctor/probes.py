@@ -72,7 +72,7 @@ def product_error(device: str, dtype: Any) -> float:
 
 def ceilings() -> dict[str, Any]:
     """The measured rates of this processor, which plans reckon with; measured now where they are not kept."""
-    from isobatch.engine.loading.prepare import cache_folder
+    from isobatch.core.package import cache_folder
     from isobatch.engine.machine.ceilings import ceilings_of
     from isobatch.engine.machine.detect import detect
 

@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
-from isobatch.engine.loading.prepare import cache_folder
+from isobatch.core.package import cache_folder
 from isobatch.engine.machine import history
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.corrections import measured_run

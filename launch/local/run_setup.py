@@ -14,11 +14,12 @@ from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.flags import build_options
 from isobatch.core.measures import printable
+from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, PlanOptions
 from isobatch.core.terminal.status import doing
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
-from isobatch.engine.loading.prepare import CACHE, CHECK_SECONDS, cache_folder, prepare
+from isobatch.engine.loading.prepare import CHECK_SECONDS, prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.explanations import unmet_wishes

@@ -17,9 +17,9 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.flags import flags_of
-from isobatch.core.package import ROOT
+from isobatch.core.package import ROOT, cache_folder
 from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
-from isobatch.engine.loading.prepare import cache_folder, prepare
+from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.machine.history import machine_record

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.optimizers import OPTIMIZERS
+from isobatch.core.package import cache_folder
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.data_rate import DataRate, measure_data_rate
-from isobatch.engine.loading.prepare import cache_folder
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.explanations import length_flag

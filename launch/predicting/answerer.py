@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
+from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.tokenizers import open_tokenizer
-from isobatch.engine.loading.prepare import cache_folder
 from isobatch.engine.registry import workload_of
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.run_setup import TrustOptions

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
-from isobatch.core.package import ROOT
+from isobatch.core.package import ROOT, cache_folder
 from isobatch.engine import consent
-from isobatch.engine.loading.prepare import cache_folder
 from isobatch.engine.runs import slurm_queue
 from isobatch.engine.runs.witness import witness_environment
 from isobatch.engine.task_files import is_task_file, task_file

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 MAX_LENGTH_WITH_ATTENTION_DROPOUT = 512
 """Above this length attention dropout is 0: keyed noise rules out the fused attention kernel."""
 FINETUNING_LR, ADAPTER_LR = 5e-5, 2e-4
-"""Peak rates for a loaded model: of Hugging Face's Trainer, and of adapters (Dettmers et al. 2023, table 9)."""
+"""Peak rates for a loaded model: of Hugging Face's Trainer, and of adapters (Dettmers et al. 2023)."""
 LARGEST_REBUILT_MODEL = 20_000_000
 """Parameters up to which the untrained model is built again, to show what it wrote."""
 

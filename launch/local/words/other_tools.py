@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from isobatch.launch.local.words.meanings import (
+    ANY,
     NEVER,
     NO_PATIENCE_ENDS,
     OFF,
