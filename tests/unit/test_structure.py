@@ -144,7 +144,6 @@ ROOMS: dict[str, set[str]] = {
             "core",
             "engine",
             "engine.distributed",
-            "engine.loading",
             "engine.machine",
             "engine.planning",
             "engine.runs",
@@ -168,7 +167,7 @@ ROOMS: dict[str, set[str]] = {
         *("engine.planning", "engine.runs", "launch.local"),
     },
     "launch.doctor": {
-        *("core", "engine.checkpointing", "engine.distributed", "engine.loading", "engine.machine"),
+        *("core", "engine.checkpointing", "engine.distributed", "engine.machine"),
         *("engine.runs", "launch.local", "launch.slurm", "launch.control"),
     },
     "launch.commands": {
