@@ -51,6 +51,10 @@ BENCHMARKS = {
         "what the log of a million steps costs to write, cut, audit and draw",
     ),
     "replay": ("components.replay_cost", "what seeing into a step costs, against the plain step"),
+    "preparation": (
+        "components.preparation",
+        "text beside the tokenizers' own rates, memory a row of tables, digests remembered",
+    ),
     "digests": ("components.digests", "what checking prepared data against its digests costs"),
     "noise": ("components.noise", "what keyed dropout costs against torch's own"),
     "checkpoint": (

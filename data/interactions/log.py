@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-BUCKET_ROWS = 1 << 21
+BUCKET_ROWS = 1 << 20
 """Interactions that are sorted at once."""
 
 
@@ -94,31 +94,29 @@ class InteractionLog:
     def _buckets(
         self, count: int, bucket_of: Callable[[dict[str, np.ndarray]], np.ndarray]
     ) -> Iterator[InteractionArrays]:
-        """The interactions of each bucket; those of all but one lie in temporary files meanwhile."""
+        """The interactions of each bucket; they lie in temporary files meanwhile."""
+        for spooled in self._scatter(count, bucket_of):
+            found = spooled.array()
+            yield InteractionArrays(*(np.array(found[name]) for name in InteractionArrays._fields))
+
+    def _scatter(
+        self, count: int, bucket_of: Callable[[dict[str, np.ndarray]], np.ndarray]
+    ) -> list[SpooledArray]:
         time = self.columns["time"].dtype if "time" in self.columns else np.dtype(np.int64)
-        names = [("user", np.int32), ("item", np.int32), ("time", time), ("row", np.int64)]
-        dtype: Any = np.dtype(names)
+        dtype: Any = np.dtype([("user", np.int32), ("item", np.int32), ("time", time), ("row", np.int64)])
         spooled = [SpooledArray(dtype, self.folder) for _ in range(count)]
         start = 0
         for chunk in self.chunks():
             rows = np.zeros(len(chunk["user"]), dtype)
-            for name, values in chunk.items():
-                if name in rows.dtype.names:
-                    rows[name] = values
+            for name in set(chunk) & set(rows.dtype.names):
+                rows[name] = chunk[name]
             rows["row"] = np.arange(start, start + len(rows))
             start += len(rows)
-            if count == 1:
-                spooled[0].add(rows)
-                continue
             bucket = bucket_of(chunk)
-            order = np.argsort(bucket, kind="stable")
             ends = np.cumsum(np.bincount(bucket, minlength=count))
-            for number, part in enumerate(np.split(rows[order], ends[:-1])):
+            for number, part in enumerate(np.split(rows[np.argsort(bucket, kind="stable")], ends[:-1])):
                 spooled[number].add(part)
-        for one in spooled:
-            found = one.array()
-            yield InteractionArrays(*(np.array(found[name]) for name in InteractionArrays._fields))
-            del found
+        return spooled
 
 
 def _bucket_count(rows: int) -> int:

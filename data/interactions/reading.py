@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa  # noqa: TC004  heavy, and no class here has flags
 
-BATCH_ROWS = 1 << 20
+BATCH_ROWS = 1 << 18
 
 
 class NotInBlocksError(Exception):

@@ -126,7 +126,7 @@ def stream_parquet(file: Path, wanted: Sequence[str]) -> Iterator[pa.RecordBatch
     import pyarrow.parquet as reader
 
     try:
-        with reader.ParquetFile(file) as table:
+        with reader.ParquetFile(file, pre_buffer=False) as table:
             position.begin([file])
             share = file.stat().st_size / max(1, table.metadata.num_rows)
             for batch in table.iter_batches(BATCH_ROWS, columns=list(wanted)):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 22
 
 
 class SpooledArray:

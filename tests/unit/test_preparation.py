@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from isobatch.benchmarks.components.preparation import SHARED, prepare_alone, write_events, write_reviews
+from isobatch.core import measures
 from isobatch.core.errors import UserError
 from isobatch.data import base
 from isobatch.data.preparation import encoding, file_digests, token_stream
@@ -19,7 +23,8 @@ from isobatch.data.preparation.shards import Shard
 from isobatch.data.preparation.token_stream import StreamEncoder, ends_pieces_at_lines
 from isobatch.data.tokenizers import train_byte_level_bpe
 from isobatch.engine.loading import prepare as preparing
-from isobatch.tests.unit.test_prepared_bytes import RECORDED, prepared, sentences
+from isobatch.tests.paths import REGISTER, ROOT
+from isobatch.tests.unit.test_prepared_bytes import RECORDED, prepared, sentences, vocabulary
 
 PLACE = "isobatch.tests.unit.test_preparation:encoder"
 
@@ -195,3 +200,76 @@ def test_an_open_cache_holds_nothing_of_its_own(tmp_path: Path) -> None:
     assert isinstance(rows, base.Ragged)
     for array in (rows.values, rows.offsets, source.weights["a"]):
         assert isinstance(array if isinstance(array, np.memmap) else array.base, np.memmap)
+
+
+MEMORY = """
+import os, sys
+import numpy as np
+from pathlib import Path
+from isobatch.core.measures import peak_resident_bytes
+from isobatch.core.recipe import Recipe
+from isobatch.data.interactions import dataset, log
+from isobatch.data.labelled.dataset import Labelled, LabelledOptions
+from isobatch.data.preparation import encoding, spooled_array
+from isobatch.engine.loading import prepare as preparing
+
+log.BUCKET_ROWS, spooled_array.CHUNK_BYTES, encoding.SHARD_CHARACTERS = 1 << 14, 1 << 17, 1 << 18
+preparing.allowed_cpus = lambda *_: 1
+kind, folder = sys.argv[1], Path(sys.argv[2])
+os.environ["ISOBATCH_CACHE"] = str(folder / "cache")
+
+
+def labelled(rows):
+    lines = [f"{n} a film of some length, and of some wit, by {n}\\t{n % 3}" for n in range(rows)]
+    (folder / "train.tsv").write_text("\\n".join(["text\\tlabel", *lines]))
+    recipe = Recipe(task="classifier", data=str(folder), tokenizer=sys.argv[3], rules=2)
+    return Labelled(recipe, LabelledOptions())
+
+
+def interactions(rows):
+    lines = (f"{n * 31 % (rows // 50)},{n * n % 997},{n}\\n" for n in range(rows))
+    with (folder / "log.csv").open("w") as stream:
+        stream.write("user,item,timestamp\\n")
+        stream.writelines(lines)
+    recipe = Recipe(task="recommender", data=str(folder), rules=2)
+    return dataset.Interactions(recipe, dataset.InteractionOptions(vocab_size=300, eval_negatives=5))
+
+
+sizes = {"labelled": (5_000, 25_000), "interactions": (300_000, 900_000)}[kind]
+peaks = []
+for size in sizes:
+    preparing.prepare(globals()[kind](size))
+    peaks.append(peak_resident_bytes())
+print((peaks[1] - peaks[0]) / (sizes[1] - sizes[0]))
+"""
+
+
+@pytest.mark.skipif(not measures.STATUS.exists(), reason="needs Linux")
+@pytest.mark.parametrize(("kind", "most"), [("labelled", 1200), ("interactions", 120)])
+def test_memory_a_row_is_small(kind: str, most: float, tmp_path: Path) -> None:
+    """Bytes by which the peak of a process grows for each row."""
+    words = [
+        sys.executable,
+        "-c",
+        f"{REGISTER}\n{MEMORY}",
+        kind,
+        str(tmp_path),
+        vocabulary(tmp_path / "v", "film"),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "rows", "write"),
+    [("classifier", 2_000_000, write_reviews), ("recommender", 100_000_000, write_events)],
+)
+def test_large_tables_are_prepared_in_two_gigabytes(task: str, rows: int, write: Any, tmp_path: Path) -> None:
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is not on this machine")
+    (tmp_path / "raw").mkdir()
+    flags = write(tmp_path / "raw", rows)
+    found = prepare_alone(ROOT, tmp_path, {"task": task, "data": str(tmp_path / "raw"), **flags})
+    assert found["peak_bytes"] < 2e9
