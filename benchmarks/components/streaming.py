@@ -24,11 +24,10 @@ from isobatch.core.measures import now
 from isobatch.tests.object_store import object_store
 
 BUCKET = "corpus"
-DOCUMENTS_A_SHARD = 2400
 WORDS_A_DOCUMENT = 160
 LATENCY = 0.05
-SETTINGS: dict[str, Any] = {"batch_size": 32, "max_length": 128, "vocab_size": 4096, "epochs": (1.0,)}
-TRAINED_STEPS = 40
+SETTINGS: dict[str, Any] = {"batch_size": 16, "max_length": 128, "vocab_size": 2048, "epochs": (1.0,)}
+TRAINED_STEPS = 30
 GROUPS = "groups"
 
 
@@ -36,7 +35,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
     """A row for each way to the data."""
     with tempfile.TemporaryDirectory() as name, object_store() as store:
         folder = Path(name)
-        _write_corpus(folder, 6 if quick else 16)
+        _write_corpus(folder, *((6, 500) if quick else (16, 2400)))
         for shard in folder.glob("local/*.parquet"):
             store.put(BUCKET, shard.name, shard.read_bytes())
         remote = f"s3://{BUCKET}/*.parquet"
@@ -80,8 +79,8 @@ def _environment(folder: Path, environment: dict[str, str], address: str) -> dic
     return {**os.environ, **environment, **places, "AWS_ENDPOINT_URL": address}
 
 
-def _write_corpus(folder: Path, shards: int) -> None:
-    """Parquet shards of about 2 MB, of words as frequent as words are (Zipf)."""
+def _write_corpus(folder: Path, shards: int, documents: int) -> None:
+    """Parquet shards of so many documents, of words as frequent as words are (Zipf)."""
     import pyarrow
     from pyarrow import parquet
 
@@ -90,11 +89,9 @@ def _write_corpus(folder: Path, shards: int) -> None:
     words = np.array(["".join(chance.choices(letters, k=chance.randrange(2, 9))) for _ in range(20_000)])
     (folder / "local").mkdir()
     for shard in range(shards):
-        drawn = words[numbers.zipf(1.3, (DOCUMENTS_A_SHARD, WORDS_A_DOCUMENT)) % len(words)]
+        drawn = words[numbers.zipf(1.3, (documents, WORDS_A_DOCUMENT)) % len(words)]
         table = pyarrow.table({"text": [" ".join(row) for row in drawn.tolist()]})
-        parquet.write_table(
-            table, folder / "local" / f"train-{shard:02}.parquet", row_group_size=DOCUMENTS_A_SHARD
-        )
+        parquet.write_table(table, folder / "local" / f"train-{shard:02}.parquet", row_group_size=documents)
 
 
 def _values(data: str) -> dict[str, Any]:

@@ -47,7 +47,19 @@ class ChangedObjectError(TrainingError):
 
 
 class Store:
-    """The objects behind addresses, of any scheme. May be copied into other processes."""
+    """The objects behind addresses, of any scheme, for all threads of a process."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, Any] = {}
+
+    def _open(self, address: str) -> tuple[Any, str]:
+        """(fsspec's file system, the path in it). fsspec itself makes a new one for each thread."""
+        from fsspec.core import strip_protocol, url_to_fs
+
+        scheme = address.partition("://")[0]
+        if scheme not in self._opened:
+            self._opened[scheme] = url_to_fs(address, use_listings_cache=False)[0]
+        return self._opened[scheme], strip_protocol(address)
 
     def find(self, data: str) -> list[StoredObject]:
         """The objects with a known ending that --data names, by address; empty ones are none.
@@ -74,7 +86,7 @@ class Store:
         return list(self._matches(pattern))
 
     def _matches(self, pattern: str) -> Iterator[StoredObject]:
-        filesystem, path = _open(pattern)
+        filesystem, path = self._open(pattern)
         if any(mark in path for mark in "*?["):
             details = filesystem.glob(path, detail=True)
         elif locations.file_format(pattern):
@@ -87,12 +99,12 @@ class Store:
 
     def describe(self, address: str) -> StoredObject:
         """The object as it is now. Raises TrainingError where it cannot be asked for."""
-        filesystem, path = _open(address)
+        filesystem, path = self._open(address)
         return _described(address, _insist(address, "its size", lambda: filesystem.info(path)))
 
     def read(self, address: str, start: int, stop: int) -> bytes:
         """The bytes from `start` to `stop` of an object. Raises TrainingError, naming it, in the end."""
-        filesystem, path = _open(address)
+        filesystem, path = self._open(address)
 
         def attempt() -> bytes:
             found: bytes = filesystem.cat_file(path, start=start, end=stop)
@@ -115,14 +127,6 @@ def changed(address: str) -> str:
         f"{address} was changed after it was indexed: put the old one back, or train anew with --again, which"
         " indexes the new one"
     )
-
-
-def _open(address: str) -> tuple[Any, str]:
-    """(fsspec's file system, the path in it). fsspec keeps one for each process and thread."""
-    from fsspec.core import url_to_fs
-
-    filesystem, path = url_to_fs(address, use_listings_cache=False)
-    return filesystem, str(path)
 
 
 def _described(address: str, info: dict[str, Any]) -> StoredObject:

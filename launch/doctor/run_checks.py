@@ -272,7 +272,9 @@ def check_data(run: RunFolder) -> Iterator[Check]:
     if prepared.is_dir():
         return
     source = Path(str(given)).expanduser()
-    if given and ("/" in str(given) or source.suffix) and not source.exists():
+    if "://" in str(given):  # a store, which `resume` asks
+        yield ok("data", f"indexed again at the next `resume`: {prepared} is gone")
+    elif given and ("/" in str(given) or source.suffix) and not source.exists():
         text = f"{given} is gone, and what was prepared of it ({prepared}), too"
         yield broken("data", text, f"isobatch resume {run.folder} --data WHERE-IT-LIES-NOW")
     elif run.status_or_none() != "done":

@@ -198,3 +198,27 @@ def test_a_closed_loader_waits_for_the_fetch_that_it_is_in() -> None:
     next(steps)
     steps.close()
     assert running() == before
+
+
+def test_a_source_hears_of_samples_before_they_are_fetched_and_of_each_step_once() -> None:
+    class Far(Slow):
+        read_ahead = 30
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard: list[int] = []
+            self.known: list[set[int]] = []
+
+        def expect(self, indices: np.ndarray) -> None:
+            self.heard += indices.tolist()
+
+        def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
+            self.known.append(set(self.heard))
+            return super().fetch(indices, pad_to)
+
+    source = Far()
+    made = loader(source, prefetch=1)
+    batches = [step.work.samples.tolist() for step in made.steps(1, 8)]
+    assert source.heard == [sample for batch in batches for sample in batch]
+    first = {sample for batch in batches[:4] for sample in batch}  # 30 samples are three steps of twelve
+    assert source.known[0] == first

@@ -236,7 +236,7 @@ class Failing:
 def test_a_read_is_tried_again_and_the_last_error_names_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
     for failures, reads in ((0, 2), (5, 7), (99, store.ATTEMPTS)):
         files = Failing(failures, ConnectionResetError("reset by peer"))
-        monkeypatch.setattr(store, "_open", lambda address, files=files: (files, "path"))
+        monkeypatch.setattr(store.Store, "_open", lambda *_, files=files: (files, "path"))
         if failures < 99:
             assert store.Store().read("s3://b/part-3", 10, 14) == b"xxxx"
         else:
@@ -244,7 +244,7 @@ def test_a_read_is_tried_again_and_the_last_error_names_the_object(monkeypatch: 
                 store.Store().read("s3://b/part-3", 10, 14)
         assert files.reads == reads
     refused = Failing(99, PermissionError("Access Denied"))
-    monkeypatch.setattr(store, "_open", lambda address: (refused, "path"))
+    monkeypatch.setattr(store.Store, "_open", lambda *_: (refused, "path"))
     with pytest.raises(TrainingError, match="no permission: give credentials"):
         store.Store().read("s3://b/part-3", 10, 14)
     assert refused.reads == 1, "what is refused is not asked for again"
