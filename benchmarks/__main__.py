@@ -41,9 +41,9 @@ BENCHMARKS = {
     "startup": ("components.startup", "--help, and from the command to the first optimizer step"),
     "doctor": ("components.doctor", "seconds and false alarms of doctor, and the planted faults it finds"),
     "sampler": ("components.sampler", "rows a second from the sampler's order and the vectorised fetch"),
-    "fleet": ("components.fleet", "host work a step, balance and goodput from 8 to 16,384 GPUs, simulated"),
+    "fleet": ("scale.fleet", "host work a step, balance and goodput from 8 to 16,384 GPUs, simulated"),
     "streaming": (
-        "components.streaming",
+        "scale.streaming",
         "training from a store against prepared data",
     ),
     "long-log": (
@@ -52,7 +52,7 @@ BENCHMARKS = {
     ),
     "replay": ("components.replay_cost", "what seeing into a step costs, against the plain step"),
     "preparation": (
-        "components.preparation",
+        "scale.preparation",
         "text beside the tokenizers' own rates, memory a row of tables, digests remembered",
     ),
     "digests": ("components.digests", "what checking prepared data against its digests costs"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.data.base import Column, Ragged
-from isobatch.data.preparation.shards import Shard
+from isobatch.data.preparation.shards import EncodedShard
 from isobatch.data.preparation.spooled_array import SpooledArray
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class EncodedRows:
         self.cut = 0
         """Rows of which something is cut off."""
 
-    def add(self, shard: Shard) -> None:
+    def add(self, shard: EncodedShard) -> None:
         """Append the rows of a shard that LabelledEncoder made."""
         self.tokens.add(shard.arrays["tokens"])
         if self.types is not None:
@@ -55,14 +55,14 @@ class LabelledEncoder:
         self.tokenizer, self.dtype = tokenizer, np.dtype(settings["dtype"])
         self.pairs, self.max_length = settings["pairs"], settings["max_length"]
 
-    def __call__(self, texts: list[str]) -> Shard:
+    def __call__(self, texts: list[str]) -> EncodedShard:
         rows: list[Any] = list(zip(texts[::2], texts[1::2], strict=True)) if self.pairs else texts
         parts = [
             self._encode(rows[start : start + BATCH_TEXTS]) for start in range(0, len(rows), BATCH_TEXTS)
         ]
         names = parts[0][0]
         arrays = {name: np.concatenate([found[name] for found, _ in parts]) for name in names}
-        return Shard(arrays, {"cut": sum(cut for _, cut in parts)})
+        return EncodedShard(arrays, {"cut": sum(cut for _, cut in parts)})
 
     def _encode(self, rows: list[Any]) -> tuple[dict[str, np.ndarray], int]:
         self.tokenizer.enable_truncation(self.max_length, strategy="longest_first")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.data.preparation import worker
 from isobatch.data.preparation.progress import position
-from isobatch.data.preparation.shards import Shard, kept_shard, short_digest
+from isobatch.data.preparation.shards import EncodedShard, kept_shard, short_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +50,7 @@ class EncodingJob:
 
     place: str
     """Of the function that makes the encoder from (tokenizer, settings): isobatch.MODULE:FUNCTION. The
-    encoder makes a Shard from a list of texts."""
+    encoder makes a EncodedShard from a list of texts."""
     settings: dict[str, Any]
     """JSON."""
     tokenizer: Tokenizer
@@ -58,7 +58,7 @@ class EncodingJob:
 
 def encode_in_shards(
     job: EncodingJob, name: str, texts: Iterable[str], workshop: Workshop, texts_together: int = 1
-) -> Iterator[Shard]:
+) -> Iterator[EncodedShard]:
     """Yield the shards of the texts, in order. `name` is what the status says is encoded.
 
     `texts_together`: a shard ends behind so many texts, or a multiple. Raises UserError as the encoder does.
@@ -77,7 +77,7 @@ def encode_in_shards(
             position.show(f"tokenizing {name}")
         return
     with _Processes(job, workshop.workers) as processes:
-        waiting: deque[Future[Shard]] = deque()
+        waiting: deque[Future[EncodedShard]] = deque()
         for number, batch in enumerate(batches):
             waiting.append(processes.submit(keeper.made_once, number, worker.pack_texts(batch)))
             if len(waiting) >= SHARDS_AHEAD * workshop.workers:
@@ -107,7 +107,7 @@ class _Keeper:
     def __init__(self, folder: Path | None, job: str) -> None:
         self.folder, self.job = folder, job
 
-    def made_once(self, number: int, packed: bytes, make: Callable[[bytes], Shard]) -> Shard:
+    def made_once(self, number: int, packed: bytes, make: Callable[[bytes], EncodedShard]) -> EncodedShard:
         """The shard of packed texts, kept in a file by its number."""
         if self.folder is None:
             return make(packed)
@@ -161,11 +161,14 @@ class _Processes:
         )
 
     def submit(
-        self, made_once: Callable[[int, bytes, Callable[[bytes], Shard]], Shard], number: int, packed: bytes
-    ) -> Future[Shard]:
+        self,
+        made_once: Callable[[int, bytes, Callable[[bytes], EncodedShard]], EncodedShard],
+        number: int,
+        packed: bytes,
+    ) -> Future[EncodedShard]:
         return self.threads.submit(made_once, number, packed, self._encode)
 
-    def _encode(self, packed: bytes) -> Shard:
+    def _encode(self, packed: bytes) -> EncodedShard:
         """What a process that is idle makes of packed texts. Raises UserError as the encoder does."""
         child = self.idle.get()
         assert child.stdin is not None
@@ -178,10 +181,10 @@ class _Processes:
         return _shard_in(answer, child)
 
 
-def _shard_in(answer: bytes | None, child: subprocess.Popen[bytes]) -> Shard:
+def _shard_in(answer: bytes | None, child: subprocess.Popen[bytes]) -> EncodedShard:
     if answer is None:
         raise RuntimeError(f"a process that encodes texts ended with {child.wait()}")
-    shard = Shard.unpack(answer)
+    shard = EncodedShard.unpack(answer)
     if shard is not None:
         return shard
     said = json.loads(answer)

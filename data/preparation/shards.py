@@ -34,7 +34,7 @@ def text_hash(text: str | bytes) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class EncodedShard:
     """What a part of the input became."""
 
     arrays: Mapping[str, np.ndarray]
@@ -54,7 +54,7 @@ class Shard:
         return b"".join([json.dumps(header).encode(), b"\n", *blocks])
 
     @classmethod
-    def unpack(cls, packed: bytes, made_from: str = "") -> Shard | None:
+    def unpack(cls, packed: bytes, made_from: str = "") -> EncodedShard | None:
         """The shard in such bytes; None where they are not whole, or were made from something else."""
         head, _, body = packed.partition(b"\n")
         try:
@@ -77,6 +77,6 @@ class Shard:
         temporary.replace(file)
 
 
-def kept_shard(file: Path, made_from: str) -> Shard | None:
+def kept_shard(file: Path, made_from: str) -> EncodedShard | None:
     """The shard in a file, if it is whole and was made from this."""
-    return Shard.unpack(file.read_bytes(), made_from) if file.is_file() else None
+    return EncodedShard.unpack(file.read_bytes(), made_from) if file.is_file() else None

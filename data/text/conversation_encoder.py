@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.data.preparation.shards import Shard, text_hash
+from isobatch.data.preparation.shards import EncodedShard, text_hash
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
 from isobatch.data.text.conversation_counts import ConversationCounts
 from isobatch.data.text.plain_text import count_lines
@@ -39,7 +39,7 @@ class ConversationEncoder:
         self.max_length, self.rules = settings["max_length"], settings["rules"]
         self.response_only, self.ends_with_answer = settings["response_only"], settings["ends_with_answer"]
 
-    def __call__(self, texts: list[str]) -> Shard:
+    def __call__(self, texts: list[str]) -> EncodedShard:
         counts, turns = ConversationCounts(), 0
         prompts: list[list[str]] = []
         hashes: list[int] = []
@@ -64,7 +64,9 @@ class ConversationEncoder:
             "weights": np.array([mask.sum() for mask in masks[1:]], np.int32),
             "hashes": np.array(hashes, np.uint64),
         }
-        return Shard(arrays, {"counts": dataclasses.asdict(counts), "turns": turns, "prompts": prompts})
+        return EncodedShard(
+            arrays, {"counts": dataclasses.asdict(counts), "turns": turns, "prompts": prompts}
+        )
 
     def _rows(self, texts: list[str]) -> Iterator[tuple[list[ChatSegment], TokenRow]]:
         """Yield each conversation with its tokens.

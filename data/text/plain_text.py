@@ -16,7 +16,7 @@ from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.corpora import overlap_notes
 from isobatch.data.preparation.encoding import EncodingJob, Workshop, encode_in_shards
-from isobatch.data.preparation.shards import Shard, text_hash
+from isobatch.data.preparation.shards import EncodedShard, text_hash
 from isobatch.data.preparation.spooled_array import SpooledArray
 from isobatch.data.preparation.token_stream import StreamEncoder
 
@@ -65,7 +65,7 @@ class PlainTextEncoder:
         self.stream = StreamEncoder(tokenizer, settings["suffix"], np.dtype(settings["dtype"]))
         self.end, self.is_stream = settings["end"], settings["is_stream"]
 
-    def __call__(self, texts: list[str]) -> Shard:
+    def __call__(self, texts: list[str]) -> EncodedShard:
         ended = [text + self.end for text in texts] if self.end else texts
         arrays = {"tokens": self.stream.encode(ended)}
         if not self.is_stream:
@@ -76,7 +76,7 @@ class PlainTextEncoder:
             "bytes": sum(len(text.encode()) for text in texts) + len(texts) * len(self.end),
             "open": not texts[-1].endswith("\n"),
         }
-        return Shard(arrays, facts)
+        return EncodedShard(arrays, facts)
 
 
 def count_lines(text: str) -> int:

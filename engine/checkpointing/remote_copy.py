@@ -45,7 +45,7 @@ NOT_COPIED = (
 """What `resume` does not need of a run."""
 
 
-class Store(NamedTuple):
+class CheckpointStore(NamedTuple):
     """A folder of a remote store."""
 
     files: Any
@@ -84,7 +84,7 @@ class Store(NamedTuple):
         return {m["checkpoint"]: m for m in sorted(found, key=lambda m: m["saved_at"])}
 
 
-def open_store(url: str, run: str) -> Store:
+def open_store(url: str, run: str) -> CheckpointStore:
     """The folder of a run in a store. Raises UserError where the URL or what it needs is wrong."""
     import fsspec
 
@@ -94,7 +94,7 @@ def open_store(url: str, run: str) -> Store:
         scheme = url.partition("://")[0]
         remedy = {"s3": "pip install 'isobatch[s3]'", "gs": "pip install gcsfs"}.get(scheme, str(error))
         raise UserError(f"--checkpoint-copy {url}: {scheme}:// needs: {remedy}") from None
-    return Store(files, f"{root.rstrip('/')}/{run}")
+    return CheckpointStore(files, f"{root.rstrip('/')}/{run}")
 
 
 def retried(operation: Callable[..., Any], *given: Any) -> Any:
@@ -121,7 +121,7 @@ class RemoteCopies:
         self._thread = threading.Thread(target=self._work, name="checkpoint copies", daemon=True)
 
     @functools.cached_property
-    def _store(self) -> Store:
+    def _store(self) -> CheckpointStore:
         return open_store(self._url, self._run.name)
 
     def __enter__(self) -> RemoteCopies:
@@ -233,7 +233,7 @@ def fetch_run(url: str, out: Path) -> Path:
     return folder
 
 
-def _fetch(store: Store, manifest: dict[str, Any], names: Iterable[str], folder: Path) -> None:
+def _fetch(store: CheckpointStore, manifest: dict[str, Any], names: Iterable[str], folder: Path) -> None:
     for name in names:
         path = folder / name
         if ".." in PurePosixPath(name).parts or not path.is_relative_to(folder):

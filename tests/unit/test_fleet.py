@@ -1,4 +1,4 @@
-"""Tests of benchmarks/components/fleet.py: goodput is what theory says, and host work is small."""
+"""Tests of benchmarks/scale/fleet.py: goodput is what theory says, and host work is small."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.components.fleet import measure, simulated_goodput
+from isobatch.benchmarks.scale.fleet import measure, simulated_goodput
 from isobatch.engine.planning.checkpoint_interval import best_interval, expected_goodput
 
 YEARS = 30 * 365 * 86_400.0
@@ -48,4 +48,4 @@ def test_memory_is_the_started_programs_own() -> None:
     """ru_maxrss of a started process begins with what its parent held: a worker of tests holds torch."""
     held = bytearray(1 << 30)
     held[::4096] = b"x" * len(held[::4096])
-    assert child_process.call("components.fleet:first_step")[1] < 1000
+    assert child_process.call("scale.fleet:first_step")[1] < 1000

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isobatch.benchmarks.components.preparation import SHARED, prepare_alone, write_events, write_reviews
+from isobatch.benchmarks.scale.preparation import SHARED, prepare_alone, write_events, write_reviews
 from isobatch.core import measures
 from isobatch.core.errors import UserError
 from isobatch.data import base
 from isobatch.data.preparation import encoding, file_digests, token_stream
 from isobatch.data.preparation.encoding import EncodingJob, Workshop, encode_in_shards
-from isobatch.data.preparation.shards import Shard
+from isobatch.data.preparation.shards import EncodedShard
 from isobatch.data.preparation.token_stream import StreamEncoder, ends_pieces_at_lines
 from isobatch.data.tokenizers import train_byte_level_bpe
 from isobatch.engine.loading import prepare as preparing
@@ -32,12 +32,12 @@ PLACE = "isobatch.tests.unit.test_preparation:encoder"
 def encoder(tokenizer: Any, settings: dict[str, Any]) -> Any:  # noqa: ARG001 - as every encoder
     """Lengths of texts; refuses the text `bad`, and counts its calls in a file."""
 
-    def encode(texts: list[str]) -> Shard:
+    def encode(texts: list[str]) -> EncodedShard:
         if "bad" in texts:
             raise UserError("bad is refused")
         with Path(settings["calls"]).open("a") as stream:
             stream.write(f"{os.getpid()}\n")
-        return Shard({"lengths": np.array([len(text) for text in texts])}, {"first": texts[0]})
+        return EncodedShard({"lengths": np.array([len(text) for text in texts])}, {"first": texts[0]})
 
     return encode
 

@@ -251,10 +251,14 @@ ROOMS: dict[str, set[str]] = {
         "launch",
     },
     "benchmarks.components": {
-        *("core", "data", "engine", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
-        WARM,
-        *("engine.forensics", "engine.optimization", "engine.planning", "engine.runs"),
+        *("benchmarks", "core", "data", "engine", "engine.checkpointing"),
+        *("engine.forensics", "engine.loading", "engine.noise", "engine.optimization", "engine.runs"),
         *("engine.verification", "launch.report"),
+    },
+    "benchmarks.scale": {
+        *("benchmarks", "core", "data", "data.preparation", "engine"),
+        *("engine.checkpointing", "engine.loading", "engine.planning"),
+        WARM,
     },
     "benchmarks.speed": {
         *("core", "data", "models.causal_lm", "models.encoder", "models.recommendation"),

@@ -56,7 +56,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
 def _prepare(folder: Path, environment: dict[str, str], way: tuple[str, str, str, bool]) -> dict[str, Any]:
     name, data, address, _ = way
     found = child_process.call(
-        "components.streaming:prepared", data, environment=_environment(folder, environment, address)
+        "scale.streaming:prepared", data, environment=_environment(folder, environment, address)
     )
     return {"what": f"preparing: {name.partition(',')[0]}", **found}
 
@@ -69,7 +69,7 @@ def _run(
         shutil.rmtree(folder / GROUPS, ignore_errors=True)
     words = (data, kind)
     found = child_process.call(
-        "components.streaming:epoch", *words, environment=_environment(folder, environment, address)
+        "scale.streaming:epoch", *words, environment=_environment(folder, environment, address)
     )
     return {"what": f"{kind}: {name}", **found}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.components.fleet_checkpoint import checkpoint_figures
+from isobatch.benchmarks.scale.fleet_checkpoint import checkpoint_figures
 from isobatch.core.measures import peak_resident_bytes
 from isobatch.data.base import Source
 from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
@@ -122,7 +122,7 @@ class _Lengths(Source):
 
 def _largest_source() -> dict[str, Any]:
     """The first step of 10^10 samples at world 4,096, as one rank makes it, in a process of its own."""
-    seconds, memory = child_process.call("components.fleet:first_step")
+    seconds, memory = child_process.call("scale.fleet:first_step")
     return {"samples": "10^10", "world": 4096, "first batch, s": seconds, "peak memory, MB": memory}
 
 

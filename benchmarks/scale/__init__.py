@@ -1,0 +1,1 @@
+"""What grows with the machine and the data: fleets, preparation, streaming."""
