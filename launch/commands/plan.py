@@ -101,15 +101,16 @@ def _without_training(request: Request) -> Request:
     phases = request.workload.make(request.recipe)[0].phases()
     if phases[0].name != TRAINING or len(phases) == 1:
         return request
-    name = "epochs" if request.recipe.steps is None else "steps"
-    given = getattr(request.recipe, name) or (1.0,)
+    recipe, shares = request.recipe, [phase.share for phase in phases[1:]]
+    given: tuple[float, ...] = recipe.steps or recipe.epochs or (1.0,)
     if len(given) > 1:
         return request
-    shares = [phase.share for phase in phases[1:]]
     own = [given[0] * share / sum(shares) for share in shares]
-    # A phase has at least a step.
-    lengths = (1e-9, *own) if name == "epochs" else (1, *(max(1, round(steps)) for steps in own))
-    return dataclasses.replace(request, recipe=dataclasses.replace(request.recipe, **{name: lengths}))
+    if recipe.steps is None:  # a phase has at least a step
+        recipe = dataclasses.replace(recipe, epochs=(1e-9, *own))
+    else:
+        recipe = dataclasses.replace(recipe, steps=(1, *(max(1, round(steps)) for steps in own)))
+    return dataclasses.replace(request, recipe=recipe)
 
 
 def _compare(request: Request, options: PlanCommandOptions, words: Sequence[str]) -> int:

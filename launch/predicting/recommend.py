@@ -61,6 +61,7 @@ def recommend(words: Sequence[str]) -> int:
     if not asked:
         assert out is not None, "else refused above"
         return _write_all(lists, out, options)
+    given: dict[str, Any]
     if options.similar_to is not None:
         found, given = lists.similar(options.similar_to, options.top), {"similar_to": options.similar_to}
     elif options.items is not None:
