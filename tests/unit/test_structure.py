@@ -240,7 +240,16 @@ ROOMS: dict[str, set[str]] = {
         "launch",
     },
     "benchmarks.components": {
-        *("core", "data", "engine", "engine.checkpointing", "engine.loading", "engine.noise", "benchmarks"),
+        *(
+            "core",
+            "data.preparation",
+            "data",
+            "engine",
+            "engine.checkpointing",
+            "engine.loading",
+            "engine.noise",
+            "benchmarks",
+        ),
         *("engine.forensics", "engine.optimization", "engine.runs", "engine.verification", "launch.report"),
     },
     "benchmarks.speed": {
