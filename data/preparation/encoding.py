@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer  # noqa: TC004  heavy, and no class here has flags
 
-SHARD_CHARACTERS = 1 << 22
+SHARD_CHARACTERS = 1 << 20
+SHARDS_IN_THREADS = 8
+"""So many are encoded by the tokenizer's own threads: processes take a second to start."""
 SHARDS_AHEAD = 2
 """Shards of each process that are encoded or wait for those before them."""
 
@@ -64,11 +66,11 @@ def encode_in_shards(
     `texts_together`: a shard ends behind so many texts, or a multiple. Raises UserError as the encoder does.
     """
     batches = _batches(texts, texts_together)
-    first = list(itertools.islice(batches, 2))
+    first = list(itertools.islice(batches, SHARDS_IN_THREADS))
     batches = itertools.chain(first, batches)
     described = json.dumps([job.place, job.settings, name]).encode()
     keeper = _Keeper(workshop.folder, short_digest(described, job.tokenizer.to_str().encode()))
-    if workshop.workers == 1 or len(first) < 2:
+    if workshop.workers == 1 or len(first) < SHARDS_IN_THREADS:
         encode = worker.make_encoder(job.place, job.settings, job.tokenizer)
         for number, batch in enumerate(batches):
             yield keeper.made_once(

@@ -101,7 +101,7 @@ def test_processes_prepare_the_bytes_of_one(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(encoding, "SHARD_CHARACTERS", 20_000)
+    monkeypatch.setattr(encoding, "SHARD_CHARACTERS", 4000)
     monkeypatch.setattr(preparing, "allowed_cpus", lambda *_: 2)
     assert prepared(case, tmp_path / "data") == json.loads(RECORDED.read_text())[case]
     assert not list((tmp_path / "cache" / "prepared").glob(".*.shards"))

@@ -115,3 +115,17 @@ def test_steps_are_lines_where_no_terminal_shows_them(capsys: pytest.CaptureFixt
     Console(None).show_step({**row, "memory_bytes": 5_000_000}, 9, 0.0)
     assert capsys.readouterr().err.startswith("train 9/9  loss 1.5000  0:00 left  ")
     status.doing()
+
+
+def test_in_a_pipe_what_is_left_is_said_every_ten_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(status, "now", lambda: clock[0])
+    lines = status._Lines("[isobatch] ")  # noqa: SLF001
+    for second in range(25):
+        clock[0] = 100.0 + second
+        activity = Activity("tokenizing train", second, 40, ("0:20 left",), every_ten_seconds=True)
+        lines.tick(activity, 100.0)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"[isobatch] tokenizing train: {n}/40, 0:20 left" for n in (10, 20)]
