@@ -38,9 +38,9 @@ CATALOGUE, NAMES_FILE = "catalogue", "names.json"
 class InteractionOptions:
     """The fields of interactions."""
 
-    split: Literal["leave-one-out", "time", "given"] | None = None
-    """leave-one-out: a user's last is test, the last but one valid. time: the last fifth of all. By default
-    given where the files are split, else leave-one-out."""
+    split: Literal["leave-one-out", "random", "time", "given"] | None = None
+    """leave-one-out: a user's last is test, the last but one valid. random: the same of two drawn at random.
+    time: the last fifth of all. By default given where the files are split, else leave-one-out."""
     eval_negatives: int = 99
     """Unseen items that each held-out one is ranked against; where files name them, theirs are taken."""
     min_rating: float = 0.0

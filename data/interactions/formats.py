@@ -95,6 +95,8 @@ class RawInteractions:
     """Item id -> its title and text."""
     negatives: np.ndarray | None = None
     """(test rows, n) ids of items that each test row is ranked against."""
+    notes: list[str] = field(default_factory=list)
+    """What was read from which columns, once it is read."""
 
 
 class FolderFormat(NamedTuple):
@@ -150,14 +152,16 @@ def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> Raw
     Raises UserError for a missing column, missing or unreadable values, or two files of one split.
     """
     files = find_tables(path, file_format)
+    notes: list[str] = []
     if path.is_file():
-        return RawInteractions({"all": _open_interactions(path, asked)})
+        return RawInteractions({"all": _open_interactions(path, asked, notes)}, notes=notes)
     splits = {split: [f for f in files if _split_from_name(f) == split] for split in ("all", *SPLITS)}
     if splits["train"]:
         splits["all"] = []
     if twice := next((fs for fs in splits.values() if len(fs) > 1), None):
         raise UserError(f"--data {path}: {twice[0].name} and {twice[1].name} are the same split: keep one")
-    found = RawInteractions({split: _open_interactions(fs[0], asked) for split, fs in splits.items() if fs})
+    tables = {split: _open_interactions(fs[0], asked, notes) for split, fs in splits.items() if fs}
+    found = RawInteractions(tables, notes=notes)
     for file in files:
         if file.stem in USER_STEMS:
             found.users = {
@@ -168,13 +172,13 @@ def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> Raw
     return found
 
 
-def _open_interactions(file: Path, asked: TableColumns) -> InteractionTable:
+def _open_interactions(file: Path, asked: TableColumns, notes: list[str]) -> InteractionTable:
     return InteractionTable(
-        partial(_read_interactions, file, asked), partial(_stream_interactions, file, asked)
+        partial(_read_interactions, file, asked, notes), partial(_stream_interactions, file, asked, notes)
     )
 
 
-def _read_interactions(file: Path, asked: TableColumns) -> pa.Table:
+def _read_interactions(file: Path, asked: TableColumns, notes: list[str]) -> pa.Table:
     """The columns user and item, and rating and time where the table has them."""
     import pyarrow as pa
 
@@ -182,9 +186,8 @@ def _read_interactions(file: Path, asked: TableColumns) -> pa.Table:
         table = read_parquet(file)
     else:
         table = read_delimited(file, "," if file.suffix == ".csv" else "\t", ids=_id_columns(asked))
-    chosen = {
-        name: table[column] for name, column in _choose_columns(file, table.column_names, asked).items()
-    }
+    columns = _choose_columns(file, table.column_names, asked, notes)
+    chosen = {name: table[column] for name, column in columns.items()}
     for name in ("rating", "time"):
         if name in chosen:
             _require_numbers(file, name, getattr(asked, name) or name, chosen[name])
@@ -195,17 +198,17 @@ def _id_columns(asked: TableColumns) -> list[str]:
     return [name for name in (asked.user, asked.item, *USER_COLUMNS, *ITEM_COLUMNS) if name]
 
 
-def _stream_interactions(file: Path, asked: TableColumns) -> Iterator[pa.RecordBatch]:
+def _stream_interactions(file: Path, asked: TableColumns, notes: list[str]) -> Iterator[pa.RecordBatch]:
     """What `_read_interactions` reads, a block at a time. Raises NotInBlocksError, and UserError."""
     import pyarrow as pa
 
     separator = "," if file.suffix == ".csv" else "\t"
     if file.suffix == ".parquet":
-        chosen = _choose_columns(file, parquet_columns(file), asked)
+        chosen = _choose_columns(file, parquet_columns(file), asked, notes)
         batches = stream_parquet(file, list(chosen.values()))
     else:
         first = next(stream_delimited(file, separator), None)
-        chosen = _choose_columns(file, first.schema.names if first is not None else [], asked)
+        chosen = _choose_columns(file, first.schema.names if first is not None else [], asked, notes)
         ids = [name for name in _id_columns(asked) if name in chosen.values()]
         batches = stream_delimited(file, separator, wanted=list(chosen.values()), ids=ids)
     for batch in batches:
@@ -216,8 +219,13 @@ def _stream_interactions(file: Path, asked: TableColumns) -> Iterator[pa.RecordB
         yield pa.record_batch(found)
 
 
-def _choose_columns(file: Path, available: list[str], asked: TableColumns) -> dict[str, str]:
-    """user, item, rating or time -> its column in the file. Raises UserError where one is missing."""
+def _choose_columns(
+    file: Path, available: list[str], asked: TableColumns, notes: list[str]
+) -> dict[str, str]:
+    """user, item, rating or time -> its column in the file, which `notes` say where it is called otherwise.
+
+    Raises UserError where one is missing.
+    """
     wanted = {"user": (asked.user, USER_COLUMNS), "item": (asked.item, ITEM_COLUMNS)}
     wanted |= {"rating": (asked.rating, RATING_COLUMNS), "time": (asked.time, TIME_COLUMNS)}
     chosen = {}
@@ -231,6 +239,11 @@ def _choose_columns(file: Path, available: list[str], asked: TableColumns) -> di
             hint = did_you_mean(given, available) if given else f": say which with {flag}"
             raise UserError(f"{file}: {looked} (there are {', '.join(available[:8])}){hint}")
         chosen[name] = column
+    if renamed := [f"{column} as {name}" for name, column in chosen.items() if column != name]:
+        unread = [name for name in available if name not in chosen.values()]
+        note = f"{file.name}: read {', '.join(renamed)}"
+        note += f"; not read: {', '.join(unread[:8])}" if unread else ""
+        notes += [note] if note not in notes else []
     return chosen
 
 

@@ -15,6 +15,7 @@ from isobatch.data.interactions.splits import (
     draw_eval_negatives,
     drop_repeats,
     hold_out_validation,
+    in_random_order,
     pair_keys,
     split_by_time,
     split_leave_one_out,
@@ -41,7 +42,7 @@ class LogSplits:
     def __init__(self, raw: RawInteractions, options: Any, recipe: Recipe, folder: Path | None) -> None:
         """`options`: InteractionOptions; `folder` takes temporary files."""
         self.options, self.recipe, self.negatives, self.folder = options, recipe, raw.negatives, folder
-        self.notes: list[str] = []
+        self.notes = raw.notes
         parts, self.has_times = self._read(raw)
         self.method = options.split or ("given" if "train" in parts else "leave-one-out")
         self.logs = self._split(parts)
@@ -86,6 +87,8 @@ class LogSplits:
             return parts if "valid" in parts else hold_out_validation(parts, users, self.notes)
         if given:
             raise UserError(f"--split {method}: {data} is split already: leave it out")
+        if method == "random":
+            return split_leave_one_out(in_random_order(parts["all"]), users, self.notes)
         if method == "time":
             if not self.has_times:
                 raise UserError(f"--split time: {data} has no times (see --time-column)")

@@ -69,6 +69,12 @@ def split_leave_one_out(
     }
 
 
+def in_random_order(log: InteractionLog) -> InteractionLog:
+    """The interactions with times drawn at random, the same whatever the recipe's seed."""
+    times = np.random.Generator(np.random.PCG64(0)).permutation(len(log))
+    return InteractionLog({**log.columns, "time": times}, log.folder)
+
+
 def count_tied_users(log: InteractionLog, users: int) -> tuple[int, int]:
     """(users for whom the times do not say which interaction is the last, or the last but one; all users)."""
     tied = known = 0

@@ -445,7 +445,7 @@ class Recommender(Task):
             return (
                 f"popularity ranks worse than chance (hr@{k} {hits:.4f} against {chance:.4f}): the held-out"
                 " items are rarer than those before them, and no model can be judged by them; look at the"
-                " order of the times, or choose another --split"
+                " order of the times, or take --split random"
             )
         baselines = {
             "EASE, a linear model of the same interactions,": metrics.get(_of(EASE, name), 0.0),

@@ -217,6 +217,23 @@ def test_a_named_text_column_wins(tmp_path: Path) -> None:
     assert any("--text-column text" in note for note in extra["notes"])
     assert chat_formats.detect_chat_format(["text", "instruction"]) is None
     assert chat_formats.detect_chat_format(["instruction", "response"]) == "instruction"
+    assert chat_formats.detect_chat_format(["prompt", "completion", "id"]) == "prompt"
+    assert chat_formats.detect_chat_format(["question", "answer"]) == "question"
+    assert chat_formats.detect_chat_format(["prompt", "completion", "text"]) is None
+    assert chat_formats.detect_chat_format(["prompt", "chosen", "rejected"]) is None
+
+
+def test_prompt_and_completion_are_texts_or_messages() -> None:
+    told = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "At nine."}]
+    texts = {"prompt": "When?", "completion": "At nine."}
+    messages = {"prompt": told[:1], "completion": told[1:]}
+    for row in (texts, messages):
+        assert chat_formats.parse_messages(row, "row 1", "prompt") == told
+        assert chat_formats.parse_question(row, "row 1", "prompt") == told[:1]
+    with pytest.raises(chat_formats.SkippedRowError, match="an empty answer"):
+        chat_formats.parse_messages({"question": "When?", "answer": " "}, "row 1", "question")
+    with pytest.raises(UserError, match="row 1: has no answer"):
+        chat_formats.parse_messages({"question": "When?"}, "row 1", "question")
 
 
 def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:

@@ -89,6 +89,15 @@ def test_another_name_for_the_same_value_says_nothing(word: str) -> None:
         assert theirs.notes == ours.notes
 
 
+def test_the_folder_of_a_trainers_run_is_the_runs_own() -> None:
+    theirs = ask("--output_dir", "out/mine", "--learning_rate", "1e-4")
+    ours = ask("--out", "out", "--name", "mine", "--lr", "1e-4")
+    assert both(theirs) == both(ours)
+    assert "--output-dir out/mine is --out out --name mine" in theirs.notes
+    named = ask("--output_dir", "out", "--run_name", "mine")
+    assert both(named) == both(ask("--out", "out", "--name", "mine"))
+
+
 def test_words_of_recommender_libraries_are_understood() -> None:
     theirs = ["--embedding_size", "32", "--reg_weight", "1e-4", "--USER_ID_FIELD", "uid", "--topk", "5"]
     ours = ["--dim", "32", "--l2", "1e-4", "--user-column", "uid", "--top-k", "5"]
@@ -108,6 +117,7 @@ def test_trls_words_are_understood_by_dpo() -> None:
         ("--lora_rank 4", "--lora-r 4"),
         ("--r 4", "--lora-r 4"),
         ("--lora_target_modules c_attn", "--lora-targets c_attn"),
+        ("--lora_target all", "--lora-targets all-linear"),
         ("--tokenizer_name none.json", "--tokenizer none.json"),
         ("--r", "--lora-r"),
     ],

@@ -241,6 +241,23 @@ def test_without_times_the_last_in_the_file_is_the_last(tmp_path: Path) -> None:
     assert not any("at one time" in note for note in facts.extra["notes"])
 
 
+def test_a_random_split_holds_out_two_of_each_user_whatever_the_times(tmp_path: Path) -> None:
+    rows = [f"u{u},i{i},{i}" for u in range(30) for i in range(10)]  # all took the items in one order
+    file = tmp_path / "orders.csv"
+    file.write_text("\n".join(["customer_id,product_id,time", *rows]))
+    facts, found = made(file, split="random")
+    assert {split: len(rows["user"]) for split, rows in found.items()} == {
+        "train": 240,
+        "valid": 30,
+        "test": 30,
+    }
+    assert sorted(found["test"]["user"].tolist()) == list(range(30))
+    assert len(np.unique(found["test"]["item"])) > 5, "by time it would be the last item alone"
+    assert facts.extra["protocol"] == "random, 2 negatives"
+    assert made(file, split="random", rules=2)[0].fingerprint == facts.fingerprint
+    assert "orders.csv: read customer_id as user, product_id as item" in facts.extra["notes"]
+
+
 def test_negatives_are_unseen_different_and_seeded() -> None:
     draw = np.random.default_rng(0)
     user, item = draw.integers(50, size=2000), draw.integers(40, size=2000)

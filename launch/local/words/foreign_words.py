@@ -36,7 +36,7 @@ def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
     found = Translation({}, {}, [])
     for name, value in flags.items():
         meaning = _meaning(name, value, own)
-        if meaning is not None and meaning.yields and _sets_any(flags, meaning, own):
+        if meaning is not None and meaning.yields and _sets_any(flags.keys() - {name}, meaning, own):
             if name not in SYNONYMS:
                 continue
             meaning = None
