@@ -70,7 +70,7 @@ NOT_HERE = {
     *("pruning_ratio", "target_sparsity"),
     *("embedding_size", "embedding_dim", "factors", "num_factors", "no_components", "reg_weight"),
     *("regularization", "neg_sampling_num", "user_id_field", "item_id_field", "time_field", "rating_field"),
-    "topk",
+    *("topk", "output_dir"),
 }
 """Synonyms of flags that another task, a loaded model or a file is needed for."""
 BATCHES = {"micro_batch_size", "per_device_train_batch_size", "accumulate_grad_batches"}
