@@ -128,10 +128,10 @@ def test_where_a_node_is_lost_the_other_one_goes_on(make_cluster: Callable[..., 
 @pytest.mark.slow
 def test_a_node_that_comes_is_taken(make_cluster: Callable[..., Any], tmp_path: Path) -> None:
     cluster = make_cluster(1)
-    training = OnRay(tmp_path, cluster, "--steps", "6000", "--min-ray-workers", "1")
+    training = OnRay(tmp_path, cluster, "--steps", "2500", "--min-ray-workers", "1")
     training.wait_for(training.has_saved)
     cluster.add_node(**NODE, num_cpus=1)
-    training.check(steps=6000)
+    training.check(steps=2500)
     (resized,) = [one for one in rows(training.run, "decisions.jsonl") if one["decision"] == "resize"]
     assert resized["reason"] == "there is room for 1 more workers"
     assert summary(training.run)["world_size"] == 2
