@@ -130,10 +130,11 @@ COMMANDS = {
 INTERNAL = {
     "job": "slurm.job:job",
     "node": "slurm.node:node",
+    "pod": "kubernetes.pod:pod",
     "call": "report.child_process:call",
     "measure": "measuring.setup:measure_as_worker",
 }
-"""Commands that the sbatch script, its steps, `report` and `profile` start."""
+"""Commands that the sbatch script, its steps, pods, `report` and `profile` start."""
 ALIASES = {"train": "auto"}
 TRAINS = ("auto", "resume")
 BEFORE_TORCH = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def k8s(words: Sequence[str]) -> int:
     """Usage: k8s --task TASK --image IMAGE --claim CLAIM --nodes N --gpus-per-node G [flags] [--submit]
 
-    flags: --cpu --cpus N --mem 64Gi --node-selector gpu=h100 --namespace NAME --max-restarts 3, and those of
+    flags: --cpu --cpus N --mem 64Gi --node-selector gpu=h100 --namespace NAME --secret NAME, and those of
            `auto`; --data is a path under /isobatch, where pods see the claim, or a name on the hub
     """
     request = parse_request(words, "k8s", KubernetesOptions)

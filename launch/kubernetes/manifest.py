@@ -1,6 +1,6 @@
 """The manifest of a run: an Indexed Job of a pod per node, the name by which pods find the first, its recipe.
 
-Only kinds of every cluster, without operators: ConfigMap, headless Service, Job (batch/v1, Kubernetes 1.25 or
+Only kinds of every cluster, without operators: ConfigMap, headless Service, Job (batch/v1, Kubernetes 1.29 or
 newer). A pod that fails or is evicted is replaced, its world ends and comes together again with the new pod,
 and the run goes on from its last checkpoint on the shared volume.
 """
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import FAILED, STOPPED, WRONG_INPUT, UserError
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.task_files import imported_files, is_task_file, task_file
 from isobatch.launch.kubernetes.options import KubernetesOptions
@@ -29,6 +28,7 @@ VOLUME = "/isobatch"
 FILES = "/isobatch-job"
 """Where pods see the recipe, and the user's task."""
 RECIPE = "recipe.yaml"
+CONTAINER = "train"
 PORT = 29500
 STOP_SECONDS = 120
 """That a pod has, from its eviction on, to save."""
@@ -109,7 +109,8 @@ def _files(request: Request) -> dict[str, str]:
         }
         there = dataclasses.replace(request.recipe, task=f"{FILES}/{file.name}:{task.rpartition(':')[2]}")
         request = dataclasses.replace(request, recipe=there)
-    lines = request_text(request).splitlines()
+    plan = dataclasses.replace(request.plan, processes=None)  # as many as there are
+    lines = request_text(dataclasses.replace(request, plan=plan)).splitlines()
     given = [line.rstrip() for line in lines if line and not line.startswith("#")]
     return {RECIPE: "\n".join([*given, ""]), **files}
 
@@ -143,9 +144,24 @@ def _job(pods: Pods) -> dict[str, Any]:
         "parallelism": options.nodes,
         # The pods of a world end together: each new start takes as many of them.
         "backoffLimit": pods.max_restarts * options.nodes,
+        "podFailurePolicy": {"rules": _rules()},
         "template": {"metadata": {"labels": pods.labels()}, "spec": _pod(pods)},
     }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": pods.metadata(), "spec": spec}
+
+
+def _rules() -> list[dict[str, Any]]:
+    """What another start would not mend ends the Job; who was asked to go does not count as failed."""
+    evicted = {"type": "DisruptionTarget", "status": "True"}
+    return [
+        {"action": "FailJob", "onExitCodes": _codes(WRONG_INPUT, FAILED)},
+        {"action": "Ignore", "onExitCodes": _codes(STOPPED)},
+        {"action": "Ignore", "onPodConditions": [evicted]},
+    ]
+
+
+def _codes(*codes: int) -> dict[str, Any]:
+    return {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
 
 
 def _pod(pods: Pods) -> dict[str, Any]:
@@ -176,25 +192,27 @@ def _container(pods: Pods) -> dict[str, Any]:
     }
     mounts = {"shared": VOLUME, "job": FILES, "memory": "/dev/shm"}
     return {
-        "name": "train",
+        "name": CONTAINER,
         "image": options.image,
-        "command": ["/bin/sh", "-c", start_command(pods)],
+        "command": start_command(pods),
         "env": [{"name": name, "value": value} for name, value in variables.items()],
+        **({"envFrom": [{"secretRef": {"name": options.secret}}]} if options.secret else {}),
         "resources": {"limits": limits, "requests": limits} if limits else {},
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
         "ports": [{"containerPort": PORT}],
     }
 
 
-def start_command(pods: Pods) -> str:
-    """What a pod's shell runs: torchrun, which starts our script in each process."""
-    words = [
-        *("exec", "python3", "-m", "torch.distributed.run", "--rdzv-backend=static"),
-        f"--nnodes={pods.options.nodes}",
-        f"--nproc-per-node={pods.processes}",
-        f"--master-addr={pods.name}-0.{pods.name}",
-        f"--master-port={PORT}",
-    ]
-    ours = ["-m", "isobatch.launch.train", "--config", f"{FILES}/{RECIPE}"]
-    ours += ["--out", f"{VOLUME}/runs", "--name", pods.name]
-    return f"{shlex.join(words)} --node-rank=$JOB_COMPLETION_INDEX {shlex.join(ours)}"
+def start_command(pods: Pods) -> list[str]:
+    """What a pod runs."""
+    options = pods.options
+    words: dict[str, Any] = {
+        "config": f"{FILES}/{RECIPE}",
+        "out": f"{VOLUME}/runs",
+        "name": pods.name,
+        "nodes": options.nodes,
+        "processes": pods.processes,
+        "master": f"{pods.name}-0.{pods.name}",
+        "port": PORT,
+    }
+    return ["python3", "-m", "isobatch", "pod", *(f"--{name}={value}" for name, value in words.items())]

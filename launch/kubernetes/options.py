@@ -34,6 +34,8 @@ class KubernetesOptions:
     """Memory of each pod, as Kubernetes writes it: 64Gi."""
     node_selector: str | None = None
     """A label that nodes must have: gpu=h100."""
+    secret: str | None = None
+    """A Secret whose entries pods get as environment variables, such as HF_TOKEN."""
     namespace: str | None = None
     """By default kubectl's own."""
     submit: bool = False
@@ -51,6 +53,11 @@ class KubernetesOptions:
             raise UserError("k8s: needs --gpus-per-node, or --cpu for nodes without GPUs")
         if self.cpu and self.gpus_per_node:
             raise UserError("--cpu: and GPUs were asked for, too; leave one of them out")
+        if self.secret is not None and not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", self.secret):
+            name = self.secret.partition("=")[0]
+            raise UserError(
+                f"--secret {name}...: is no name of a Secret, which alone belongs into a manifest"
+            )
         if self.mem is not None and not re.fullmatch(r"\d+(\.\d+)?([KMGT]i?)?", self.mem):
             raise UserError(f"--mem {self.mem}: is no amount such as 64Gi")
         if self.node_selector is not None and self.node_label is None:

@@ -172,6 +172,8 @@ class Attempts:
         error, more = self._fit(run, workers, order)
         run.forget_plan()
         verdict = judge(run.read_exit(order["nonce"]), error, more, self._stop.requested)
+        if verdict is not None and verdict.cause == WorkerLostError.cause:
+            self._places.distrust()
         if verdict is None or verdict.code == BUG:
             atomic_files.write_text(run.folder / "launcher.log", _worker_logs(run))
         return verdict
@@ -198,7 +200,7 @@ class Attempts:
 
         In a thread: in the main one, Ray would end the workers at the first Ctrl-C.
         """
-        from isobatch.launch.ray_train.workers import stop_file
+        from isobatch.launch.ray_train.workers import started_file, stop_file
 
         error: list[str] = []
 
@@ -208,10 +210,14 @@ class Attempts:
             except Exception as caught:
                 error.append(_first_failure(caught))
 
-        attempt, stop, more = threading.Thread(target=fit, daemon=True), stop_file(run, order["nonce"]), 0
+        attempt, more = threading.Thread(target=fit, daemon=True), 0
+        started, stop = started_file(run, order["nonce"]), stop_file(run, order["nonce"])
         attempt.start()
-        self._places.want(self._places.most - workers)
+        looks_for_more = False
         while attempt.is_alive():
+            if not looks_for_more and started.exists():  # before, it would take the workers' own places
+                self._places.want(self._places.most - workers)
+                looks_for_more = True
             if not more and (found := self._places.found()) and self._places.has_settled():
                 more = found
             if self._stop.requested or more:
@@ -219,7 +225,8 @@ class Attempts:
             attempt.join(WATCH_SECONDS)
             self._log.print_new()
         self._places.release()
-        stop.unlink(missing_ok=True)
+        for mark in (started, stop):
+            mark.unlink(missing_ok=True)
         return "".join(error), more
 
 
@@ -240,7 +247,8 @@ def _first_failure(error: Exception) -> str:
     """A line on what ended a fit: of the first worker that failed, where Ray says which."""
     failures = getattr(error, "worker_failures", None) or {}
     said = [f"worker {rank}: {failure}" for rank, failure in sorted(failures.items())]
-    return " ".join((said[0] if said else str(error)).split())[:300]
+    line = " ".join((said[0] if said else str(error)).split())
+    return line.partition(" Worker info:")[0][:300]
 
 
 def _worker_logs(run: RunFolder) -> str:

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 SETTLE_SECONDS = 10.0
 """How long more places may take to come, where there are enough to begin."""
+LOSS_SECONDS = 20.0
+"""How long Ray may take to notice that a node is gone: until then it offers the places there."""
 POLL_SECONDS = 0.5
-ANSWER_SECONDS = 0.05
-"""How long Ray is asked whether it holds a place."""
 
 
 class Places:
@@ -25,6 +25,8 @@ class Places:
         self._wanted: list[Any] = []
         self._settled = 0.0
         self._found = 0
+        self._trusted = 0.0
+        """When Ray knows again which nodes there are."""
 
     @property
     def is_elastic(self) -> bool:
@@ -38,28 +40,43 @@ class Places:
         if not self.is_elastic:
             return self.most  # Ray itself waits until it has room
         self.want(self.most)
-        while not is_over() and not (self.found() >= self.least and self.has_settled()):
+        while not is_over() and (
+            time.monotonic() < self._trusted or self.found() < self.least or not self.has_settled()
+        ):
             time.sleep(POLL_SECONDS)
         found = self.found()
         self.release()
         return found
+
+    def distrust(self) -> None:
+        """A worker was lost, and perhaps its node: the next count waits until Ray knows."""
+        self._trusted = time.monotonic() + LOSS_SECONDS
 
     def want(self, count: int) -> None:
         """Begin to look for room for so many workers."""
         import ray
 
         self.release()
-        if self.is_elastic:
-            self._wanted = [ray.util.placement_group([self._resources]) for _ in range(count)]
-        self._settled, self._found = time.monotonic() + SETTLE_SECONDS, 0
+        wanted = range(count) if self.is_elastic else ()
+        self._hold([ray.util.placement_group([self._resources]) for _ in wanted])
+
+    def _hold(self, wanted: list[Any]) -> None:
+        self._wanted, self._found = wanted, 0
+        self._settled = time.monotonic() + SETTLE_SECONDS
 
     def found(self) -> int:
         """How many of the wanted places are held now."""
-        found = sum(place.wait(ANSWER_SECONDS) for place in self._wanted)
+        found = self._count_held()
         if found > self._found:
             self._settled = time.monotonic() + SETTLE_SECONDS
         self._found = found
         return found
+
+    def _count_held(self) -> int:
+        import ray
+
+        states = [ray.util.placement_group_table(place).get("state") for place in self._wanted]
+        return states.count("CREATED")
 
     def has_settled(self) -> bool:
         """Whether no more places are to be expected soon."""
@@ -71,4 +88,4 @@ class Places:
 
         for place in self._wanted:
             ray.util.remove_placement_group(place)
-        self._wanted = []
+        self._hold([])

@@ -42,7 +42,10 @@ def trainer(workers, order):
         train_loop_config=order,
         torch_config=HostGroup(),
         scaling_config=ScalingConfig(num_workers=workers, use_gpu={use_gpu}, resources_per_worker=RESOURCES),
-        run_config=RunConfig(storage_path=order["storage"], failure_config=FailureConfig(max_failures=0)),
+        run_config=RunConfig(
+            storage_path=order["storage"],
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit={controller_failures}),
+        ),
     )
 
 
@@ -79,6 +82,8 @@ def render(request: Request, options: RayOptions) -> str:
         least=options.least,
         most=options.ray_workers,
         processes=processes,
+        # Ray waits for room for ever; where fewer workers will do, they are counted anew.
+        controller_failures=0 if options.least < options.ray_workers else -1,
         limit_cpus=options.cpus_per_worker is not None,
     )
 

@@ -60,6 +60,11 @@ def stop_file(run: RunFolder, nonce: str) -> Path:
     return run.folder / "ray" / f"stop-{nonce}"
 
 
+def started_file(run: RunFolder, nonce: str) -> Path:
+    """There as soon as all workers of an attempt have their places."""
+    return run.folder / "ray" / f"started-{nonce}"
+
+
 def work(order: dict[str, Any]) -> None:
     """Train in this worker's processes until they end. Raises RuntimeError where one has failed.
 
@@ -71,6 +76,8 @@ def work(order: dict[str, Any]) -> None:
     os.environ[NONCE] = order["nonce"]
     rank = ray.train.get_context().get_world_rank()
     with _meeting() as meeting, (run.folder / "ray" / f"worker-{rank}.log").open("ab", buffering=0) as log:
+        if rank == 0:
+            started_file(run, order["nonce"]).touch()
         children = [_start(order, index, meeting, log) for index in range(order["processes"])]
         asked_to_stop = stop_file(run, order["nonce"]).exists
         codes = _wait(children, asked_to_stop)

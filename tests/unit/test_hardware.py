@@ -189,6 +189,7 @@ def test_cgroup_v1_quota_and_memory(tmp_path: Path) -> None:
     [
         ({}, 16, 64 * GIB),
         ({"SLURM_CPUS_PER_TASK": "3"}, 3, 64 * GIB),
+        ({"ISOBATCH_CPUS": "3"}, 3, 64 * GIB),
         ({"SLURM_MEM_PER_NODE": "4096"}, 16, 4 * GIB),
         ({"SLURM_MEM_PER_NODE": "0"}, 16, 64 * GIB),
         ({"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "4"}, 4, 8 * GIB),

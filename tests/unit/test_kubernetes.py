@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import (
+    BUG,
+    DONE,
+    FAILED,
+    STOPPED,
+    WRONG_INPUT,
+    OutOfMemoryError,
+    UserError,
+    WorkerLostError,
+)
+from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.kubernetes.command import k8s
+from isobatch.launch.kubernetes.pod import PodOptions, exit_code, torchrun_command
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
@@ -18,7 +29,7 @@ if TYPE_CHECKING:
 LEAST = ["--image", "registry/isobatch:1", "--claim", "shared"]
 GPUS = ["--task", "causal-lm", "--data", "/isobatch/texts", *LEAST, "--nodes", "4", "--gpus-per-node", "8"]
 MINE = f"{ROOT / 'examples' / 'own_task' / 'mine.py'}:Mine"
-VERSIONS = ("1.25", "1.30", "1.34")
+VERSIONS = ("1.29", "1.31", "1.34")
 
 
 def manifest(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -32,7 +43,19 @@ def manifest(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     "words",
     [
         [*GPUS, "--name", "week"],
-        [*GPUS, "--mem", "64Gi", "--cpus", "8", "--node-selector", "gpu=h100", "--namespace", "lab"],
+        [
+            *GPUS,
+            "--mem",
+            "64Gi",
+            "--cpus",
+            "8",
+            "--node-selector",
+            "gpu=h100",
+            "--namespace",
+            "lab",
+            "--secret",
+            "hub",
+        ],
         ["--task", MINE, *LEAST, "--cpu"],
     ],
     ids=["gpus", "all flags", "own task"],
@@ -59,7 +82,7 @@ def test_pods_find_each_other_and_the_recipe(capsys: pytest.CaptureFixture[str])
     assert found["Service"]["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
-    assert "--nnodes=4 --nproc-per-node=8 --master-addr=week-0.week" in container["command"][2]
+    assert {"--nodes=4", "--processes=8", "--master=week-0.week"} < set(container["command"])
     recipe = yaml.safe_load(found["ConfigMap"]["data"]["recipe.yaml"])
     assert (recipe["task"], recipe["data"], float(recipe["lr"])) == ("causal-lm", "/isobatch/texts", 3e-4)
 
@@ -78,6 +101,55 @@ def test_an_own_tasks_files_go_along(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert yaml.safe_load(found["ConfigMap"]["data"]["recipe.yaml"])["task"] == "/isobatch-job/mine.py:Mine"
 
 
+def test_secrets_stay_in_the_cluster(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_this_user")
+    assert k8s([*GPUS, "--secret", "hub"]) == 0
+    text = capsys.readouterr().out
+    assert "hf_of_this_user" not in text
+    *_, job = yaml.safe_load_all(text)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": "hub"}}]
+
+
+POD = {"config": "c", "out": "o", "name": "week", "nodes": 4, "processes": 8, "master": "week-0.week"}
+
+
+def test_a_pod_knows_its_place_in_the_world() -> None:
+    command = torchrun_command(PodOptions(**POD, port=29500), "2")
+    assert {"--nnodes=4", "--node-rank=2", "--nproc-per-node=8", "--master-addr=week-0.week"} < set(command)
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict", "code"),
+    [
+        ("done", Verdict(STOPPED, "asked by an eviction when all was done"), DONE),
+        ("stopped", Verdict(STOPPED, "asked to stop by a signal"), STOPPED),
+        ("failed", Verdict(FAILED, "the loss is NaN"), FAILED),
+        ("failed", Verdict(FAILED, "out of memory", OutOfMemoryError.cause), FAILED),
+        ("failed", Verdict(FAILED, "rank 1 is lost", WorkerLostError.cause), BUG),
+        (None, Verdict(WRONG_INPUT, "no such data"), WRONG_INPUT),
+        ("stopped", None, BUG),
+    ],
+)
+def test_a_job_learns_how_its_pod_ended(
+    status: str | None, verdict: Verdict | None, code: int, tmp_path: Path
+) -> None:
+    """Without a verdict of its own a pod was killed, whatever an earlier one has left."""
+    run = RunFolder(tmp_path)
+    if status:
+        run.write_summary({"status": status})
+    run.write_exit(verdict or Verdict(FAILED, "of an earlier start"))
+    assert exit_code(run, has_verdict=verdict is not None) == code
+
+
+def test_a_job_ends_where_another_start_mends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    rules = manifest(capsys, *GPUS)["Job"]["spec"]["podFailurePolicy"]["rules"]
+    found = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
+    assert found == {"FailJob": [WRONG_INPUT, FAILED], "Ignore": [STOPPED]}
+
+
 WRONG: dict[str, tuple[list[str], str]] = {
     "no image": (["--task", "causal-lm", "--claim", "a", "--cpu"], "k8s: needs --image, "),
     "no claim": (["--task", "causal-lm", "--image", "a", "--cpu"], "k8s: needs --claim, "),
@@ -88,6 +160,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "memory": ([*GPUS, "--mem", "much"], "--mem much: is no amount such as 64Gi"),
     "a label": ([*GPUS, "--node-selector", "gpu"], "--node-selector gpu: is no label"),
     "processes": ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --nodes 4"),
+    "a secret": ([*GPUS, "--secret", "HF_TOKEN=x"], r"--secret HF_TOKEN\.\.\.: is no name of a Secret"),
     "a flag": ([*GPUS, "--imgae", "a"], "did you mean --image"),
 }
 

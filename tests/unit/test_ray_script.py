@@ -19,10 +19,12 @@ import yaml
 from isobatch.core.errors import DONE, RESIZED, STOPPED, UserError, WorkerLostError
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.engine.runs.run_folder import Verdict
+from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.commands.describe import COMMAND_OPTIONS, OF_A_RECIPE
 from isobatch.launch.local.arguments import parse_request
+from isobatch.launch.local.restarts import train_with_restarts
+from isobatch.launch.ray_train import places
 from isobatch.launch.ray_train.command import ray
 from isobatch.launch.ray_train.driver import judge, train_until_done
 from isobatch.launch.ray_train.run_log import RunLog
@@ -118,6 +120,7 @@ def test_a_script_is_what_ray_takes(capsys: pytest.CaptureFixture[str], tmp_path
     assert (made.scaling_config.num_workers, made.scaling_config.use_gpu) == (3, True)
     assert made.scaling_config.resources_per_worker == {"CPU": 1, "GPU": 8}
     assert made.run_config.failure_config == train.FailureConfig(max_failures=0)
+    assert "max_failures=0, controller_failure_limit=0)" in script(capsys, *GPUS, "--min-ray-workers", "2")
     assert made.backend_config.backend == "gloo"
 
 
@@ -244,6 +247,57 @@ def test_what_an_attempts_end_means(verdict: Verdict | None, error: str, more: i
     assert found is not None
     assert (found.code, found.cause) == (STOPPED, "")
     assert judge(Verdict(DONE, ""), error, more, is_asked_to_stop=True) == Verdict(DONE, "")
+
+
+def test_a_larger_world_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """However often it comes: --max-restarts counts losses."""
+    run = RunFolder(tmp_path)
+    run.write_options(RunOptions(max_restarts=0))
+    ends = iter(
+        [Verdict(STOPPED, "there is room", RESIZED), Verdict(STOPPED, "again", RESIZED), Verdict(DONE, "")]
+    )
+    assert train_with_restarts(run, lambda _: next(ends)) == Verdict(DONE, "")
+    decided = [json.loads(line) for line in run.decisions.read_text().splitlines()]
+    assert [(one["decision"], one["reason"]) for one in decided] == [
+        ("resize", "there is room"),
+        ("resize", "again"),
+    ]
+    assert "in a larger world" in capsys.readouterr().err
+
+
+def test_places_are_counted_when_they_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, or the fewest after a while without more; not before Ray knows of a loss."""
+    clock = [0.0]
+    monkeypatch.setattr(places.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(places.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+
+    class Known(places.Places):
+        """Places that come at these moments."""
+
+        came: tuple[float, ...] = ()
+
+        def want(self, count: int) -> None:
+            self._hold(["place"] * count)
+
+        def _count_held(self) -> int:
+            return sum(moment <= clock[0] for moment in self.came)
+
+        def release(self) -> None:
+            self._hold([])
+
+    def count(came: tuple[float, ...], lost: bool = False) -> tuple[int, float]:
+        clock[0] = 0.0
+        known = Known({"CPU": 1}, least=1, most=2)
+        known.came = came
+        if lost:
+            known.distrust()
+        return known.count(lambda: clock[0] > 100), clock[0]
+
+    assert count((0, 0)) == (2, 0)
+    assert count((0, 4)) == (2, 4)
+    assert count((3,)) == (1, pytest.approx(3 + places.SETTLE_SECONDS, abs=1))
+    assert count((0, 0), lost=True) == (2, places.LOSS_SECONDS)
+    assert count(()) == (0, pytest.approx(100, abs=1)), "asked to stop meanwhile"
 
 
 def test_a_log_is_followed_in_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ ROOMS: dict[str, set[str]] = {
         *("core", "models", "engine.distributed", "engine.loading", "engine.machine", "engine.planning"),
         *("engine.profiling", "engine.runs", "engine.training", "launch.local", "launch.report"),
     },
-    "launch.kubernetes": {"core", "engine", "engine.runs", "launch.local"},
+    "launch.kubernetes": {"core", "engine", "engine.distributed", "engine.runs", "launch.local"},
     "launch.slurm.submission": {"core", "launch.local", "launch.sweeps"},
     "launch.slurm": {
         *(

@@ -1,0 +1,118 @@
+"""`pod`: what a pod runs: torchrun for its processes, and then the exit code that the Job acts on.
+
+torchrun itself ends with 0 where all processes were asked to save and stop: the Job would take the run for
+done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, OutOfMemoryError
+from isobatch.core.number_ranges import Positive
+from isobatch.engine.distributed.stop_signals import StopFlag
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.local.arguments import command_options, parse_request, split_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LINGER_SECONDS = 10.0
+"""How long torchrun may wait for those of other pods, where all processes of this one have saved: it would
+wait for five minutes where another pod is evicted."""
+INDEX = "JOB_COMPLETION_INDEX"
+"""Environment variable with a pod's number, from 0; Kubernetes sets it."""
+POLL_SECONDS = 0.5
+FOR_GOOD = ("", OutOfMemoryError.cause)
+"""Causes of a failure that another start would not mend."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PodOptions:
+    """The words of `pod`, which the manifest holds."""
+
+    config: str
+    """The file with the recipe."""
+    out: str
+    """Where runs lie."""
+    name: str
+    """The run's name."""
+    nodes: Positive
+    """Pods of the run."""
+    processes: Positive
+    """Of each pod."""
+    master: str
+    """The name of the first pod."""
+    port: Positive
+    """At which the first pod waits for the others."""
+
+
+def pod(words: Sequence[str]) -> int:
+    """Usage: pod, in a pod of a job that `k8s` made"""
+    options = command_options(split_words(words)[1], PodOptions, "pod")
+    parse_request(["--config", options.config], "pod")  # what is wrong is said once, before torch is imported
+    run = RunFolder(Path(options.out) / options.name)
+    before = _verdict_time(run)
+    with StopFlag() as stop:
+        _run_torchrun(
+            torchrun_command(options, os.environ[INDEX]), stop, lambda: _verdict_time(run) != before
+        )
+    return exit_code(run, _verdict_time(run) != before)
+
+
+def torchrun_command(options: PodOptions, index: str) -> list[str]:
+    """torchrun for the processes of the pod with this number."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=static"),
+        *(f"--nnodes={options.nodes}", f"--node-rank={index}", f"--nproc-per-node={options.processes}"),
+        *(f"--master-addr={options.master}", f"--master-port={options.port}"),
+        *("-m", "isobatch.launch.train", "--config", options.config),
+        *("--out", options.out, "--name", options.name),
+    ]
+
+
+def _run_torchrun(command: list[str], stop: StopFlag, has_verdict: Callable[[], bool]) -> None:
+    """Run torchrun to its end, pass a request to stop on to it, and end it where it only waits for others."""
+    import psutil
+
+    child = subprocess.Popen(command)
+    idle_since: float | None = None
+    while child.poll() is None:
+        if stop.requested:
+            child.send_signal(signal.SIGTERM)  # it hands that on, and waits until they have saved
+            child.wait()
+            return
+        idle = has_verdict() and not psutil.Process(child.pid).children()
+        idle_since = (idle_since or time.monotonic()) if idle else None
+        if idle_since is not None and time.monotonic() - idle_since > LINGER_SECONDS:
+            child.kill()  # it is blocked where it answers no other signal, and has no processes any more
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(POLL_SECONDS)
+
+
+def exit_code(run: RunFolder, has_verdict: bool) -> int:
+    """What the Job acts on: done; wrong input and failures that another start would not mend; asked to stop;
+    else a failure after which the pod is replaced. `has_verdict`: whether this attempt left one.
+    """
+    if run.status_or_none() == "done":
+        return DONE
+    verdict = run.last_verdict() if has_verdict else None
+    if verdict is None:
+        return BUG
+    if verdict.code in (WRONG_INPUT, FAILED):
+        return verdict.code if verdict.cause in FOR_GOOD else BUG
+    return STOPPED if verdict.code == STOPPED else BUG
+
+
+def _verdict_time(run: RunFolder) -> int:
+    """When exit.json was written; 0 where there is none."""
+    path = run.folder / "exit.json"
+    return path.stat().st_mtime_ns if path.exists() else 0
