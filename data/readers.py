@@ -264,7 +264,8 @@ def decode(block: bytes, file: Path, offset: int = 0) -> str:
         ) from None
 
 
-def _read_lines(file: Path) -> Iterator[str]:
+def read_lines(file: Path) -> Iterator[str]:
+    """The lines of a text file, with their ends. Raises UserError where it is not UTF-8."""
     offset = 0
     with open_utf8(file) as stream:
         for line in stream:
@@ -286,7 +287,7 @@ def read_rows(part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _read_csv(file: Path, file_format: str = "csv") -> Iterator[tuple[str, Mapping[str, Any]]]:
     csv.field_size_limit(1 << 30)
     plain: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file_format == "tsv" else {}
-    reader = csv.DictReader(_read_lines(file), **plain)
+    reader = csv.DictReader(read_lines(file), **plain)
     try:
         for row in reader:
             where = f"{file} line {reader.line_num}"
@@ -302,7 +303,7 @@ def _read_csv(file: Path, file_format: str = "csv") -> Iterator[tuple[str, Mappi
 
 
 def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, line in enumerate(_read_lines(file), 1):
+    for number, line in enumerate(read_lines(file), 1):
         if line.strip():
             yield _require_object(_parse_json(line, f"{file} line {number}"), f"{file} line {number}")
 

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
     from isobatch.data.readers import LocatedRows
 
+LINES = ".txt"
+"""The ending of a file with a text in each line."""
 CHUNK_ROWS = 4096
 """Rows that are read, answered and written together."""
-ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
+ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", LINES)
 
 
 def read_table(name: str) -> LocatedRows:
@@ -33,13 +35,24 @@ def read_table(name: str) -> LocatedRows:
     if path.suffix.lower() not in ROW_ENDINGS:
         raise UserError(f"--file {name}: give a file of rows that ends in {', '.join(ROW_ENDINGS)}")
     try:
-        rows = iter(readers.read_rows(readers.find_splits(path, None)["train"]))
+        rows = _lines(path) if path.suffix.lower() == LINES else _rows(path)
         first = next(rows, None)
     except PermissionError:
         raise UserError(f"--file {name}: cannot be read: no permission") from None
     if first is None:
         raise UserError(f"--file {name}: holds no rows")
     return itertools.chain([first], rows)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    return iter(readers.read_rows(readers.find_splits(path, None)["train"]))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A row with the column `text` for each line that is not empty."""
+    for number, line in enumerate(readers.read_lines(path), 1):
+        if line.strip():
+            yield f"{path} line {number}", {"text": line.rstrip("\r\n")}
 
 
 def in_chunks(rows: LocatedRows) -> Iterator[list[tuple[str, Mapping[str, Any]]]]:

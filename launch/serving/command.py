@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
-from isobatch.core.errors import INTERRUPTED, UserError
+from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
 from isobatch.launch.local.arguments import command_options, split_words
@@ -124,8 +124,8 @@ def _run(app: Any, listener: socket.socket, options: ServeOptions) -> int:
         if number != signal.SIGINT:
             return end_gracefully(number, frame)
         # Nothing is to be saved, and an interpreter takes seconds to take torch and its threads down.
-        os.write(2, b"isobatch: interrupted\n")
-        os._exit(INTERRUPTED)
+        os.write(2, b"isobatch: the server has ended\n")
+        os._exit(DONE)
 
     setattr(server, "handle_exit", handle_exit)  # noqa: B010  a method, as types see it
     server.run(sockets=[listener])

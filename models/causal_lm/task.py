@@ -414,8 +414,10 @@ class CausalLM(Task):
         figures = adapters.check_same_logits(adapted, merged, batches())
         base = hub.load_config(self._model_name, self.recipe.revision)
         if rounded := adapters.rounding_of(self.options, base):
-            before = "merged into the weights before they were rounded"
-            figures["remark"] = f"{before}: the run's own figures are those of {rounded}"
+            figures["remark"] = (
+                f"the adapter was trained beside weights in {rounded} and is merged into those of the base as"
+                " they are: the loss of this folder differs a little from the run's"
+            )
         return figures
 
     def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Sampling], TextStream]:

@@ -207,6 +207,13 @@ def test_probabilities_of_large_logits() -> None:
     assert softmax(np.array([[1e4, 1e4, -1e4]], np.float32)).tolist() == [[0.5, 0.5, 0.0]]
 
 
+def test_each_line_of_a_text_file_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "asked.txt").write_text("When do you open?\n\nWhere?\r\n")
+    rows = list(tables.read_table(str(tmp_path / "asked.txt")))
+    assert [row for _, row in rows] == [{"text": "When do you open?"}, {"text": "Where?"}]
+    assert rows[1][0].endswith("asked.txt line 3")
+
+
 def test_rows_with_labels_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def predict(samples: Sequence[Any]) -> list[dict[str, Any]]:
         return [{"prediction": text[0], "probabilities": {"0": 0.5, "1": 0.5}} for text in samples]
