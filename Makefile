@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-lock
 
-.PHONY: demo test test-slurm gpu check soak pictures site format lock clean
+.PHONY: demo test test-slurm test-clusters gpu check soak pictures site format lock clean
 
 demo: $(STAMP)
 	$(BIN)/python -m launch auto --task causal-lm --again
@@ -17,6 +17,10 @@ test: $(STAMP)
 # waits more than it computes.
 test-slurm: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist load -m "slurm and not slow" tests/slurm
+
+# Ray's workers and the pods of a Kubernetes job, for real on this machine.
+test-clusters: $(STAMP)
+	$(BIN)/python -m pytest -m "cluster and not slow" tests/integration
 
 # On a GPU, with what is there: installs nothing. QUICK=1 tries it on any machine, PART=3 runs one part,
 # AGAIN=1 measures anew what is there already.

@@ -94,6 +94,7 @@ def kill(pod: subprocess.Popen[bytes]) -> None:
     pod.wait()
 
 
+@pytest.mark.cluster
 def test_lost_pods_are_replaced_and_the_run_goes_on(cluster: Callable[..., Cluster]) -> None:
     """One is killed, then one is evicted: no pod may end as if the run were done."""
     job = cluster("--steps", "400")

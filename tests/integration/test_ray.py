@@ -101,6 +101,7 @@ class OnRay:
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+@pytest.mark.cluster
 def test_a_killed_worker_is_replaced(make_cluster: Callable[..., Any], tmp_path: Path) -> None:
     training = OnRay(tmp_path, make_cluster(2), "--steps", "400")
     training.wait_for(training.has_saved)

@@ -49,6 +49,7 @@ ALLOWED = {
     "preference/log_probs.py:_chunks": EVERY_PART,
     "preference/task.py:loss": PARTS,
     "preference/task.py:evaluate": PARTS,
+    "recommendation/ranking.py:chance_of_a_hit": "counts the rows of an evaluation; nothing is learnt there",
     "recommendation/losses.py:sampled_softmax": "the step's negatives are the same for every micro-batch",
     "recommendation/losses.py:in_batch_softmax": "cohorts are cut by the recipe, and never in two",
     "recommendation/network.py:forward": EVERY_PART,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.core.recipe import Recipe
 from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.data.text.dataset import Text, TextOptions
@@ -117,26 +118,22 @@ def test_shares_decide_what_a_batch_holds(tmp_path: Path, sets: str, make: Make)
     _, sources, _ = prepared(make(sets, mix=(0.25, 0.5, 0.25)), tmp_path / "out")
     train = sources["train"]
     assert [share for _, share in train.parts] == [0.25, 0.5, 0.25]
-    recipe = SimpleNamespace(
-        data=sets, batch_size=8, seed=1, train_fraction=1.0, group_by_length=False, rules=2, forgets=None
-    )
-    sampler = make_sampler(recipe, train, 1)  # type: ignore[arg-type]
+    recipe = Recipe(task="causal-lm", data=sets, batch_size=8, seed=1, group_by_length=False, rules=2)
+    sampler = make_sampler(recipe, train, 1)
     column = np.asarray(train.columns["set"])
     for step in range(sampler.steps_per_epoch - 1):
         assert np.abs(np.bincount(column[sampler.batch(step)], minlength=3) - [2, 4, 2]).max() <= 1
     with pytest.raises(UserError, match="this task computes 2 samples together, so that it takes one set"):
-        make_sampler(recipe, train, 2)  # type: ignore[arg-type]
+        make_sampler(recipe, train, 2)
     train.parts = tuple(zip([size for size, _ in train.parts], (1, 1, 1e-6), strict=True))
     with pytest.raises(UserError, match=r"--mix 1,1,1e-06: of the .* set 3 would have none: raise its share"):
-        make_sampler(recipe, train, 1)  # type: ignore[arg-type]
+        make_sampler(recipe, train, 1)
 
 
 def test_without_shares_every_sample_comes_once(tmp_path: Path, sets: str, make: Make) -> None:
     _, sources, _ = prepared(make(sets), tmp_path / "out")
-    recipe = SimpleNamespace(
-        data=sets, batch_size=8, seed=1, train_fraction=1.0, group_by_length=True, rules=2, forgets=None
-    )
-    sampler = make_sampler(recipe, sources["train"], 1)  # type: ignore[arg-type]
+    recipe = Recipe(task="causal-lm", data=sets, batch_size=8, seed=1, group_by_length=True, rules=2)
+    sampler = make_sampler(recipe, sources["train"], 1)
     seen = np.concatenate([sampler.batch(step) for step in range(sampler.steps_per_epoch)])
     assert sorted(seen) == list(range(len(sources["train"])))
 
@@ -144,10 +141,8 @@ def test_without_shares_every_sample_comes_once(tmp_path: Path, sets: str, make:
 def test_what_a_run_sees_of_a_mixture_grows_with_its_epochs() -> None:
     source = ArraySource({"x": np.zeros(100)})
     source.parts = ((90, 0.1), (10, 0.9))
-    recipe = SimpleNamespace(
-        data="a,b", batch_size=10, seed=0, train_fraction=1.0, group_by_length=False, rules=2, forgets=None
-    )
-    sampler = make_sampler(recipe, source, 1)  # type: ignore[arg-type]
+    recipe = Recipe(task="causal-lm", data="a,b", batch_size=10, seed=0, group_by_length=False, rules=2)
+    sampler = make_sampler(recipe, source, 1)
     used = [len(samples_used(sampler, [SimpleNamespace(steps=10 * n)])) for n in (1, 2)]  # type: ignore[list-item]
     assert used == [20, 30]  # ten of the first set an epoch, and all ten of the second
 
