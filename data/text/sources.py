@@ -98,7 +98,8 @@ class TextSetSpec:
         if self.kind() == TEXT:
             for part in parts.values():
                 if not part.is_stream:
-                    readers.require_column(part, self._text_column(readers.column_names(parts["train"])))
+                    column = self._text_column(readers.column_names(parts["train"]))
+                    readers.require_column(part, column, chat_formats.ACCEPTED)
 
     def kind(self) -> str | None:
         """The kind of its rows; None for a hub data set, which must be fetched first."""

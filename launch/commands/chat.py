@@ -122,7 +122,12 @@ class Conversation:
             self.messages = system_messages(self.system)
         self.messages.append(user_message(line))
         doing("answering")
-        answer = print_pieces(self.write_text(self.template.prompt_segments(self.messages)))
+        try:
+            answer = print_pieces(self.write_text(self.template.prompt_segments(self.messages)))
+        except KeyboardInterrupt:  # ends this answer, not the chat
+            self.messages.pop()
+            print()
+            return
         self.messages.append({"role": "assistant", "content": answer})
 
 

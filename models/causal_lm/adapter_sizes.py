@@ -51,10 +51,10 @@ def _remarks(
     full_model: ModelSize, found: AdapterCounts, options: Any, optimizer: str, weights: float
 ) -> list[str]:
     where = ", ".join(f"{count} {name}" for name, count in found.targets.items())
-    share = found.trainable / full_model.parameters
+    total = full_model.parameters + found.added
     remarks = [
         f"{options.adapter} of rank {options.lora_r} on {where} trains {found.trainable:,} of"
-        f" {full_model.parameters + found.added:,} parameters ({share:.2%})"
+        f" {total:,} parameters ({found.trainable / total:.2%})"
     ]
     if options.load_bits != 16:
         remarks.append(

@@ -54,7 +54,9 @@ def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
 
 
 def _sets_any(flags: Iterable[str], meaning: Meaning, own: Container[str]) -> bool:
-    return any(our_name(name, own) in (meaning.flags or ()) for name in flags)
+    """Whether the user sets one of these flags, in our words or in those of another tool."""
+    mine = {*(meaning.flags or ())}
+    return any(our_name(name, own) in mine or mine & _flags_set_by(WORDS.get(name, ())) for name in flags)
 
 
 def _meaning(name: str, value: str, own: Container[str]) -> Meaning | None:

@@ -62,7 +62,7 @@ def to(form: Form | str = ANY, remark: str | None = "", **flags: str) -> Meaning
     return Meaning(_form(form), flags, remark)
 
 
-def unless_given(form: Form | str, remark: str, **flags: str) -> Meaning:
+def unless_given(form: Form | str, remark: str | None, **flags: str) -> Meaning:
     """As `to`, where the user does not set these flags himself."""
     return Meaning(_form(form), flags, remark, yields=True)
 

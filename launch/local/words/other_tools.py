@@ -278,7 +278,7 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     "no_cuda": switch(device="cpu"),
     "use_cuda": (to(ON, device="cuda"), to(OFF, device="cpu")),
     # axolotl, LLaMA-Factory
-    "use_peft": switch(adapter="lora"),
+    "use_peft": (unless_given(ON, None, adapter="lora"), to(OFF, None)),  # peft has --use_dora beside it
     "use_dora": switch(adapter="dora"),
     "finetuning_type": (
         to("lora", adapter="lora"),
