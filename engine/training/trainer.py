@@ -165,7 +165,9 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
             context.console.say(f"sample:\n{sample}")
             summary["sample"] = sample
         doing("measuring the exported model")
-        _add_final_metrics(context, model, exported, held_out)
+        if remark := _add_final_metrics(context, model, exported, held_out):
+            context.console.say(remark)
+            summary["remark"] = remark
         _write_model_card(context, loop, exported, held_out)
         context.peak_memory.observe("export")
         summary |= metrics_fields(held_out) | context.peak_memory.fields()
@@ -222,11 +224,13 @@ def _refuse_nonfinite_weights(context: RunContext, strategy: Strategy) -> None:
 
 def _add_final_metrics(
     context: RunContext, model: nn.Module, step: int, held_out: dict[str, dict[str, Any]]
-) -> None:
-    """Add the task's own measurements of its export to the metrics of the first held-out split."""
+) -> str:
+    """Add the task's own measurements of its export to the metrics of the first held-out split; what the task
+    remarks on them.
+    """
     split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
     if split is None:
-        return
+        return ""
     splits = context.session.splits
     more = context.task.final_metrics(
         model, context.run.final, context.session.facts, lambda name=split: host_batches(splits[name])
@@ -236,8 +240,7 @@ def _add_final_metrics(
         held_out[split] |= more
         where = {"phase": context.progress.phase, "step": step, "split": split}
         context.log.log_metrics({**where, **held_out[split]})
-    if remark := context.task.final_remark(held_out[split]):
-        context.console.say(remark)
+    return context.task.final_remark(held_out[split])
 
 
 def _log_final(context: RunContext, found: dict[str, Any]) -> None:

@@ -153,7 +153,7 @@ def _why_other(folder: Path, recipe: Recipe, facts: Facts) -> str:
     """In what the run in a folder differs from a recipe on this data."""
     try:
         run = RunFolder(folder)
-        theirs, ours = run.recipe.to_dict(), recipe.to_dict()
+        theirs, ours = _flags(run.recipe), _flags(recipe)
         same_data = run.facts.fingerprint == facts.fingerprint
     except (UserError, OSError):
         return "is not a run"
@@ -162,6 +162,12 @@ def _why_other(folder: Path, recipe: Recipe, facts: Facts) -> str:
         return "is a run of this recipe" if same_data else "is a run on other data"
     shown = [f"{spelling(name)} {_shown(theirs.get(name))}, not {_shown(ours[name])}" for name in differing]
     return f"is another run's, with {'; '.join(shown[:MOST_DIFFERENCES])}"
+
+
+def _flags(recipe: Recipe) -> dict[str, Any]:
+    """All fields of a recipe, its task's among them."""
+    found = recipe.to_dict()
+    return {**found, **found.pop("options")}
 
 
 def _shown(value: Any) -> str:

@@ -20,7 +20,14 @@ from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.report.contents import Contents, collect
 from isobatch.launch.report.html import render_page
-from isobatch.launch.report.tables import differences_table, metric_line, metrics_of, runs_table, text_table
+from isobatch.launch.report.tables import (
+    baselines_tables,
+    differences_table,
+    metric_line,
+    metrics_of,
+    runs_table,
+    text_table,
+)
 from isobatch.launch.report.watch import DRAW_SECONDS, LOCAL, make_server
 
 if TYPE_CHECKING:
@@ -112,7 +119,8 @@ def text_of(contents: Contents, folder: Path) -> str:
         parts += group.verdicts()
         parts.append(text_table([list(group.report.columns), *group.table()], width))
     for run in contents.unmeasured():
-        lines = [f"{run['run']} ({run['task']}): {run['state']}", *_metric_lines(run)]
+        remark = [run["remark"]] if run.get("remark") else []
+        lines = [f"{run['run']} ({run['task']}): {run['state']}", *remark, *_metric_lines(run)]
         parts.append("\n".join(lines))
     return printable("\n\n".join([*parts, f"all figures: {folder}/report.html, as text {folder}/report.md"]))
 
@@ -120,6 +128,9 @@ def text_of(contents: Contents, folder: Path) -> str:
 def markdown(contents: Contents) -> str:
     """The text of report.md."""
     lines = ["# Report"]
+    lines += [line for run in contents.runs if run.get("remark") for line in ("", _escaped(run["remark"]))]
+    for name, table in baselines_tables(contents.unmeasured()):
+        lines += ["", f"## {_escaped(name)} beside its baselines", "", *_markdown_table(table)]
     for group in contents.groups:
         lines += [line for verdict in group.verdicts() for line in ("", _escaped(verdict))]
         table = [list(group.report.columns), *group.table()]

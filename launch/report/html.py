@@ -9,7 +9,7 @@ from isobatch.core.measures import printable
 from isobatch.core.package import ROOT
 from isobatch.launch.report.figures import draw_figure, training_drawings
 from isobatch.launch.report.machine_use import use_drawings
-from isobatch.launch.report.tables import differences_table, runs_table
+from isobatch.launch.report.tables import baselines_tables, differences_table, runs_table
 
 if TYPE_CHECKING:
     from isobatch.launch.report.contents import Contents
@@ -41,6 +41,8 @@ def render_page(contents: Contents, refresh: int | None = None) -> str:
         machine=contents.machine,
         groups=groups,
         runs_table=runs_table(contents.unmeasured()),
+        remarks=[f"{run['run']}: {run['remark']}" for run in contents.runs if run.get("remark")],
+        baselines=baselines_tables(contents.unmeasured()),
         sections=sections,
         refresh=refresh,
         runs=contents.runs,

@@ -25,6 +25,7 @@ POINTS = 400
 SUMMARY_FIELDS = (
     "train_seconds", "steps", "samples_seen", "parameters", "trainable_parameters", "metrics", "split",
     "world_size", "precision", "peak_memory_bytes", "sample",
+    "remark",
 )  # fmt: skip
 
 

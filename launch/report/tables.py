@@ -18,9 +18,16 @@ MOST_WORD_PERPLEXITY = 1e5
 
 def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
     """The table of runs whose models were not measured: a head, then a row for each run."""
-    names = list(dict.fromkeys(n for r in runs for n, v in metrics_of(r).items() if _is_scalar(v)))
+    metrics = [table_beside(metrics_of(run))[1] for run in runs]
+    names = list(dict.fromkeys(n for of_run in metrics for n, v in of_run.items() if _is_scalar(v)))
     head = ["run", "split", "parameters", "trained", *map(in_words, names), "memory", "training"]
     return [head, *(_row(run, names) for run in runs)] if runs else []
+
+
+def baselines_tables(runs: list[dict[str, Any]]) -> list[tuple[str, list[list[str]]]]:
+    """(run, its metrics beside those of baselines), of each run that has such."""
+    found = [(run["run"], table_beside(metrics_of(run))[0]) for run in runs]
+    return [(name, table) for name, table in found if table]
 
 
 def differences_table(runs: list[dict[str, Any]]) -> list[list[str]]:
