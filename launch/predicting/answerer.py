@@ -17,7 +17,14 @@ from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.registry import workload_of
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.run_setup import TrustOptions
-from isobatch.launch.predicting.rows import PromptReader, RowReader, SequenceReader, TextReader, UserReader
+from isobatch.launch.predicting.rows import (
+    PromptReader,
+    RowReader,
+    SampleError,
+    SequenceReader,
+    TextReader,
+    UserReader,
+)
 from isobatch.launch.predicting.trained_texts import TrainedTexts
 from isobatch.models.causal_lm.generation import Sampling
 from isobatch.models.encoder.evaluation import has_text_pairs
@@ -149,12 +156,14 @@ def _write(write_text: Any, drawn: Sampling, prompts: Sequence[Any]) -> list[dic
 
 def _recommend(lists: ItemLists, top: int, users: Sequence[str | list[str]]) -> list[dict[str, Any]]:
     """`users`: ids; or, of users who were not in training, the items they took."""
-    found = [
-        lists.recommend(user, top) if isinstance(user, str) else lists.for_items(user, top) for user in users
-    ]
-    return [
-        {f"{name}s": [e[name] for e in entries] for name in ("item", "title", "score")} for entries in found
-    ]
+    answers = []
+    for number, user in enumerate(users):
+        try:
+            entries = lists.recommend(user, top) if isinstance(user, str) else lists.for_items(user, top)
+        except UserError as error:
+            raise SampleError(number, str(error)) from None
+        answers.append({f"{name}s": [e[name] for e in entries] for name in ("item", "title", "score")})
+    return answers
 
 
 def _reads_pairs(run: RunFolder) -> bool | None:

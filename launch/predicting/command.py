@@ -17,7 +17,7 @@ from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.answerer import Answerer, ModelOptions, open_answerer, trained_task
 from isobatch.launch.predicting.labelled_rows import LabelledRows
 from isobatch.launch.predicting.onnx_file import open_onnx_answerer
-from isobatch.launch.predicting.rows import EmptyTextError
+from isobatch.launch.predicting.rows import EmptyTextError, SampleError
 from isobatch.models.protocols import Generates, OpensItemLists, Predicts
 
 if TYPE_CHECKING:
@@ -131,7 +131,11 @@ def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]
                 empty.append(error)
         if not samples:
             raise empty[0]
-        answers = dict(zip(samples, answerer.predict(list(samples.values())), strict=True))
+        try:
+            answers = dict(zip(samples, answerer.predict(list(samples.values())), strict=True))
+        except SampleError as error:
+            where, _ = chunk[list(samples)[error.number]]
+            raise UserError(f"{where}: {error}") from None
         blank = _without_values(next(iter(answers.values())))
         labelled.count([chunk[place][1] for place in answers], list(samples.values()), list(answers.values()))
         done += len(chunk)

@@ -78,6 +78,14 @@ class TextReader:
         return require_text(value, where)
 
 
+class SampleError(UserError):
+    """One of the samples that a model was asked cannot be answered. `number`: its place among them."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceReader:
     """Texts, or lists of integers."""

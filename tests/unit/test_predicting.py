@@ -18,7 +18,7 @@ from isobatch.data.base import Ragged, save
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.answerer import Answerer
 from isobatch.launch.predicting.command import answer_file, format_row
-from isobatch.launch.predicting.rows import PromptReader, SequenceReader, TextReader, UserReader
+from isobatch.launch.predicting.rows import PromptReader, SampleError, SequenceReader, TextReader, UserReader
 from isobatch.launch.predicting.trained_texts import TrainedTexts
 from isobatch.models.encoder.prediction import batches_of_one_width, softmax
 
@@ -205,6 +205,16 @@ def test_a_batch_has_one_width_and_every_sample_is_in_one() -> None:
 
 def test_probabilities_of_large_logits() -> None:
     assert softmax(np.array([[1e4, 1e4, -1e4]], np.float32)).tolist() == [[0.5, 0.5, 0.0]]
+
+
+def test_a_row_that_cannot_be_answered_is_named(tmp_path: Path) -> None:
+    def predict(samples: Sequence[Any]) -> list[dict[str, Any]]:
+        raise SampleError(samples.index("d"), "user d: is not in the training data")
+
+    rows = [{"user": name} for name in "abcd"]
+    answerer = Answerer(predict, UserReader())
+    with pytest.raises(UserError, match=r"rows.csv line 5: user d: is not in the training data"):
+        list(answer_file(answerer, str(write(tmp_path / "rows.csv", rows))))
 
 
 def test_each_line_of_a_text_file_is_a_row(tmp_path: Path) -> None:
