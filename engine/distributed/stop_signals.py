@@ -39,7 +39,7 @@ def end_early_on_signals() -> None:
                 signal.signal(number, end)
 
 
-SAVING = b"isobatch: stopping after the step in progress, then saving; press Ctrl-C again to stop at once\n"
+SAVING = b"isobatch: stopping within a few steps, then saving; press Ctrl-C again to stop at once\n"
 
 
 class StopFlag:

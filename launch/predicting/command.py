@@ -58,6 +58,8 @@ def predict(words: Sequence[str]) -> int:
     if len(texts) == 1 and "file" not in flags and _is_table(texts[0]):
         flags["file"] = texts.pop()
     options = command_options(flags, PredictOptions, "predict")
+    if options.file is not None:  # before a model is loaded
+        tables.check_file(options.file)
     out = None if options.out is None else tables.check_out(options.out, options.file)
     answered = _answers(positional[0], texts, options)
     if out is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_path_hint
 from isobatch.data import readers
 
 if TYPE_CHECKING:
@@ -27,13 +28,21 @@ CHUNK_ROWS = 4096
 ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", LINES)
 
 
-def read_table(name: str) -> LocatedRows:
-    """(where, row) of each row of a file. Raises UserError where it is none, or holds no rows."""
+def check_file(name: str) -> Path:
+    """The file of rows. Raises UserError where there is none, or its ending says that it holds none."""
     path = Path(name).expanduser()
-    if path.is_dir() or not path.exists():
-        raise UserError(f"--file {name}: {'is a folder' if path.is_dir() else 'there is no such file'}")
+    if path.is_dir():
+        raise UserError(f"--file {name}: is a folder")
+    if not path.exists():
+        raise UserError(f"--file {name}: there is no such file{nearest_path_hint(path)}")
     if path.suffix.lower() not in ROW_ENDINGS:
         raise UserError(f"--file {name}: give a file of rows that ends in {', '.join(ROW_ENDINGS)}")
+    return path
+
+
+def read_table(name: str) -> LocatedRows:
+    """(where, row) of each row of a file. Raises UserError where it is none, or holds no rows."""
+    path = check_file(name)
     try:
         rows = _lines(path) if path.suffix.lower() == LINES else _rows(path)
         first = next(rows, None)

@@ -74,7 +74,7 @@ MISTAKES = [
     ("auto --task compress --target 10MB", "the size follows from --sparsity 0.5"),
     ("auto --task compress --target-size 10MB", "the size follows from --sparsity 0.5"),
     ("predict runs/none hello --batch-size 8", "runs/none"),
-    ("predict runs/none --input none.csv", "runs/none"),
+    ("predict runs/none --input none.csv", "--file none.csv: there is no such file"),
     (f"auto {REC} --text of", "did you mean off?"),
     (f"auto {REC} --top-k 0", "--top-k 0"),
     (f"auto {REC} --head mpl", "did you mean mlp?"),
