@@ -167,7 +167,8 @@ def _why_other(folder: Path, recipe: Recipe, facts: Facts) -> str:
 def _flags(recipe: Recipe) -> dict[str, Any]:
     """All fields of a recipe, its task's among them."""
     found = recipe.to_dict()
-    return {**found, **found.pop("options")}
+    options = found.pop("options")
+    return {**found, **options}
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.run_setup import TrustOptions
+from isobatch.launch.local.words.meanings import spelling
 from isobatch.launch.predicting import tables
 from isobatch.models.protocols import OpensItemLists
 
@@ -51,7 +52,9 @@ def recommend(words: Sequence[str]) -> int:
     """
     run, options = open_single_run(words, "recommend", RecommendOptions)
     asked = [name for name in ("user", "items", "similar_to") if getattr(options, name) is not None]
-    if len(asked) > 1 or not (asked or options.out):
+    if len(asked) > 1:
+        raise UserError(f"recommend: {' and '.join(map(spelling, asked))} are several questions: give one")
+    if not (asked or options.out):
         raise UserError(
             "recommend: needs one of --user ID, --items ID,ID and --similar-to ITEM, or for all users --out"
             " lists.parquet"

@@ -212,7 +212,14 @@ ROOMS: dict[str, set[str]] = {
             "engine.runs",
             "engine.verification",
         ),
-        *("launch.commands", "launch.local", "models", "models.causal_lm", "models.encoder"),
+        *(
+            "launch.commands",
+            "launch.local",
+            "launch.local.words",
+            "models",
+            "models.causal_lm",
+            "models.encoder",
+        ),
     },
     "launch.api": {
         *(
