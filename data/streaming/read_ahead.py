@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,15 @@ LEAST_REMEMBERED = 128
 """Groups that were asked for last, which are not asked for again."""
 
 
+BUSY_SECONDS = 0.05
+"""Until a group that could not be read, because its lock was taken, is tried again."""
+
+
 class ReadAhead:
-    """Calls `read` with each group that is expected, in threads that end with the process."""
+    """Calls `read` with each group that is expected, in threads that end with the process.
+
+    Again later where it returns None.
+    """
 
     def __init__(self, read: Callable[[int], Any]) -> None:
         self._read = read
@@ -43,4 +51,6 @@ class ReadAhead:
         while True:
             group = self._waiting.get()
             with suppress(Exception):  # who needs the group meets the error too, and is told
-                self._read(group)
+                if self._read(group) is None:  # another group may only have had the same lock
+                    time.sleep(BUSY_SECONDS)
+                    self._waiting.put(group)

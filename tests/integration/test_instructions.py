@@ -238,5 +238,5 @@ def test_ctrl_c_ends_a_server_at_once_though_it_writes(home: Path) -> None:
         server.send_signal(signal.SIGINT)
         _, said = server.communicate(timeout=30)
     assert time.monotonic() - began < 3
-    assert said == "isobatch: the server has ended\n"
+    assert said.splitlines()[-1] == "isobatch: the server has ended"
     assert server.returncode == 0

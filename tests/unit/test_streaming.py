@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.data.base import Ragged, load
 from isobatch.data.streaming import group_cache, locations, shards, store
 from isobatch.data.streaming import index as indexes
+from isobatch.data.streaming.read_ahead import ReadAhead
 from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import complete, workload
@@ -218,6 +220,20 @@ def test_what_is_expected_is_here_before_it_is_fetched(stored: Path) -> None:
     while names - {path.name for path in group_cache.groups_folder().glob("*")}:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_group_whose_lock_was_taken_is_read_ahead_later() -> None:
+    """Locks are shared by groups whose names end alike."""
+    answers, done = iter([None, None, {}]), threading.Event()
+
+    def read(group: int) -> dict[str, Any] | None:
+        assert group == 7
+        if (found := next(answers)) is not None:
+            done.set()
+        return found
+
+    ReadAhead(read).expect([7])
+    assert done.wait(5)
 
 
 class Failing:
