@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shutil
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -152,7 +155,7 @@ class _Builder:
                 for extent, rows in shard.groups(self.encoder.columns)
             ]
             self.store.require_unchanged(one)
-            _save_part(folder, found)
+            save_part(folder, found)
         self._done += 1
         doing("indexing", self._done, len(self.objects))
         return _load_part(folder, number)
@@ -226,9 +229,9 @@ def _joined(groups: list[IndexedGroup]) -> dict[str, Column]:
     return {name: np.concatenate([one[name] for one in kept]) for name in kept[0]} if kept else {}
 
 
-def _save_part(folder: Path, groups: list[IndexedGroup]) -> None:
-    """Write a shard's part, all of it or nothing."""
-    temporary = folder.with_name(f".{folder.name}")
+def save_part(folder: Path, groups: list[IndexedGroup]) -> None:
+    """Write a shard's part, all of it or nothing; another process may write the same one."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.{threading.get_ident()}")
     described: list[dict[str, Any]] = [
         {
             "extent": list(group.place.extent),
@@ -241,8 +244,13 @@ def _save_part(folder: Path, groups: list[IndexedGroup]) -> None:
     ]
     save(temporary, _joined(groups))
     (temporary / "groups.json").write_text(json.dumps(described))
-    if not folder.exists():
+    try:
         temporary.replace(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise  # else another process was first
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _load_part(folder: Path, shard: int) -> list[IndexedGroup]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
@@ -137,13 +137,18 @@ def _here(named: str, out: str) -> RunFolder:
     from isobatch.engine.checkpointing.remote_copy import fetch_run
 
     if "://" in named:
-        return RunFolder.open(fetch_run(named, Path(out).expanduser()))
-    run = RunFolder.open(named)
-    copy = run.options().checkpoint_copy
-    if copy is None or run.status() == "done" or any(run.checkpoints.glob("[!.]*/index.json")):
+        url: str | None = named
+        run = RunFolder(Path(out).expanduser() / PurePosixPath(named).name)
+        if not run.folder.is_dir():
+            return RunFolder.open(fetch_run(named, run.folder.parent))
+    else:
+        run = RunFolder.open(named)
+        copy = run.options().checkpoint_copy
+        url = copy and f"{copy.rstrip('/')}/{run.folder.name}"
+    if url is None or run.status() == "done" or any(run.checkpoints.glob("[!.]*/index.json")):
         return run
     run.refuse_if_training()
-    return RunFolder.open(fetch_run(f"{copy.rstrip('/')}/{run.folder.name}", run.folder.resolve().parent))
+    return RunFolder.open(fetch_run(url, run.folder.resolve().parent))
 
 
 LINE = 110

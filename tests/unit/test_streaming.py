@@ -318,6 +318,29 @@ def test_splits_follow_the_names_of_objects() -> None:
         indexes.divide(objects[1:3])
 
 
+def test_two_may_index_the_same_shard_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrote, save, failed = threading.Barrier(2, timeout=30), indexes.save, []
+
+    def save_and_meet(folder: Path, columns: Any) -> None:
+        save(folder, columns)
+        wrote.wait()
+
+    def write() -> None:
+        try:
+            indexes.save_part(tmp_path / "part", [])
+        except OSError as error:
+            failed.append(error)
+
+    monkeypatch.setattr(indexes, "save", save_and_meet)
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["part"]
+
+
 def test_the_table_of_groups_is_part_of_the_fingerprint(stored: Path) -> None:
     _, facts = prepared(stored)
     groups = load(_folder(facts) / "train" / "groups")
