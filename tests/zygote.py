@@ -1,15 +1,19 @@
-"""Commands without the five seconds of imports: a process that has imported torch and forks for each of them.
+"""Commands without the five seconds of imports: a process that has imported all and forks for each of them.
 
 A forked command is a process of its own, with its own folder, environment, output and exit code; what differs
-from a fresh one is only that libraries were imported before it began. The launcher that it starts for several
-processes, and these, are forked as well: `CLIENT` stands in for the interpreter. Started as: zygote.py SOCKET
+from a fresh one is only that libraries, and our modules, were imported before it began. The launcher that it
+starts for several processes, and these, are forked as well: `CLIENT` stands in for the interpreter.
+Started as: zygote.py SOCKET
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -24,12 +28,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+ROOT = Path(__file__).resolve().parents[1]
 READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYTHON", "CUDA", "LD_", "LANG")
 """Variables that libraries read when they are imported: another value needs a fresh process."""
 START_SECONDS = 60.0
 MODULES = ("accelerate.commands.launch", "torch.distributed.run", "isobatch auto", "isobatch resume")
 SCRIPTS = ("launch/train.py", "launch/loopback.py", "benchmarks/__main__.py", "tests/tasks/measure.py")
 """Modules, commands of ours and scripts that are run in a fork."""
+NOT_IMPORTED = [
+    f"isobatch.launch.{name}"
+    for name in ("__main__", "_root", "loopback", "torchrun", "train", "ray_train.workers")
+]
+"""Scripts, and what imports Ray."""
 CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 words = [w for w in sys.argv[1:] if w not in ("-P", "-u")]
@@ -195,14 +205,25 @@ def _run(program: list[str]) -> int:
     return 0
 
 
+def _import_ours() -> None:
+    """Import every module of ours that neither is a script nor needs a cluster."""
+    for room in ("core", "data", "engine", "models", "launch"):
+        for module in pkgutil.walk_packages([str(ROOT / room)], f"isobatch.{room}."):
+            if module.name not in NOT_IMPORTED:
+                importlib.import_module(module.name)
+
+
 if __name__ == "__main__":
-    runpy.run_path(str(Path(__file__).resolve().parents[1] / "launch" / "_root.py"))
+    runpy.run_path(str(ROOT / "launch" / "_root.py"))
     from isobatch.launch.cli import BEFORE_TORCH
 
     for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
+    import fire  # noqa: F401
     import transformers
     import transformers.models.bert.modeling_bert
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
+    _import_ours()
+    gc.freeze()  # what is here stays: a fork need not look through it
     sys.exit(serve(sys.argv[1]))
