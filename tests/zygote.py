@@ -8,6 +8,7 @@ Started as: zygote.py SOCKET
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,8 +136,8 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT)}
 
 
-def serve(path: str) -> int:
-    """Fork for every connection; only a fork returns, with the exit code of its command."""
+def serve(path: str) -> NoReturn:
+    """Fork for every connection; only a fork whose command raised an exception leaves this function."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen()
@@ -150,7 +151,7 @@ def serve(path: str) -> int:
         if pid == 0:
             listener.close()
             connection.close()
-            return _become(asked, files, client)
+            _end(_become(asked, files, client))
         for file in files:
             os.close(file)
         connection.sendall(f"{pid}\n".encode())
@@ -175,6 +176,16 @@ def _report(pid: int, connection: socket.socket) -> None:
     connection.close()
 
 
+def _end(code: int) -> NoReturn:
+    """End as the interpreter does, but leave objects where they are: taking them apart copies all memory."""
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+    atexit._run_exitfuncs()  # noqa: SLF001
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 def _become(asked: dict[str, Any], files: list[int], client: str) -> int:
     from isobatch.launch.cli import main
 
@@ -195,13 +206,18 @@ def _become(asked: dict[str, Any], files: list[int], client: str) -> int:
 
 
 def _run(program: list[str]) -> int:
-    """Run a script or `-m module` as the interpreter does."""
-    if program[0] == "-m":
-        sys.argv = program[1:]
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = program
-        runpy.run_path(program[0], run_name="__main__")
+    """Run a script or `-m module` as the interpreter does; returns its exit code."""
+    try:
+        if program[0] == "-m":
+            sys.argv = program[1:]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = program
+            runpy.run_path(program[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code and not isinstance(end.code, int):
+            raise
+        return int(end.code or 0)
     return 0
 
 
@@ -226,4 +242,4 @@ if __name__ == "__main__":
 
     _import_ours()
     gc.freeze()  # what is here stays: a fork need not look through it
-    sys.exit(serve(sys.argv[1]))
+    serve(sys.argv[1])
