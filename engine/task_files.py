@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -78,23 +79,30 @@ def imported_files(file: Path) -> list[Path]:
 
 def _imports(file: Path, home: Path) -> Iterator[Path]:
     """The places where the modules that a file imports may lie in the folder `home`."""
+    for level, name in _imported_names(file.read_bytes()):
+        start = file.parents[min(level, len(file.parents)) - 1] if level else home
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            module = start.joinpath(*parts[:count])
+            if module.is_relative_to(home):
+                yield from (module.with_name(f"{module.name}.py"), module / "__init__.py")
+
+
+@functools.lru_cache(maxsize=256)  # a run asks some twenty times for what its task file imports
+def _imported_names(code: bytes) -> tuple[tuple[int, str], ...]:
+    """What a file imports: how many folders up (0: not relative), and the dotted name."""
     try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        nodes = list(ast.walk(ast.parse(code)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # its import says so
-        return
+        return ()
+    found: dict[tuple[int, str], None] = {}
     for node in nodes:
-        names: list[tuple[Path, str]] = []
         if isinstance(node, ast.Import):
-            names = [(home, alias.name) for alias in node.names]
+            found |= {(0, alias.name): None for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            start = file.parents[min(node.level, len(file.parents)) - 1] if node.level else home
-            names = [(start, ".".join(filter(None, (node.module, alias.name)))) for alias in node.names]
-        for start, name in names:
-            parts = name.split(".")
-            for count in range(1, len(parts) + 1):
-                module = start.joinpath(*parts[:count])
-                if module.is_relative_to(home):
-                    yield from (module.with_name(f"{module.name}.py"), module / "__init__.py")
+            names = (".".join(filter(None, (node.module, alias.name))) for alias in node.names)
+            found |= {(node.level, name): None for name in names}
+    return tuple(found)
 
 
 def task_file_problem(recipe: Recipe) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import subprocess
@@ -25,6 +26,10 @@ GRACE_SECONDS = 5.0
 """How long a child that is ending may take: loader processes die a moment after their loop."""
 FORGIVEN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK")
 """Set by pytest for each test, by torch when its compiler is first imported, and by accelerate."""
+
+NEW_MODULES = 100
+"""So many imported modules are worth a collection before they are frozen."""
+_modules_frozen = 0
 
 # The same examples on every machine, and no folder of them left behind.
 settings.register_profile("isobatch", derandomize=True, database=None, deadline=None)
@@ -73,6 +78,16 @@ def _leave_process_group() -> bool:
     if left and distributed is not None:
         distributed.destroy_process_group()
     return left
+
+
+@pytest.fixture(autouse=True)
+def _libraries_stay() -> None:
+    """The collection that ends every run looks through new objects, not through those of all libraries."""
+    global _modules_frozen
+    if len(sys.modules) >= _modules_frozen + NEW_MODULES:
+        gc.collect()
+        gc.freeze()
+        _modules_frozen = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)

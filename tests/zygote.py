@@ -1,15 +1,20 @@
-"""Commands without the five seconds of imports: a process that has imported torch and forks for each of them.
+"""Commands without the five seconds of imports: a process that has imported all and forks for each of them.
 
 A forked command is a process of its own, with its own folder, environment, output and exit code; what differs
-from a fresh one is only that libraries were imported before it began. The launcher that it starts for several
-processes, and these, are forked as well: `CLIENT` stands in for the interpreter. Started as: zygote.py SOCKET
+from a fresh one is only that libraries, and our modules, were imported before it began. The launcher that it
+starts for several processes, and these, are forked as well: `CLIENT` stands in for the interpreter.
+Started as: zygote.py SOCKET
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -19,17 +24,23 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+ROOT = Path(__file__).resolve().parents[1]
 READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYTHON", "CUDA", "LD_", "LANG")
 """Variables that libraries read when they are imported: another value needs a fresh process."""
 START_SECONDS = 60.0
 MODULES = ("accelerate.commands.launch", "torch.distributed.run", "isobatch auto", "isobatch resume")
 SCRIPTS = ("launch/train.py", "launch/loopback.py", "benchmarks/__main__.py", "tests/tasks/measure.py")
 """Modules, commands of ours and scripts that are run in a fork."""
+NOT_IMPORTED = [
+    f"isobatch.launch.{name}"
+    for name in ("__main__", "_root", "loopback", "torchrun", "train", "ray_train.workers")
+]
+"""Scripts, and what imports Ray."""
 CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 words = [w for w in sys.argv[1:] if w not in ("-P", "-u")]
@@ -125,8 +136,8 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT)}
 
 
-def serve(path: str) -> int:
-    """Fork for every connection; only a fork returns, with the exit code of its command."""
+def serve(path: str) -> NoReturn:
+    """Fork for every connection; only a fork whose command raised an exception leaves this function."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen()
@@ -140,7 +151,7 @@ def serve(path: str) -> int:
         if pid == 0:
             listener.close()
             connection.close()
-            return _become(asked, files, client)
+            _end(_become(asked, files, client))
         for file in files:
             os.close(file)
         connection.sendall(f"{pid}\n".encode())
@@ -165,6 +176,16 @@ def _report(pid: int, connection: socket.socket) -> None:
     connection.close()
 
 
+def _end(code: int) -> NoReturn:
+    """End as the interpreter does, but leave objects where they are: taking them apart copies all memory."""
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+    atexit._run_exitfuncs()  # noqa: SLF001
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 def _become(asked: dict[str, Any], files: list[int], client: str) -> int:
     from isobatch.launch.cli import main
 
@@ -185,24 +206,40 @@ def _become(asked: dict[str, Any], files: list[int], client: str) -> int:
 
 
 def _run(program: list[str]) -> int:
-    """Run a script or `-m module` as the interpreter does."""
-    if program[0] == "-m":
-        sys.argv = program[1:]
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = program
-        runpy.run_path(program[0], run_name="__main__")
+    """Run a script or `-m module` as the interpreter does; returns its exit code."""
+    try:
+        if program[0] == "-m":
+            sys.argv = program[1:]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = program
+            runpy.run_path(program[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code and not isinstance(end.code, int):
+            raise
+        return int(end.code or 0)
     return 0
 
 
+def _import_ours() -> None:
+    """Import every module of ours that neither is a script nor needs a cluster."""
+    for room in ("core", "data", "engine", "models", "launch"):
+        for module in pkgutil.walk_packages([str(ROOT / room)], f"isobatch.{room}."):
+            if module.name not in NOT_IMPORTED:
+                importlib.import_module(module.name)
+
+
 if __name__ == "__main__":
-    runpy.run_path(str(Path(__file__).resolve().parents[1] / "launch" / "_root.py"))
+    runpy.run_path(str(ROOT / "launch" / "_root.py"))
     from isobatch.launch.cli import BEFORE_TORCH
 
     for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
+    import fire  # noqa: F401
     import transformers
     import transformers.models.bert.modeling_bert
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
-    sys.exit(serve(sys.argv[1]))
+    _import_ours()
+    gc.freeze()  # what is here stays: a fork need not look through it
+    serve(sys.argv[1])

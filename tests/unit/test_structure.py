@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import time
 import tomllib
 from collections import Counter
 from graphlib import TopologicalSorter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -319,12 +320,26 @@ ONLY_WHERE_NEEDED = {"deepspeed", "bitsandbytes", "peft", "torchao", "onnx", "on
 HELP_SECONDS = 0.3
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_trees() -> Iterator[None]:
+    """They are some 100 MB, and no other test reads them."""
+    yield
+    for kept in (tree, nodes):
+        kept.cache_clear()
+
+
+@functools.cache
 def tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
-def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
-    for node in nodes:
+@functools.cache
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(file)))
+
+
+def imported(found: Iterator[ast.AST]) -> Iterator[str]:
+    for node in found:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -347,18 +362,22 @@ def name(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
+@functools.cache
 def room_of(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).parent.parts)
 
 
-def files_imported(file: Path) -> Iterator[Path]:
+@functools.cache
+def files_imported(file: Path) -> list[Path]:
     """Our files that a file imports, wherever in it; `isobatch` itself counts as none."""
-    for node in ast.walk(tree(file)):
+    found = []
+    for node in nodes(file):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("isobatch."):
             module = (node.module or "").removeprefix("isobatch.").replace(".", "/")
             for alias in node.names:
                 inside = ROOT / module / f"{alias.name}.py"
-                yield inside if inside.is_file() else ROOT / f"{module}.py"
+                found.append(inside if inside.is_file() else ROOT / f"{module}.py")
+    return found
 
 
 def rooms_imported(file: Path) -> Iterator[str]:
@@ -418,15 +437,21 @@ RECORDS = ("recipe.json", "facts.json", "plan.json", "run.json", "summary.json",
 READERS = ("atomic_files.read_json", "json.loads", "json.load")
 
 
+@functools.cache
+def reads() -> list[tuple[str, list[Any]]]:
+    """The places in engine/ and launch/ that read a file, with the constants of each."""
+    return [
+        (f"{name(file)}:{node.lineno}", [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)])
+        for file in PACKAGE
+        for node in nodes(file)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in READERS
+    ]
+
+
 def reads_of(record: str) -> list[str]:
-    """The places in engine/ and launch/ that read a file of this name."""
-    found = []
-    for file in PACKAGE:
-        for node in ast.walk(tree(file)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in READERS:
-                words = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
-                found += [f"{name(file)}:{node.lineno}"] if record in words else []
-    return [place for place in found if not place.startswith("engine/loading/prepare.py")]
+    """The places that read a file of this name."""
+    prepared = "engine/loading/prepare.py"
+    return [place for place, words in reads() if record in words and not place.startswith(prepared)]
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -443,18 +468,18 @@ def test_each_file_of_a_run_is_read_in_one_place(record: str) -> None:
 @pytest.mark.parametrize("file", PACKAGE, ids=name)
 def test_nothing_unpickles(file: Path) -> None:
     """A run folder or a checkpoint may come from anywhere: reading it must run no code of its own."""
-    calls = [ast.unparse(n.func) for n in ast.walk(tree(file)) if isinstance(n, ast.Call)]
+    calls = [ast.unparse(n.func) for n in nodes(file) if isinstance(n, ast.Call)]
     assert not {"torch.load", "pickle.load", "pickle.loads", "joblib.load", "yaml.load", "eval", "exec"} & {
         *calls
     }
-    keywords = {k.arg for n in ast.walk(tree(file)) if isinstance(n, ast.Call) for k in n.keywords}
+    keywords = {k.arg for n in nodes(file) if isinstance(n, ast.Call) for k in n.keywords}
     assert "allow_pickle" not in keywords
 
 
 @pytest.mark.parametrize("file", PACKAGE, ids=name)
 def test_models_code_runs_where_one_function_says_so(file: Path) -> None:
-    words = [n.value for n in ast.walk(tree(file)) if isinstance(n, ast.Constant)]
-    keywords = [k.arg for n in ast.walk(tree(file)) if isinstance(n, ast.Call) for k in n.keywords]
+    words = [n.value for n in nodes(file) if isinstance(n, ast.Constant)]
+    keywords = [k.arg for n in nodes(file) if isinstance(n, ast.Call) for k in n.keywords]
     assert "trust_remote_code" not in keywords
     # other_tools.py has it as a word that people bring from other tools.
     assert "trust_remote_code" not in words or name(file) in (
@@ -466,7 +491,7 @@ def test_models_code_runs_where_one_function_says_so(file: Path) -> None:
 @pytest.mark.parametrize("file", PACKAGE, ids=name)
 def test_a_recipes_task_is_loaded_where_its_code_may_run(file: Path) -> None:
     """`workload` is for a name that the user typed; `workload_of` asks, as a recipe may be anybody's."""
-    calls = [n for n in ast.walk(tree(file)) if isinstance(n, ast.Call) and n.args]
+    calls = [n for n in nodes(file) if isinstance(n, ast.Call) and n.args]
     taken = [f"{n.lineno}: {ast.unparse(n)}" for n in calls if ast.unparse(n.func) == "workload"]
     assert [c for c in taken if ".task)" in c and name(file) != "engine/registry.py"] == []
 
