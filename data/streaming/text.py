@@ -140,6 +140,8 @@ class StreamedText(Text):
         prepared = "needs data on this machine, which is prepared as a whole: copy it here, or leave this out"
         if options.mix is not None:
             raise UserError(f"--mix: {prepared}")
+        if options.valid is not None:
+            raise UserError(f"--valid {options.valid}: {prepared}")
         if options.stride:
             raise UserError(f"--stride {options.stride}: {prepared}")
         if remembering := [str(step) for step in self._cleaning_steps() if step.name in REMEMBERING]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.data import tokenizers
+from isobatch.core.flags import ADDED_LATER
+from isobatch.core.number_ranges import HeldOutShare
+from isobatch.data import held_out, tokenizers
 from isobatch.data.base import ArraySource, Columns, TextQuery, load, save
 from isobatch.data.cleaning import near_duplicates, pipeline
 from isobatch.data.cleaning.steps import CleaningStep, parse_steps
@@ -53,6 +55,9 @@ class TextOptions:
     """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
     data_config: str | None = None
     """The configuration of a hub data set that has several, such as wikitext-2-raw-v1."""
+    valid: HeldOutShare | str | None = field(default=None, metadata=ADDED_LATER)
+    """Where the data has no validation split: a file that is it, or the share of the rows to draw for it at
+    random, the same for every seed (of a .txt file its end); by default the last 5 %."""
 
 
 class Text(TokenizedData):
@@ -136,6 +141,7 @@ class Text(TokenizedData):
             "vocab_size": self._vocabulary_size(),
             **({"stride": self.options.stride} if self.options.stride else {}),
             **({"rules": self.recipe.rules} if self.recipe.rules > 1 else {}),
+            **held_out.identity(self.options.valid),
             **self._conversations_identity(set_specs),
             **self._cleaning_identity(),
         }

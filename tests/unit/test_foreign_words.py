@@ -66,7 +66,16 @@ EXAMPLES = {
 NOT_HERE = {
     *("pruned_model_path", "lora_rank", "lora_target_modules", "lora_target", "tokenizer_name"),
     *("dataset_text_field", "text_column_name", "label_column_name", "chat_template", "loss_type"),
-    *("metric_for_best_model", "val_set_size", "val_size", "target_column", "label_field", "text_field"),
+    *(
+        "metric_for_best_model",
+        "val_set_size",
+        "val_size",
+        "validation_file",
+        "eval_file",
+        "target_column",
+        "label_field",
+        "text_field",
+    ),
     *("pruning_ratio", "target_sparsity"),
     *("embedding_size", "embedding_dim", "factors", "num_factors", "no_components", "reg_weight"),
     *("regularization", "neg_sampling_num", "user_id_field", "item_id_field", "time_field", "rating_field"),
@@ -222,7 +231,7 @@ BROUGHT = """
 """Flags most brought from other tools that are taken."""
 ANSWERED = """
     push_to_hub=true hub_model_id=x fsdp=full_shard deepspeed=ds.json neftune_noise_alpha=5
-    validation_file=x.csv special_tokens=x freeze_layers=2 checkpoint_dir=x wandb_project=x
+    test_file=x.csv special_tokens=x freeze_layers=2 checkpoint_dir=x wandb_project=x
     max_samples=100 overfit_batches=10 imgsz=640 stage=dpo finetuning_type=freeze ckpt_path=x
 """
 """Flags that are refused with the way out."""

@@ -74,6 +74,8 @@ SYNONYMS = {
     "metric_for_best_model": "best_metric",
     "val_set_size": "valid",
     "val_size": "valid",
+    "validation_file": "valid",
+    "eval_file": "valid",
     "model_name_or_path": "model",
     "text_model": "model",
     "gpt2_model_name": "model",
@@ -151,7 +153,6 @@ _AUTO_TRAINS = (no_effect("`auto` trains, evaluates and exports"),)
 _BATCH_FINDER = (no_effect("the plan sizes micro-batches; the global batch is the recipe's and stays"),)
 _EXACT = (no_effect("samples, order and noise are the same on any machine; `verify` proves it"),)
 _ON_THE_HUB = (refused("final/ is a folder as the hub takes it: hf upload NAME RUN/final"),)
-_ONE_DATA = (refused("--data takes a folder with train and valid files, or one file with a `split`"),)
 _RESUMES = (
     no_effect("a stopped run of the same recipe goes on by itself", ON),
     no_effect("it is so only with --resume never", OFF),
@@ -254,7 +255,7 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     **dict.fromkeys(("attn_implementation", "flash_attn"), _ATTENTION),
     **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), _ANSWERS_ALONE),
     **dict.fromkeys(("packing", "sample_packing"), _PACKING),
-    **dict.fromkeys(("validation_file", "eval_file", "test_file"), _ONE_DATA),
+    "test_file": (refused("--data takes a folder with train, valid and test files"),),
     "train_on_inputs": (to(ON, response_only="off"), to(OFF, response_only="on")),
     "ignore_data_skip": (no_effect("a resumed run repeats and skips no sample, and waits for none"),),
     "greater_is_better": (no_effect("the metric says it"),),
