@@ -129,6 +129,12 @@ def test_trls_words_are_understood_by_dpo() -> None:
         ("--lora_target all", "--lora-targets all-linear"),
         ("--tokenizer_name none.json", "--tokenizer none.json"),
         ("--r", "--lora-r"),
+        ("--modules_to_save wte,lm_head", "--also-train embeddings,head"),
+        ("--lora_modules_to_save=['lm_head']", "--also-train head"),
+        ("--additional_target embed_tokens", "--also-train embeddings"),
+        ("--adapter lora --use_dora", "--adapter dora"),
+        ("--use_dora --adapter lora", "--adapter dora"),
+        ("--use_peft --use_dora", "--adapter dora"),
     ],
 )
 def test_words_that_are_refused_as_ours_are(words: str, ours: str) -> None:

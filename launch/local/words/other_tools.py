@@ -140,7 +140,10 @@ SYNONYMS = {
 }
 """Names in other tools -> our flag, which takes the same values."""
 
-ELSEWHERE = {"valid": "it holds out the last 5 % of the rows, or what lies in a file named valid"}
+ELSEWHERE = {
+    "valid": "it holds out the last 5 % of the rows, or what lies in a file named valid",
+    "also_train": "beside an adapter the head trains whole, and nothing else",
+}
 """Our flag -> what to know where a word of another tool stands for it, and the task lacks it."""
 _ALWAYS_SO = (no_effect("it is always so here"),)
 _EVALUATION = (
@@ -171,6 +174,14 @@ _ATTENTION = (
 )
 _ANSWERS_ALONE = (to(ON, response_only="on"), to(OFF, response_only="off"))
 _PACKING = (to(ON, pack="on"), to(OFF, pack="off"))
+_EMBEDDINGS, _HEAD = "(embeddings|embed_tokens|wte|word_embeddings|embed_in)", "(head|lm_head|embed_out)"
+_WHOLE_TABLES = (
+    to(rf"\W*{_EMBEDDINGS}\W*", also_train="embeddings"),
+    to(rf"\W*{_HEAD}\W*", also_train="head"),
+    to(rf"\W*({_EMBEDDINGS}\W+{_HEAD}|{_HEAD}\W+{_EMBEDDINGS})\W*", also_train="embeddings,head"),
+    refused("beside an adapter --also-train embeddings,head trains those tables whole, and nothing else"),
+)
+"""What trains whole beside an adapter, by the modules' names in models."""
 _HOW_SMALL = "the size follows from --sparsity 0.5, and from --bits 4 of qat"
 _SHARE_OF_SAMPLES = (refused("--train-fraction 0.1 takes a share of the samples"),)
 _DROP_LAST = (
@@ -271,7 +282,7 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     "neftune_noise_alpha": (refused("embeddings get no noise here: leave it out"),),
     "preprocessing_num_workers": (no_effect("data is prepared once, and kept"),),
     "output_dir": (unless_given(ANY, "", out="{parent}", name="{last}"),),
-    "modules_to_save": (refused("beside an adapter nothing else is trained; --adapter none trains all"),),
+    **dict.fromkeys(("modules_to_save", "lora_modules_to_save", "additional_target"), _WHOLE_TABLES),
     "special_tokens": (refused("a tokenizer has its own: --tokenizer FOLDER takes one with yours"),),
     "num_labels": (no_effect("the data says it"),),
     "freeze_layers": (refused("no layer is frozen by its number; --adapter lora trains few parameters"),),
@@ -335,6 +346,7 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
 }
 """Words of other tools -> their meanings; the first counts whose form the value has."""
 VALUES: Mapping[str, tuple[Meaning, ...]] = {
+    "also_train": _WHOLE_TABLES[:3],
     "lora_targets": (to("all", lora_targets="all-linear"),),
     "strategy": (
         refused("DataParallel is slower than one process per GPU: use ddp", "dp"),
@@ -366,3 +378,5 @@ VALUES: Mapping[str, tuple[Meaning, ...]] = {
     ),
 }
 """Our flag -> values that it has in other tools; any other value stays as it is."""
+PRECISER = {("lora", "dora"), ("lora", "qlora")}
+"""Values of which the second says the first more precisely: where two words set a flag to both, it counts."""
