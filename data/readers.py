@@ -153,12 +153,12 @@ def column_names(part: SplitFiles) -> list[str]:
     return next(([str(k) for k in row] for _, row in read_rows(part)), [])
 
 
-def require_column(part: SplitFiles, column: str, otherwise: str = "") -> None:
+def require_column(part: SplitFiles, column: str, otherwise: str = "", flag: str = "--text-column") -> None:
     """Raise UserError unless the rows have this column. `otherwise`: what else would be read."""
     names = column_names(part)
     if names and column not in names:
         raise UserError(
-            f"--text-column {column}: {part.files[0]} has no such column{did_you_mean(column, names)}; "
+            f"{flag} {column}: {part.files[0]} has no such column{did_you_mean(column, names)}; "
             f"it has: {', '.join(names[:20])}" + (f"; {otherwise}" if otherwise else "")
         )
 

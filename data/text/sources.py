@@ -47,14 +47,17 @@ def split_set_names(data: str) -> list[str]:
     return names
 
 
-def detect_row_kind(columns: Sequence[str], text_column: str | None, is_only_set: bool) -> str:
-    """The kind of rows: TEXT, LABELS, or the column that marks conversations.
+def detect_row_kind(columns: Sequence[str], options: Any, is_only_set: bool) -> str:
+    """The kind of rows: TEXT, LABELS, or the format of conversations.
 
-    A text column that the user names decides first. The only set of --data is never taken for labelled texts,
-    because its column `label` may be anything.
+    Columns that the user names (`options`: TextOptions) decide first. The only set of --data is never taken
+    for labelled texts, because its column `label` may be anything.
     """
+    text_column, pair = options.text_column, (options.question_column, options.answer_column)
     if text_column is not None and (is_only_set or text_column in columns):
         return TEXT
+    if pair[0] is not None and (is_only_set or {*pair} <= {*columns}):
+        return chat_formats.pair_format(*pair)
     if chat_format := chat_formats.detect_chat_format(columns):
         return chat_format
     usual = [any(name in columns for name in names) for names in (TEXT_COLUMNS, LABEL_COLUMNS)]
@@ -107,11 +110,21 @@ class TextSetSpec:
         parts = self._files(path)
         if not any(file.stat().st_size for file in parts["train"].files):
             raise UserError(f"--data {path}: {parts['train'].files[0]} is empty")
-        if self.kind() == TEXT:
+        if self.options.question_column is not None and self.is_only_set:
+            self._require_pair(parts)
+        elif self.kind() == TEXT:
             for part in parts.values():
                 if not part.is_stream:
                     column = self._text_column(readers.column_names(parts["train"]))
                     readers.require_column(part, column, chat_formats.ACCEPTED)
+
+    def _require_pair(self, parts: Mapping[str, SplitFiles]) -> None:
+        """Raise UserError unless all files have the columns of questions and answers."""
+        for part in parts.values():
+            if part.is_stream:
+                raise UserError(f"--question-column: {part.files[0]} is running text, without columns")
+            readers.require_column(part, self.options.question_column, flag="--question-column")
+            readers.require_column(part, self.options.answer_column, flag="--answer-column")
 
     def kind(self) -> str | None:
         """The kind of its rows; None for a hub data set, which must be fetched first."""
@@ -123,7 +136,7 @@ class TextSetSpec:
         return TEXT if part.is_stream else self._detect_kind(readers.column_names(part))
 
     def _detect_kind(self, columns: Sequence[str]) -> str:
-        return detect_row_kind(columns, self.options.text_column, self.is_only_set)
+        return detect_row_kind(columns, self.options, self.is_only_set)
 
     def _text_column(self, columns: Sequence[str]) -> str:
         """The name of the column of plain text."""

@@ -136,6 +136,10 @@ SYNONYMS = {
     "time_field": "time_column",
     "rating_field": "rating_column",
     "topk": "top_k",
+    "field_instruction": "question_column",
+    "field_output": "answer_column",
+    "prompt_column": "question_column",
+    "response_column": "answer_column",
     "seed_everything": "seed",
 }
 """Names in other tools -> our flag, which takes the same values."""
