@@ -15,12 +15,27 @@ ROLES = ("system", "user", "assistant")
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 ROLE_ALIASES |= {"model": "assistant", "developer": "system"}
 ALPACA_COLUMNS = ("instruction", "output")
-CHAT_COLUMNS = ("messages", "conversations")
-ANSWER_OF = {"prompt": "completion", "question": "answer"}
+ALPACA_ANSWERS = ("output", "response", "completion", "answer")
+"""Columns of an instruction's answer; the first that a row has is read."""
+ALPACA_INPUTS = ("input", "context")
+CHAT_COLUMNS = ("messages", "conversations", "conversation")
+ANSWERS_OF = {
+    "prompt": ("completion", "response", "answer", "output"),
+    "question": ("answer", "response", "output"),
+    "query": ("response", "answer"),
+    "input": ("output", "target", "response"),
+    "problem": ("solution",),
+    "user": ("assistant",),
+    "human": ("assistant",),
+}
 """Columns of a question -> of its answer; both are texts, or lists of messages as TRL has them."""
+_NAMED_BY_QUESTION = {"prompt": "completion", "question": "answer"}
+"""Pairs of columns whose format is called by the question alone."""
+_BETWEEN = " -> "
 ACCEPTED = (
     "conversations are read from the columns `messages` or `conversations`, `instruction` and `output`,"
-    " `prompt` and `completion`, or `question` and `answer`"
+    " `prompt` and `completion`, `question` and `answer` and others; --question-column and --answer-column"
+    " name them"
 )
 
 
@@ -29,8 +44,8 @@ class SkippedRowError(Exception):
 
 
 def detect_chat_format(columns: Sequence[str]) -> str | None:
-    """The column that marks the format: `messages`, `conversations`, `instruction`, or one of ANSWER_OF; None
-    for plain text.
+    """The name of the format: the column of messages, `instruction`, or as `pair_format` calls it; None for
+    plain text.
 
     One of Alpaca's two columns is enough, but where there is a `text` column both are needed.
     """
@@ -38,10 +53,32 @@ def detect_chat_format(columns: Sequence[str]) -> str | None:
     if chats:
         return chats[0]
     alpaca = [name for name in ALPACA_COLUMNS if name in columns]
-    if len(alpaca) == 2 or (alpaca and "text" not in columns):
+    if len(alpaca) == 2:
         return "instruction"
-    asked = (name for name, answer in ANSWER_OF.items() if {name, answer} <= {*columns})
-    return None if "text" in columns else next(asked, None)
+    if "text" in columns:
+        return None
+    if "instruction" in columns:
+        return "instruction"
+    asked = (
+        pair_format(name, answer)
+        for name, answers in ANSWERS_OF.items()
+        for answer in answers
+        if {name, answer} <= {*columns}
+    )
+    return next(asked, "instruction" if alpaca else None)
+
+
+def pair_format(question: str, answer: str) -> str:
+    """The format of rows with these columns."""
+    return question if _NAMED_BY_QUESTION.get(question) == answer else f"{question}{_BETWEEN}{answer}"
+
+
+def _pair_columns(chat_format: str) -> tuple[str, str] | None:
+    """(column of the question, of the answer) of a format that has them."""
+    if answer := _NAMED_BY_QUESTION.get(chat_format):
+        return chat_format, answer
+    question, between, answer = chat_format.partition(_BETWEEN)
+    return (question, answer) if between else None
 
 
 def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list[Message]:
@@ -51,9 +88,9 @@ def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list
     """
     if chat_format == "instruction":
         messages = _parse_alpaca(row, where)
-    elif chat_format in ANSWER_OF:
-        question = _parse_part(row, chat_format, "user", where)
-        messages = [*question, *_parse_part(row, ANSWER_OF[chat_format], "assistant", where)]
+    elif columns := _pair_columns(chat_format):
+        question = _parse_part(row, columns[0], "user", where)
+        messages = [*question, *_parse_part(row, columns[1], "assistant", where)]
     else:
         messages = parse_message_list(row, chat_format, where)
     require_answers(messages)
@@ -66,11 +103,10 @@ def parse_question(row: Mapping[str, Any], where: str, chat_format: str) -> list
     Raises UserError for a row of another shape, or without a question.
     """
     if chat_format == "instruction":
-        given = _text_field(row, "input", where) if "input" in row else ""
         asked = {"role": "user", "content": _text_field(row, "instruction", where)}
-        messages = [asked | {"input": given if given.strip() else ""}]
-    elif chat_format in ANSWER_OF:
-        messages = _parse_part(row, chat_format, "user", where)
+        messages = [asked | {"input": _alpaca_input(row, where)}]
+    elif columns := _pair_columns(chat_format):
+        messages = _parse_part(row, columns[0], "user", where)
     else:
         messages = parse_message_list(row, chat_format, where)
     while messages and messages[-1]["role"] == "assistant":
@@ -90,18 +126,25 @@ def require_answers(messages: Sequence[Message]) -> None:
 
 
 def _parse_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
-    fields = {name: _text_field(row, name, where) for name in ALPACA_COLUMNS}
-    given = _text_field(row, "input", where) if "input" in row else ""
-    if not fields["output"].strip():
+    instruction, given = _text_field(row, "instruction", where), _alpaca_input(row, where)
+    answer = _text_field(row, next((name for name in ALPACA_ANSWERS if name in row), "output"), where)
+    if not answer.strip():
         raise SkippedRowError("an empty answer")
-    if not (fields["instruction"] + given).strip():
+    if not (instruction + given).strip():
         raise SkippedRowError("an empty instruction")
-    asked = {"role": "user", "content": fields["instruction"], "input": given if given.strip() else ""}
-    return [asked, {"role": "assistant", "content": fields["output"]}]
+    asked = {"role": "user", "content": instruction, "input": given}
+    return [asked, {"role": "assistant", "content": answer}]
+
+
+def _alpaca_input(row: Mapping[str, Any], where: str) -> str:
+    """What an instruction is about; empty where the row has nothing but spaces."""
+    column = next((name for name in ALPACA_INPUTS if name in row), None)
+    given = _text_field(row, column, where) if column else ""
+    return given if given.strip() else ""
 
 
 def _parse_part(row: Mapping[str, Any], name: str, role: str, where: str) -> list[Message]:
-    """The messages in a column of ANSWER_OF; a text is one message of this role."""
+    """The messages in a column of questions or answers; a text is one message of this role."""
     if isinstance(row.get(name), list):
         return parse_message_list(row, name, where)
     return [{"role": role, "content": _text_field(row, name, where)}]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.data import hub, readers
+from isobatch.data import held_out, hub, readers
 from isobatch.data.readers import LocatedRows
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 DEMO = "demo"
 DEMO_PACKAGES = ("email", "http", "json", "logging", "urllib")
 DEMO_LARGEST_FILE = 32_000
-HELD_OUT_NOTE = "there is no validation split: the last 5 % of the training data is it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +77,43 @@ def _read_files(files: list[Path]) -> Iterator[str]:
     return (f.read_text(encoding="utf-8") for f in files)
 
 
-def corpus_from_files(files: dict[str, readers.SplitFiles], column: str) -> Corpus:
-    """The texts in `column` of files that `readers.find_splits` found; of a txt file, all its text."""
-    files, notes = with_validation(files)
+def corpus_from_files(
+    files: dict[str, readers.SplitFiles], column: str, share: float | None = None
+) -> Corpus:
+    """The texts in `column` of files that `readers.find_splits` found; of a txt file, all its text.
+
+    `share`: the part of the training data that is validation, where nothing else is.
+    """
+    files, notes = with_validation(files, share)
     splits = {split: partial(readers.read_texts, part, column) for split, part in files.items()}
     return Corpus(splits, files["train"].is_stream, notes)
 
 
-def rows_from_files(files: dict[str, readers.SplitFiles]) -> RowCorpus:
-    """The rows of files that `readers.find_splits` found."""
+def rows_from_files(files: dict[str, readers.SplitFiles], share: float | None = None) -> RowCorpus:
+    """The rows of files that `readers.find_splits` found; `share` as of `corpus_from_files`."""
     columns = tuple(readers.column_names(files["train"]))
-    files, notes = with_validation(files)
+    files, notes = with_validation(files, share)
     return RowCorpus(
         {split: partial(readers.read_rows, part) for split, part in files.items()}, columns, notes
     )
 
 
 def with_validation(
-    files: dict[str, readers.SplitFiles],
+    files: dict[str, readers.SplitFiles], share: float | None = None
 ) -> tuple[dict[str, readers.SplitFiles], tuple[str, ...]]:
     """The files with a validation split, and a note for the user where it is taken from training."""
     if "valid" in files:
         return files, ()
-    train, valid = readers.hold_out(files["train"])
-    return {**files, "train": train, "valid": valid}, (HELD_OUT_NOTE,)
+    train, valid = held_out.hold_out(files["train"], share)
+    return {**files, "train": train, "valid": valid}, (held_out.note(share, train.is_stream),)
 
 
-def corpus_from_hub(name: str, config: str | None, column: str) -> Corpus:
-    """The texts in `column` of a hub data set.
+def corpus_from_hub(name: str, config: str | None, column: str, share: float | None = None) -> Corpus:
+    """The texts in `column` of a hub data set; `share` as of `corpus_from_files`.
 
     Raises UserError where it has no such column or no train split.
     """
-    splits, notes = load_hub_splits(name, config)
+    splits, notes = load_hub_splits(name, config, share)
     if column not in (names := splits["train"].column_names):
         raise UserError(f"--text-column {column}: {name} has no such column; it has: {', '.join(names)}")
     return Corpus(
@@ -117,16 +121,21 @@ def corpus_from_hub(name: str, config: str | None, column: str) -> Corpus:
     )
 
 
-def rows_from_hub(name: str, config: str | None) -> RowCorpus:
-    """The rows of a hub data set. Raises UserError where it has no train split."""
-    splits, notes = load_hub_splits(name, config)
+def rows_from_hub(name: str, config: str | None, share: float | None = None) -> RowCorpus:
+    """The rows of a hub data set; `share` as of `corpus_from_files`.
+
+    Raises UserError where it has no train split.
+    """
+    splits, notes = load_hub_splits(name, config, share)
     rows: dict[str, Callable[[], LocatedRows]] = {
         k: partial(read_hub_rows, name, found) for k, found in splits.items()
     }
     return RowCorpus(rows, tuple(splits["train"].column_names), notes)
 
 
-def load_hub_splits(name: str, config: str | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+def load_hub_splits(
+    name: str, config: str | None, share: float | None = None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Split -> `datasets.Dataset`, always with a validation split, and notes for the user."""
     found = hub.load_dataset(name, config)
     splits = {readers.SPLITS[split]: rows for split, rows in found.items() if split in readers.SPLITS}
@@ -135,9 +144,13 @@ def load_hub_splits(name: str, config: str | None) -> tuple[dict[str, Any], tupl
     if "valid" in splits:
         return splits, ()
     rows = splits["train"]
+    if share is not None:
+        drawn = held_out.drawn_rows(len(rows), share)
+        splits["train"], splits["valid"] = (rows.select(mask.nonzero()[0]) for mask in (~drawn, drawn))
+        return splits, (held_out.note(share),)
     border = len(rows) - max(1, len(rows) // readers.VALIDATION_ONE_IN)
     splits["train"], splits["valid"] = rows.select(range(border)), rows.select(range(border, len(rows)))
-    return splits, (HELD_OUT_NOTE,)
+    return splits, (held_out.note(None),)
 
 
 def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
-import dataclasses
 import difflib
 import io
 import itertools
@@ -14,10 +13,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data.preparation.file_digests import file_hash
@@ -60,6 +61,8 @@ class SplitFiles:
     format: str
     start: int = 0
     stop: int | None = None
+    kept: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """(rows,) bool: which rows of a table belong to it; None for all."""
 
     @property
     def is_stream(self) -> bool:
@@ -121,26 +124,6 @@ def _split_from_name(file: Path) -> str | None:
     return next((SPLITS[w] for w in words if w in SPLITS), None)
 
 
-def hold_out(part: SplitFiles) -> tuple[SplitFiles, SplitFiles]:
-    """(train, validation): the last 1 / VALIDATION_ONE_IN is validation.
-
-    A single txt file is cut at the end of a line, other formats between rows. Of several txt files the last
-    one is validation.
-    """
-    if not part.is_stream:
-        count = count_rows(part)
-        if not count:
-            raise UserError(f"--data {part.files[0]}: holds no rows")
-        border = count - max(1, count // VALIDATION_ONE_IN)
-    elif len(part.files) > 1:
-        return dataclasses.replace(part, files=part.files[:-1]), dataclasses.replace(
-            part, files=part.files[-1:]
-        )
-    else:
-        border = _split_offset(part.files[0])
-    return dataclasses.replace(part, stop=border), dataclasses.replace(part, start=border)
-
-
 def count_rows(part: SplitFiles) -> int:
     """The rows of all files of a split: of Parquet from their metadata, otherwise by reading them."""
     if part.format != "parquet":
@@ -151,28 +134,6 @@ def count_rows(part: SplitFiles) -> int:
 def _parquet_rows(file: Path) -> int:
     with open_parquet(file) as table:
         return int(table.metadata.num_rows)
-
-
-def _split_offset(file: Path) -> int:
-    """The byte at which validation begins, never inside a character.
-
-    The first line's end at or after 95 % of the file; else the last line's end before; else the last space;
-    else 95 %.
-    """
-    with open_utf8(file) as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(size - size // VALIDATION_ONE_IN - 1)
-        stream.readline(MAX_LINE_BYTES)
-        if stream.tell() < size:
-            return stream.tell()
-        stream.seek(max(0, size - MAX_LINE_BYTES))
-        tail = stream.read().rstrip()
-    cut = tail.rfind(b"\n")
-    cut = cut if cut >= 0 else tail.rfind(b" ")
-    cut = cut + 1 if cut >= 0 else len(tail) - len(tail) // VALIDATION_ONE_IN
-    while cut < len(tail) and tail[cut] & 0xC0 == 0x80:  # inside a character
-        cut += 1
-    return max(0, size - MAX_LINE_BYTES) + cut
 
 
 def read_texts(part: SplitFiles, column: str) -> Iterator[str]:
@@ -192,12 +153,12 @@ def column_names(part: SplitFiles) -> list[str]:
     return next(([str(k) for k in row] for _, row in read_rows(part)), [])
 
 
-def require_column(part: SplitFiles, column: str, otherwise: str = "") -> None:
+def require_column(part: SplitFiles, column: str, otherwise: str = "", flag: str = "--text-column") -> None:
     """Raise UserError unless the rows have this column. `otherwise`: what else would be read."""
     names = column_names(part)
     if names and column not in names:
         raise UserError(
-            f"--text-column {column}: {part.files[0]} has no such column{did_you_mean(column, names)}; "
+            f"{flag} {column}: {part.files[0]} has no such column{did_you_mean(column, names)}; "
             f"it has: {', '.join(names[:20])}" + (f"; {otherwise}" if otherwise else "")
         )
 
@@ -281,6 +242,8 @@ def read_rows(part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """
     position.begin(part.files)
     found = itertools.chain.from_iterable(map(_READERS[part.format], part.files))
+    if part.kept is not None:
+        return itertools.compress(found, part.kept.tobytes())
     return itertools.islice(found, part.start, part.stop)
 
 

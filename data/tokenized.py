@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.data import readers, tokenizers
+from isobatch.data import held_out, readers, tokenizers
 from isobatch.data.base import Columns, Data, save
 from isobatch.data.corpora import DEMO
 from isobatch.data.preparation.file_digests import file_hash
@@ -143,4 +143,8 @@ class EncodedSplits(TokenizedData):
             return [file_hash(file) for file in self.demo_files()]
         if (path := self._data_path()) is None:
             return [self.recipe.data, self.options.data_config]
-        return readers.content_hashes(readers.find_splits(path, self.recipe.format))
+        return readers.content_hashes(self._files(path))
+
+    def _files(self, path: Path) -> dict[str, readers.SplitFiles]:
+        """The files of each split, with that of --valid."""
+        return held_out.find_splits(path, self.recipe.format, self.options.valid)

@@ -51,6 +51,27 @@ def add_adapter(
         model.get_submodule(name).requires_grad_(True)
 
 
+def modules_named(model: Any, tables: Sequence[str]) -> list[str]:
+    """Names of the modules that are these tables (`embeddings`, `head`); of one tied table both."""
+    known = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    weights = {id(known[table].weight) for table in tables}
+    both = list(known.values())
+    return [name for name, m in model.named_modules() if m in both and id(m.weight) in weights]
+
+
+def fit_embeddings(model: Any, folder: Path) -> None:
+    """Give a base model as many embeddings as the adapter in `folder` has of its own, if it has any."""
+    from safetensors import safe_open
+
+    name = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
+    with safe_open(str(folder / ADAPTER_FILE), "pt") as file:
+        if (key := f"{PEFT_PREFIX}{name}.weight") not in file.keys():  # noqa: SIM118 - it is no mapping
+            return
+        count = file.get_slice(key).get_shape()[0]
+    if count != model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(count, mean_resizing=False)
+
+
 def check_targets(matrices: Iterable[str], wanted: str) -> None:
     """Raise UserError unless each name of --lora-targets is one of `matrices`, those of the blocks.
 
@@ -113,11 +134,13 @@ def save_adapter(model: Any, folder: Path, head: Sequence[str] = ()) -> None:
     found = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
     for name in head:
         found |= {f"{name}.{part}": p for part, p in model.get_submodule(name).state_dict().items()}
-    weights = {PEFT_PREFIX + name: value.detach().cpu().contiguous() for name, value in found.items()}
+    # Cloned, because the file's format has no tied tables.
+    weights = {PEFT_PREFIX + name: value.detach().cpu().contiguous().clone() for name, value in found.items()}
     save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
     config = model.peft_config["default"]
     config.inference_mode = True
     config.modules_to_save = list(head) or None
+    config.ensure_weight_tying = len(found) > len({value.data_ptr() for value in found.values()})
     if isinstance(config.target_modules, set):  # whose order differs between processes
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.data.held_out import random_order
 from isobatch.data.preparation.shards import text_hash
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 WITHHELD_LABELS = (None, "-1")
 """Labels that mean none, as in GLUE's test splits."""
-HELD_OUT_SEED = 20
-"""Of the draw of validation rows where there is no such split."""
 MAX_CLASSES = 1000
 MIN_IDENTIFIERS, SAMPLED_ROWS = 50, 1000
 """From so many rows on, a class for each is an identifier; rows in which fewer values are looked for."""
@@ -93,8 +92,7 @@ def held_out_rows(classes: SplitClasses, share: float) -> np.ndarray:
     Each class keeps a row for training. The draw depends on the rows alone, not on the recipe's seed: runs
     with several seeds are measured on the same rows.
     """
-    # Raw numbers, sorted: those are the same in every version of numpy, a Generator's permutation may change.
-    order = np.argsort(np.random.PCG64(HELD_OUT_SEED).random_raw(len(classes)), kind="stable")
+    order = random_order(len(classes))
     by_class = order[np.argsort(classes.codes[order], kind="stable")]
     sizes = classes.counts()
     held_out, start = np.zeros(len(classes), bool), 0

@@ -14,11 +14,10 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import AboveZero, HeldOutShare
-from isobatch.data import hub, readers, tokenizers
+from isobatch.data import held_out, hub, readers, tokenizers
 from isobatch.data.base import WEIGHT, Column, TextQuery, load
 from isobatch.data.corpora import DEMO, overlap_notes
 from isobatch.data.labelled.classes import (
-    HELD_OUT_SEED,
     SplitClasses,
     class_names,
     class_weights,
@@ -75,9 +74,9 @@ class LabelledOptions:
     """What a sample of each class counts in the training loss: balanced (samples / (classes x samples of the
     class), of the whole training split), or a number for each class, in the order of their names."""
 
-    valid: HeldOutShare | None = field(default=None, metadata=ADDED_LATER)
-    """Share of the training rows of each class to validate on, drawn at random and the same for every seed,
-    where the data has no validation split; by default 0.1."""
+    valid: HeldOutShare | str | None = field(default=None, metadata=ADDED_LATER)
+    """Where the data has no validation split: a file that is it, or the share of the rows of each class to
+    draw for it at random, the same for every seed; by default 0.1."""
 
 
 class Labelled(EncodedSplits):
@@ -101,16 +100,17 @@ class Labelled(EncodedSplits):
         self._tokenizer_source()
         path = self._data_path()
         if path is not None:
-            for part in readers.find_splits(path, self.recipe.format).values():
+            splits = self._files(path)
+            for part in splits.values():
                 if part.is_stream:
                     raise UserError(
                         f"--data {path}: a .txt file has no labels: give tsv, csv, jsonl, json or parquet"
                     )
-            self._find_columns(readers.column_names(readers.find_splits(path, self.recipe.format)["train"]))
-            self._check_share(readers.find_splits(path, self.recipe.format))
+            self._find_columns(readers.column_names(splits["train"]))
         elif self.recipe.data == DEMO:
-            self._check_share(("train", "valid"))
+            held_out.check(self.options.valid, ("valid",), DEMO)
         else:
+            held_out.require_share(self.options.valid, self.recipe.data)
             hub.require_dataset(self.recipe.data)
 
     def _find_columns(self, available: Sequence[str]) -> ColumnNames:
@@ -119,15 +119,10 @@ class Labelled(EncodedSplits):
             self.recipe.data, available, options.text_column, options.pair_column, options.label_column
         )
 
-    def _check_share(self, splits: Iterable[str]) -> None:
-        if self.options.valid is not None and "valid" in splits:
-            raise UserError(
-                f"--valid {self.options.valid:g}: {self.recipe.data} has a validation split: leave it out"
-            )
-
     def _held_out_share(self) -> float | None:
         """The part of each class that is validation where there is no such split; None by rules 1."""
-        return self.options.valid or (HELD_OUT_SHARE if self.recipe.rules >= 2 else None)
+        share = held_out.share_of(self.options.valid)
+        return share or (HELD_OUT_SHARE if self.recipe.rules >= 2 else None)
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -146,9 +141,9 @@ class Labelled(EncodedSplits):
         path, share = self._data_path(), self._held_out_share()
         if self.recipe.data == DEMO or share is None:
             return {}
-        if path is not None and "valid" in readers.find_splits(path, self.recipe.format):
+        if path is not None and "valid" in self._files(path):
             return {}
-        return {"valid": [share, HELD_OUT_SEED]}
+        return held_out.identity(share)
 
     def demo_files(self) -> list[Path]:
         return [file for files in demo_files().values() for file in files]
@@ -223,11 +218,12 @@ class Labelled(EncodedSplits):
         examples: dict[str, Examples] = {
             split: partial(_examples, rows, columns, None) for split, rows in row_readers.items()
         }
-        self._check_share(classes)
+        if self._data_path() is None:  # of a hub data set the splits are known now
+            held_out.check(self.options.valid, classes, self.recipe.data)
         notes, share = [], self._held_out_share()
         if "valid" not in classes and share:
-            held_out = held_out_rows(classes["train"], share)
-            for split, rows in (("valid", held_out), ("train", ~held_out)):
+            drawn = held_out_rows(classes["train"], share)
+            for split, rows in (("valid", drawn), ("train", ~drawn)):
                 classes[split] = classes["train"].take(rows)
                 examples[split] = partial(_examples, row_readers["train"], columns, rows)
             notes.append(
@@ -249,7 +245,9 @@ class Labelled(EncodedSplits):
         if self.recipe.data == DEMO:
             return demo_rows(), []
         where = (self.recipe.data, self._data_path(), self.recipe.format, self.options.data_config)
-        return rows_per_split(*where) if self._held_out_share() is None else (given_rows(*where), [])
+        if self._held_out_share() is None:
+            return rows_per_split(*where, self.options.valid)
+        return given_rows(*where, self.options.valid), []
 
     def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.data import hub, readers
+from isobatch.data import held_out, hub, readers
 from isobatch.data.corpora import DEMO_PACKAGES, read_hub_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    import numpy as np
 
     from isobatch.data.labelled.columns import ColumnNames
     from isobatch.data.readers import LocatedRows
@@ -34,17 +37,23 @@ class Example(NamedTuple):
 
 
 def rows_per_split(
-    data: str, path: Path | None, file_format: str | None, config: str | None
+    data: str, path: Path | None, file_format: str | None, config: str | None, valid: float | str | None
 ) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
     """(split -> a function that reads its rows, notes) of a path or hub id.
 
-    Where there is no validation split, every twentieth training row goes into one.
+    Where there is no validation split, every twentieth training row goes into one, or the share of --valid.
     """
-    found = given_rows(data, path, file_format, config)
+    found = given_rows(data, path, file_format, config, valid)
     if "valid" in found:
         return found, []
+    if share := held_out.share_of(valid):
+        drawn = held_out.drawn_rows(sum(1 for _ in found["train"]()), share)
+        found["train"], found["valid"] = (
+            partial(_chosen_rows, found["train"], mask) for mask in (~drawn, drawn)
+        )
+        return found, [held_out.note(share)]
     found["train"], found["valid"] = (
-        partial(_every_row, found["train"], readers.VALIDATION_ONE_IN, held_out) for held_out in (False, True)
+        partial(_every_row, found["train"], readers.VALIDATION_ONE_IN, wanted) for wanted in (False, True)
     )
     return found, ["there is no validation split: every twentieth row of the training data is it"]
 
@@ -54,13 +63,17 @@ def _every_row(rows: Callable[[], LocatedRows], count: int, wanted: bool) -> Loc
     return (row for number, row in enumerate(rows(), 1) if (number % count == 0) == wanted)
 
 
+def _chosen_rows(rows: Callable[[], LocatedRows], chosen: np.ndarray) -> LocatedRows:
+    return itertools.compress(rows(), chosen.tobytes())
+
+
 def given_rows(
-    data: str, path: Path | None, file_format: str | None, config: str | None
+    data: str, path: Path | None, file_format: str | None, config: str | None, valid: float | str | None
 ) -> dict[str, Callable[[], LocatedRows]]:
     """Split -> a function that reads its rows, of the splits that a path or hub id has."""
     if path is None:
         return _hub_rows(data, config)
-    parts = readers.find_splits(path, file_format)
+    parts = held_out.find_splits(path, file_format, valid)
     return {split: partial(readers.read_rows, part) for split, part in parts.items()}
 
 

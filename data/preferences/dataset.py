@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.data import corpora, hub, readers, tokenizers
+from isobatch.core.flags import ADDED_LATER
+from isobatch.core.number_ranges import HeldOutShare
+from isobatch.data import corpora, held_out, hub, readers, tokenizers
 from isobatch.data.base import ArraySource, Column, Columns, Ragged, TextQuery
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
@@ -44,6 +46,9 @@ class PreferencesOptions:
     """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
     data_config: str | None = None
     """The configuration of a hub data set that has several."""
+    valid: HeldOutShare | str | None = field(default=None, metadata=ADDED_LATER)
+    """Where the data has no validation split: a file that is it, or the share of the rows to draw for it at
+    random, the same for every seed; by default the last 5 %."""
 
 
 class PairSource(ArraySource):
@@ -89,14 +94,17 @@ class Preferences(EncodedSplits):
         self._tokenizer_source()
         path = self._data_path()
         if path is not None:
-            for part in readers.find_splits(path, self.recipe.format).values():
+            for part in self._files(path).values():
                 if part.is_stream:
                     raise UserError(
                         f"--data {path}: a .txt file has no pairs: give jsonl, json, csv, tsv or parquet with"
                         " the columns prompt, chosen and rejected"
                     )
                 pairs.require_columns(readers.column_names(part), str(part.files[0]))
-        elif self.recipe.data != DEMO:
+        elif self.recipe.data == DEMO:
+            held_out.check(self.options.valid, ("valid",), DEMO)
+        else:
+            held_out.require_share(self.options.valid, self.recipe.data)
             hub.require_dataset(self.recipe.data)
 
     def identity(self) -> dict[str, Any]:
@@ -107,6 +115,7 @@ class Preferences(EncodedSplits):
             "tokenizer": self._tokenizer_source().identity(),
             "max_length": self.recipe.max_length,
             "vocab_size": self._vocabulary_size(),
+            **held_out.identity(self.options.valid),
             "pairs": [TOKENIZATION_VERSION, self.options.template, template],
         }
 
@@ -152,11 +161,12 @@ class Preferences(EncodedSplits):
     def _open_rows(self) -> RowCorpus:
         if self.recipe.data == DEMO:
             return demo.demo_pairs()
+        share = held_out.share_of(self.options.valid)
         if (path := self._data_path()) is None:
-            rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config)
+            rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config, share)
             pairs.require_columns(rows.columns, f"--data {self.recipe.data}")
             return rows
-        return corpora.rows_from_files(readers.find_splits(path, self.recipe.format))
+        return corpora.rows_from_files(self._files(path), share)
 
     def _template_names(self, first: Mapping[str, Any]) -> tuple[str, str]:
         """(--template, what `auto` takes where the tokenizer has none) for rows like the first one."""

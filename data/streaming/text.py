@@ -140,6 +140,8 @@ class StreamedText(Text):
         prepared = "needs data on this machine, which is prepared as a whole: copy it here, or leave this out"
         if options.mix is not None:
             raise UserError(f"--mix: {prepared}")
+        if options.valid is not None:
+            raise UserError(f"--valid {options.valid}: {prepared}")
         if options.stride:
             raise UserError(f"--stride {options.stride}: {prepared}")
         if remembering := [str(step) for step in self._cleaning_steps() if step.name in REMEMBERING]:
@@ -148,6 +150,7 @@ class StreamedText(Text):
             raise UserError(
                 f"--format {self.recipe.format}: an object in a store says by its ending what it is"
             )
+        self._check_pair()
         self._check_vocabulary_size()
         self._tokenizer_source()
         self._detect_kind()
@@ -163,6 +166,7 @@ class StreamedText(Text):
             "rules": self.recipe.rules,
             "conversations": [TOKENIZATION_VERSION, options.template, options.response_only],
             "chat_template": chat_templates.identity(self._tokenizer_source().path),
+            **self._pair_identity(),
             **self._cleaning_identity(),
         }
 
@@ -170,7 +174,7 @@ class StreamedText(Text):
         """(kind of rows, the column of plain text), from the first object. Raises UserError."""
         first, wanted = self.objects[0], self.options.text_column
         columns = shard_of(Store(), first).columns()
-        kind = detect_row_kind(columns, wanted, is_only_set=True)
+        kind = detect_row_kind(columns, self.options, is_only_set=True)
         column = wanted or TEXT
         if kind == TEXT and column not in columns:
             raise UserError(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.data import tokenizers
+from isobatch.core.flags import ADDED_LATER
+from isobatch.core.number_ranges import HeldOutShare
+from isobatch.data import held_out, tokenizers
 from isobatch.data.base import ArraySource, Columns, TextQuery, load, save
 from isobatch.data.cleaning import near_duplicates, pipeline
 from isobatch.data.cleaning.steps import CleaningStep, parse_steps
@@ -37,6 +39,11 @@ class TextOptions:
     text_column: str | None = None
     """The column of csv, jsonl, json, parquet and hub data that holds plain text; by default text, unless
     the rows are conversations: instruction and output, messages, or conversations."""
+    question_column: str | None = field(default=None, metadata=ADDED_LATER)
+    """The column of questions, where a row is a question and its answer; by default found by usual names
+    (instruction, prompt, question, query, input)."""
+    answer_column: str | None = field(default=None, metadata=ADDED_LATER)
+    """The column of their answers; by default output, completion, response, answer or target."""
     template: Literal["auto", "alpaca", "chatml", "plain"] = "auto"
     """How a conversation is written as text; auto is the tokenizer's own chat template, else alpaca for
     instructions and chatml for messages."""
@@ -53,6 +60,9 @@ class TextOptions:
     """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
     data_config: str | None = None
     """The configuration of a hub data set that has several, such as wikitext-2-raw-v1."""
+    valid: HeldOutShare | str | None = field(default=None, metadata=ADDED_LATER)
+    """Where the data has no validation split: a file that is it, or the share of the rows to draw for it at
+    random, the same for every seed (of a .txt file its end); by default the last 5 %."""
 
 
 class Text(TokenizedData):
@@ -82,6 +92,7 @@ class Text(TokenizedData):
                 f"--stride {self.options.stride}: must be at least 1 and at most --max-length"
                 f" {self.recipe.max_length}"
             )
+        self._check_pair()
         self._check_vocabulary_size()
         if any(step.name == "near" for step in self._cleaning_steps()):
             near_duplicates.require_datasketch()
@@ -91,6 +102,23 @@ class Text(TokenizedData):
         for spec in set_specs:
             spec.check()
         self._check_column(set_specs)
+
+    def _check_pair(self) -> None:
+        """Raise UserError for one of two columns, or where --text-column reads plain text."""
+        named = {f"--{n}-column": getattr(self.options, f"{n}_column") for n in ("question", "answer")}
+        missing = [flag for flag, column in named.items() if column is None]
+        if len(missing) == 1:
+            raise UserError(f"{missing[0]}: is needed too: questions and answers are two columns")
+        if not missing and self.options.text_column is not None:
+            raise UserError(
+                f"--text-column {self.options.text_column}: reads plain text, and --question-column"
+                " conversations: leave one out"
+            )
+
+    def _pair_identity(self) -> dict[str, Any]:
+        options = self.options
+        named = [options.question_column, options.answer_column]
+        return {"pair": named} if any(named) else {}
 
     def _check_vocabulary_size(self) -> None:
         size = self.options.vocab_size
@@ -136,6 +164,8 @@ class Text(TokenizedData):
             "vocab_size": self._vocabulary_size(),
             **({"stride": self.options.stride} if self.options.stride else {}),
             **({"rules": self.recipe.rules} if self.recipe.rules > 1 else {}),
+            **self._pair_identity(),
+            **held_out.identity(self.options.valid),
             **self._conversations_identity(set_specs),
             **self._cleaning_identity(),
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, corpora, hub, readers
+from isobatch.data import chat_formats, corpora, held_out, hub, readers
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.corpora import DEMO, RowCorpus
 from isobatch.data.labelled.classes import SplitClasses, class_names, drop_unlabelled_test
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from isobatch.data.chat_formats import Message
     from isobatch.data.cleaning.steps import CleaningStep
-    from isobatch.data.readers import LocatedRows
+    from isobatch.data.readers import LocatedRows, SplitFiles
 
 TEXT = "text"
 """Plain text, and the column of it where none is named."""
@@ -47,14 +47,17 @@ def split_set_names(data: str) -> list[str]:
     return names
 
 
-def detect_row_kind(columns: Sequence[str], text_column: str | None, is_only_set: bool) -> str:
-    """The kind of rows: TEXT, LABELS, or the column that marks conversations.
+def detect_row_kind(columns: Sequence[str], options: Any, is_only_set: bool) -> str:
+    """The kind of rows: TEXT, LABELS, or the format of conversations.
 
-    A text column that the user names decides first. The only set of --data is never taken for labelled texts,
-    because its column `label` may be anything.
+    Columns that the user names (`options`: TextOptions) decide first. The only set of --data is never taken
+    for labelled texts, because its column `label` may be anything.
     """
+    text_column, pair = options.text_column, (options.question_column, options.answer_column)
     if text_column is not None and (is_only_set or text_column in columns):
         return TEXT
+    if pair[0] is not None and (is_only_set or {*pair} <= {*columns}):
+        return chat_formats.pair_format(*pair)
     if chat_format := chat_formats.detect_chat_format(columns):
         return chat_format
     usual = [any(name in columns for name in names) for names in (TEXT_COLUMNS, LABEL_COLUMNS)]
@@ -84,22 +87,44 @@ class TextSetSpec:
 
     def check(self) -> None:
         """Raise UserError where the set cannot be found or read."""
+        valid = self.options.valid
         if self.is_demo:
+            held_out.check(valid, ("valid",), self.location)
             return
         if self.path is None:
+            held_out.require_share(valid, self.location)
             hub.require_dataset(self.location)
         else:
             self._check_files(self.path)
 
+    def _files(self, path: Path) -> dict[str, SplitFiles]:
+        """The files of each split. A share of a mixture's sets is held out of those without such a split."""
+        valid = self.options.valid
+        if self.is_only_set:
+            return held_out.find_splits(path, self.file_format, valid)
+        if isinstance(valid, str):
+            raise UserError(f"--valid {valid}: --data names several sets: give a share such as 0.1")
+        return readers.find_splits(path, self.file_format)
+
     def _check_files(self, path: Path) -> None:
-        parts = readers.find_splits(path, self.file_format)
+        parts = self._files(path)
         if not any(file.stat().st_size for file in parts["train"].files):
             raise UserError(f"--data {path}: {parts['train'].files[0]} is empty")
-        if self.kind() == TEXT:
+        if self.options.question_column is not None and self.is_only_set:
+            self._require_pair(parts)
+        elif self.kind() == TEXT:
             for part in parts.values():
                 if not part.is_stream:
                     column = self._text_column(readers.column_names(parts["train"]))
                     readers.require_column(part, column, chat_formats.ACCEPTED)
+
+    def _require_pair(self, parts: Mapping[str, SplitFiles]) -> None:
+        """Raise UserError unless all files have the columns of questions and answers."""
+        for part in parts.values():
+            if part.is_stream:
+                raise UserError(f"--question-column: {part.files[0]} is running text, without columns")
+            readers.require_column(part, self.options.question_column, flag="--question-column")
+            readers.require_column(part, self.options.answer_column, flag="--answer-column")
 
     def kind(self) -> str | None:
         """The kind of its rows; None for a hub data set, which must be fetched first."""
@@ -111,7 +136,7 @@ class TextSetSpec:
         return TEXT if part.is_stream else self._detect_kind(readers.column_names(part))
 
     def _detect_kind(self, columns: Sequence[str]) -> str:
-        return detect_row_kind(columns, self.options.text_column, self.is_only_set)
+        return detect_row_kind(columns, self.options, self.is_only_set)
 
     def _text_column(self, columns: Sequence[str]) -> str:
         """The name of the column of plain text."""
@@ -137,7 +162,7 @@ class TextSetSpec:
             return ["stories", demo_stories.VERSION]
         if self.path is None:
             return [self.location, self.options.data_config]
-        return readers.content_hashes(readers.find_splits(self.path, self.file_format))
+        return readers.content_hashes(self._files(self.path))
 
     def open(self, steps: Sequence[CleaningStep], folder: Path | None) -> TextSet:
         """Its texts, with a validation split; `folder` is the tokenizer's, None where it is trained."""
@@ -145,16 +170,17 @@ class TextSetSpec:
             return PlainText(self.name, demo_stories.demo_stories(), steps)
         kind = self.kind()
         if self.path is not None and kind == TEXT:
-            parts = readers.find_splits(self.path, self.file_format)
+            parts = self._files(self.path)
             column = self._text_column(
                 [] if parts["train"].is_stream else readers.column_names(parts["train"])
             )
-            return PlainText(self.name, corpora.corpus_from_files(parts, column), steps)
+            return PlainText(self.name, corpora.corpus_from_files(parts, column, self._share), steps)
         table = self._open_rows()
         kind = kind or self._detect_kind(table.columns)
         if kind == TEXT:
             config, column = self.options.data_config, self._text_column(table.columns)
-            return PlainText(self.name, corpora.corpus_from_hub(self.location, config, column), steps)
+            corpus = corpora.corpus_from_hub(self.location, config, column, self._share)
+            return PlainText(self.name, corpus, steps)
         return (
             self._open_labelled(table, steps)
             if kind == LABELS
@@ -163,8 +189,12 @@ class TextSetSpec:
 
     def _open_rows(self) -> RowCorpus:
         if self.path is None:
-            return corpora.rows_from_hub(self.location, self.options.data_config)
-        return corpora.rows_from_files(readers.find_splits(self.path, self.file_format))
+            return corpora.rows_from_hub(self.location, self.options.data_config, self._share)
+        return corpora.rows_from_files(self._files(self.path), self._share)
+
+    @property
+    def _share(self) -> float | None:
+        return held_out.share_of(self.options.valid)
 
     def _open_conversations(
         self, table: RowCorpus, kind: str, steps: Sequence[CleaningStep], folder: Path | None
@@ -189,7 +219,9 @@ class TextSetSpec:
     def _open_labelled(self, table: RowCorpus, steps: Sequence[CleaningStep]) -> Conversations:
         """Labelled texts as conversations: the text asks, and the label as written is the answer."""
         names = find_columns(self.location, table.columns)
-        splits, remarks = rows_per_split(self.location, self.path, self.file_format, self.options.data_config)
+        options = self.options
+        where = (self.location, self.path, self.file_format, options.data_config)
+        splits, remarks = rows_per_split(*where, self._share)
         classes = {split: SplitClasses.read(read_examples(rows(), names)) for split, rows in splits.items()}
         remarks += drop_unlabelled_test(classes)
         plain = f"--text-column {names.text} reads plain text"

@@ -108,7 +108,7 @@ def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer
             options, run, "text_column", "tokens", "temperature", "top_k", "top_p", "seed", "load_bits"
         )
         template = chat_template(run)
-        reader = PromptReader(text, template)
+        reader = PromptReader(text or run.recipe.options.get("question_column"), template)
         write_text = task.writer(run.final, options.load_bits)
         return Answerer(partial(_write, write_text, sampling(options, template)), reader)
     if isinstance(task, OpensItemLists):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-PROMPT_COLUMNS = ("prompt", "text", "question")
+PROMPT_COLUMNS = ("prompt", "text", "question", "query", "input", "instruction", "problem")
 ITEMS_COLUMN = "items"
 """A list of what a user took who was not in training."""
 

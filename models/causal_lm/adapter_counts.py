@@ -7,7 +7,7 @@ storage. peft, which takes seconds to import, is asked only for a model type tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,8 @@ class AdapterCounts:
     """Weights that the model has more with the adapter."""
     inputs: int
     """Widths of what the adapted matrices read, added up over the model."""
+    trained_tables: int = 0
+    """Weights in the embeddings and the head that train whole; `trainable` holds them too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,16 @@ class WeightShapes:
     """Weights in the embeddings and the head."""
     biases: int
     """Weights of all biases."""
+    embeddings: int
+    """Weights of the input embeddings."""
+    head: int
+    """Weights of the head that are not those of the embeddings."""
+
+    def trained_tables(self, also_train: Collection[str]) -> int:
+        """Weights of the tables that train whole."""
+        if also_train and not self.head:  # tied
+            return self.embeddings
+        return self.embeddings * ("embeddings" in also_train) + self.head * ("head" in also_train)
 
 
 def adapter_counts(shapes: WeightShapes, options: Any) -> AdapterCounts:
@@ -75,14 +87,16 @@ def adapter_counts(shapes: WeightShapes, options: Any) -> AdapterCounts:
     magnitudes = sum(m.outputs for m in adapted) if options.adapter == "dora" else 0
     added = sum(options.lora_r * (m.inputs + m.outputs) for m in adapted) + magnitudes
     of_adapted = sum(m.outputs for m in adapted if m.bias)
+    tables = shapes.trained_tables(options.also_train or ())
     biases = {"none": 0, "lora_only": of_adapted, "all": shapes.biases}[options.lora_bias]
     return AdapterCounts(
-        trainable=added + biases,
+        trainable=added + biases + tables,
         targets=Counter(m.name.rpartition(".")[2] for m in adapted),
         frozen_matrices=sum(m.inputs * m.outputs for m in shapes.matrices),
-        frozen_tables=shapes.tables,
+        frozen_tables=shapes.tables - tables,
         added=added,
         inputs=sum(m.inputs for m in adapted),
+        trained_tables=tables,
     )
 
 
@@ -114,11 +128,14 @@ def shapes_from_config(config: Mapping[str, Any]) -> WeightShapes | None:
     norms = (2 * size.layers + 1) * size.hidden if gpt2 else 0
     positions = config.get("n_positions", 1024) if gpt2 else 0
     tables = 1 if config.get("tie_word_embeddings", gpt2) else 2
+    table = size.vocabulary * size.hidden
     return WeightShapes(
         config["model_type"],
         matrices,
-        (tables * size.vocabulary + positions) * size.hidden,
+        tables * table + positions * size.hidden,
         sum(m.outputs for m in matrices if m.bias) + norms,
+        table,
+        (tables - 1) * table,
     )
 
 
@@ -156,12 +173,15 @@ def _llama_block(config: Mapping[str, Any]) -> list[Matrix]:
 
 def shapes_by_building(config: Any, remote_code: bool = False) -> WeightShapes:
     """The shapes of any decoder that transformers opens, read from a model without storage."""
-    model = model_without_storage(config, remote_code)
+    model: Any = model_without_storage(config, remote_code)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     return WeightShapes(
         config.model_type,
         [_matrix(name, module) for name, module in block_matrices(model).items()],
         sum(p.numel() for p in _tables(model)),
         sum(p.numel() for name, p in model.named_parameters() if "bias" in name),
+        embeddings.weight.numel(),
+        0 if head.weight is embeddings.weight else sum(p.numel() for p in head.parameters()),
     )
 
 

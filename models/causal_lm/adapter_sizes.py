@@ -52,6 +52,8 @@ def _remarks(
 ) -> list[str]:
     where = ", ".join(f"{count} {name}" for name, count in found.targets.items())
     total = full_model.parameters + found.added
+    if found.trained_tables:
+        where += f", and {' and '.join(options.also_train)} ({found.trained_tables:,} weights in fp32)"
     remarks = [
         f"{options.adapter} of rank {options.lora_r} on {where} trains {found.trainable:,} of"
         f" {total:,} parameters ({found.trainable / total:.2%})"

@@ -19,7 +19,7 @@ from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub, lora
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -57,6 +57,9 @@ class AdapterOptions:
     frozen_dtype: Literal["bf16", "fp32"] = field(default="fp32", metadata=ADDED_LATER)
     """What frozen matrices and tables are rounded to. With --adapter bf16, half the memory, unless fp32 is
     asked for; without one nothing is frozen."""
+    also_train: tuple[Literal["embeddings", "head"], ...] | None = field(default=None, metadata=ADDED_LATER)
+    """Tables that train whole beside the adapter, in fp32: embeddings, head. New tokens need both; where they
+    are one tied table, either means both."""
 
 
 def implied_options(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +79,11 @@ def check_options(options: Any, pretrained: bool) -> None:
         if unused := [f.name for f in dataclasses.fields(AdapterOptions) if _is_set_lora_option(f, options)]:
             flag = "--" + unused[0].replace("_", "-")
             raise UserError(f"{flag}: means nothing without an adapter: add --adapter lora, or leave it out")
+        if options.also_train:
+            raise UserError(
+                f"--also-train {','.join(options.also_train)}: without an adapter all weights train: leave it"
+                " out, or add --adapter lora"
+            )
         if options.load_bits != 16:
             raise UserError(
                 f"--load-bits {options.load_bits}: rounded weights cannot train: add --adapter lora (which is"
@@ -86,10 +94,10 @@ def check_options(options: Any, pretrained: bool) -> None:
                 "--frozen-dtype bf16: without an adapter nothing is frozen: add --adapter lora, or leave out"
             )
         return
-    if options.resize_embeddings:
+    if options.resize_embeddings and set(options.also_train or ()) != {"embeddings", "head"}:
         raise UserError(
             f"--resize-embeddings: with --adapter {options.adapter} the new embeddings would never train:"
-            " leave one of them out"
+            " add --also-train embeddings,head"
         )
     if options.adapter == "dora" and options.load_bits == 8:
         raise UserError(
@@ -122,8 +130,11 @@ def load_base_model(
     remote_code: bool = False,
     frozen_dtype: str = "fp32",
     device: Any = "cpu",
+    also_train: Sequence[str] = (),
 ) -> nn.Module:
     """The pretrained model in fp32 on the CPU, its matrices in `bits` bits or, of 16, in `frozen_dtype`.
+
+    The tables of `also_train` (--also-train) are held in fp32.
 
     Matrices in 8 or 4 bits, and all else of that model, are on `device`: bitsandbytes cannot move the
     statistics of 8-bit matrices afterwards.
@@ -146,7 +157,7 @@ def load_base_model(
     if rounds:
         from isobatch.models.causal_lm.frozen_weights import hold_matrices_in_bf16
 
-        hold_matrices_in_bf16(model)
+        hold_matrices_in_bf16(model, lora.modules_named(model, also_train))
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.register_forward_pre_hook(_follow_autocast)
@@ -192,7 +203,9 @@ def add_adapter(model: nn.Module, options: Any, base: str, revision: str | None)
     # The magnitudes of DoRA are the norms of the matrices, and peft gives them the matrices' number format.
     whole = matrices_in_fp32(model) if options.adapter == "dora" else contextlib.nullcontext()
     with whole:
-        lora.add_adapter(model, options, base, revision)
+        lora.add_adapter(
+            model, options, base, revision, head=lora.modules_named(model, options.also_train or ())
+        )
     hold_in_fp32(p for p in model.parameters() if p.requires_grad)
 
 
@@ -205,7 +218,8 @@ def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False, 
 
     base, revision = lora.base_model_of(folder)
     config = AutoConfig.from_pretrained(base, revision=revision, **hub.remote_code_kwargs(remote_code))
-    model = load_base_model(base, config, revision, bits, remote_code, device=device)
+    model: Any = load_base_model(base, config, revision, bits, remote_code, device=device)
+    lora.fit_embeddings(model, folder)
     return lora.put_adapter(model, folder, base)
 
 

@@ -90,8 +90,9 @@ def _frozen_classes() -> dict[type, type]:
 
 
 @torch.no_grad()
-def hold_matrices_in_bf16(model: nn.Module) -> None:
-    """Round the matrices and tables to bf16 and hold them so; everything else is held in fp32.
+def hold_matrices_in_bf16(model: nn.Module, trained: Iterable[str] = ()) -> None:
+    """Round the matrices and tables to bf16 and hold them so; everything else is held in fp32, and the
+    modules named in `trained` too.
 
     All are copied: one tensor that still lies in the mapped file keeps the whole file in memory.
     """
@@ -100,6 +101,7 @@ def hold_matrices_in_bf16(model: nn.Module) -> None:
         if type(module) in classes:
             module.__class__ = classes[type(module)]
             held.add(id(module.weight))
+    held -= {id(p) for name in trained for p in model.get_submodule(name).parameters()}
     for p in model.parameters():
         if p.is_floating_point():
             p.data = p.data.to(HELD if id(p) in held else torch.float32, copy=True)

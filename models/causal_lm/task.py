@@ -225,7 +225,8 @@ class CausalLM(Task):
         else:
             path, revision = hub.fetch_weights(self._model_name, self.recipe.revision), self.recipe.revision
             kind = options.load_bits, options.remote_code, options.frozen_dtype
-            model = adapters.load_base_model(path, config, revision, *kind, self.training_device)
+            where, tables = self.training_device, options.also_train or ()
+            model = adapters.load_base_model(path, config, revision, *kind, where, tables)
             if options.resize_embeddings:
                 from isobatch.models.causal_lm.resize_embeddings import resize_model_embeddings
 
@@ -378,7 +379,7 @@ class CausalLM(Task):
             saving.save(model, facts, folder)
             configured.generation_config.save_pretrained(folder)
         else:
-            lora.save_adapter(model, folder)
+            lora.save_adapter(model, folder, lora.modules_named(model, self.options.also_train or ()))
             saving.save_tokenizer(configured.config.to_dict(), facts, folder)
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:

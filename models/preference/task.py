@@ -254,7 +254,10 @@ class DPO(PreferenceTask):
             weights = [name, recipe.seed, recipe.max_length, recipe.options.get("vocab_size")]
         else:
             weights = [hub.weights_hash(str(Path(name).expanduser()), recipe.revision), recipe.tokenizer]
-        return json.dumps([*weights, options.load_bits, options.frozen_dtype, options.resize_embeddings])
+        whole = [options.also_train] if options.also_train else []  # which are not rounded
+        return json.dumps(
+            [*weights, options.load_bits, options.frozen_dtype, options.resize_embeddings, *whole]
+        )
 
     def _build_reference(self, facts: Facts) -> nn.Module:
         import torch

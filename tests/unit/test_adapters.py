@@ -115,6 +115,9 @@ ASKED: list[dict[str, Any]] = [
     {},
     {"lora_targets": "all-linear", "lora_bias": "all"},
     {"adapter": "dora", "lora_r": 3, "lora_bias": "lora_only"},
+    {"also_train": ("embeddings",)},
+    {"also_train": ("head",)},
+    {"also_train": ("embeddings", "head")},
 ]
 
 
@@ -165,7 +168,8 @@ def test_a_merge_that_changes_the_model_is_refused() -> None:
         ({"adapter": "qlora", "load_bits": 4, "lora_bias": "all"}, True, "4-bit layers round their biases"),
         ({"lora_r": 4}, True, "--lora-r: means nothing without an adapter"),
         ({"adapter": "lora"}, False, "a model from scratch has nothing to adapt"),
-        ({"adapter": "lora", "resize_embeddings": True}, True, "would never train"),
+        ({"adapter": "lora", "resize_embeddings": True}, True, "add --also-train embeddings,head"),
+        ({"also_train": ("head",)}, True, "without an adapter all weights train"),
     ],
 )
 def test_contradicting_flags_are_refused(options: dict[str, Any], pretrained: bool, message: str) -> None:
@@ -204,6 +208,39 @@ def test_only_the_adapter_is_saved(tmp_path: Path) -> None:
         names = list(file.keys())
     assert len(names) == 2 * 2 * 2
     assert all(name.startswith(lora.PEFT_PREFIX) and "lora_" in name for name in names)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_that_train_whole_open_in_plain_peft_with_new_tokens(tied: bool, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    base, final = tmp_path / "base", tmp_path / "final"
+    config = AutoConfig.for_model("llama", vocab_size=67, tie_word_embeddings=tied, **SMALL)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    final.mkdir()
+    options = CausalLMOptions(adapter="lora", frozen_dtype="bf16", also_train=("embeddings", "head"))
+    model: Any = adapters.load_base_model(str(base), config, None, 16, False, "bf16", also_train=("head",))
+    model.resize_token_embeddings(70)
+    adapters.add_adapter(model, options, str(base), None)
+    tables = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    assert all(table.requires_grad and table.dtype == torch.float32 for table in tables)
+    with torch.no_grad():
+        for table in tables:
+            table.add_(0.1 * torch.randn(table.shape))
+    names = lora.modules_named(model, options.also_train or ())
+    lora.save_adapter(model, final, names)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain.resize_token_embeddings(70)
+    opened = PeftModel.from_pretrained(plain, str(final)).eval()
+    ours = adapters.open_adapted_model(final).eval()
+    new = torch.tensor([[1, 68, 69, 5]])
+    with torch.no_grad():
+        wanted = opened(input_ids=new).logits
+        assert torch.equal(ours(input_ids=new).logits, wanted)
+        assert torch.equal(opened.get_input_embeddings()(new[0]), tables[0][new[0]])
+        merged = ours.merge_and_unload()
+        assert float((merged(input_ids=new).logits - wanted).abs().max()) < 1e-5
+    assert merged.config.tie_word_embeddings is tied
 
 
 @pytest.mark.parametrize(("bits", "frozen"), [(8, "fp32"), (4, "fp32"), (4, "bf16")])

@@ -236,6 +236,41 @@ def test_prompt_and_completion_are_texts_or_messages() -> None:
         chat_formats.parse_messages({"question": "When?"}, "row 1", "question")
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        *("prompt completion", "prompt response", "question answer", "question response", "query response"),
+        *("input output", "input target", "instruction output", "instruction response", "problem solution"),
+        "user assistant",
+    ],
+)
+def test_usual_columns_of_questions_and_answers_are_found(columns: str) -> None:
+    row = dict(zip(columns.split(), ("When?", "At nine."), strict=True)) | {"id": 3}
+    found = chat_formats.detect_chat_format(list(row))
+    assert found
+    told = chat_formats.parse_messages(row, "row 1", found)
+    assert [(m["role"], m["content"]) for m in told] == [("user", "When?"), ("assistant", "At nine.")]
+    assert chat_formats.parse_question(row, "row 1", found) == told[:1]
+
+
+def test_other_columns_are_named(tmp_path: Path) -> None:
+    rows = [{"ask": "he?", "text": "he", "reply": "Hi!"}] * 3
+    usual = prepared(tmp_path / "a", [{"question": "he?", "answer": "Hi!"}] * 3)[1]
+    named = prepared(tmp_path / "b", rows, question_column="ask", answer_column="reply")[1]
+    assert all(np.array_equal(usual[n].values, named[n].values) for n in ("tokens", "learn"))
+    plain, other = (
+        make(tmp_path / "b", rows, tokenizer=tmp_path / "b" / "tokenizer", **asked).identity()
+        for asked in ({}, {"question_column": "ask", "answer_column": "reply"})
+    )
+    assert plain != other
+    for asked, said in (
+        ({"question_column": "ask"}, "--answer-column: is needed too"),
+        ({"question_column": "ask", "answer_column": "repli"}, "--answer-column repli: .* mean reply"),
+    ):
+        with pytest.raises(UserError, match=said):
+            make(tmp_path / "b", rows, tokenizer=tmp_path / "b" / "tokenizer", **asked).check()
+
+
 def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
     recipe = {
         "tokenizer": None,

@@ -67,6 +67,8 @@ NOT_HERE = {
     *("pruned_model_path", "lora_rank", "lora_target_modules", "lora_target", "tokenizer_name"),
     *("dataset_text_field", "text_column_name", "label_column_name", "chat_template", "loss_type"),
     *("metric_for_best_model", "val_set_size", "val_size", "target_column", "label_field", "text_field"),
+    *("validation_file", "eval_file"),
+    *("field_instruction", "field_output", "prompt_column", "response_column"),
     *("pruning_ratio", "target_sparsity"),
     *("embedding_size", "embedding_dim", "factors", "num_factors", "no_components", "reg_weight"),
     *("regularization", "neg_sampling_num", "user_id_field", "item_id_field", "time_field", "rating_field"),
@@ -120,6 +122,12 @@ def test_trls_words_are_understood_by_dpo() -> None:
         ("--lora_target all", "--lora-targets all-linear"),
         ("--tokenizer_name none.json", "--tokenizer none.json"),
         ("--r", "--lora-r"),
+        ("--modules_to_save wte,lm_head", "--also-train embeddings,head"),
+        ("--lora_modules_to_save=['lm_head']", "--also-train head"),
+        ("--additional_target embed_tokens", "--also-train embeddings"),
+        ("--adapter lora --use_dora", "--adapter dora"),
+        ("--use_dora --adapter lora", "--adapter dora"),
+        ("--use_peft --use_dora", "--adapter dora"),
     ],
 )
 def test_words_that_are_refused_as_ours_are(words: str, ours: str) -> None:
@@ -222,7 +230,7 @@ BROUGHT = """
 """Flags most brought from other tools that are taken."""
 ANSWERED = """
     push_to_hub=true hub_model_id=x fsdp=full_shard deepspeed=ds.json neftune_noise_alpha=5
-    validation_file=x.csv special_tokens=x freeze_layers=2 checkpoint_dir=x wandb_project=x
+    test_file=x.csv special_tokens=x freeze_layers=2 checkpoint_dir=x wandb_project=x
     max_samples=100 overfit_batches=10 imgsz=640 stage=dpo finetuning_type=freeze ckpt_path=x
 """
 """Flags that are refused with the way out."""

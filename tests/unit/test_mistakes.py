@@ -54,7 +54,7 @@ MISTAKES = [
     (f"auto {LM} --data nowhere.txt", "nowhere.txt"),
     (f"auto {LM} --data ''", "--data"),
     (f"auto {LM} --model tny", "did you mean tiny?"),
-    (f"auto {LM} --validation_file v.txt", "takes a folder with train and valid files"),
+    (f"auto {LM} --test_file v.txt", "takes a folder with train, valid and test files"),
     (f"auto {LM} --template chatlm", "did you mean chatml?"),
     (f"auto {LM} --load-bits 5", "--load-bits 5"),
     (f"auto {LM} --load-in-4bit", "--load-bits 4"),

@@ -191,10 +191,13 @@ def test_kinds_are_told_by_columns() -> None:
         ("instruction", "output", "text"): "instruction",
         ("body",): "text",
     }
-    assert {columns: detect_row_kind(columns, None, is_only_set=False) for columns in kinds} == kinds
-    assert detect_row_kind(("text", "label"), None, is_only_set=True) == "text"
-    assert detect_row_kind(("text", "label"), "text", is_only_set=False) == "text"
-    assert detect_row_kind(("messages", "label"), "text", is_only_set=False) == "messages"
+    assert {columns: detect_row_kind(columns, TextOptions(), is_only_set=False) for columns in kinds} == kinds
+    assert detect_row_kind(("text", "label"), TextOptions(), is_only_set=True) == "text"
+    assert detect_row_kind(("text", "label"), TextOptions(text_column="text"), is_only_set=False) == "text"
+    assert (
+        detect_row_kind(("messages", "label"), TextOptions(text_column="text"), is_only_set=False)
+        == "messages"
+    )
 
 
 def test_a_path_with_a_comma_is_one_set(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
-from isobatch.data import corpora, hub, readers, tokenizers
+from isobatch.data import corpora, held_out, hub, readers, tokenizers
 from isobatch.data.text import demo_stories, plain_text
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.plain_text import blocks, windows
@@ -200,12 +200,12 @@ def test_rows_end_with_a_newline_where_the_tokenizer_has_no_end_token(tmp_path: 
     tokenizer = tokenizers.open_tokenizer(tmp_path / "t")
     assert tokenizer.decode(values) == "he\nab\n"  # the last row is the validation split
     assert extra["splits"]["train"]["bytes"] == 6
-    assert extra["notes"] == [corpora.HELD_OUT_NOTE, "valid: 1 of 1 rows are in train too"]
+    assert extra["notes"] == [held_out.note(None), "valid: 1 of 1 rows are in train too"]
 
 
 def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None:
     file = write(tmp_path, book__txt=LINES) / "book.txt"
-    train, valid = readers.hold_out(readers.find_splits(file, None)["train"])
+    train, valid = held_out.hold_out(readers.find_splits(file, None)["train"])
     head, tail = ("".join(readers.read_texts(part, "text")) for part in (train, valid))
     assert head + tail == LINES
     assert head.endswith("\n")
@@ -215,7 +215,7 @@ def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None
 @pytest.mark.parametrize("text", ["a b\nc d\n", "one line without end", "字" * 40, "字" * 30 + "\n"])
 def test_something_is_held_out_of_tiny_files(tmp_path: Path, text: str) -> None:
     file = write(tmp_path, tiny__txt=text) / "tiny.txt"
-    parts = readers.hold_out(readers.find_splits(file, None)["train"])
+    parts = held_out.hold_out(readers.find_splits(file, None)["train"])
     head, tail = ("".join(readers.read_texts(part, "text")) for part in parts)
     assert head + tail == text
     assert head

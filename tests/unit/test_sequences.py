@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from isobatch.core.errors import UserError
-from isobatch.data import corpora, hub, readers, sequence_sources, tokenizers
+from isobatch.data import held_out, hub, readers, sequence_sources, tokenizers
 from isobatch.data.sequence_sources import INTEGERS, TEXT
 from isobatch.data.sequences import SequenceOptions, Sequences
 from isobatch.tests.paths import REGISTER, ROOT
@@ -234,7 +234,7 @@ def test_the_last_twentieth_of_the_rows_is_held_out(tmp_path: Path, monkeypatch:
         rows, extra = prepared(make(tmp_path, vocab_size=60), tmp_path / "out")
     assert [row[0] for row in rows["train"]] == list(range(57))
     assert [row[0] for row in rows["valid"]] == [57, 58, 59]
-    assert extra["notes"] == [corpora.HELD_OUT_NOTE]
+    assert extra["notes"] == [held_out.note(None)]
 
 
 def test_long_sequences_are_cut_and_counted(tmp_path: Path) -> None:
@@ -351,13 +351,13 @@ def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
     rows, extra = prepared(make(both), tmp_path / "ids")
     assert rows["train"] == [[1, 4], [2, 4]]
     chosen = "the column input_ids holds the sequences (--text-column text takes another)"
-    assert extra["notes"] == [corpora.HELD_OUT_NOTE, chosen]
+    assert extra["notes"] == [held_out.note(None), chosen]
     rows, extra = prepared(make(both, tokenizer=tokenizer), tmp_path / "text")
     assert texts_of(rows["train"], tmp_path / "text") == ["he", "a"]
     assert "the column text holds the sequences (--sequence-column input_ids takes another)" in extra["notes"]
     _, extra = prepared(make(ids, tokenizer=tokenizer), tmp_path / "unused")
     assert extra["notes"] == [
-        corpora.HELD_OUT_NOTE,
+        held_out.note(None),
         f"--tokenizer {tokenizer} is not used: the data holds ids",
     ]
 
@@ -639,7 +639,7 @@ def test_sst2_has_its_known_size(tmp_path: Path) -> None:
     _, extra = prepared(data, tmp_path)
     assert sum(sizes["sequences"] for sizes in extra["splits"].values()) == 872
     assert extra["data_vocabulary"] == 50257
-    assert extra["notes"] == [corpora.HELD_OUT_NOTE]
+    assert extra["notes"] == [held_out.note(None)]
 
 
 def test_wikitext_has_its_known_lines(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from isobatch.core.errors import UserError
 from isobatch.core.flags import BareValue
 from isobatch.launch.local.words.meanings import Meaning, as_written, spelling
-from isobatch.launch.local.words.other_tools import OF_FINISHED_MODELS, SYNONYMS, VALUES, WORDS
+from isobatch.launch.local.words.other_tools import OF_FINISHED_MODELS, PRECISER, SYNONYMS, VALUES, WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -47,8 +47,14 @@ def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
             found.notes.extend(filter(None, [meaning.line(name, value)]))
         for key, text in ours.items():
             if key in found.written:
-                first = spelling(found.written[key])
-                raise UserError(f"{spelling(name)} and {first} say the same thing: give one of them")
+                first = found.flags[key].lower()
+                if not {(first, text.lower()), (text.lower(), first)} & PRECISER:
+                    raise UserError(
+                        f"{spelling(name)} and {spelling(found.written[key])} say the same thing: give one of"
+                        " them"
+                    )
+                if (first, text.lower()) not in PRECISER:
+                    continue
             found.flags[key], found.written[key] = text, name
     return found
 

@@ -74,6 +74,8 @@ SYNONYMS = {
     "metric_for_best_model": "best_metric",
     "val_set_size": "valid",
     "val_size": "valid",
+    "validation_file": "valid",
+    "eval_file": "valid",
     "model_name_or_path": "model",
     "text_model": "model",
     "gpt2_model_name": "model",
@@ -134,11 +136,18 @@ SYNONYMS = {
     "time_field": "time_column",
     "rating_field": "rating_column",
     "topk": "top_k",
+    "field_instruction": "question_column",
+    "field_output": "answer_column",
+    "prompt_column": "question_column",
+    "response_column": "answer_column",
     "seed_everything": "seed",
 }
 """Names in other tools -> our flag, which takes the same values."""
 
-ELSEWHERE = {"valid": "it holds out the last 5 % of the rows, or what lies in a file named valid"}
+ELSEWHERE = {
+    "valid": "it holds out the last 5 % of the rows, or what lies in a file named valid",
+    "also_train": "beside an adapter the head trains whole, and nothing else",
+}
 """Our flag -> what to know where a word of another tool stands for it, and the task lacks it."""
 _ALWAYS_SO = (no_effect("it is always so here"),)
 _EVALUATION = (
@@ -151,7 +160,6 @@ _AUTO_TRAINS = (no_effect("`auto` trains, evaluates and exports"),)
 _BATCH_FINDER = (no_effect("the plan sizes micro-batches; the global batch is the recipe's and stays"),)
 _EXACT = (no_effect("samples, order and noise are the same on any machine; `verify` proves it"),)
 _ON_THE_HUB = (refused("final/ is a folder as the hub takes it: hf upload NAME RUN/final"),)
-_ONE_DATA = (refused("--data takes a folder with train and valid files, or one file with a `split`"),)
 _RESUMES = (
     no_effect("a stopped run of the same recipe goes on by itself", ON),
     no_effect("it is so only with --resume never", OFF),
@@ -170,6 +178,14 @@ _ATTENTION = (
 )
 _ANSWERS_ALONE = (to(ON, response_only="on"), to(OFF, response_only="off"))
 _PACKING = (to(ON, pack="on"), to(OFF, pack="off"))
+_EMBEDDINGS, _HEAD = "(embeddings|embed_tokens|wte|word_embeddings|embed_in)", "(head|lm_head|embed_out)"
+_WHOLE_TABLES = (
+    to(rf"\W*{_EMBEDDINGS}\W*", also_train="embeddings"),
+    to(rf"\W*{_HEAD}\W*", also_train="head"),
+    to(rf"\W*({_EMBEDDINGS}\W+{_HEAD}|{_HEAD}\W+{_EMBEDDINGS})\W*", also_train="embeddings,head"),
+    refused("beside an adapter --also-train embeddings,head trains those tables whole, and nothing else"),
+)
+"""What trains whole beside an adapter, by the modules' names in models."""
 _HOW_SMALL = "the size follows from --sparsity 0.5, and from --bits 4 of qat"
 _SHARE_OF_SAMPLES = (refused("--train-fraction 0.1 takes a share of the samples"),)
 _DROP_LAST = (
@@ -254,7 +270,7 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     **dict.fromkeys(("attn_implementation", "flash_attn"), _ATTENTION),
     **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), _ANSWERS_ALONE),
     **dict.fromkeys(("packing", "sample_packing"), _PACKING),
-    **dict.fromkeys(("validation_file", "eval_file", "test_file"), _ONE_DATA),
+    "test_file": (refused("--data takes a folder with train, valid and test files"),),
     "train_on_inputs": (to(ON, response_only="off"), to(OFF, response_only="on")),
     "ignore_data_skip": (no_effect("a resumed run repeats and skips no sample, and waits for none"),),
     "greater_is_better": (no_effect("the metric says it"),),
@@ -270,7 +286,7 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     "neftune_noise_alpha": (refused("embeddings get no noise here: leave it out"),),
     "preprocessing_num_workers": (no_effect("data is prepared once, and kept"),),
     "output_dir": (unless_given(ANY, "", out="{parent}", name="{last}"),),
-    "modules_to_save": (refused("beside an adapter nothing else is trained; --adapter none trains all"),),
+    **dict.fromkeys(("modules_to_save", "lora_modules_to_save", "additional_target"), _WHOLE_TABLES),
     "special_tokens": (refused("a tokenizer has its own: --tokenizer FOLDER takes one with yours"),),
     "num_labels": (no_effect("the data says it"),),
     "freeze_layers": (refused("no layer is frozen by its number; --adapter lora trains few parameters"),),
@@ -334,6 +350,7 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
 }
 """Words of other tools -> their meanings; the first counts whose form the value has."""
 VALUES: Mapping[str, tuple[Meaning, ...]] = {
+    "also_train": _WHOLE_TABLES[:3],
     "lora_targets": (to("all", lora_targets="all-linear"),),
     "strategy": (
         refused("DataParallel is slower than one process per GPU: use ddp", "dp"),
@@ -365,3 +382,5 @@ VALUES: Mapping[str, tuple[Meaning, ...]] = {
     ),
 }
 """Our flag -> values that it has in other tools; any other value stays as it is."""
+PRECISER = {("lora", "dora"), ("lora", "qlora")}
+"""Values of which the second says the first more precisely: where two words set a flag to both, it counts."""
