@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,30 @@ SHARDS_AHEAD = 2
 """Shards of each process that are encoded or wait for those before them."""
 
 
+@dataclass(slots=True)
+class Share:
+    """What one of `count` tasks encodes: each `count`-th shard, from its `number` (1 to `count`) on."""
+
+    number: int
+    count: int
+    taken: int = 0
+    """Shards of this share so far."""
+    others: list[Path] = field(default_factory=list)
+    """The files in which other tasks keep their shards."""
+
+    def takes(self, shard: int, file: Path) -> bool:
+        """Whether a shard is of this share."""
+        if shard % self.count != self.number - 1:
+            self.others.append(file)
+            return False
+        self.taken += 1
+        return True
+
+    def missing(self) -> int:
+        """Shards that other tasks have not kept yet."""
+        return sum(not file.exists() for file in self.others)
+
+
 @dataclass(frozen=True, slots=True)
 class Workshop:
     """What a preparation may use."""
@@ -44,6 +68,8 @@ class Workshop:
     """Processes: the cores that this one may use."""
     folder: Path | None = None
     """Where shards are kept until the data is prepared; None: nowhere."""
+    share: Share | None = None
+    """The shards that are to be made, where other tasks make the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +87,42 @@ class EncodingJob:
 def encode_in_shards(
     job: EncodingJob, name: str, texts: Iterable[str], workshop: Workshop, texts_together: int = 1
 ) -> Iterator[EncodedShard]:
-    """Yield the shards of the texts, in order. `name` is what the status says is encoded.
+    """Yield the shards of the texts, in order; of a share the first one. `name` is what the status says.
 
     `texts_together`: a shard ends behind so many texts, or a multiple. Raises UserError as the encoder does.
     """
-    batches = _batches(texts, texts_together)
-    first = list(itertools.islice(batches, SHARDS_IN_THREADS))
-    batches = itertools.chain(first, batches)
     described = json.dumps([job.place, job.settings, name]).encode()
     keeper = _Keeper(workshop.folder, short_digest(described, job.tokenizer.to_str().encode()))
-    if workshop.workers == 1 or len(first) < SHARDS_IN_THREADS:
+    numbered = enumerate(_batches(texts, texts_together))
+    if (share := workshop.share) is None:
+        yield from _encode(job, name, numbered, workshop.workers, keeper)
+        return
+    # The first is encoded in every share: a split without samples would be refused.
+    own = ((n, batch) for n, batch in numbered if share.takes(n, keeper.file_of(n)) or n == 0)
+    shards = _encode(job, name, own, workshop.workers, keeper)
+    yield from itertools.islice(shards, 1)
+    deque(shards, maxlen=0)
+
+
+def _encode(
+    job: EncodingJob, name: str, numbered: Iterator[tuple[int, list[str]]], workers: int, keeper: _Keeper
+) -> Iterator[EncodedShard]:
+    """Yield the shards of numbered batches of texts, in order."""
+    first = list(itertools.islice(numbered, SHARDS_IN_THREADS))
+    numbered = itertools.chain(first, numbered)
+    if workers == 1 or len(first) < SHARDS_IN_THREADS:
         encode = worker.make_encoder(job.place, job.settings, job.tokenizer)
-        for number, batch in enumerate(batches):
+        for number, batch in numbered:
             yield keeper.made_once(
                 number, worker.pack_texts(batch), lambda packed: encode(worker.unpack_texts(packed))
             )
             position.show(f"tokenizing {name}")
         return
-    with _Processes(job, workshop.workers) as processes:
+    with _Processes(job, workers) as processes:
         waiting: deque[Future[EncodedShard]] = deque()
-        for number, batch in enumerate(batches):
+        for number, batch in numbered:
             waiting.append(processes.submit(keeper.made_once, number, worker.pack_texts(batch)))
-            if len(waiting) >= SHARDS_AHEAD * workshop.workers:
+            if len(waiting) >= SHARDS_AHEAD * workers:
                 yield waiting.popleft().result()
             position.show(f"tokenizing {name}")
         while waiting:
@@ -109,12 +149,17 @@ class _Keeper:
     def __init__(self, folder: Path | None, job: str) -> None:
         self.folder, self.job = folder, job
 
+    def file_of(self, number: int) -> Path:
+        """Where a shard is kept."""
+        assert self.folder is not None
+        return self.folder / f"{self.job}-{number:06d}.shard"
+
     def made_once(self, number: int, packed: bytes, make: Callable[[bytes], EncodedShard]) -> EncodedShard:
         """The shard of packed texts, kept in a file by its number."""
         if self.folder is None:
             return make(packed)
         made_from = short_digest(self.job.encode(), packed)
-        file = self.folder / f"{self.job}-{number:06d}.shard"
+        file = self.file_of(number)
         if found := kept_shard(file, made_from):
             return found
         shard = make(packed)

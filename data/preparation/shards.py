@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -70,9 +70,12 @@ class EncodedShard:
         return cls(arrays, header["facts"])
 
     def keep(self, file: Path, made_from: str) -> None:
-        """Write the file under another name, then rename it: a killed process leaves no part of it."""
+        """Write the file under another name, then rename it: a killed process leaves no part of it.
+
+        The other name is this writer's alone, also among those of other nodes.
+        """
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
         temporary.write_bytes(self.pack(made_from))
         temporary.replace(file)
 

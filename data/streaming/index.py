@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import threading
+import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,10 +32,11 @@ from isobatch.data.streaming.source import LENGTH, GroupEncoder, rows_of_group
 from isobatch.data.streaming.store import Store, StoredObject, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from isobatch.data.base import Column, Columns
+    from isobatch.data.preparation.encoding import Share
     from isobatch.data.streaming.group_cache import GroupCache
     from isobatch.data.streaming.shards import Rows
 
@@ -126,6 +126,16 @@ def build(
     return found
 
 
+def index_share(
+    objects: list[StoredObject], encoder: CountingGroupEncoder, cache: GroupCache, share: Share
+) -> None:
+    """Index the objects of a share, where other tasks index the others."""
+    builder = _Builder(objects, encoder, cache)
+    own = [number for number in range(len(objects)) if share.takes(number, builder.part_of(number))]
+    with explain_write_errors(builder.folder):
+        builder.index(own)
+
+
 class _Builder:
     """Indexes shards in threads."""
 
@@ -134,20 +144,31 @@ class _Builder:
         self.encoding, self.store = encoder.identity(), Store()
         self.folder = cache_folder() / "shards"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._kept = self._done = 0
+        self._kept = 0
 
     def index_all(self) -> list[list[IndexedGroup]]:
         """The groups of every shard."""
+        every = range(len(self.objects))
+        self.index(every)
+        return [_load_part(self.part_of(number), number) for number in every]
+
+    def index(self, numbers: Sequence[int]) -> None:
+        """Keep the parts of these shards."""
         pool = ThreadPoolExecutor(THREADS, "index")
         try:
-            return list(pool.map(self._shard, range(len(self.objects))))
+            for done, _ in enumerate(pool.map(self._keep, numbers), 1):
+                doing("indexing", done, len(numbers))
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _shard(self, number: int) -> list[IndexedGroup]:
+    def part_of(self, number: int) -> Path:
+        """The folder in which a shard's part is kept."""
         one = self.objects[number]
         key = json.dumps([self.encoding, one.address, one.size, one.version])
-        folder = self.folder / hashlib.sha256(key.encode()).hexdigest()[:32]
+        return self.folder / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+    def _keep(self, number: int) -> None:
+        one, folder = self.objects[number], self.part_of(number)
         if not (folder / "index.json").exists():
             shard = shard_of(self.store, one)
             found = [
@@ -156,9 +177,6 @@ class _Builder:
             ]
             self.store.require_unchanged(one)
             save_part(folder, found)
-        self._done += 1
-        doing("indexing", self._done, len(self.objects))
-        return _load_part(folder, number)
 
     def indexed(self, place: GroupPlace, rows: Rows) -> IndexedGroup:
         """What is known of a group; its samples are kept on this machine while there is room."""
@@ -231,7 +249,7 @@ def _joined(groups: list[IndexedGroup]) -> dict[str, Column]:
 
 def save_part(folder: Path, groups: list[IndexedGroup]) -> None:
     """Write a shard's part, all of it or nothing; another process may write the same one."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     described: list[dict[str, Any]] = [
         {
             "extent": list(group.place.extent),

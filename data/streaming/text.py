@@ -201,6 +201,9 @@ class StreamedText(Text):
         tokenizer.save(str(folder / "tokenizer.json"))
         self._bind(encoder, tokenizer, special)
         atomic_files.write_json(folder / ENCODER_FILE, {"kind": kind, "column": column, "special": special})
+        if (share := self.workshop.share) is not None:
+            index.index_share(self.objects, encoder, self._cache(), share)
+            return {}
         found = index.build(folder, self.recipe.data, self.objects, splits, encoder, self._cache())
         return {
             "tokenizer": "tokenizer.json",

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,9 @@ from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
-from isobatch.data.base import Data, fingerprint, length_quantiles
+from isobatch.data.base import Data, NoSamplesError, fingerprint, length_quantiles
 from isobatch.data.digests import DIGESTS_FILE, FACTS_FILE, changed_file, write_digests
-from isobatch.data.preparation.encoding import Workshop
+from isobatch.data.preparation.encoding import Share, Workshop
 from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
 from isobatch.engine.machine.detect import allowed_cpus
 
@@ -39,10 +40,7 @@ def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:
     """
     from filelock import FileLock
 
-    class_name = f"{type(data).__module__}.{type(data).__qualname__}"
-    identity = {"kind": data.cache_name or class_name, "version": data.version}
-    key = _hash({**identity, **data.identity(), "code": data.recipe.options.get("code")})
-    folder = cache_folder() / "prepared" / key
+    folder = _folder_of(data)
     doing("looking for the data")
     with atomic_files.explain_write_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -53,6 +51,54 @@ def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:
             if not (folder / FACTS_FILE).exists():
                 _make(data, folder)
             return Facts.from_dict({**atomic_files.read_json(folder / FACTS_FILE), "folder": str(folder)})
+
+
+def prepare_share(data: Data, share: Share, say: Callable[[str], None] = lambda _: None) -> Facts | None:
+    """Encode one of several tasks' share of the data; the facts where that was all that lacked.
+
+    The shards are kept in the cache, which all tasks see. The task that finds all of them there prepares the
+    data from them; the others return None. Safe when tasks run at once, are killed, or run again. Raises
+    UserError where data of this kind is not encoded in shards, and as `prepare` does.
+    """
+    if not data.encodes_in_shards:
+        raise UserError(
+            f"--shard {share.number}/{share.count}: data of this kind is not encoded in shards: prepare it on"
+            " one machine, without --shard"
+        )
+    folder = _folder_of(data)
+    if not (folder / FACTS_FILE).exists():
+        with atomic_files.explain_write_errors(folder.parent):
+            _encode_share(data, share, folder)
+        # In this order: shards go away when they have become the data.
+        if share.missing() and not (folder / FACTS_FILE).exists():
+            return None
+    facts = prepare(data, say)
+    shutil.rmtree(_shards_of(folder), ignore_errors=True)
+    return facts
+
+
+def _encode_share(data: Data, share: Share, folder: Path) -> None:
+    data.workshop = Workshop(allowed_cpus(Path("/"), os.environ), _shards_of(folder), share)
+    try:
+        with tempfile.TemporaryDirectory() as unused:
+            data.prepare(Path(unused))
+    except NoSamplesError:
+        return  # perhaps in this share alone: the one that joins them sees it
+    except FileNotFoundError:
+        if not (folder / FACTS_FILE).exists():  # else another joined them meanwhile
+            raise
+
+
+def _folder_of(data: Data) -> Path:
+    """The folder of the cache that has the data when it is prepared."""
+    class_name = f"{type(data).__module__}.{type(data).__qualname__}"
+    identity = {"kind": data.cache_name or class_name, "version": data.version}
+    key = _hash({**identity, **data.identity(), "code": data.recipe.options.get("code")})
+    return cache_folder() / "prepared" / key
+
+
+def _shards_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.shards")
 
 
 def _changed_file(folder: Path) -> Path | None:
@@ -68,7 +114,7 @@ def _changed_file(folder: Path) -> Path | None:
 
 
 def _make(data: Data, folder: Path) -> None:
-    temporary, shards = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.shards")
+    temporary, shards = folder.with_name(f".{folder.name}.tmp"), _shards_of(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:

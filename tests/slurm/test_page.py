@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.core.package import own_command
-from isobatch.tests.integration.helpers import ROOT, summary
+from isobatch.tests.integration.helpers import ROOT, launch, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +31,7 @@ HERE = {
     r"--gpus-per-node \d+": "--cpu --cpus-per-task 1",
     "--nodes 4": "--nodes 2",
     "--partition gpu": "--partition debug",
+    "--cpus-per-task=16": "--cpus-per-task=1 --output=/dev/null",
 }
 """What the page shows -> what this cluster has."""
 
@@ -82,3 +83,19 @@ def test_every_command_of_the_page(cluster: Cluster, folder: Path) -> None:
     held = cluster.ask("scontrol", "show", "job", jobs["after"])
     assert f"afterok:{jobs['base']}" in held
     assert "torch.sif" in (folder / "runs" / "inside" / "slurm" / "request.json").read_text()
+
+
+def test_tasks_of_an_array_prepare_what_one_machine_does(
+    cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "texts" / "train.txt").write_text("".join(f"It rained on {n}. " for n in range(300_000)))
+    (array,) = [block for block in LATER if "--shard" in block]
+    monkeypatch.setenv("ISOBATCH_CACHE", str(folder / "cache"))
+    done = bash(array.replace("sbatch", "sbatch --wait"), cluster, folder)
+    assert done.returncode == 0, done.stderr
+    (found,) = (folder / "cache" / "prepared").glob("[!.]*/facts.json")
+    words = ["prepare", "--task", "causal-lm", "--data", "texts/", "--json"]
+    alone = launch(*words, cwd=folder, ISOBATCH_CACHE=str(folder / "alone"))
+    assert alone.returncode == 0, alone.stderr
+    assert json.loads(found.read_text())["digest"] == json.loads(alone.stdout)["digest"]
+    assert not list(found.parents[1].glob(".*.shards"))

@@ -17,6 +17,7 @@ from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.engine.loading.prepare import prepare
 
 if TYPE_CHECKING:
+    from isobatch.core.facts import Facts
     from isobatch.data.base import Data
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "prepared.json"
@@ -220,7 +221,12 @@ CASES: dict[str, Any] = {
 
 def prepared(case: str, folder: Path) -> list[str]:
     folder.mkdir(exist_ok=True)
-    facts = prepare(CASES[case](folder)).to_dict()
+    return described(prepare(CASES[case](folder)), folder)
+
+
+def described(found: Facts, folder: Path) -> list[str]:
+    """[key in the cache, fingerprint, hash of the facts] of data that was prepared from `folder`."""
+    facts = found.to_dict()
     place = Path(facts.pop("folder"))
     if notes := facts["extra"].get("notes"):  # columns of interactions were not named then
         facts["extra"]["notes"] = [note for note in notes if ": read " not in note]

@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "data.labelled": {"core", "data", "data.preparation"},
     "data.text": {"core", "data", "data.cleaning", "data.labelled", "data.preparation"},
     "data.preferences": {"core", "data", "data.text"},
-    "data.streaming": {"core", "core.terminal", "data", "data.cleaning", "data.text"},
+    "data.streaming": {"core", "core.terminal", "data", "data.cleaning", "data.preparation", "data.text"},
     "models": {"core"},
     "models.causal_lm": {"core", "models"},
     "models.preference": {"core", "models", "models.causal_lm"},
@@ -175,6 +175,7 @@ ROOMS: dict[str, set[str]] = {
         *(
             "core",
             "core.terminal",
+            "data.preparation",
             "data.text",
             "models",
             "models.causal_lm",
