@@ -239,6 +239,8 @@ class Task(ABC):
     """The kind of data: a class from data/ or your own. The registry names it for the project's tasks."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Recipe values that differ from the common defaults."""
+    measured_files: ClassVar[tuple[str, ...]] = ()
+    """Files that `final_metrics` adds to final/, which follow from held-out data and not from the export."""
     fast: ClassVar[Mapping[str, Any]] = {}
     """Recipe values of --mode fast."""
     demo: ClassVar[Mapping[str, Any]] = {}

@@ -56,6 +56,8 @@ class HeldOutFigures(NamedTuple):
     """Optimizer steps behind the weights, of all phases."""
     chosen_by: str
     """The metric of the valid split by which the checkpoint was chosen; empty where it is the last one."""
+    remark: str = ""
+    """What the task says of them."""
 
 
 def render(model: ModelDescription, recipe: Recipe, facts: Facts, measured: HeldOutFigures) -> str:
@@ -119,8 +121,9 @@ def licence_of(model: str, revision: str | None) -> str | None:
 
 def _data_lines(recipe: Recipe, facts: Facts) -> list[str]:
     sizes = ", ".join(f"{count:,} in {split}" for split, count in facts.samples.items())
+    sizes = sizes.replace(" in ", " samples in ", 1)
     notes = [f"- {_plain(note)}" for note in facts.extra.get("notes", [])]
-    named = f"{_plain(_short_name(recipe.data))}: samples: {sizes} (fingerprint {facts.fingerprint})."
+    named = f"{_plain(_short_name(recipe.data))}: {sizes} (fingerprint {facts.fingerprint})."
     return [named, *([""] if notes else []), *notes]
 
 
@@ -128,7 +131,8 @@ def _result_lines(facts: Facts, measured: HeldOutFigures) -> list[str]:
     splits = list(measured.metrics)
     if not splits:
         return ["Nothing was held out, so nothing was measured."]
-    names = [n for n, value in measured.metrics[splits[0]].items() if _figure(value)]
+    names = [n for split in splits for n, value in measured.metrics[split].items() if _figure(value)]
+    names = list(dict.fromkeys(names))
     names = [n for n in names if "latency" not in n]  # that is the machine's
     rows = [[n, *(_figure(measured.metrics[split].get(n)) for split in splits)] for n in names]
     counts = " and ".join(f"all {facts.samples[split]:,} samples of {split}" for split in splits)
@@ -139,7 +143,8 @@ def _result_lines(facts: Facts, measured: HeldOutFigures) -> list[str]:
             " figure a little too good."
         )
     table = [f"| | {' | '.join(splits)} |", "|---" * (len(splits) + 1) + "|"]
-    return [protocol, "", *table, *(f"| {' | '.join(row)} |" for row in rows)]
+    remark = ["", _plain(measured.remark)] if measured.remark else []
+    return [protocol, "", *table, *(f"| {' | '.join(row)} |" for row in rows), *remark]
 
 
 def _figure(value: Any) -> str:
@@ -154,7 +159,8 @@ def _figure(value: Any) -> str:
 
 
 def _training_lines(recipe: Recipe, measured: HeldOutFigures, base: str | None) -> list[str]:
-    start = f"from {_plain(_short_name(base))}" if base else f"from scratch ({_plain(recipe.model or '')})"
+    preset = f" ({_plain(recipe.model)})" if recipe.model else ""
+    start = f"from {_plain(_short_name(base))}" if base else f"from scratch{preset}"
     return [
         f"isobatch, task {_plain(Path(recipe.task).name)}, {start}: {measured.steps:,} steps of"
         f" {recipe.batch_size} samples, learning rate {recipe.lr:g}, seed {recipe.seed}, recipe"

@@ -67,6 +67,8 @@ class ItemLists(Protocol):
 
     users: list[str]
     """The ids of all users."""
+    by: str
+    """What ranks the items: `model`, or a baseline."""
 
     def recommend(self, user: str, top: int) -> list[dict[str, Any]]:
         """`item` (its id), `title` and `score` of the best items for a user. Raises UserError."""
@@ -94,8 +96,19 @@ class ItemLists(Protocol):
 class OpensItemLists(Protocol):
     """`isobatch recommend`, `predict` and `serve` of a recommender."""
 
-    def open_lists(self, final: Path, ease_l2: float | None = None) -> ItemLists:
-        """The model in `final`."""
+    def open_lists(self, final: Path, by: str = "model") -> ItemLists:
+        """The model in `final`, a baseline kept beside it, or the `best` of them. Raises UserError."""
+
+    def better_baseline(self, metrics: Mapping[str, Any]) -> str:
+        """A line on the baseline that ranks better than the model beyond doubt; empty where none does."""
+
+
+@runtime_checkable
+class KeepsBaselines(Protocol):
+    """`isobatch evaluate` of a model beside which final/ keeps baselines."""
+
+    def kept_metrics(self, model: Any, final: Path, batches: Batches) -> Mapping[str, Any]:
+        """Metrics of the baselines, and how the model stands to them; of `model` only what they need."""
 
 
 Predictor = Callable[[Sequence[Any]], list[dict[str, Any]]]

@@ -165,10 +165,11 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
             context.console.say(f"sample:\n{sample}")
             summary["sample"] = sample
         doing("measuring the exported model")
-        if remark := _add_final_metrics(context, model, exported, held_out):
+        remark = _add_final_metrics(context, model, exported, held_out)
+        if remark:
             context.console.say(remark)
             summary["remark"] = remark
-        _write_model_card(context, loop, exported, held_out)
+        _write_model_card(context, loop, exported, held_out, remark)
         context.peak_memory.observe("export")
         summary |= metrics_fields(held_out) | context.peak_memory.fields()
         decisions = bytes_digest(context.run.decisions) if context.run.decisions.exists() else ""
@@ -265,12 +266,12 @@ def _headline(context: RunContext) -> str:
 
 
 def _write_model_card(
-    context: RunContext, loop: PhaseLoop, step: int, held_out: dict[str, dict[str, Any]]
+    context: RunContext, loop: PhaseLoop, step: int, held_out: dict[str, dict[str, Any]], remark: str
 ) -> None:
     """Write final/README.md. `step`: of the exported weights, in the last phase."""
     task, facts, final = context.task, context.session.facts, context.run.final
     chosen_by = task.best_metric[0] if loop.early_stopping.patience else ""
-    measured = model_card.HeldOutFigures(held_out, context.progress.steps_before + step, chosen_by)
+    measured = model_card.HeldOutFigures(held_out, context.progress.steps_before + step, chosen_by, remark)
     card = model_card.render(task.describe_model(final, facts), context.recipe, facts, measured)
     atomic_files.write_text(final / model_card.FILE, card)
 

@@ -11,6 +11,8 @@ from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.models import model_card
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from isobatch.core.facts import Facts
@@ -27,18 +29,22 @@ def compare_export(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -
     """Export into a temporary folder, and compare it with the run's final/ as `compare_folders` does."""
     with tempfile.TemporaryDirectory() as temporary:
         task.export(model, Path(temporary), facts)
-        return compare_folders(run.final, Path(temporary))
+        return compare_folders(run.final, Path(temporary), leave_out=task.measured_files)
 
 
-def compare_folders(final: Path, fresh: Path) -> dict[str, Any]:
+def compare_folders(final: Path, fresh: Path, leave_out: Sequence[str] = ()) -> dict[str, Any]:
     """Compare two exports. Returns `files`, `identical` (their number), `largest` and `differing`.
 
     `largest` is the largest difference of tensors, as a share of their largest element; `differing` names
-    the files that differ by more than rounding, or that only `final` has. Model cards are left out: they hold
-    measured figures, which are compared for themselves.
+    the files that differ by more than rounding, or that only `final` has. Files of `leave_out` are left out,
+    and model cards: they hold measured figures, which are compared for themselves.
     """
     wanted, found = (
-        {name: digest for name, digest in folder_digests(folder).items() if name != model_card.FILE}
+        {
+            name: digest
+            for name, digest in folder_digests(folder).items()
+            if name not in (model_card.FILE, *leave_out)
+        }
         for folder in (final, fresh)
     )
     same = [name for name in found if wanted.get(name) == found[name]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from isobatch.core import atomic_files, number_ranges
@@ -14,7 +15,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
-from isobatch.models.protocols import EncodesLatents
+from isobatch.models.protocols import EncodesLatents, KeepsBaselines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,6 +80,10 @@ def _evaluate(run: RunFolder, options: EvaluateOptions) -> dict[str, Any]:
     if options.iw_samples and not isinstance(task, EncodesLatents):
         raise UserError(f"--iw-samples: {run.recipe.task} has no latent vectors: leave it out")
     metrics = {name: replay.evaluate(name) for name in splits}
+    if isinstance(task, KeepsBaselines) and run.final.is_dir():
+        for name, found in metrics.items():
+            all_batches = partial(host_batches, replay.session.splits[name])
+            found |= task.kept_metrics(replay.session.model, run.final, all_batches)
     if options.iw_samples and isinstance(task, EncodesLatents):
         for name, found in metrics.items():
             batches = host_batches(replay.session.splits[name])

@@ -69,6 +69,9 @@ class ModelOptions(TrustOptions):
     """Of the draws; the same for every row, so that an answer does not depend on its place."""
     top: number_ranges.Positive = 10
     """Length of a recommender's lists."""
+    by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
+    """What ranks a recommender's items: the model, a baseline of the same interactions that final/ keeps, or
+    the best of them on the validation data."""
     load_bits: Literal[16, 8, 4] | None = None
     """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
 
@@ -112,8 +115,8 @@ def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer
         write_text = task.writer(run.final, options.load_bits)
         return Answerer(partial(_write, write_text, sampling(options, template)), reader)
     if isinstance(task, OpensItemLists):
-        refuse_unread(options, run, "text_column", "top")
-        lists = task.open_lists(run.final)
+        refuse_unread(options, run, "text_column", "top", "by")
+        lists = task.open_lists(run.final, options.by)
         return Answerer(
             partial(_recommend, lists, options.top), UserReader(text or run.recipe.options.get("user_column"))
         )

@@ -43,7 +43,8 @@ class PredictOptions(ModelOptions):
 def predict(words: Sequence[str]) -> int:
     """Usage: predict RUN ["text" ...] [--file rows.csv] [--out predictions.csv] [--form onnx-int4]
     [--text-column NAME] [--pair-column NAME] [--json]; of language models also [--tokens 60]
-    [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0]; of recommenders [--top 10].
+    [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0]; of recommenders [--top 10]
+    [--by ease].
 
     RUN may be an ONNX file of a classifier, or the folder of one. Texts of pairs are given in twos.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,8 +37,9 @@ class RecommendOptions(TrustOptions):
     """A user who was not in training, by what he took: ids or titles of items, with commas between them."""
     similar_to: str | None = None
     """Items like this one, by its id or title."""
-    by: Literal["model", "ease"] = "model"
-    """The trained model, or EASE, the linear baseline of the same interactions, fitted here in seconds."""
+    by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
+    """What ranks the items: the trained model, a baseline of the same interactions that final/ keeps, or the
+    best of them all on the validation data."""
     out: str | None = None
     """Write a row for each item here, Parquet, csv or jsonl; without another word the lists of all users."""
     top: number_ranges.Positive = 10
@@ -48,7 +50,7 @@ class RecommendOptions(TrustOptions):
 
 def recommend(words: Sequence[str]) -> int:
     """Usage: recommend RUN --user ID | --items ID,ID | --similar-to ITEM [--out list.csv], or for all users
-    recommend RUN --out lists.parquet [--by ease] [--top 10] [--json]
+    recommend RUN --out lists.parquet [--by ease|knn|popularity|best] [--top 10] [--json]
     """
     run, options = open_single_run(words, "recommend", RecommendOptions)
     asked = [name for name in ("user", "items", "similar_to") if getattr(options, name) is not None]
@@ -60,7 +62,7 @@ def recommend(words: Sequence[str]) -> int:
             " lists.parquet"
         )
     out = None if options.out is None else tables.check_out(options.out, None)
-    lists = _open_lists(run, options.by)
+    lists = _open_lists(run, options)
     if not asked:
         assert out is not None, "else refused above"
         return _write_all(lists, out, options)
@@ -73,21 +75,21 @@ def recommend(words: Sequence[str]) -> int:
     else:
         assert options.user is not None, "one of them was given"
         found, given = lists.recommend(options.user, options.top), {"user": options.user}
+    given["by"] = lists.by
     if out is not None:
         return _write_one(found, out, options)
     return _print(found, given, options)
 
 
-def _open_lists(run: RunFolder, by: str) -> ItemLists:
+def _open_lists(run: RunFolder, options: RecommendOptions) -> ItemLists:
+    """The lists, and a line that says which they are, or that a baseline has better ones."""
     task = require_capability(run, OpensItemLists, "recommend", REFUSAL)
-    if by == "model":
-        return task.open_lists(run.final)
+    lists = task.open_lists(run.final, options.by)
     metrics = (run.summary() or {}).get("metrics", {})
-    l2 = metrics.get("full_ease_lambda", metrics.get("ease_lambda"))
-    if l2 is None:
-        raise UserError(f"--by ease: EASE was not measured in {run.folder}: its catalogue is too large")
-    doing("fitting EASE")
-    return task.open_lists(run.final, l2)
+    said = task.better_baseline(metrics) if options.by == "model" else f"by {lists.by}"
+    if said and not options.json:
+        print(said, file=sys.stderr)
+    return lists
 
 
 def _write_one(items: list[dict[str, Any]], out: Path, options: RecommendOptions) -> int:

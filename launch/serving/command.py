@@ -44,13 +44,15 @@ class ServeOptions(TrustOptions):
     """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
     top: number_ranges.Positive = 10
     """Length of a recommender's lists."""
+    by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
+    """What ranks a recommender's items: see `predict`."""
     load_bits: Literal[16, 8, 4] | None = None
     """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
 
 
 def serve(words: Sequence[str]) -> int:
     """Usage: serve RUN [--port 8000] [--host 127.0.0.1] [--form onnx-int4] [--top 10]
-    [--load-bits 8]
+    [--by ease] [--load-bits 8]
 
     A language model answers as OpenAI's API (/v1/completions, /v1/chat/completions), another model
     POST /predict with {"texts": [...]}. RUN may be an ONNX file of a classifier, or the folder of one: then
@@ -71,7 +73,13 @@ def make_app(where: str, options: ServeOptions) -> Any:
     """The ASGI application of a run, or of an ONNX file. Raises UserError."""
     from isobatch.launch.serving.app import language_model_app, prediction_app
 
-    asked = ModelOptions(form=options.form, top=options.top, load_bits=options.load_bits, trust=options.trust)
+    asked = ModelOptions(
+        form=options.form,
+        top=options.top,
+        by=options.by,
+        load_bits=options.load_bits,
+        trust=options.trust,
+    )
     name = Path(where).expanduser().resolve().name
     if answerer := open_onnx_answerer(where, asked):
         return prediction_app(name, answerer)

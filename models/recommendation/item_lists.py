@@ -17,14 +17,10 @@ if TYPE_CHECKING:
 class RecommendationLists:
     """See `models/protocols.py::ItemLists`."""
 
-    def __init__(self, final: Path, ease_l2: float | None = None) -> None:
-        """`ease_l2`: the regularization of EASE, whose lists are then given in place of the model's."""
-        with hub.reading(final):
-            self._found = (
-                recommendations.Recommendations(final)
-                if ease_l2 is None
-                else recommendations.EaseRecommendations(final, ease_l2)
-            )
+    def __init__(self, final: Path, by: str = recommendations.MODEL) -> None:
+        with hub.reading(final), _users_errors(f"--by {by}: "):
+            self._found = recommendations.open_recommendations(final, by)
+        self.by = self._found.by
 
     @property
     def users(self) -> list[str]:
@@ -50,8 +46,8 @@ class RecommendationLists:
 
 
 @contextlib.contextmanager
-def _users_errors() -> Iterator[None]:
+def _users_errors(before: str = "") -> Iterator[None]:
     try:
         yield
     except recommendations.RecommendationError as error:
-        raise UserError(str(error)) from None
+        raise UserError(f"{before}{error}") from None

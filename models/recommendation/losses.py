@@ -91,6 +91,16 @@ def binary_cross_entropy(
     return -(beta * logsigmoid(positive.float()).sum() + negative_terms.sum())
 
 
+def pairwise_logistic(
+    model: Any, user: Tensor, item: Tensor, negatives: Tensor, is_positive: Tensor
+) -> Tensor:
+    """BPR (Rendle et al. 2009): -log sigmoid(s+ - s-) of each pair and each of its (B, n) negatives, except
+    those that `is_positive` marks.
+    """
+    positive, scores = model(user, [item[:, None], negatives])
+    return -logsigmoid((positive - scores).float()).masked_fill(is_positive, 0.0).sum()
+
+
 def squared_norms(net: Any, user: Tensor, items: Tensor) -> Tensor:
     """Sum of |u|^2 + |v|^2 over the id vectors of (B,) users with each of their (B, k) items."""
     total = torch.zeros((), device=user.device)

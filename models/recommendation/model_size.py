@@ -19,6 +19,8 @@ DOT_HIDDEN = 8
 """Hidden width that the planner gets for the dot head, which has hardly any multiplications."""
 KEPT_BY_A_TRANSFORMER = 5.5
 """Tensors that a transformer's MLP keeps for the backward pass, where this head's keeps one."""
+POINTWISE = ("bce", "gbce")
+"""Losses of probabilities, for which each user has a bias."""
 ASSUMED_COUNT = 10_000
 """Users and items if the data is not at hand."""
 
@@ -46,7 +48,7 @@ def recommender_size(
         options.dim,
     )
     shared = options.loss == "sampled-softmax"
-    tables = (users + items) * dim + items + (0 if shared else users)
+    tables = (users + items) * dim + items + (users if options.loss in POINTWISE else 0)
     count, mlp_width, encoder, cached, flops = tables, 0, 0, 0.0, 0.0
     if options.head != "dot":
         layers = parse_layer_widths(options.layers)

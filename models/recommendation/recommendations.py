@@ -6,6 +6,7 @@ the head if it is more than a product, the items that each user had, and names.
     from recommendations import Recommendations
     Recommendations("final").top("user id", 10)
     Recommendations("final").for_items(["item id", "item id"], 10)  # of a user who was not there
+    open_recommendations("final", by="ease").top("user id", 10)  # by a baseline
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 VECTORS_FILE = "model.safetensors"
 NAMES_FILE = "names.json"
 CONFIG_FILE = "config.json"
+BASELINES_FILE = "baselines.safetensors"
+MODEL, BEST = "model", "best"
+POPULARITY, KNN, EASE = "popularity", "knn", "ease"
+BASELINES = {POPULARITY: "popularity alone", KNN: "item-kNN", EASE: "EASE"}
+"""Baselines of the same interactions -> their names in a sentence."""
 MAX_SCORES_AT_ONCE = 1 << 22
 """Numbers of a block of users by all items."""
 NEWTON_STEPS = 30
@@ -48,8 +54,40 @@ class HeadError(RecommendationError):
     """A head for which a new user has no vector."""
 
 
+class BaselineError(RecommendationError):
+    """A baseline that is not kept beside the model."""
+
+
+def open_recommendations(folder: str | Path, by: str = MODEL) -> Recommendations:
+    """Lists by the model, by one of BASELINES, or by the `best` of them all on the validation data.
+
+    Raises BaselineError.
+    """
+    by = best_by(folder) if by == BEST else by
+    return Recommendations(folder) if by == MODEL else BaselineRecommendations(folder, by)
+
+
+def best_by(folder: str | Path) -> str:
+    """What ranked the validation data best, as full_ndcg has it; the model where none was held out."""
+    from safetensors import safe_open
+
+    with safe_open(_baselines_file(folder), "numpy") as file:
+        best: str = file.metadata()["best"]
+    return best
+
+
+def _baselines_file(folder: str | Path) -> Path:
+    file = Path(folder) / BASELINES_FILE
+    if not file.is_file():
+        raise BaselineError(f"there is no {BASELINES_FILE} beside the model: an older version trained it")
+    return file
+
+
 class Recommendations:
     """Exact recommendation lists: every item is scored, and items that the user had are left out."""
+
+    by = MODEL
+    """What ranks the items."""
 
     def __init__(self, folder: str | Path) -> None:
         from safetensors.numpy import load_file
@@ -198,57 +236,55 @@ class Recommendations:
         ]
 
 
-class EaseRecommendations(Recommendations):
-    """The same lists by EASE (Steck 2019), a linear model of the same interactions, made here in closed form.
+class BaselineRecommendations(Recommendations):
+    """Lists by popularity, or by item-kNN or EASE (Steck 2019): sums of weights of what the user had."""
 
-    A score is x B, with x a user's items and B = I - P / diag(P), P = (X'X + l2 I)^-1. B has items x items
-    numbers.
-    """
+    def __init__(self, folder: str | Path, by: str) -> None:
+        from safetensors import safe_open
 
-    def __init__(self, folder: str | Path, l2: float) -> None:
         super().__init__(folder)
-        self._weights = _ease_weights(self._taken(np.arange(len(self.users))), l2)
-
-    def _taken(self, users: np.ndarray) -> np.ndarray:
-        """(len(users), items) float32, 1 where a user had the item."""
-        had, items = self.arrays["had"], len(self.items)
-        found = np.zeros((len(users), items), np.float32)
-        for row, user in zip(found, users.tolist(), strict=True):
-            start, stop = np.searchsorted(had, [user * items, (user + 1) * items])
-            row[had[start:stop] - user * items] = 1
-        return found
+        self.by = by
+        with safe_open(_baselines_file(folder), "numpy") as file:
+            names = [name for name in file.keys() if name.partition(".")[0] == by]  # noqa: SIM118 (no mapping)
+            self._kept = {name.removeprefix(f"{by}."): file.get_tensor(name) for name in names}
+        if not names:
+            raise BaselineError(f"{BASELINES.get(by, by)} was not fitted: the catalogue is too large")
 
     def scores(self, user: int) -> np.ndarray:
-        scores: np.ndarray = self.block_scores(np.array([user]))[0]
-        return scores
+        items = len(self.items)
+        start, stop = np.searchsorted(self.arrays["had"], [user * items, (user + 1) * items])
+        return self._scores_for(self.arrays["had"][start:stop] - user * items)
 
     def block_scores(self, users: np.ndarray) -> np.ndarray:
-        scores: np.ndarray = self._taken(users) @ self._weights
-        return scores
+        return np.stack([self.scores(int(user)) for user in users])
+
+    def _scores_for(self, taken: np.ndarray) -> np.ndarray:
+        """(items,) scores for a user who took these different items."""
+        if self.by == POPULARITY:
+            return self._kept[POPULARITY].astype(np.float64)
+        starts = self._kept["starts"]
+        places = np.concatenate([np.arange(0), *(np.arange(starts[n], starts[n + 1]) for n in taken)])
+        targets, weights = (self._kept[name][places] for name in ("targets", "values"))
+        return np.bincount(targets, weights, len(self.items))
 
     def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
         """What `recommend` gives, for a new user who took these items. Raises UnknownItemError."""
-        taken = np.array([self._item_number(item) for item in items])
-        scores = self._weights[np.unique(taken)].sum(0)
+        taken = np.unique([self._item_number(item) for item in items])
+        scores = self._scores_for(taken)
         scores[taken] = -np.inf
         return self._best(scores, top)
 
     def similar(self, item: str, top: int) -> list[dict[str, Any]]:
-        """The items for which an item speaks most: the largest of its weights. Raises UnknownItemError."""
+        """The items for which an item speaks most: the largest of its weights.
+
+        Raises UnknownItemError; BaselineError for popularity, which knows of no likeness.
+        """
+        if self.by == POPULARITY:
+            raise BaselineError("popularity knows no items like another: ask by the model, knn or ease")
         number = self._item_number(item)
-        scores = self._weights[number].copy()
-        scores[number] = -np.inf
+        scores = self._scores_for(np.array([number]))
+        scores[scores <= 0] = -np.inf
         return self._best(scores, top)
-
-
-def _ease_weights(x: np.ndarray, l2: float) -> np.ndarray:
-    """(items, items) float32; x: (users, items) 0 and 1."""
-    gram = (x.T @ x).astype(np.float64)
-    gram[np.diag_indices_from(gram)] += l2
-    inverse = np.linalg.inv(gram)
-    weights: np.ndarray = (inverse / -np.diag(inverse)).astype(np.float32)
-    np.fill_diagonal(weights, 0)
-    return weights
 
 
 def _likeliest(

@@ -20,6 +20,7 @@ from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription
 from isobatch.models.recommendation import model_size
+from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -37,9 +38,9 @@ LORA_BLOCKS = 4
 LORA_GRADIENT_STEPS = 20
 """Steps within which LoRA must get a gradient: a small batch may hold no text."""
 USAGE = """\
-from recommendations import Recommendations
+from recommendations import open_recommendations
 
-trained = Recommendations(".")
+trained = open_recommendations(".")  # by="ease", "knn" or "popularity": a baseline; "best": on validation
 for title, score in trained.top(trained.users[0], 10):
     print(f"{score:8.3f}  {title}")
 """
@@ -79,8 +80,8 @@ class RecommenderOptions:
     """Width of users' and items' vectors."""
     layers: str = "128,64"
     """Widths of the MLP of heads mlp and neumf."""
-    loss: Literal["sampled-softmax", "bce", "gbce"] = "sampled-softmax"
-    """sampled-softmax: against items that the whole batch shares. bce, gbce: against some of its own."""
+    loss: Literal["sampled-softmax", "bce", "gbce", "bpr"] = "sampled-softmax"
+    """sampled-softmax: against items that the whole batch shares. bce, gbce, bpr: against some of its own."""
     negatives: int = 0
     """Items each pair is trained against; 0: 4 of its own, or 1,024 shared ones."""
     cohort: int = 0
@@ -99,25 +100,16 @@ class RecommenderOptions:
     """Length of the list in which a hit counts."""
 
 
-EASE = "ease_"
-"""What the names of EASE's metrics begin with."""
-
-
-def _of(baseline: str, name: str) -> str:
-    """The name of a baseline's metric: `full_` stands before it."""
-    full, _, rest = name.rpartition("full_")
-    return f"{full}{'full_' if rest != name else ''}{baseline}{rest}"
-
-
 class Recommender(Task):
     """Learns from pairs of users and items that they took, against items that they did not take.
 
-    Metrics: hit rate and NDCG at k of held-out items among the sampled negatives `rivals` (hr@10, ndcg@10),
-    and among all items that the user had not in training (full_...); beside them popularity's, by the same
-    protocol.
+    Metrics: hit rate, NDCG and reciprocal rank at k of held-out items among the sampled negatives `rivals`
+    (hr@10, ndcg@10, mrr@10), and among all items that the user had not in training (full_...); beside them
+    those of baselines, by the same protocol.
     """
 
     Options: ClassVar[type] = RecommenderOptions
+    measured_files: ClassVar[tuple[str, ...]] = (BASELINES_FILE,)
     monitor: ClassVar[tuple[str, str]] = ("ndcg@10", "max")
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "small",
@@ -272,7 +264,7 @@ class Recommender(Task):
         encoder = self._build_encoder(facts, catalogue)
         self._text_cache = Path(facts.folder) / TEXT_CACHE_FOLDER
         layers = model_size.parse_layer_widths(options.layers)
-        pointwise = options.loss != "sampled-softmax"
+        pointwise = options.loss in model_size.POINTWISE
         net = RecommenderNet(catalogue, options.dim, layers, options.head, encoder, user_bias=pointwise)
         net.deduplicate = options.text_dedup
         if self.options.start is not None:
@@ -387,8 +379,11 @@ class Recommender(Task):
         else:
             drawn = step.noise.integers("negatives", (count, 2), len(net.item_text))
             negatives, is_positive = losses.avoid_positives(net, user, drawn)
-            calibration = options.gbce_t if options.loss == "gbce" else 0.0
-            total = losses.binary_cross_entropy(model, user, item, negatives, is_positive, calibration)
+            if options.loss == "bpr":
+                total = losses.pairwise_logistic(model, user, item, negatives, is_positive)
+            else:
+                calibration = options.gbce_t if options.loss == "gbce" else 0.0
+                total = losses.binary_cross_entropy(model, user, item, negatives, is_positive, calibration)
             pairs = torch.cat([pairs, negatives], 1)
         if not options.l2:
             return {"loss": Loss(total, "sample")}
@@ -424,22 +419,25 @@ class Recommender(Task):
         facts: Facts,
         batches: Callable[..., Iterable[Batch]],
     ) -> Mapping[str, Any]:
-        """What chance hits, and, of a small enough catalogue, metrics of EASE on the same interactions."""
-        from isobatch.models.recommendation import ranking
+        """What chance hits, and metrics of baselines of the same interactions, which `final` keeps."""
+        from isobatch.models.recommendation import baselines
 
         validation = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
-        k = self.options.top_k
-        return {
-            f"chance_hr@{k}": ranking.chance_of_a_hit(batches(), k),
-            **ranking.ease_metrics(model, batches, validation, k),
-        }
+        return baselines.final_figures(model, final, batches, validation, self.options.top_k)
+
+    def kept_metrics(
+        self, model: Any, final: Path, batches: Callable[[], Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        """See `models/protocols.py::KeepsBaselines`."""
+        from isobatch.models.recommendation import baselines
+
+        return baselines.kept_metrics(model, final, batches, self.options.top_k)
 
     def final_remark(self, metrics: Mapping[str, Any]) -> str:
         """Which baseline ranks better, the best of them; and whether the split makes sense at all."""
         k = self.options.top_k
         hits, chance = metrics.get(f"popularity_hr@{k}"), metrics.get(f"chance_hr@{k}")
-        name = next((n for n in (f"full_{self.monitor[0]}", self.monitor[0]) if n in metrics), None)
-        if self.recipe.data == DEMO or name is None:
+        if self.recipe.data == DEMO:
             return ""
         if hits is not None and chance is not None and hits < chance / 2:
             return (
@@ -447,23 +445,19 @@ class Recommender(Task):
                 " items are rarer than those before them, and no model can be judged by them; look at the"
                 " order of the times, or take --split random"
             )
-        baselines = {
-            "EASE, a linear model of the same interactions,": metrics.get(_of(EASE, name), 0.0),
-            "popularity alone": metrics.get(_of("popularity_", name), 0.0),
-        }
-        best = max(baselines, key=lambda baseline: baselines[baseline])
-        if baselines[best] <= metrics[name]:
-            return ""
-        figures = f"{name} {baselines[best]:.4f} against {metrics[name]:.4f}"
+        name, said, is_better = _verdict(metrics, k)
         tries = [] if self.recipe.preset == "ids" else ["try --preset ids"]
-        if best.startswith("EASE"):
-            tries.append("`recommend RUN --by ease` gives its lists")
-        return f"{best} ranks better than this model ({figures}){': ' if tries else ''}{', or '.join(tries)}"
+        tries += [f"`recommend RUN --by {name}` gives its lists"]
+        return f"{said}: {', or '.join(tries)}" if is_better else said
 
-    def open_lists(self, final: Path, ease_l2: float | None = None) -> RecommendationLists:
+    def better_baseline(self, metrics: Mapping[str, Any]) -> str:
+        name, said, is_better = _verdict(metrics, self.options.top_k)
+        return f"{said}: --by {name} gives its lists" if is_better else ""
+
+    def open_lists(self, final: Path, by: str = MODEL) -> RecommendationLists:
         from isobatch.models.recommendation.item_lists import RecommendationLists
 
-        return RecommendationLists(final, ease_l2)
+        return RecommendationLists(final, by)
 
     def sample(self, model: Any, facts: Facts, folder: Path) -> str | None:
         """The first user's recommendations."""
@@ -485,6 +479,29 @@ class Recommender(Task):
             usage=USAGE,
             remark="with numpy and safetensors alone",
         )
+
+
+def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:
+    """(the best baseline, what the held-out users say of it and the model, whether it ranks better)."""
+    metric, figures = f"full_ndcg@{k}", {}
+    for name in BASELINES:
+        figure, interval = (metrics.get(f"full_{name}_ndcg@{k}{end}") for end in ("", "_difference_ci95"))
+        if isinstance(figure, float) and isinstance(interval, list) and len(interval) == 2:
+            figures[name] = (figure, *interval)
+    if not figures:
+        return "", "", False
+    best = max(figures, key=lambda name: figures[name][0])
+    figure, low, high = figures[best]
+    shown = f"95 %: {low:.4f} to {high:.4f}; {metric} {figure:.4f} against {metrics[metric]:.4f}"
+    if low > 0:
+        better_by = figure - metrics[metric]
+        return best, f"{BASELINES[best]} ranks better than this model by {better_by:.4f} ({shown})", True
+    if high < 0:
+        return best, "", False
+    said = (
+        f"the {metrics['held_out_users']:,} held-out users do not tell {BASELINES[best]} and this model apart"
+    )
+    return best, f"{said} (difference, {shown})", False
 
 
 def _training_weights_file(start: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import subprocess
@@ -15,7 +16,8 @@ from pyarrow import parquet
 from isobatch.core.errors import UserError
 from isobatch.data.interactions import demo
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-from isobatch.models.recommendation.recommendations import Recommendations
+from isobatch.launch.serving.command import ServeOptions, make_app
+from isobatch.models.recommendation.recommendations import Recommendations, open_recommendations
 from isobatch.tests.integration.helpers import furthest, launch, predictions, rows, summary
 from isobatch.tests.integration.test_bad_input import complaint
 
@@ -42,7 +44,16 @@ def losses(run: Path) -> list[float]:
 def test_both_phases_run_and_say_how_they_were_measured(home: Path) -> None:
     found = summary(home / "runs" / "one")["metrics"]
     assert found["protocol"] == "leave-one-out, 99 negatives"
-    for name in ("hr@10", "ndcg@10", "full_hr@10", "popularity_hr@10", "ease_hr@10"):
+    figures = (
+        "hr@10",
+        "ndcg@10",
+        "mrr@10",
+        "full_hr@10",
+        "popularity_hr@10",
+        "ease_hr@10",
+        "full_knn_ndcg@10",
+    )
+    for name in (*figures, "full_chance_hr@10", "coverage@10", "ease_coverage@10"):
         assert 0 < found[name] < 1, name
     assert found["hr@10"] > 1.2 * found["popularity_hr@10"]
     assert {r["phase"] for r in rows(home / "runs" / "one")} == {"frozen", "lora"}
@@ -74,7 +85,11 @@ def test_more_processes_learn_the_same(processes: int, home: Path) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--cohort", "32"], pytest.param(["--sparse-tables", "--clip", "1"], marks=pytest.mark.slow)],
+    [
+        ["--cohort", "32"],
+        pytest.param(["--loss", "bpr"], marks=pytest.mark.slow),
+        pytest.param(["--sparse-tables", "--clip", "1"], marks=pytest.mark.slow),
+    ],
     ids=lambda f: f[0],
 )
 def test_choices_that_could_depend_on_the_world_do_not(flags: list[str], home: Path) -> None:
@@ -177,8 +192,8 @@ def test_lists_leave_out_all_that_a_user_had_held_out_or_not(home: Path) -> None
 def test_lists_need_numpy_only(home: Path) -> None:
     script = (
         "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
-        "from recommendations import Recommendations\n"
-        "print(Recommendations('.').top('7', 4))"
+        "from recommendations import Recommendations, open_recommendations\n"
+        "print(Recommendations('.').top('7', 2), open_recommendations('.', by='ease').top('7', 2))"
     )
     final = home / "runs" / "one" / "final"
     done = subprocess.run(
@@ -186,6 +201,36 @@ def test_lists_need_numpy_only(home: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("(") >= 4
+
+
+def test_every_way_to_a_list_gives_the_same_one_by_ease(home: Path) -> None:
+    done = launch("recommend", "runs/one", "--out", "ease.csv", "--by", "ease", "--top", "3", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert "by ease" in done.stderr
+    rows = list(csv.DictReader((home / "ease.csv").open()))
+    listed = [row["item"] for row in rows if row["user"] == "7"]
+    assert [
+        e["item"] for e in open_recommendations(home / "runs/one/final", "ease").recommend("7", 3)
+    ] == listed
+    (asked,) = predictions(home, "runs/one", "7", "--by", "ease", "--top", "3")
+    assert asked["items"] == listed
+    (by_model,) = predictions(home, "runs/one", "7", "--top", "3")
+    assert by_model["items"] != listed
+    from starlette.testclient import TestClient
+
+    app = make_app(str(home / "runs" / "one"), ServeOptions(by="ease", top=3))
+    answer = TestClient(app).post("/predict", json={"texts": ["7"]}).json()
+    assert answer["predictions"][0]["items"] == listed
+    done = launch("recommend", "runs/one", "--user", "7", "--by", "knn", "--json", cwd=home)
+    assert json.loads(done.stdout)["by"] == "knn"
+
+
+def test_evaluate_measures_the_baselines_that_are_kept(home: Path) -> None:
+    done = launch("evaluate", "runs/one", "--split", "test", "--json", cwd=home)
+    assert done.returncode == 0, done.stderr
+    again, trained = json.loads(done.stdout)["test"], summary(home / "runs" / "one")["metrics"]
+    for name in ("full_ease_ndcg@10", "knn_hr@10", "full_ease_ndcg@10_difference_ci95", "ease_coverage@10"):
+        assert again[name] == pytest.approx(trained[name], abs=1e-6), name
 
 
 def test_lists_for_all_users_are_those_of_each(home: Path) -> None:

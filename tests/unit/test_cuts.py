@@ -63,6 +63,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "recommender, LoRA": ("recommender", 1, {"negatives": 16}),
     "recommender, full": ("recommender", 0, {"text": "full", "negatives": 16, "text_chunk": 64}),
     "bce": ("recommender", 0, {**NO_TEXT, "loss": "bce", "l2": 0.01, "head": "neumf"}),
+    "bpr": ("recommender", 0, {**NO_TEXT, "loss": "bpr", "l2": 0.01}),
     "gbce": ("recommender", 0, {**NO_TEXT, "loss": "gbce", "head": "mlp"}),
     "sparse tables": ("recommender", 0, {**NO_TEXT, "sparse_tables": True}),
     "cohorts": ("recommender", 0, {**NO_TEXT, "cohort": 4}),

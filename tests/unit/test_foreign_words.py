@@ -107,6 +107,24 @@ def test_words_of_recommender_libraries_are_understood() -> None:
     assert both(ask("--no_components=32", task="recommender")) == both(ask("--dim=32", task="recommender"))
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--loss warp", "--loss bpr ranks pairs, without WARP's search for a violator"),
+        ("--loss hinge", "--loss bpr is the smooth pairwise loss"),
+        ("--model BPR", "use --preset ids --loss bpr"),
+        ("--model ALS", "use --preset ids, a product of vectors"),
+        ("--model SVD++", "use --preset ids, a product of vectors"),
+        ("--model NeuMF", "use --text off --loss bce --head neumf; mlp or dot are its halves"),
+        ("--model ItemKNN", "every run fits it beside its model: `recommend RUN --by knn`"),
+        ("--model EASE", "every run fits it beside its model: `recommend RUN --by ease`"),
+        ("--model Pop", "every run has it beside its model: `recommend RUN --by popularity`"),
+    ],
+)
+def test_models_of_recommender_libraries_are_answered_with_the_nearest(words: str, message: str) -> None:
+    assert refusal(*words.split(), task="recommender") == f"{words}: {message}"
+
+
 def test_trls_words_are_understood_by_dpo() -> None:
     theirs = ask("--loss_type", "ipo", "--beta", "0.2", "--learning_rate", "5e-7", task="dpo")
     ours = ask("--dpo-loss", "ipo", "--beta", "0.2", "--lr", "5e-7", task="dpo")

@@ -35,7 +35,7 @@ def card(chosen_by: str = "", facts: Facts = FACTS, **recipe: Any) -> str:
 def test_it_says_data_results_protocol_and_recipe() -> None:
     text = card(model="tiny")
     for said in (
-        "demo: samples: 4,000 in train, 500 in valid (fingerprint 0123456789abcdef).",
+        "demo: 4,000 samples in train, 500 in valid (fingerprint 0123456789abcdef).",
         "- valid: 1 of 9 rows are in train too",
         "Measured on all 500 samples of valid, with the weights in this folder.\n",
         "| accuracy | 0.9123 |",
@@ -66,6 +66,15 @@ def test_the_licence_is_that_of_the_bases_card(front: str, said: str, tmp_path: 
     fields = yaml.safe_load(text.split("---")[1])
     assert fields.get("license") == ("apache-2.0" if "apache" in said else None)
     assert str(tmp_path) not in text, "a folder of this machine is nobody else's business"
+
+
+def test_figures_of_either_split_stand_in_the_table_and_a_remark_below() -> None:
+    facts = Facts(**{**FACTS.to_dict(), "samples": {"train": 9, "valid": 3, "test": 4}})
+    metrics = {"valid": {"hr@10": 0.5}, "test": {"hr@10": 0.25, "ease_hr@10": 0.75}}
+    measured = HeldOutFigures(metrics, 7, "", "EASE ranks better")
+    text = model_card.render(ModelDescription(title="R"), Recipe(task="recommender"), facts, measured)
+    assert "| hr@10 | 0.5000 | 0.2500 |\n| ease_hr@10 |  | 0.7500 |\n\nEASE ranks better\n" in text
+    assert "task recommender, from scratch: 7 steps" in text
 
 
 def test_names_from_data_are_no_markdown(tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from isobatch.core.errors import UserError
 from isobatch.models.recommendation.item_lists import RecommendationLists
 from isobatch.models.recommendation.recommendations import (
-    EaseRecommendations,
     HeadError,
     Recommendations,
     UnknownItemError,
@@ -87,24 +86,3 @@ def test_what_cannot_be_answered_is_said(tmp_path: Path) -> None:
         RecommendationLists(tmp_path).for_items(["x"], 3)
     with pytest.raises(HeadError, match="needs --head dot; this model has --head mlp"):
         write_model(tmp_path, "mlp").for_items(["i1"], 3)
-
-
-def test_lists_by_ease_are_those_of_its_formula(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    x = (np.random.default_rng(1).uniform(size=(USERS, ITEMS)) < 0.3).astype(float)
-    arrays = load_file(tmp_path / "model.safetensors")
-    save_file({**arrays, "had": np.flatnonzero(x)}, tmp_path / "model.safetensors")
-    ease = EaseRecommendations(tmp_path, 5.0)
-    # Each column of B by its own ridge regression with a weight of zero for the item itself.
-    for item in (0, 7):
-        others = np.arange(ITEMS) != item
-        gram = x[:, others].T @ x[:, others] + 5.0 * np.eye(ITEMS - 1)
-        expected = np.linalg.solve(gram, x[:, others].T @ x[:, item])
-        scores = x[:, others] @ expected
-        assert ease.block_scores(np.arange(USERS))[:, item] == pytest.approx(scores, abs=1e-5)
-    listed = [entry["item"] for entry in ease.recommend("u3", ITEMS)]
-    had = [f"i{n}" for n in np.flatnonzero(x[3])]
-    assert not {*listed} & {*had}
-    assert [entry["item"] for entry in dict(ease.recommend_to_all(ITEMS))["u3"]] == listed
-    assert [entry["item"] for entry in ease.for_items(had, ITEMS)] == listed
-    assert len(ease.similar("i3", ITEMS)) == ITEMS - 1

@@ -162,7 +162,8 @@ def test_ranks_hit_rate_and_ndcg() -> None:
     there = torch.tensor([[True, True, True], [True, True, False]])
     rank = ranking.ranks(torch.tensor([2.0, 5.0]), others, there)
     assert rank.tolist() == [1.5, 1.0]
-    found = ranking.hit_rate_and_ndcg("", torch.tensor([0.0, 1.0, 2.0, 3.0]), 3)
+    found = ranking.rank_metrics("", torch.tensor([0.0, 1.0, 2.0, 3.0]), 3)
+    assert float(found["mrr@3"].value) == pytest.approx(1 + 1 / 2 + 1 / 3)
     assert float(found["hr@3"].value) == 3
     assert float(found["ndcg@3"].value) == pytest.approx(1 + 1 / math.log2(3) + 0.5)
 
@@ -196,45 +197,10 @@ def test_full_ranking_leaves_out_what_the_user_had() -> None:
     assert found["full_hr@10"].weight == 2
 
 
-def test_ease_is_the_closed_form() -> None:
-    model = net(text=False)
-    x = np.zeros((USERS, ITEMS))
-    x[model.seen.numpy() // ITEMS, model.seen.numpy() % ITEMS] = 1
-    p = np.linalg.inv(x.T @ x + 30.0 * np.eye(ITEMS))
-    wanted = -p / np.diag(p)
-    np.fill_diagonal(wanted, 0)
-    found = ranking.ease_weights(torch.from_numpy(x.T @ x), 30.0)
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-8)
-
-
 def held_out(users: list[int], items: list[int]) -> dict[str, torch.Tensor]:
     rivals = torch.tensor([[i for i in range(ITEMS) if i != item][:5] for item in items])
     hidden = torch.full((len(users), 1), -1)
     return {"user": torch.tensor(users), "item": torch.tensor(items), "rivals": rivals, "hidden": hidden}
-
-
-def test_ease_is_tuned_on_validation_and_stands_beside_the_full_ranking(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = net(text=False)
-    tried = []
-    weights = ranking.ease_weights
-    monkeypatch.setattr(ranking, "ease_weights", lambda gram, l2: tried.append(l2) or weights(gram, l2))
-    test, valid = held_out([0, 3], [2, 7]), held_out([1, 2, 4], [5, 9, 3])
-    untuned = ranking.ease_metrics(model, lambda: [test], None, 3)
-    assert untuned["ease_lambda"] == untuned["full_ease_lambda"] == 1000.0
-    tried.clear()
-    found = ranking.ease_metrics(model, lambda: [test], lambda: [valid], 3)
-    assert tried[: len(ranking.EASE_LAMBDAS)] == list(ranking.EASE_LAMBDAS)
-    for name in ("ease_", "full_ease_"):
-        by_validation = {
-            l2: ranking.ease_metrics(model, lambda: [valid], None, 3)[f"{name}ndcg@3"]
-            for l2 in ranking.EASE_LAMBDAS
-            if not monkeypatch.setattr(ranking, "EASE_LAMBDAS", (l2,))  # type: ignore[func-returns-value]
-        }
-        monkeypatch.undo()
-        assert by_validation[found[f"{name}lambda"]] == max(by_validation.values())
-        assert {f"{name}hr@3", f"{name}ndcg@3"} < found.keys()
 
 
 def test_popularity_stands_beside_the_full_ranking() -> None:
@@ -288,7 +254,7 @@ def test_frozen_texts_may_be_cached() -> None:
 def test_model_size_counts_every_parameter(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    for head, loss in (("dot", "sampled-softmax"), ("mlp", "sampled-softmax"), ("neumf", "bce")):
+    for head, loss in (("dot", "sampled-softmax"), ("mlp", "bpr"), ("neumf", "bce")):
         task = recommender(text="off", head=head, loss=loss, dim=DIM, layers="12,6")
         facts = SimpleNamespace(extra={"users": USERS, "items": ITEMS}, folder=str(tmp_path))
         made = RecommenderNet(catalogue(), DIM, (12, 6), head, None, user_bias=loss == "bce")
@@ -309,35 +275,49 @@ def test_no_gradient_for_lora_is_an_error() -> None:
     assert task.observe(model, step)["lora_grad_norm"] > 0
 
 
-@pytest.mark.parametrize(
-    ("metrics", "said"),
-    [
-        ({"ndcg@10": 0.3, "popularity_ndcg@10": 0.2, "ease_ndcg@10": 0.25}, ""),
-        ({"ndcg@10": 0.3, "popularity_ndcg@10": 0.31, "ease_ndcg@10": 0.25}, "popularity alone ranks better"),
-        ({"ndcg@10": 0.3, "popularity_ndcg@10": 0.31, "ease_ndcg@10": 0.5}, "EASE, a linear model"),
-        ({"ndcg@10": 0.3, "popularity_ndcg@10": 0.2}, ""),
-        (
-            {"ndcg@10": 0.3, "ease_ndcg@10": 0.2, "full_ndcg@10": 0.1, "full_ease_ndcg@10": 0.2},
-            "EASE, a linear",
-        ),
-        ({"ndcg@10": 0.3, "ease_ndcg@10": 0.4, "full_ndcg@10": 0.2, "full_ease_ndcg@10": 0.1}, ""),
-    ],
-)
-def test_a_baseline_that_ranks_better_is_named(metrics: dict[str, float], said: str) -> None:
-    found = recommender(data="shop").final_remark(metrics)
-    assert found.startswith(said)
-    assert bool(found) == bool(said)
-    assert ("--preset ids" in found) == bool(said)
-    assert ("--by ease" in found) == said.startswith("EASE")
+def metrics_beside(name: str, figure: float, interval: tuple[float, float]) -> dict[str, Any]:
+    beside = {f"full_{name}_ndcg@10": figure, f"full_{name}_ndcg@10_difference_ci95": [*interval]}
+    return {"full_ndcg@10": 0.3, "held_out_users": 800, **beside}
+
+
+def test_a_baseline_that_ranks_better_beyond_doubt_is_named() -> None:
+    task = recommender(data="shop")
+    metrics = metrics_beside("knn", 0.31, (-0.01, 0.03)) | metrics_beside("ease", 0.32, (0.01, 0.03))
+    said = (
+        "EASE ranks better than this model by 0.0200 (95 %: 0.0100 to 0.0300; full_ndcg@10 0.3200 against"
+        " 0.3000)"
+    )
+    assert (
+        task.final_remark(metrics)
+        == f"{said}: try --preset ids, or `recommend RUN --by ease` gives its lists"
+    )
+    assert task.better_baseline(metrics) == f"{said}: --by ease gives its lists"
+    assert recommender(data="demo").final_remark(metrics) == ""
+
+
+def test_a_difference_that_may_be_chance_is_said_to_be_one() -> None:
+    task, metrics = recommender(data="shop"), metrics_beside("popularity", 0.31, (-0.01, 0.03))
+    assert task.final_remark(metrics).startswith(
+        "the 800 held-out users do not tell popularity alone and this model apart (difference, 95 %: -0.0100"
+    )
+    assert task.better_baseline(metrics) == ""
+    worse = metrics_beside("ease", 0.2, (-0.12, -0.08))
+    assert task.final_remark(worse) == task.better_baseline(worse) == ""
+    assert task.better_baseline({"full_ease_ndcg@10": "x", "full_ease_ndcg@10_difference_ci95": 3}) == ""
 
 
 def test_held_out_items_that_are_rarer_than_chance_judge_no_model() -> None:
-    metrics = {"ndcg@10": 0.1, "popularity_hr@10": 0.02, "chance_hr@10": 0.1, "ease_ndcg@10": 0.2}
+    metrics = metrics_beside("ease", 0.4, (0.05, 0.15)) | {"popularity_hr@10": 0.02, "chance_hr@10": 0.1}
     found = recommender(data="shop").final_remark(metrics)
     assert found.startswith("popularity ranks worse than chance (hr@10 0.0200 against 0.1000)")
     assert recommender(data="shop").final_remark({**metrics, "popularity_hr@10": 0.06}).startswith("EASE")
 
 
-def test_chance_hits_by_the_number_of_candidates() -> None:
-    rivals = torch.tensor([[1, 2, 3], [1, -1, -1]])  # 4 and 2 candidates
-    assert ranking.chance_of_a_hit([{"rivals": rivals}], 2) == (2 / 4 + 2 / 2) / 2
+def test_bpr_is_the_logistic_loss_of_differences() -> None:
+    model, user, item = net(text=False), torch.tensor([0, 3]), torch.tensor([4, 7])
+    negatives, is_positive = torch.tensor([[9, 2], [5, 5]]), torch.tensor([[False, True], [False, False]])
+    s = scores(model)
+    gaps = [s[0, 4] - s[0, 9], s[3, 7] - s[3, 5], s[3, 7] - s[3, 5]]
+    found = losses.pairwise_logistic(model, user, item, negatives, is_positive)
+    wanted = sum(math.log1p(math.exp(-float(gap))) for gap in gaps)
+    assert float(found.detach()) == pytest.approx(wanted, rel=1e-5)

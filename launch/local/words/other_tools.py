@@ -352,6 +352,27 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
 VALUES: Mapping[str, tuple[Meaning, ...]] = {
     "also_train": _WHOLE_TABLES[:3],
     "lora_targets": (to("all", lora_targets="all-linear"),),
+    "loss": (
+        refused("--loss bpr ranks pairs, without WARP's search for a violator", r"warp|warp-kos|k-os"),
+        refused("--loss bpr is the smooth pairwise loss", r"hinge|adaptive_hinge|max_margin"),
+        to("logistic|pointwise", loss="bce"),
+    ),
+    "model": (
+        refused("use --preset ids --loss bpr", r"bpr(mf)?|vbpr|lightfm"),
+        refused("use --preset ids, a product of vectors", r"i?als|w?mf|w?rmf|svd(pp|\+\+)?|fm|nmf|pmf"),
+        refused("use --text off --loss bce --head neumf; mlp or dot are its halves", r"ncf|neumf|gmf"),
+        refused(
+            "every run fits it beside its model: `recommend RUN --by ease`", r"ease|slim(elastic)?|ease_?r"
+        ),
+        refused("every run fits it beside its model: `recommend RUN --by knn`", r"(item|i)-?_?knn"),
+        refused(
+            "every run has it beside its model: `recommend RUN --by popularity`", r"(most)?-?_?pop(ular)?"
+        ),
+        refused(
+            "no model here reads the order of items; --preset ids is the nearest", r"sasrec|gru4rec|bert4rec"
+        ),
+        refused("no graph is read here; --preset ids is the nearest", r"lightgcn|ngcf"),
+    ),
     "strategy": (
         refused("DataParallel is slower than one process per GPU: use ddp", "dp"),
         to("ddp_spawn|ddp_find_unused_parameters_(true|false)", strategy="ddp"),

@@ -1,0 +1,278 @@
+"""Baselines of the same interactions: popularity, item-kNN and EASE; and the model held against each of them.
+
+They are fitted at the end of training and kept in final/, item-kNN and EASE as the largest weights of other
+items for each item. What is measured is what is kept.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isobatch.core import atomic_files
+from isobatch.core.terminal.status import doing
+from isobatch.models.recommendation import ranking
+from isobatch.models.recommendation.recommendations import BASELINES_FILE, EASE, KNN, MODEL, POPULARITY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from isobatch.models.base import Batch
+
+    Batches = Callable[[], Iterable[Batch]]
+    Scorer = Callable[[Tensor], Tensor]
+    """(B,) users -> (B, items) scores in host memory."""
+
+MAX_ITEMS = 10_000
+"""Item-kNN and EASE need an (items, items) matrix: they are left out for larger catalogues."""
+EASE_LAMBDAS = (1000.0, 100.0, 300.0, 3000.0)
+"""L2 regularizations of EASE. Of all settings the best on the validation split is taken, the first where
+there is none."""
+EASE_WEIGHTS = 256
+"""Weights that EASE keeps of each item. Of 3,574 items of MovieLens 1M these take 3.3 MB, all 51 MB, and
+full_ndcg@10 is higher by 0.0004 (95 %: -0.0012 to 0.0020)."""
+KNN_SHRINKAGES = (10.0, 100.0)
+"""Added to the denominator of a cosine, so that a few users in common count little."""
+NEIGHBOURS = 100
+"""Most similar items that item-kNN keeps of each item."""
+
+
+class ItemWeights(NamedTuple):
+    """A sparse (items, items) matrix W: a user's score of item i is the sum of W[j, i] over his items j."""
+
+    starts: Tensor
+    """(items + 1,) int64: the weights of row j are those from starts[j] to starts[j + 1]."""
+    targets: Tensor
+    """(weights,) int32 columns, ascending in each row."""
+    values: Tensor
+    """(weights,) fp16."""
+
+    @classmethod
+    def largest(cls, weights: Tensor, count: int) -> ItemWeights:
+        """The `count` largest, by their absolute value, of each column of an (items, items) matrix."""
+        items = len(weights)
+        sources = weights.abs().topk(min(count, items), dim=0).indices
+        values, sources = weights.gather(0, sources).T.flatten().half(), sources.T.flatten()
+        order = torch.argsort(sources, stable=True)
+        order = order[values[order] != 0]
+        starts = torch.searchsorted(sources[order], torch.arange(items + 1))
+        return cls(starts, (order // min(count, items)).int(), values[order])
+
+    def dense(self) -> Tensor:
+        """(items, items) fp32."""
+        rows = torch.arange(len(self.starts) - 1)
+        found = torch.zeros(len(rows), len(rows))
+        found[torch.repeat_interleave(rows, self.starts.diff()), self.targets.long()] = self.values.float()
+        return found
+
+
+class Ranked(NamedTuple):
+    """How something ranks held-out rows."""
+
+    figures: dict[str, float]
+    """hr@k, ndcg@k and mrr@k among the sampled negatives and (`full_`) all new items; coverage@k."""
+    full_ndcg: Tensor
+    """(rows,) fp64."""
+
+
+def ease_weights(gram: Tensor, l2: float) -> Tensor:
+    """(items, items) weights of EASE (Steck 2019): B = I - P / diag(P), P = (X'X + lambda I)^-1."""
+    inverse = torch.cholesky_inverse(
+        torch.linalg.cholesky(gram + l2 * torch.eye(len(gram), dtype=gram.dtype))
+    )
+    return (inverse / -inverse.diagonal()).float().fill_diagonal_(0)
+
+
+def knn_weights(gram: Tensor, shrinkage: float) -> Tensor:
+    """(items, items) shrunk cosines: users of both / (geometric mean of the users of each + shrinkage)."""
+    norms = gram.diagonal().sqrt()
+    return (gram / (norms[:, None] * norms + shrinkage)).float().fill_diagonal_(0)
+
+
+class Fit(NamedTuple):
+    """A baseline with a setting that is tuned."""
+
+    setting: str
+    values: tuple[float, ...]
+    make: Callable[[Tensor, float], ItemWeights]
+
+
+FITS: Mapping[str, Fit] = {
+    KNN: Fit("shrinkage", KNN_SHRINKAGES, lambda g, v: ItemWeights.largest(knn_weights(g, v), NEIGHBOURS)),
+    EASE: Fit("lambda", EASE_LAMBDAS, lambda g, v: ItemWeights.largest(ease_weights(g, v), EASE_WEIGHTS)),
+}
+
+
+@torch.no_grad()
+def final_figures(
+    net: Any, final: Path, batches: Batches, validation: Batches | None, k: int
+) -> dict[str, Any]:
+    """Keep the baselines in `final`; the metrics of each, and how sure its difference to the model's is.
+
+    Settings are those with the best full_ndcg in `validation`, never in `batches`.
+    """
+    net.eval()
+    doing("fitting baselines")
+    on_validation = {name: _ndcg(net, scorer, validation, k) for name, scorer in _scorers(net, {}).items()}
+    found: dict[str, Any] = {}
+    kept: dict[str, ItemWeights] = {}
+    if len(net.item_text) <= MAX_ITEMS:
+        gram = gram_matrix(net)
+        for name, fit in FITS.items():
+            value, kept[name], on_validation[name] = _tuned(net, gram, fit, validation, k)
+            found[f"{name}_{fit.setting}"] = value
+        found["full_ease_lambda"] = found["ease_lambda"]  # one EASE is kept, and measured in both ways
+    if validation is not None:
+        found["best_on_validation"] = max(on_validation, key=lambda name: on_validation[name])
+    _write(final, net, kept, found.get("best_on_validation", MODEL))
+    return found | chance_metrics(net, batches(), k) | kept_metrics(net, final, batches, k)
+
+
+def _tuned(
+    net: Any, gram: Tensor, fit: Fit, validation: Batches | None, k: int
+) -> tuple[float, ItemWeights, float]:
+    """(the best value of the setting, the weights by it, their full_ndcg in `validation`)."""
+    best = None
+    for value in fit.values if validation else fit.values[:1]:
+        weights = fit.make(gram, value)
+        ndcg = _ndcg(net, _linear_scorer(net, weights), validation, k)
+        if best is None or ndcg > best[2]:
+            best = value, weights, ndcg
+    assert best is not None, "every fit has values"
+    return best
+
+
+@torch.no_grad()
+def kept_metrics(net: Any, final: Path, batches: Batches, k: int) -> dict[str, Any]:
+    """Metrics of the baselines in `final`, and 95 % intervals of their full_ndcg less the model's."""
+    doing("measuring baselines beside the model")
+    net.eval()
+    users = torch.cat([batch["user"].long() for batch in batches()])
+    measured = {n: _measure(net, s, batches(), k) for n, s in _scorers(net, _read(final)).items()}
+    found: dict[str, Any] = {"held_out_users": len(users.unique())}
+    for name, (figures, full_ndcg) in measured.items():
+        prefix = "" if name == MODEL else f"{name}_"
+        if name not in (MODEL, POPULARITY):  # their other metrics are those of any evaluation
+            found |= {of(prefix, metric): value for metric, value in figures.items()}
+        found[f"{prefix}coverage@{k}"] = figures[f"coverage@{k}"]
+        interval = paired_interval(full_ndcg - measured[MODEL].full_ndcg, users)
+        if name != MODEL and interval is not None:
+            found[f"full_{prefix}ndcg@{k}_difference_ci95"] = interval
+    return found
+
+
+def of(prefix: str, metric: str) -> str:
+    """The name of a baseline's metric: `full_` stands before it."""
+    rest = metric.removeprefix("full_")
+    return f"{'full_' if rest != metric else ''}{prefix}{rest}"
+
+
+def _write(final: Path, net: Any, kept: Mapping[str, ItemWeights], best: str) -> None:
+    from safetensors.torch import save_file
+
+    arrays = {POPULARITY: net.counts.cpu()}
+    for name, weights in kept.items():
+        arrays |= {f"{name}.{part}": array for part, array in weights._asdict().items()}
+    save_file(arrays, final / BASELINES_FILE, {"best": best})
+    atomic_files.share_as_umask_allows(final)
+
+
+def _read(final: Path) -> dict[str, ItemWeights]:
+    """The baselines with weights that a trained model keeps; none of an older one."""
+    from safetensors.torch import load_file
+
+    if not (final / BASELINES_FILE).is_file():
+        return {}
+    arrays = load_file(final / BASELINES_FILE)
+    names = [name for name in FITS if f"{name}.starts" in arrays]
+    return {n: ItemWeights(*(arrays[f"{n}.{part}"] for part in ItemWeights._fields)) for n in names}
+
+
+def _scorers(net: Any, kept: Mapping[str, ItemWeights]) -> dict[str, Scorer]:
+    device = net.seen.device
+    return {
+        MODEL: lambda user: ranking.score_all_items(net, user.to(device)).float().cpu(),
+        POPULARITY: lambda user: net.counts.float().cpu().expand(len(user), -1),
+        **{name: _linear_scorer(net, weights) for name, weights in kept.items()},
+    }
+
+
+def _linear_scorer(net: Any, weights: ItemWeights) -> Scorer:
+    matrix = weights.dense()
+    return lambda user: training_matrix(net, user) @ matrix
+
+
+def _ndcg(net: Any, scorer: Scorer, batches: Batches | None, k: int) -> float:
+    return 0.0 if batches is None else float(_measure(net, scorer, batches(), k).full_ndcg.mean())
+
+
+def _measure(net: Any, scorer: Scorer, batches: Iterable[Batch], k: int) -> Ranked:
+    sampled, full = [], []
+    listed = torch.zeros(len(net.item_text), dtype=torch.bool)
+    for batch in batches:
+        for chunk in ranking.chunks(net, batch):
+            scores, others = scorer(chunk["user"].long()), ranking.new_items(net, chunk)
+            one, two = ranking.ranks_of_held_out(chunk, scores, others)
+            sampled.append(one.double())
+            full.append(two.double())
+            others.scatter_(1, chunk["item"].long()[:, None], True)
+            best = scores.masked_fill(~others, -torch.inf).topk(min(k, len(listed)))
+            listed[best.indices[best.values > -torch.inf]] = True
+    figures = {f"coverage@{k}": float(listed.double().mean())}
+    for name, rank in (("", torch.cat(sampled)), ("full_", torch.cat(full))):
+        gains = ranking.gains(rank, k)
+        figures |= {f"{name}{metric}@{k}": float(gain.mean()) for metric, gain in gains.items()}
+    return Ranked(figures, gains["ndcg"])
+
+
+def paired_interval(differences: Tensor, users: Tensor) -> list[float] | None:
+    """The 95 % interval of the mean of (rows,) differences; None of fewer than two users.
+
+    Rows of one user are not independent: their deviations are added up first (cluster-robust error).
+    """
+    _, groups = users.unique(return_inverse=True)
+    count = int(groups.max()) + 1
+    if count < 2:
+        return None
+    mean = differences.mean()
+    sums = torch.zeros(count, dtype=torch.float64).index_add(0, groups, differences - mean)
+    half = 1.96 * sums.square().sum().mul(count / (count - 1)).sqrt() / len(differences)
+    return [float(mean - half), float(mean + half)]
+
+
+def chance_metrics(net: Any, batches: Iterable[Batch], k: int) -> dict[str, float]:
+    """Metrics of a random order of the held-out item with its negatives, and (`full_`) with all new items."""
+    sampled, full = [], []
+    for batch in batches:
+        for chunk in ranking.chunks(net, batch):
+            sampled.append(1 + (chunk["rivals"] >= 0).sum(1))
+            full.append(1 + ranking.new_items(net, chunk).sum(1))
+    found = {}
+    of_places = ranking.gains(torch.arange(k, dtype=torch.float64), k)
+    for name, parts in (("", sampled), ("full_", full)):
+        candidates = torch.cat(parts)
+        for metric, gain in of_places.items():
+            expected = gain.cumsum(0)[candidates.clamp_max(k) - 1] / candidates
+            found[f"{name}chance_{metric}@{k}"] = float(expected.mean())
+    return found
+
+
+def training_matrix(net: Any, user: Tensor) -> Tensor:
+    """(B, items): 1 where a user had the item in training."""
+    found = torch.zeros(len(user), len(net.item_text))
+    rows, items = net.training_interactions(user.to(net.seen.device))
+    found[rows.cpu(), items.cpu()] = 1
+    return found
+
+
+def gram_matrix(net: Any) -> Tensor:
+    """(items, items) X'X of the training interactions, fp64."""
+    items, users = len(net.item_text), torch.arange(len(net.user_text))
+    gram = torch.zeros(items, items, dtype=torch.float64)
+    for chunk in users.split(max(1, ranking.MAX_SCORES_AT_ONCE // items)):
+        x = training_matrix(net, chunk)
+        gram += x.T @ x
+    return gram

@@ -1,0 +1,184 @@
+"""Tests of baselines: their weights by formula, what final/ keeps of them, and the model against each."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from isobatch.core.errors import UserError
+from isobatch.models.recommendation import baselines, ranking
+from isobatch.models.recommendation.item_lists import RecommendationLists
+from isobatch.models.recommendation.recommendations import best_by, open_recommendations
+from isobatch.tests.unit.test_recommender import ITEMS, USERS, held_out, net
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from isobatch.models.recommendation.network import RecommenderNet
+
+TEST, VALID = held_out([0, 3], [2, 7]), held_out([1, 2, 4], [5, 9, 3])
+
+
+def interactions(model: RecommenderNet) -> np.ndarray:
+    """(users, items) 0 and 1."""
+    x = np.zeros((USERS, ITEMS))
+    x[model.seen.numpy() // ITEMS, model.seen.numpy() % ITEMS] = 1
+    return x
+
+
+def write_model(folder: Path) -> tuple[RecommenderNet, dict[str, Any]]:
+    """A model's folder as `Recommendations` reads it, with baselines; their figures on TEST."""
+    model = net(text=False)
+    users, items = model.all_vectors()
+    arrays = {"users": users, "items": items, "bias": model.item_bias.weight[:, 0]}
+    vectors = {k: np.ascontiguousarray(v.detach().numpy()) for k, v in arrays.items()}
+    save_file({**vectors, "had": model.seen.numpy()}, folder / "model.safetensors")
+    names = {"users": [f"u{n}" for n in range(USERS)], "items": [f"i{n}" for n in range(ITEMS)]}
+    (folder / "names.json").write_text(json.dumps({**names, "titles": names["items"]}))
+    (folder / "config.json").write_text(json.dumps({"head": "dot"}))
+    return model, baselines.final_figures(model, folder, lambda: [TEST], lambda: [VALID], 3)
+
+
+def test_weights_are_those_of_the_formulas() -> None:
+    x = interactions(net(text=False))
+    gram = x.T @ x
+    p = np.linalg.inv(gram + 30.0 * np.eye(ITEMS))
+    ease = -p / np.diag(p)
+    knn = np.array(
+        [[gram[i, j] / (math.sqrt(gram[i, i] * gram[j, j]) + 5) for j in range(ITEMS)] for i in range(ITEMS)]
+    )
+    for made, wanted in ((baselines.ease_weights, ease), (baselines.knn_weights, knn)):
+        np.fill_diagonal(wanted, 0)
+        found = made(torch.from_numpy(gram), 30.0 if wanted is ease else 5.0)
+        np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-8)
+
+
+def test_the_largest_weights_of_each_column_are_kept() -> None:
+    weights = torch.tensor([[0.0, 0.5, -0.25], [-2.0, 0.0, 0.125], [1.0, 0.25, 0.0]])
+    kept = baselines.ItemWeights.largest(weights, 1)
+    assert kept.dense().tolist() == [[0.0, 0.5, -0.25], [-2.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert baselines.ItemWeights.largest(weights, 9).dense().tolist() == weights.tolist()
+    assert kept.values.dtype == torch.float16
+
+
+def test_settings_are_chosen_on_validation_alone(tmp_path: Path) -> None:
+    model, found = write_model(tmp_path)
+    gram = baselines.gram_matrix(model)
+    ndcg = {}
+    for l2 in baselines.EASE_LAMBDAS:
+        scores = (
+            torch.from_numpy(interactions(model)).float() @ baselines.ease_weights(gram, l2).half().float()
+        )
+        others = ranking.new_items(model, VALID)
+        _, rank = ranking.ranks_of_held_out(VALID, scores[VALID["user"]], others)
+        ndcg[l2] = float(ranking.gains(rank.double(), 3)["ndcg"].mean())
+    assert ndcg[found["ease_lambda"]] == max(ndcg.values())
+    assert found["full_ease_lambda"] == found["ease_lambda"]
+    untuned = baselines.final_figures(model, tmp_path, lambda: [TEST], None, 3)
+    assert untuned["ease_lambda"] == baselines.EASE_LAMBDAS[0]
+    assert "best_on_validation" not in untuned
+    assert best_by(tmp_path) == "model"
+
+
+@pytest.mark.parametrize("by", ["popularity", "knn", "ease"])
+def test_lists_and_figures_are_those_of_the_file_that_is_kept(by: str, tmp_path: Path) -> None:
+    model, found = write_model(tmp_path)
+    kept, x = load_file(tmp_path / baselines.BASELINES_FILE), interactions(model)
+    if by == "popularity":
+        scores = np.tile(x.sum(0), (USERS, 1))
+    else:
+        dense = np.zeros((ITEMS, ITEMS))
+        rows = np.repeat(np.arange(ITEMS), np.diff(kept[f"{by}.starts"]))
+        dense[rows, kept[f"{by}.targets"]] = kept[f"{by}.values"]
+        scores = x @ dense
+    lists = open_recommendations(tmp_path, by)
+    assert lists.by == by
+    np.testing.assert_allclose(lists.block_scores(np.arange(USERS)), scores, atol=1e-6)
+    ranks = []
+    for user, item in zip(TEST["user"].tolist(), TEST["item"].tolist(), strict=True):
+        others = [i for i in range(ITEMS) if not x[user, i] and i != item]
+        own = scores[user, item]
+        ranks.append((scores[user, others] > own).sum() + (scores[user, others] == own).sum() / 2)
+    if by != "popularity":  # every evaluation has its figures
+        assert found[f"full_{by}_hr@3"] == sum(rank < 3 for rank in ranks) / 2
+        assert found[f"full_{by}_mrr@3"] == pytest.approx(sum(1 / (r + 1) for r in ranks if r < 3) / 2)
+    listed = [entry["item"] for entry in lists.recommend("u3", ITEMS)]
+    had = [f"i{n}" for n in np.flatnonzero(x[3])]
+    assert not {*listed} & {*had}
+    assert [entry["item"] for entry in lists.for_items([*had, had[0]], ITEMS)] == listed
+    assert [entry["item"] for entry in dict(lists.recommend_to_all(ITEMS))["u3"]] == listed
+
+
+def test_what_an_item_is_like_is_told_by_weights(tmp_path: Path) -> None:
+    model, _ = write_model(tmp_path)
+    x = interactions(model)
+    item = int(x.sum(0).argmax())
+    with_it = {f"i{n}" for n in np.flatnonzero(x[x[:, item] > 0].sum(0)) if n != item}
+    assert {
+        entry["item"] for entry in open_recommendations(tmp_path, "knn").similar(f"i{item}", ITEMS)
+    } == with_it
+    with pytest.raises(UserError, match="popularity knows no items like another"):
+        RecommendationLists(tmp_path, "popularity").similar("i1", 3)
+    (tmp_path / baselines.BASELINES_FILE).unlink()
+    with pytest.raises(UserError, match=r"--by ease: there is no baselines.safetensors .* an older version"):
+        RecommendationLists(tmp_path, "ease")
+
+
+def test_the_best_on_validation_is_a_name_that_lists_know(tmp_path: Path) -> None:
+    _, found = write_model(tmp_path)
+    assert open_recommendations(tmp_path, "best").by == found["best_on_validation"] == best_by(tmp_path)
+
+
+def test_a_large_catalogue_keeps_popularity_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "MAX_ITEMS", ITEMS - 1)
+    _, found = write_model(tmp_path)
+    assert "ease_hr@3" not in found
+    assert "full_popularity_ndcg@3_difference_ci95" in found
+    assert RecommendationLists(tmp_path, "popularity").recommend("u1", 2)
+    with pytest.raises(UserError, match="--by ease: EASE was not fitted: the catalogue is too large"):
+        RecommendationLists(tmp_path, "ease")
+
+
+def test_intervals_count_rows_of_a_user_together() -> None:
+    differences = torch.tensor([0.1, 0.3, -0.2, 0.4], dtype=torch.float64)
+    low, high = baselines.paired_interval(differences, torch.tensor([5, 6, 7, 9]))  # type: ignore[misc]
+    half = 1.96 * float(differences.std()) / 2  # by the textbook: 1.96 s / sqrt(4)
+    assert [low, high] == pytest.approx([0.15 - half, 0.15 + half])
+    twice = baselines.paired_interval(differences.repeat(2), torch.tensor([5, 6, 7, 9, 5, 6, 7, 9]))
+    assert twice == pytest.approx([low, high])
+    assert baselines.paired_interval(differences, torch.tensor([2, 2, 2, 2])) is None
+
+
+def test_the_interval_is_of_the_difference_that_is_reported(tmp_path: Path) -> None:
+    model, found = write_model(tmp_path)
+    low, high = found["full_ease_ndcg@3_difference_ci95"]
+    own = ranking.metric_parts(model, TEST, 3)["full_ndcg@3"]
+    assert (low + high) / 2 == pytest.approx(
+        found["full_ease_ndcg@3"] - float(own.value) / own.weight, abs=1e-6
+    )
+
+
+def test_coverage_is_the_share_of_items_that_are_listed(tmp_path: Path) -> None:
+    model, found = write_model(tmp_path)
+    scores, x = model(torch.arange(USERS), [torch.arange(ITEMS)])[0].detach().numpy(), interactions(model)
+    best = np.argsort(-np.where(x[[0, 3]] > 0, -np.inf, scores[[0, 3]]), axis=1)[:, :3]
+    assert found["coverage@3"] == pytest.approx(len(np.unique(best)) / ITEMS)
+    assert found["held_out_users"] == 2
+
+
+def test_chance_by_the_number_of_candidates() -> None:
+    model = net(text=False)
+    batch = {**TEST, "rivals": torch.tensor([[1, 2, 3], [1, -1, -1]])}  # 4 and 2 candidates
+    found = baselines.chance_metrics(model, [batch], 2)
+    assert found["chance_hr@2"] == (2 / 4 + 2 / 2) / 2
+    gain = 1 + 1 / math.log2(3)
+    assert found["chance_ndcg@2"] == pytest.approx((gain / 4 + gain / 2) / 2)
+    new = [ITEMS - int((model.seen // ITEMS == user).sum()) for user in (0, 3)]
+    new = [n + int(interactions(model)[u, i]) for n, u, i in zip(new, (0, 3), (2, 7), strict=True)]
+    assert found["full_chance_hr@2"] == pytest.approx((2 / new[0] + 2 / new[1]) / 2)
