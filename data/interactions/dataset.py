@@ -169,7 +169,9 @@ class Interactions(TokenizedData):
             "tokenizer": "tokenizer.json",
             "vocabulary": tokenizers.vocabulary_size(tokenizer),
             **special,
-            "notes": [*found.notes, *_missing_text_notes(of_users, of_items)],
+            "untaken": found.untaken,
+            "without_text": {"users": _count_missing(of_users), "items": _count_missing(of_items)},
+            "notes": found.notes,
         }
 
     def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
@@ -224,10 +226,5 @@ def unique_texts(
     return list(number), by_user, by_item
 
 
-def _missing_text_notes(users: np.ndarray, items: np.ndarray) -> list[str]:
-    found = []
-    for what, texts in (("users", users), ("items", items)):
-        missing = int((texts == MISSING).sum())
-        if missing > 0:
-            found.append(f"{missing:,} of {len(texts):,} {what} have no text: their ids alone count")
-    return found
+def _count_missing(texts: np.ndarray) -> int:
+    return int((texts == MISSING).sum())

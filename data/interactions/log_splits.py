@@ -60,13 +60,10 @@ class LogSplits:
 
     @property
     def protocol(self) -> str:
-        """How the data is split, and what each held-out item is ranked against."""
-        if self.method == "none":
-            return "none: all interactions are trained on"
-        if self.negatives is not None:
-            return f"{self.method}, {self.negatives.shape[1]} negatives of the data"
-        some = f" of {len(self.items):,} items, {self.untaken:,} taken by nobody" if self.untaken else ""
-        return f"{self.method}, {self.options.eval_negatives} negatives{some}"
+        """How the data is split, and how many negatives each held-out item is ranked against."""
+        if self.negatives is None:
+            return f"{self.method}, {self.options.eval_negatives} negatives"
+        return f"{self.method}, {self.negatives.shape[1]} negatives of the data"
 
     def _read(self, raw: RawInteractions) -> tuple[dict[str, InteractionLog], bool]:
         """(the splits that the data has, without repeats; whether there are times)"""

@@ -269,11 +269,11 @@ def with_untaken_items(folder: Path) -> Path:
 def test_items_that_nobody_took_are_counted_in_the_protocol_and_can_be_left_out(tmp_path: Path) -> None:
     facts, _ = made(with_untaken_items(tmp_path / "t"))
     assert facts.extra["items"] == 4
-    assert facts.extra["protocol"] == "leave-one-out, 2 negatives of 4 items, 1 taken by nobody"
+    assert facts.extra["untaken"] == 1
     assert any(n.startswith("1 of 4 items have no interaction") for n in facts.extra["notes"])
     facts, splits = made(tmp_path / "t", catalogue="taken")
     assert facts.extra["items"] == 3
-    assert facts.extra["protocol"] == "leave-one-out, 2 negatives"
+    assert facts.extra["untaken"] == 0
     assert splits["test"]["rivals"].max() < 3
 
 
@@ -283,7 +283,9 @@ def test_split_none_trains_on_all_interactions_of_a_table_or_of_splits(tmp_path:
     assert len(ids(facts, splits["train"])) == 5
     assert any("--split none" in note for note in facts.extra["notes"])
     facts, splits = made(ncf(tmp_path / "x"), split="none")
-    assert sorted(ids(facts, splits["train"])) == [(u, i) for u in "01" for i in ("012" if u == "0" else "023")]
+    assert sorted(ids(facts, splits["train"])) == [
+        (u, i) for u in "01" for i in ("012" if u == "0" else "023")
+    ]
 
 
 def test_a_column_that_is_not_there_is_answered_with_one_of_its_kind(tmp_path: Path) -> None:
