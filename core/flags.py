@@ -245,7 +245,7 @@ def _convert(kind: Any, value: Any) -> Any:
 
 
 def _convert_union(arguments: tuple[Any, ...], value: Any) -> Any:
-    if value is None or (isinstance(value, str) and value.lower() == "none" and type(None) in arguments):
+    if value is None or _is_unset(arguments, value):
         return None
     problems = []
     for argument in arguments:
@@ -255,6 +255,14 @@ def _convert_union(arguments: tuple[Any, ...], value: Any) -> Any:
             except ValueError as error:
                 problems.append(str(error))
     raise ValueError("; ".join(dict.fromkeys(problems)))
+
+
+def _is_unset(arguments: tuple[Any, ...], value: Any) -> bool:
+    """Whether `none` leaves an optional number or text open. Among choices it is one of them, or no word."""
+    if str(value).lower() != "none" or type(None) not in arguments:
+        return False
+    choices = [choices_of(argument) for argument in arguments if argument is not type(None)]
+    return not all(choices) and not any("none" in some for some in choices)
 
 
 def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:

@@ -79,8 +79,29 @@ class ItemLists(Protocol):
         Raises UserError for an unknown item, and where the model's head has no vector for a new user.
         """
 
+    def restrict(self, only: Sequence[str] | None, without: Sequence[str], with_seen: bool) -> list[str]:
+        """From now on lists hold items of `only`, none of `without`, and `with_seen` also what users had.
+
+        Returns the names that no item has.
+        """
+
+    def knows_item(self, item: str) -> bool:
+        """Whether it is the id or title of an item of which something is known."""
+
+    def knows_user(self, user: str) -> bool:
+        """Whether it is the id of a user."""
+
+    def remarks(self, items: Sequence[str]) -> list[str]:
+        """Lines for a person on which of these items tell nothing, or little, of what is like them."""
+
     def split_items(self, text: str) -> list[str]:
         """The ids and titles in a text that commas part; a title may hold commas itself."""
+
+    def split_users(self, text: str) -> list[str]:
+        """The ids of users in a text that commas part."""
+
+    def similar_to_all(self, top: int) -> Iterable[tuple[str, list[dict[str, Any]]]]:
+        """(item, what `similar` gives) of every item of which something is known."""
 
     def recommend_to_all(self, top: int) -> Iterable[tuple[str, list[dict[str, Any]]]]:
         """(user, the same list) of every user."""

@@ -7,13 +7,14 @@ of each user lie in the folder `catalogue` beside the splits.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import ADDED_LATER, options_to_dict
 from isobatch.data import hub, tokenizers
 from isobatch.data.base import Columns, Ragged, TextQuery, save, save_array
 from isobatch.data.corpora import DEMO
@@ -38,11 +39,14 @@ CATALOGUE, NAMES_FILE = "catalogue", "names.json"
 class InteractionOptions:
     """The fields of interactions."""
 
-    split: Literal["leave-one-out", "random", "time", "given"] | None = None
+    split: Literal["leave-one-out", "random", "time", "given", "none"] | None = None
     """leave-one-out: a user's last is test, the last but one valid. random: the same of two drawn at random.
-    time: the last fifth of all. By default given where the files are split, else leave-one-out."""
+    time: the last fifth of all. none: all of them are trained on, and nothing is measured. By default given
+    where the files are split, else leave-one-out."""
     eval_negatives: int = 99
     """Unseen items that each held-out one is ranked against; where files name them, theirs are taken."""
+    catalogue: Literal["all", "taken"] = field(default="all", metadata=ADDED_LATER)
+    """all: every item of the items' table is ranked and recommended. taken: those with an interaction."""
     min_rating: float = 0.0
     """Ratings below do not count as interactions."""
     user_column: str | None = None
@@ -59,6 +63,10 @@ class InteractionOptions:
     """The columns of the items' table that make the text; by default all but the id."""
     vocab_size: int | None = None
     """Size of a tokenizer trained on the texts, where no model brings one; by default 8192."""
+
+
+OLDEST_OPTIONS = tuple(name for name in InteractionOptions.__slots__ if name != "catalogue")
+"""The fields that every older key of the cache holds, in order."""
 
 
 class Interactions(TokenizedData):
@@ -96,7 +104,8 @@ class Interactions(TokenizedData):
             "tokenizer": self._tokenizer_source().identity(),
             "max_length": self.recipe.max_length,
             "vocab_size": self._vocabulary_size(),
-            "options": [getattr(self.options, name) for name in InteractionOptions.__slots__],
+            "options": [getattr(self.options, name) for name in OLDEST_OPTIONS],
+            **{k: v for k, v in options_to_dict(self.options).items() if k not in OLDEST_OPTIONS},
             **({"rules": self.recipe.rules} if self.recipe.rules > 1 else {}),
         }
 
@@ -160,7 +169,9 @@ class Interactions(TokenizedData):
             "tokenizer": "tokenizer.json",
             "vocabulary": tokenizers.vocabulary_size(tokenizer),
             **special,
-            "notes": [*found.notes, *_missing_text_notes(of_users, of_items)],
+            "untaken": found.untaken,
+            "without_text": {"users": _count_missing(of_users), "items": _count_missing(of_items)},
+            "notes": found.notes,
         }
 
     def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
@@ -215,10 +226,5 @@ def unique_texts(
     return list(number), by_user, by_item
 
 
-def _missing_text_notes(users: np.ndarray, items: np.ndarray) -> list[str]:
-    found = []
-    for what, texts in (("users", users), ("items", items)):
-        missing = int((texts == MISSING).sum())
-        if missing > 0:
-            found.append(f"{missing:,} of {len(texts):,} {what} have no text: their ids alone count")
-    return found
+def _count_missing(texts: np.ndarray) -> int:
+    return int((texts == MISSING).sum())

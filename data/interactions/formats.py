@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest
 from isobatch.data.interactions.reading import InteractionTable, NotInBlocksError
 from isobatch.data.interactions.tables import (
     parquet_columns,
@@ -53,6 +54,7 @@ TIME_COLUMNS = _spelled(
     *("timestamp", "time", "date", "datetime", "order_date", "ordered_at", "created_at", "purchased_at"),
     *("event_time", "invoice_date", "ts"),
 )
+QUANTITY_COLUMNS = ("quantity", "qty", "amount", "count", "pieces", "units", "plays", "playcount", "weight")
 TITLE_COLUMNS = _spelled("title", "name")
 UNSPLIT_STEMS = (
     *("interactions", "ratings", "log", "orders", "purchases", "transactions", "clicks", "views", "plays"),
@@ -236,13 +238,17 @@ def _choose_columns(
         if column not in available:
             flag = f"--{name}-column"
             looked = f"{flag} {given}: is no column" if given else f"has no column {' or '.join(usual[:3])}"
-            hint = did_you_mean(given, available) if given else f": say which with {flag}"
+            likely = [n for n in available if given and (n in usual or nearest(given, [n]))] or available
+            hint = did_you_mean(given, likely) if given else f": say which with {flag}"
             raise UserError(f"{file}: {looked} (there are {', '.join(available[:8])}){hint}")
         chosen[name] = column
     if renamed := [f"{column} as {name}" for name, column in chosen.items() if column != name]:
         unread = [name for name in available if name not in chosen.values()]
         note = f"{file.name}: read {', '.join(renamed)}"
         note += f"; not read: {', '.join(unread[:8])}" if unread else ""
+        notes += [note] if note not in notes else []
+    if counted := [n for n in available if n.lower() in QUANTITY_COLUMNS and n not in chosen.values()]:
+        note = f"{file.name}: {counted[0]} is not read: an interaction counts once, whatever its quantity"
         notes += [note] if note not in notes else []
     return chosen
 

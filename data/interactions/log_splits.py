@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.data.interactions.log import InteractionLog
 from isobatch.data.interactions.reading import Numbering, read_log, renumbered
 from isobatch.data.interactions.splits import (
     MISSING,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.data.base import Columns
     from isobatch.data.interactions.formats import RawInteractions
-    from isobatch.data.interactions.log import InteractionLog
 
 EVAL_NEGATIVES_SEED = 0
 """Fixed: runs with different seeds rank against the same items, so that their metrics can be compared."""
@@ -53,6 +53,9 @@ class LogSplits:
         """The `pair_keys` of the training interactions, sorted, each once."""
         self.had = unique_pair_keys(self.logs.values(), *sizes)
         """Those of all interactions."""
+        taken = sum(log.counts("item", len(self.items)) for log in self.logs.values())
+        self.untaken = int((taken == 0).sum()) if self.negatives is None else 0
+        """Items without any interaction that held-out ones are ranked against all the same."""
         self.notes += self._split_notes()
 
     @property
@@ -68,7 +71,8 @@ class LogSplits:
         logs = {split: read_log(table, users, items, folder) for split, table in raw.splits.items()}
         given = [] if self.negatives is None else [str(n) for n in np.unique(self.negatives)]
         self.users, of_users = users.finish()
-        self.items, of_items = items.finish([*raw.items, *given])
+        described = raw.items if self.options.catalogue == "all" else ()
+        self.items, of_items = items.finish([*described, *given])
         least = self.options.min_rating
         if least > 0 and any("rating" not in log.columns for log in logs.values()):
             raise UserError(f"--min-rating {least}: {self.recipe.data} has no ratings")
@@ -81,6 +85,8 @@ class LogSplits:
     def _split(self, parts: dict[str, InteractionLog]) -> dict[str, InteractionLog]:
         data, method, users = self.recipe.data, self.method, len(self.users)
         given, by_id = "train" in parts, self.has_times and self.recipe.rules >= 2
+        if method == "none":
+            return {"train": self._join(parts)}
         if method == "given":
             if not given:
                 raise UserError(f"--split given: {data} has no train file")
@@ -103,8 +109,23 @@ class LogSplits:
             )
         return split_leave_one_out(parts["all"], users, self.notes, by_id)
 
+    def _join(self, parts: dict[str, InteractionLog]) -> InteractionLog:
+        """All interactions: those of the splits one after the other, where the data is split."""
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        pairs = ({n: c[n] for n in ("user", "item")} for log in parts.values() for c in log.chunks())
+        joined = InteractionLog.collect(pairs, self.folder)
+        return drop_repeats(joined, len(self.users), len(self.items), "all", self.notes)
+
     def _split_notes(self) -> Iterator[str]:
         """Notes on held-out users and items that training lacks, and on pairs that are in training too."""
+        if self.method == "none":
+            yield "--split none: all interactions are trained on, so nothing is held out to measure by"
+        elif self.untaken:
+            yield (
+                f"{self.untaken:,} of {len(self.items):,} items have no interaction and are ranked all the"
+                " same, which lifts hr and ndcg, popularity's too: --catalogue taken leaves them out"
+            )
         counts = [("users", "user", len(self.users)), ("items", "item", len(self.items))]
         known = {column: self.logs["train"].counts(column, most) > 0 for _, column, most in counts}
         for split, log in self.logs.items():

@@ -148,6 +148,8 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         held_out[split] = context.measure(split, 1.0, exported)
         refuse_nonfinite_metrics(held_out[split], split)
     context.stop_if_asked()
+    if not held_out:
+        context.console.say("no split is held out: nothing was measured")
     _say_if_too_short(context, loop, held_out.get("valid", {}))
     context.check_data()
     checked = context.checked_data()

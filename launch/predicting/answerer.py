@@ -72,6 +72,8 @@ class ModelOptions(TrustOptions):
     by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
     """What ranks a recommender's items: the model, a baseline of the same interactions that final/ keeps, or
     the best of them on the validation data."""
+    skip_unknown: bool = False
+    """Of a recommender: leave out items, and rows of users, that training did not know, and count them."""
     load_bits: Literal[16, 8, 4] | None = None
     """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
 
@@ -115,11 +117,11 @@ def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer
         write_text = task.writer(run.final, options.load_bits)
         return Answerer(partial(_write, write_text, sampling(options, template)), reader)
     if isinstance(task, OpensItemLists):
-        refuse_unread(options, run, "text_column", "top", "by")
+        refuse_unread(options, run, "text_column", "top", "by", "skip_unknown")
         lists = task.open_lists(run.final, options.by)
-        return Answerer(
-            partial(_recommend, lists, options.top), UserReader(text or run.recipe.options.get("user_column"))
-        )
+        column = text or run.recipe.options.get("user_column")
+        users = UserReader(column, lists if options.skip_unknown else None)
+        return Answerer(partial(_recommend, lists, options.top), users)
     assert isinstance(task, Predicts), "trained_task has asked"
     if isinstance(task, EncodesLatents):
         refuse_unread(options, run, "text_column")

@@ -17,7 +17,8 @@ from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.answerer import Answerer, ModelOptions, open_answerer, trained_task
 from isobatch.launch.predicting.labelled_rows import LabelledRows
 from isobatch.launch.predicting.onnx_file import open_onnx_answerer
-from isobatch.launch.predicting.rows import EmptyTextError, SampleError
+from isobatch.launch.predicting.recommend import listed
+from isobatch.launch.predicting.rows import SampleError, UnansweredRowError, UserReader
 from isobatch.models.protocols import Generates, OpensItemLists, Predicts
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def predict(words: Sequence[str]) -> int:
     """Usage: predict RUN ["text" ...] [--file rows.csv] [--out predictions.csv] [--form onnx-int4]
     [--text-column NAME] [--pair-column NAME] [--json]; of language models also [--tokens 60]
     [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0]; of recommenders [--top 10]
-    [--by ease].
+    [--by ease] [--skip-unknown]; their --out has a row for each item of a list, as that of `recommend`.
 
     RUN may be an ONNX file of a classifier, or the folder of one. Texts of pairs are given in twos.
     """
@@ -87,7 +88,11 @@ def _answers(where: str, texts: Sequence[str], options: PredictOptions) -> Itera
             raise UserError(f"predict: {run.recipe.task} reads files and no texts: give --file, or --split")
         return predict_own_rows(run, options.file, options.split)
     _require_one_source(texts, options, task)
-    return _answer_all(open_answerer(run, task, options), texts, options)
+    answerer = open_answerer(run, task, options)
+    answered = _answer_all(answerer, texts, options)
+    if isinstance(answerer.rows, UserReader) and options.out is not None:
+        return listed(answered, answerer.rows.user_in)
+    return answered
 
 
 def _require_one_source(texts: Sequence[str], options: PredictOptions, task: Task) -> None:
@@ -122,7 +127,9 @@ def _answer_texts(answerer: Answerer, texts: Sequence[str]) -> list[dict[str, An
 
 def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]:
     """Rows without a text get an empty answer, and are counted at the end, as are right answers."""
-    done, empty = 0, []
+    done = 0
+    unanswered: list[UnansweredRowError] = []
+    blank: dict[str, Any] | None = None
     labelled = LabelledRows(answerer.label_column, answerer.trained)
     doing("predicting")
     for chunk in tables.in_chunks(tables.read_table(file)):
@@ -130,25 +137,35 @@ def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]
         for place, (where, row) in enumerate(chunk):
             try:
                 samples[place] = answerer.rows.from_row(row, where)
-            except EmptyTextError as error:
-                empty.append(error)
-        if not samples:
-            raise empty[0]
+            except UnansweredRowError as error:
+                unanswered.append(error)
+        if not samples and blank is None:
+            raise unanswered[0]
         try:
             answers = dict(zip(samples, answerer.predict(list(samples.values())), strict=True))
         except SampleError as error:
             where, _ = chunk[list(samples)[error.number]]
-            raise UserError(f"{where}: {error}") from None
-        blank = _without_values(next(iter(answers.values())))
+            raise UserError(f"{where}: {error}; --skip-unknown goes on without it") from None
+        blank = blank or _without_values(next(iter(answers.values())))
         labelled.count([chunk[place][1] for place in answers], list(samples.values()), list(answers.values()))
         done += len(chunk)
         doing(f"predicting: {done:,} rows done")
         yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
-    if empty:
-        first = str(empty[0]).removesuffix(": leave it out")
-        print(f"{len(empty):,} rows have no text and no answer; the first: {first}", file=sys.stderr)
-    for line in labelled.lines():
+    for line in (*_unanswered_lines(unanswered), *_left_out_lines(answerer), *labelled.lines()):
         print(printable(line), file=sys.stderr)
+
+
+def _unanswered_lines(unanswered: Sequence[UnansweredRowError]) -> Iterator[str]:
+    """How many rows got no answer, for each reason."""
+    for why in dict.fromkeys(error.why for error in unanswered):
+        of_it = [error for error in unanswered if error.why == why]
+        yield f"{len(of_it):,} rows {why}; the first: {str(of_it[0]).removesuffix(': leave it out')}"
+
+
+def _left_out_lines(answerer: Answerer) -> list[str]:
+    if not (isinstance(answerer.rows, UserReader) and (found := answerer.rows.left_out)):
+        return []
+    return [f"{len(found):,} items of rows are not known from training, and left out; the first: {found[0]}"]
 
 
 def _without_values(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.local.words.meanings import spelling
-from isobatch.launch.predicting import tables
+from isobatch.launch.predicting import item_choice, tables
 from isobatch.models.protocols import OpensItemLists
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from isobatch.engine.runs.run_folder import RunFolder
@@ -32,11 +32,17 @@ class RecommendOptions(TrustOptions):
     """Flags of `recommend`."""
 
     user: str | None = None
-    """The user, by the id that the data has."""
+    """The user, by the id that the data has; several with commas between them."""
     items: str | None = None
     """A user who was not in training, by what he took: ids or titles of items, with commas between them."""
     similar_to: str | None = None
-    """Items like this one, by its id or title."""
+    """Items like this one, by its id or title; `all` with --out: those like each."""
+    only: str | None = None
+    """Offer these items alone: ids or titles with commas between them, or a file with an item a row."""
+    without: str | None = None
+    """Offer none of these items, given in the same way: what is sold out, or of a category."""
+    with_seen: bool = False
+    """Offer also what the user had already (filter_already_liked_items or remove_seen false elsewhere)."""
     by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
     """What ranks the items: the trained model, a baseline of the same interactions that final/ keeps, or the
     best of them all on the validation data."""
@@ -49,8 +55,10 @@ class RecommendOptions(TrustOptions):
 
 
 def recommend(words: Sequence[str]) -> int:
-    """Usage: recommend RUN --user ID | --items ID,ID | --similar-to ITEM [--out list.csv], or for all users
-    recommend RUN --out lists.parquet [--by ease|knn|popularity|best] [--top 10] [--json]
+    """Usage: recommend RUN --user ID,ID | --items ID,ID | --similar-to ITEM [--out list.csv], or for all
+    users recommend RUN --out lists.parquet, for all items recommend RUN --similar-to all --out like.parquet
+    [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen] [--by ease|knn|popularity|best] [--top 10]
+    [--json]
     """
     run, options = open_single_run(words, "recommend", RecommendOptions)
     asked = [name for name in ("user", "items", "similar_to") if getattr(options, name) is not None]
@@ -61,20 +69,34 @@ def recommend(words: Sequence[str]) -> int:
             "recommend: needs one of --user ID, --items ID,ID and --similar-to ITEM, or for all users --out"
             " lists.parquet"
         )
+    if options.with_seen and options.similar_to is not None:
+        raise UserError("--with-seen: changes nothing of --similar-to; leave it out")
     out = None if options.out is None else tables.check_out(options.out, None)
     lists = _open_lists(run, options)
+    column = run.recipe.options.get("item_column")
+    _say(item_choice.restrict(lists, options.only, options.without, options.with_seen, column))
     if not asked:
         assert out is not None, "else refused above"
-        return _write_all(lists, out, options)
+        return _write_all("user", lists.recommend_to_all(options.top), out, options)
     given: dict[str, Any]
     if options.similar_to is not None:
+        if options.similar_to == "all" and not lists.knows_item("all"):
+            if out is None:
+                raise UserError("--similar-to all: is a list for each item: give --out similar.parquet")
+            return _write_all("similar_to", lists.similar_to_all(options.top), out, options)
         found, given = lists.similar(options.similar_to, options.top), {"similar_to": options.similar_to}
+        _say(lists.remarks([options.similar_to]))
     elif options.items is not None:
         taken = lists.split_items(options.items)
         found, given = lists.for_items(taken, options.top), {"taken": taken}
+        _say(lists.remarks(taken))
     else:
         assert options.user is not None, "one of them was given"
-        found, given = lists.recommend(options.user, options.top), {"user": options.user}
+        users = lists.split_users(options.user)
+        if len(users) > 1:
+            several = [(user, lists.recommend(user, options.top)) for user in users]
+            return _answer_users(several, lists.by, out, options)
+        found, given = lists.recommend(users[0], options.top), {"user": users[0]}
     given["by"] = lists.by
     if out is not None:
         return _write_one(found, out, options)
@@ -90,6 +112,26 @@ def _open_lists(run: RunFolder, options: RecommendOptions) -> ItemLists:
     if said and not options.json:
         print(said, file=sys.stderr)
     return lists
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(printable(line), file=sys.stderr)
+
+
+def _answer_users(
+    found: list[tuple[str, list[dict[str, Any]]]], by: str, out: Path | None, options: RecommendOptions
+) -> int:
+    if out is not None:
+        return _write_all("user", found, out, options)
+    if options.json:
+        users = [{"user": user, "items": items} for user, items in found]
+        print(atomic_files.json_text({"by": by, "users": users}, ensure_ascii=False))
+        return 0
+    for user, items in found:
+        print(printable(f"{user}:"))
+        _print(items, {}, options)
+    return 0
 
 
 def _write_one(items: list[dict[str, Any]], out: Path, options: RecommendOptions) -> int:
@@ -110,23 +152,45 @@ def _print(items: list[dict[str, Any]], asked: dict[str, Any], options: Recommen
     return 0
 
 
-def _write_all(lists: ItemLists, out: Path, options: RecommendOptions) -> int:
-    users = 0
+def _write_all(
+    column: str, found: Iterable[tuple[str, list[dict[str, Any]]]], out: Path, options: RecommendOptions
+) -> int:
+    """Write the lists of users, or of items that others are similar to, whose names stand in `column`."""
+    what, done = "users" if column == "user" else "items", 0
     with tables.open_table(out) as writer:
-        for block in _blocks(lists.recommend_to_all(options.top)):
-            writer.write([row for user, entries in block for row in _ranked(user, entries)])
-            users += len(block)
-            doing(f"recommending: {users:,} users done")
-    said = {"users": users, "top": options.top, "out": str(out)}
+        for block in _blocks(found):
+            writer.write([row for name, entries in block for row in ranked(column, name, entries)])
+            done += len(block)
+            doing(f"recommending: {done:,} {what} done")
+    said = {what: done, "top": options.top, "out": str(out)}
     print(
-        atomic_files.json_text(said) if options.json else f"{users:,} users, the best {options.top} -> {out}"
+        atomic_files.json_text(said) if options.json else f"{done:,} {what}, the best {options.top} -> {out}"
     )
     return 0
 
 
-def _ranked(user: str, entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def ranked(column: str, name: str, entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows of a list as files have them: whose it is, rank from 1, item, title, score."""
     for rank, entry in enumerate(entries, 1):
-        yield {"user": user, "rank": rank, **entry}
+        yield {column: name, "rank": rank, **entry}
+
+
+def listed(
+    answered: Iterable[list[dict[str, Any]]], user_in: Callable[[Mapping[str, Any]], str | None]
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows that `recommend --out` writes, from answered rows of `predict`. `user_in`: the user of a row,
+    which is called by its number where it names none.
+    """
+    done = 0
+    for rows in answered:
+        found: list[dict[str, Any]] = []
+        for row in rows:
+            done += 1
+            columns = zip(row["items"] or (), row["titles"] or (), row["scores"] or (), strict=True)
+            entries = [{"item": item, "title": title, "score": score} for item, title, score in columns]
+            found += ranked("user", user_in(row) or str(done), entries)
+        if found:
+            yield found
 
 
 def _blocks(

@@ -5,8 +5,8 @@ Each reader has `from_row(row, where)` and `from_text(value, where)`; `where` na
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
@@ -16,6 +16,7 @@ from isobatch.data.labelled.rows import MAX_TEXT_CHARACTERS
 from isobatch.data.readers import did_you_mean
 from isobatch.data.sequence_sources import INTEGERS, TEXT, USUAL_COLUMNS
 from isobatch.data.text.chat_templates import ChatTemplate
+from isobatch.models.protocols import ItemLists
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,8 +27,23 @@ ITEMS_COLUMN = "items"
 """A list of what a user took who was not in training."""
 
 
-class EmptyTextError(UserError):
+class UnansweredRowError(UserError):
+    """A row that gets no answer, and does not end the command."""
+
+    why: ClassVar[str]
+    """Of several rows: what is the matter with them."""
+
+
+class EmptyTextError(UnansweredRowError):
     """A row without a text, which a file may have."""
+
+    why = "have no text and no answer"
+
+
+class UnknownRowError(UnansweredRowError):
+    """A row of a user of whom the model knows nothing, with --skip-unknown."""
+
+    why = "are of users of whom training knew nothing, and have no answer"
 
 
 class RowReader(Protocol):
@@ -110,15 +126,36 @@ class UserReader:
     """Ids of users; or, of users who were not in training, the items that each took."""
 
     column: str | None = None
+    known: ItemLists | None = None
+    """With --skip-unknown: items that it does not know are left out, and rows of which nothing is left."""
+    left_out: list[str] = field(default_factory=list)
+    """The items left out so far, each with its place."""
     texts_per_sample: int = 1
 
     def from_row(self, row: Mapping[str, Any], where: str) -> str | list[str]:
         if not self.column and isinstance(taken := row.get(ITEMS_COLUMN), list):
             if not taken:
                 raise EmptyTextError(f"{where}: {ITEMS_COLUMN}: is empty: leave it out")
-            return [str(item) for item in taken]
+            return self._known_items([str(item) for item in taken], where)
         named = [name for name in USER_COLUMNS if name in row][:1] or ["user_id"]
-        return self.from_text(row[find_column(row, self.column, named, where, "--text-column")], where)
+        user = self.from_text(row[find_column(row, self.column, named, where, "--text-column")], where)
+        if self.known is not None and not self.known.knows_user(user):
+            raise UnknownRowError(f"{where}: user {user}: is not in the training data")
+        return user
+
+    def _known_items(self, items: list[str], where: str) -> list[str]:
+        if self.known is None:
+            return items
+        found = [item for item in items if self.known.knows_item(item)]
+        self.left_out.extend(f"{where}: item {item}" for item in items if not self.known.knows_item(item))
+        if not found:
+            raise UnknownRowError(f"{where}: item {items[0]}: is not known from training, nor another")
+        return found
+
+    def user_in(self, row: Mapping[str, Any]) -> str | None:
+        """The user that a row names; None where it names none."""
+        column = next((name for name in (self.column, *USER_COLUMNS, "text") if name and name in row), None)
+        return None if column is None else str(row[column])
 
     def from_text(self, value: Any, where: str) -> str:
         return str(value) if isinstance(value, int) else require_text(value, where)

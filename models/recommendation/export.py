@@ -36,7 +36,9 @@ def export_recommender(net: Any, folder: Path, facts: Facts) -> None:
         n: p for n, p in net.named_parameters() if "encoder." not in n or "lora_" in n or p.requires_grad
     }
     save_file({n: p.detach().cpu().contiguous().numpy() for n, p in trained.items()}, folder / TRAINING_FILE)
-    names = catalogue.read_names(facts.folder)
+    described = (net.item_text >= 0) & (net.encoder is not None)
+    known = {"counts": net.counts.tolist(), "described": described.long().tolist()}
+    names = {**catalogue.read_names(facts.folder), **known}
     (folder / recommendations.NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
     encoder = None if net.encoder is None else net.encoder.weights_identity()
     config = {"model_type": "isobatch-recommender", "head": net.head, "encoder": encoder}

@@ -34,8 +34,27 @@ class RecommendationLists:
         with _users_errors():
             return self._found.for_items(items, top)
 
+    def restrict(self, only: Sequence[str] | None, without: Sequence[str], with_seen: bool) -> list[str]:
+        return self._found.restrict(only, without, with_seen)
+
+    def knows_item(self, item: str) -> bool:
+        return self._found.knows_item(item)
+
+    def knows_user(self, user: str) -> bool:
+        return self._found.knows_user(user)
+
+    def remarks(self, items: Sequence[str]) -> list[str]:
+        with _users_errors():
+            return self._found.remarks(items)
+
     def split_items(self, text: str) -> list[str]:
         return self._found.split_items(text)
+
+    def split_users(self, text: str) -> list[str]:
+        return self._found.split_users(text)
+
+    def similar_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        return self._found.similar_to_all(top)
 
     def recommend_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         return self._found.recommend_to_all(top)

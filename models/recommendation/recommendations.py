@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import difflib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
 VECTORS_FILE = "model.safetensors"
 NAMES_FILE = "names.json"
@@ -29,6 +30,8 @@ MODEL, BEST = "model", "best"
 POPULARITY, KNN, EASE = "popularity", "knn", "ease"
 BASELINES = {POPULARITY: "popularity alone", KNN: "item-kNN", EASE: "EASE"}
 """Baselines of the same interactions -> their names in a sentence."""
+UNTRAINED = "nobody took it in training, and no text of it was read"
+WAY_OUT = "train again when it has interactions, or with texts of items"
 MAX_SCORES_AT_ONCE = 1 << 22
 """Numbers of a block of users by all items."""
 NEWTON_STEPS = 30
@@ -36,6 +39,9 @@ TOLERANCE = 1e-6
 """The largest step at which a new user's vector is found."""
 RIDGE = 1e-6
 """Share of the mean variance that is added to each, where there are fewer users than dimensions."""
+SHRINKAGE = 5.0
+"""An item without text that n users took is as similar as n / (n + SHRINKAGE) of its cosine: vectors that
+were seldom trained are alike by chance (as Koren 2010 shrinks similarities by their support)."""
 
 
 class RecommendationError(ValueError):
@@ -48,6 +54,10 @@ class UnknownUserError(RecommendationError):
 
 class UnknownItemError(RecommendationError):
     """Neither the id nor the title of an item in the training data."""
+
+
+class UntrainedItemError(RecommendationError):
+    """An item of which nothing is known: nobody took it in training, and no text of it was read."""
 
 
 class HeadError(RecommendationError):
@@ -101,7 +111,33 @@ class Recommendations:
         self._user_numbers = {user: number for number, user in enumerate(self.users)}
         titles = {title: number for number, title in enumerate(self.titles)}
         self._item_numbers = titles | {item: number for number, item in enumerate(self.items)}
-        self.head: str = json.loads((folder / CONFIG_FILE).read_text())["head"]
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        self.head: str = config["head"]
+        # Older files lack the next two: held-out interactions count then, and a read text is every item's.
+        if "counts" not in names:
+            names["counts"] = np.bincount(self.arrays["had"] % len(self.items), minlength=len(self.items))
+        self.counts = np.asarray(names["counts"])
+        """(items,) training interactions."""
+        reads = [config.get("encoder") is not None] * len(self.items)
+        self.described = np.array(names.get("described", reads), bool)
+        """(items,) whether the model reads a text of the item."""
+        self._offered = np.ones(len(self.items), bool)
+        self._with_seen = False
+
+    def restrict(
+        self, only: Sequence[str] | None = None, without: Sequence[str] = (), with_seen: bool = False
+    ) -> list[str]:
+        """From now on, lists hold items of `only` (ids or titles) alone, none of `without`, and with
+        `with_seen` also those that the user had. Returns the names that no item has.
+        """
+        known = [[n for name in names if (n := self._item_numbers.get(name)) is not None]
+                 for names in (only or (), without)]  # fmt: skip
+        if only is not None:
+            self._offered[:] = False
+            self._offered[known[0]] = True
+        self._offered[known[1]] = False
+        self._with_seen = with_seen
+        return [name for name in (*(only or ()), *without) if name not in self._item_numbers]
 
     def scores(self, user: int) -> np.ndarray:
         """(items,) scores of a user by number."""
@@ -163,12 +199,42 @@ class Recommendations:
     def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
         """What `recommend` gives, for a user who was not in training and took these items (ids or titles).
 
-        Raises UnknownItemError; HeadError where a score is more than a product of two vectors.
+        Raises UnknownItemError; UntrainedItemError where none of them tells anything; HeadError where a score
+        is more than a product of two vectors.
         """
+        taken, telling = self._taken_numbers(items)
+        scores = self.arrays["items"] @ self.new_user(telling) + self.arrays["bias"]
+        return self._best(self._without_taken(taken, scores), top)
+
+    def _taken_numbers(self, items: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(the numbers of these items, those of them that tell something of a user who took them)."""
         taken = np.array([self._item_number(item) for item in items])
-        scores = self.arrays["items"] @ self.new_user(taken) + self.arrays["bias"]
-        scores[taken] = -np.inf
-        return self._best(scores, top)
+        telling = taken[self._known[taken]]
+        if not len(telling):
+            names = f"item {items[0]}" if len(items) == 1 else f"items {', '.join(items[:3])}"
+            raise UntrainedItemError(
+                f"{names}: {UNTRAINED}, so that nothing is told of a user by it: {WAY_OUT}"
+            )
+        return taken, telling
+
+    @cached_property
+    def _known(self) -> np.ndarray:
+        """(items,) whether anything is known of an item: an interaction in training, or a text."""
+        known: np.ndarray = (self.counts > 0) | self.described
+        return known
+
+    def remarks(self, items: Sequence[str]) -> list[str]:
+        """Lines for a person on which of these items, given by id or title, tell nothing or little."""
+        found = []
+        for item in items:
+            number = self._item_number(item)
+            count = int(self.counts[number])
+            if not self._known[number]:
+                found.append(f"item {item}: {UNTRAINED}: it tells nothing, and is left out")
+            elif count < SHRINKAGE and not self.described[number]:
+                times = "once" if count == 1 else f"{count} times"
+                found.append(f"item {item}: was taken {times} in training: little is known of it")
+        return found
 
     def new_user(self, taken: np.ndarray) -> np.ndarray:
         """(dim,) the likeliest vector of a user who took these items, by number. Raises HeadError.
@@ -192,30 +258,65 @@ class Recommendations:
             raise UnknownItemError(f"item {item}: is not in the training data ({hint})")
         return number
 
+    def knows_user(self, user: str) -> bool:
+        """Whether it is the id of a user."""
+        return user in self._user_numbers
+
+    def knows_item(self, item: str) -> bool:
+        """Whether it is the id or title of an item of which something is known."""
+        number = self._item_numbers.get(item)
+        return number is not None and bool(self._known[number])
+
     def split_items(self, text: str) -> list[str]:
         """Ids and titles in a text that commas part; a title may hold commas itself."""
-        parts, found = text.split(","), []
-        while parts:
-            ends = range(len(parts), 0, -1)
-            end = next((n for n in ends if ",".join(parts[:n]).strip() in self._item_numbers), 1)
-            found.append(",".join(parts[:end]).strip())
-            parts = parts[end:]
-        return found
+        return _split(text, self._item_numbers)
+
+    def split_users(self, text: str) -> list[str]:
+        """Ids of users in a text that commas part; an id may hold commas itself."""
+        return _split(text, self._user_numbers)
 
     def similar(self, item: str, top: int) -> list[dict[str, Any]]:
         """The items with the largest cosine of their vectors to an item's, by its id or title; not itself.
 
-        Raises UnknownItemError.
+        Cosines of items without text are shrunk, see SHRINKAGE; items of which nothing is known are none.
+        Raises UnknownItemError and UntrainedItemError.
         """
         number = self._item_number(item)
+        if not self._known[number]:
+            raise UntrainedItemError(
+                f"item {item}: {UNTRAINED}, so that nothing is known to be like it: {WAY_OUT}"
+            )
+        return self._best_similar(number, top)
+
+    def similar_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """(item, what `similar` gives) of every item of which something is known."""
+        for number in np.flatnonzero(self._known).tolist():
+            yield self.items[number], self._best_similar(number, top)
+
+    def _best_similar(self, number: int, top: int) -> list[dict[str, Any]]:
+        scores = self._similarities(number)
+        scores[number] = -np.inf
+        scores[~self._known] = -np.inf
+        return self._best(scores, top)
+
+    def _similarities(self, number: int) -> np.ndarray:
+        """(items,) how alike each item is to this one."""
         v = self.arrays["items"]
         lengths = np.maximum(np.linalg.norm(v, axis=1), np.finfo(v.dtype).tiny)
-        cosines = v @ v[number] / (lengths * lengths[number])
-        cosines[number] = -np.inf
-        return self._best(cosines, top)
+        trust = np.where(self.described, 1.0, self.counts / (self.counts + SHRINKAGE))
+        found: np.ndarray = v @ v[number] / (lengths * lengths[number]) * trust
+        return found
+
+    def _without_taken(self, taken: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        """Scores with minus infinity for these items, if lists leave out what users had."""
+        if not self._with_seen:
+            scores[taken] = -np.inf
+        return scores
 
     def _without_had(self, user: int, scores: np.ndarray) -> np.ndarray:
-        """Scores with minus infinity for the items that the user had."""
+        """Scores with minus infinity for the items that the user had, if lists leave them out."""
+        if self._with_seen:
+            return scores
         had, items = self.arrays["had"], len(self.items)
         start, stop = np.searchsorted(had, [user * items, (user + 1) * items])
         scores[had[start:stop] - user * items] = -np.inf
@@ -223,6 +324,7 @@ class Recommendations:
 
     def _best(self, scores: np.ndarray, count: int) -> list[dict[str, Any]]:
         """The largest scores, the first item first where two are equal; infinite ones are left out."""
+        scores = np.where(self._offered, scores, -np.inf)
         if count < len(scores):  # to sort all items takes ten times as long
             least = np.partition(scores, -count)[-count]
             found = np.flatnonzero(scores >= least)
@@ -244,6 +346,7 @@ class BaselineRecommendations(Recommendations):
 
         super().__init__(folder)
         self.by = by
+        self.described[:] = False
         with safe_open(_baselines_file(folder), "numpy") as file:
             names = [name for name in file.keys() if name.partition(".")[0] == by]  # noqa: SIM118 (no mapping)
             self._kept = {name.removeprefix(f"{by}."): file.get_tensor(name) for name in names}
@@ -268,23 +371,27 @@ class BaselineRecommendations(Recommendations):
         return np.bincount(targets, weights, len(self.items))
 
     def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
-        """What `recommend` gives, for a new user who took these items. Raises UnknownItemError."""
-        taken = np.unique([self._item_number(item) for item in items])
-        scores = self._scores_for(taken)
-        scores[taken] = -np.inf
-        return self._best(scores, top)
+        """What `recommend` gives, for a new user who took these items. Raises as the model's does."""
+        taken, telling = self._taken_numbers(items)
+        return self._best(self._without_taken(taken, self._scores_for(np.unique(telling))), top)
 
-    def similar(self, item: str, top: int) -> list[dict[str, Any]]:
-        """The items for which an item speaks most: the largest of its weights.
-
-        Raises UnknownItemError; BaselineError for popularity, which knows of no likeness.
-        """
+    def _similarities(self, number: int) -> np.ndarray:
+        """(items,) for which an item speaks most: its weights. Raises BaselineError for popularity."""
         if self.by == POPULARITY:
             raise BaselineError("popularity knows no items like another: ask by the model, knn or ease")
-        number = self._item_number(item)
         scores = self._scores_for(np.array([number]))
-        scores[scores <= 0] = -np.inf
-        return self._best(scores, top)
+        return np.where(scores > 0, scores, -np.inf)
+
+
+def _split(text: str, known: Container[str]) -> list[str]:
+    """What commas part in a text, the longest known names first."""
+    parts, found = text.split(","), []
+    while parts:
+        ends = range(len(parts), 0, -1)
+        end = next((n for n in ends if ",".join(parts[:n]).strip() in known), 1)
+        found.append(",".join(parts[:end]).strip())
+        parts = parts[end:]
+    return found
 
 
 def _likeliest(

@@ -410,7 +410,9 @@ class Recommender(Task):
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         found: dict[str, Any] = super().metrics(parts, split, facts)
         del found["loss"]
-        return {**found, "protocol": facts.extra["protocol"]}
+        untaken = facts.extra.get("untaken", 0)
+        some = f" of {facts.extra['items']:,} items, {untaken:,} taken by nobody" if untaken else ""
+        return {**found, "protocol": f"{facts.extra['protocol']}{some}"}
 
     def final_metrics(
         self,

@@ -16,6 +16,8 @@ from pyarrow import parquet
 from isobatch.core.errors import UserError
 from isobatch.data.interactions import demo
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.launch.predicting.command import predict
+from isobatch.launch.predicting.recommend import recommend
 from isobatch.launch.serving.command import ServeOptions, make_app
 from isobatch.models.recommendation.recommendations import Recommendations, open_recommendations
 from isobatch.tests.integration.helpers import furthest, launch, predictions, rows, summary
@@ -43,7 +45,7 @@ def losses(run: Path) -> list[float]:
 
 def test_both_phases_run_and_say_how_they_were_measured(home: Path) -> None:
     found = summary(home / "runs" / "one")["metrics"]
-    assert found["protocol"] == "leave-one-out, 99 negatives"
+    assert found["protocol"] == "leave-one-out, 99 negatives of 400 items, 34 taken by nobody"
     figures = (
         "hr@10",
         "ndcg@10",
@@ -258,6 +260,36 @@ def test_lists_for_a_user_who_was_not_there(home: Path) -> None:
     (asked,) = predictions(home, "runs/one", "--file", "baskets.jsonl", "--top", "4")
     assert asked["items"] == items
     assert "item 3x: is not in" in complaint(launch("recommend", "runs/one", "--items", "3x", cwd=home))
+
+
+def test_lists_of_several_users_and_of_all_items(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(home)
+    assert recommend(["runs/one", "--user", "7,9", "--top", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["users"]
+    assert [(one["user"], len(one["items"])) for one in found] == [("7", 3), ("9", 3)]
+    assert recommend(["runs/one", "--user", "7,9", "--top", "3", "--out", "two.parquet"]) == 0
+    two = parquet.read_table(home / "two.parquet").to_pylist()
+    assert [row["item"] for row in two] == [entry["item"] for one in found for entry in one["items"]]
+    assert predict(["runs/one", "7", "9", "--top", "3", "--out", "same.parquet"]) == 0
+    assert parquet.read_table(home / "same.parquet").to_pylist() == two
+    assert recommend(["runs/one", "--similar-to", "all", "--top", "2", "--out", "like.parquet"]) == 0
+    like = parquet.read_table(home / "like.parquet").to_pylist()
+    items = len(Recommendations(home / "runs" / "one" / "final").items)
+    assert len(like) == 2 * items
+    with pytest.raises(UserError, match=r"--similar-to all: .* give --out"):
+        recommend(["runs/one", "--similar-to", "all"])
+
+
+def test_training_on_all_interactions_measures_nothing_and_says_so(home: Path) -> None:
+    flags = ["--text", "off", "--epochs", "1", "--split", "none", "--name", "all"]
+    done = launch("auto", "--task", "recommender", *flags, cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert "nothing was measured" in done.stderr
+    run = home / "runs" / "all"
+    assert "hr@10" not in summary(run)["metrics"]
+    assert summary(run)["samples_seen"] == len(Recommendations(run / "final").arrays["had"])
 
 
 def test_similar_items_have_the_largest_cosine(home: Path) -> None:

@@ -42,6 +42,9 @@ class Sample(Base):
     capitals: Literal["USR1", "HUP"] = "USR1"
     bits: Literal[16, 8] = 16
     several: tuple[Positive, ...] | None = None
+    way: Literal["none", "half"] | None = None
+    share: Literal["balanced"] | tuple[Positive, ...] | None = None
+    load: Literal[16, 8] | None = None
     interval: Interval = Interval(1, "steps")
     """How often."""
 
@@ -79,6 +82,9 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("choice", "false", "off"),
     ("bits", "8", 8),
     ("bits", 8, 8),
+    ("way", "none", "none"),
+    ("way", None, None),
+    ("share", "none", None),
     ("several", "2,3", (2, 3)),
     ("several", "2", (2,)),
     ("several", [2, 3], (2, 3)),
@@ -97,6 +103,7 @@ def test_a_word_becomes_a_value(name: str, word: Any, value: Any) -> None:
 
 
 BAD: list[tuple[str, Any, str]] = [
+    ("load", "none", "is not one of 16, 8"),
     ("whole", "3.0", "is not an integer"),
     ("whole", "1e3", "is not an integer"),
     ("whole", "", "is not an integer"),
@@ -165,6 +172,9 @@ def test_types_are_described_in_words() -> None:
         "bits": "16|8",
         "several": "integer, at least 1 (or several: a,b)",
         "interval": "interval",
+        "way": "none|half",
+        "share": "balanced or integer, at least 1 (or several: a,b)",
+        "load": "16|8",
     }
 
 

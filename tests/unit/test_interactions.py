@@ -258,6 +258,44 @@ def test_a_random_split_holds_out_two_of_each_user_whatever_the_times(tmp_path: 
     assert "orders.csv: read customer_id as user, product_id as item" in facts.extra["notes"]
 
 
+def with_untaken_items(folder: Path) -> Path:
+    """`tables` with an item 9 that nobody took."""
+    made_folder = tables(folder)
+    with (made_folder / "items.csv").open("a") as stream:
+        stream.write("9,Never,sea\n")
+    return made_folder
+
+
+def test_items_that_nobody_took_are_counted_in_the_protocol_and_can_be_left_out(tmp_path: Path) -> None:
+    facts, _ = made(with_untaken_items(tmp_path / "t"))
+    assert facts.extra["items"] == 4
+    assert facts.extra["untaken"] == 1
+    assert any(n.startswith("1 of 4 items have no interaction") for n in facts.extra["notes"])
+    facts, splits = made(tmp_path / "t", catalogue="taken")
+    assert facts.extra["items"] == 3
+    assert facts.extra["untaken"] == 0
+    assert splits["test"]["rivals"].max() < 3
+
+
+def test_split_none_trains_on_all_interactions_of_a_table_or_of_splits(tmp_path: Path) -> None:
+    facts, splits = made(tables(tmp_path / "t"), split="none")
+    assert list(splits) == ["train"]
+    assert len(ids(facts, splits["train"])) == 5
+    assert any("--split none" in note for note in facts.extra["notes"])
+    facts, splits = made(ncf(tmp_path / "x"), split="none")
+    assert sorted(ids(facts, splits["train"])) == [
+        (u, i) for u in "01" for i in ("012" if u == "0" else "023")
+    ]
+
+
+def test_a_column_that_is_not_there_is_answered_with_one_of_its_kind(tmp_path: Path) -> None:
+    (tmp_path / "orders.csv").write_text("product_id,customer_id,quantity\na,b,3\nc,b,1\n")
+    with pytest.raises(UserError, match=r"client_id: is no column .*did you mean customer_id"):
+        made(tmp_path / "orders.csv", user_column="client_id")
+    facts, _ = made(tmp_path / "orders.csv", split="none")
+    assert any("quantity is not read" in note for note in facts.extra["notes"])
+
+
 def test_negatives_are_unseen_different_and_seeded() -> None:
     draw = np.random.default_rng(0)
     user, item = draw.integers(50, size=2000), draw.integers(40, size=2000)

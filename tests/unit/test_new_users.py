@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 USERS, ITEMS, DIM = 40, 30, 6
 
 
-def write_model(folder: Path, head: str = "dot") -> Recommendations:
-    """A trained recommender: two groups of users, and of items that they like."""
+def write_model(
+    folder: Path, head: str = "dot", counts: dict[int, int] | None = None, described: tuple[int, ...] = ()
+) -> Recommendations:
+    """A trained recommender: two groups of users, and of items that they like; `counts` where not 50."""
     draws = np.random.default_rng(0)
     sides = np.where(np.arange(USERS) % 2, 1.0, -1.0)[:, None]
     users = draws.normal(size=(USERS, DIM)) * 0.3
@@ -37,7 +39,11 @@ def write_model(folder: Path, head: str = "dot") -> Recommendations:
     titles = [f"Book {n}" for n in range(ITEMS)]
     titles[4:6] = "Bug's Life, A", "Life"
     names = {"users": [f"u{n}" for n in range(USERS)], "items": [f"i{n}" for n in range(ITEMS)]}
-    (folder / "names.json").write_text(json.dumps({**names, "titles": titles}))
+    known = {
+        "counts": [(counts or {}).get(n, 50) for n in range(ITEMS)],
+        "described": [int(n in described) for n in range(ITEMS)],
+    }
+    (folder / "names.json").write_text(json.dumps({**names, "titles": titles, **known}))
     (folder / "config.json").write_text(json.dumps({"head": head}))
     return Recommendations(folder)
 

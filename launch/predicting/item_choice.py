@@ -1,0 +1,58 @@
+"""Which items `recommend` may offer: `--only` and `--without`, each a file or ids and titles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_path_hint
+from isobatch.data.interactions.formats import ITEM_COLUMNS
+from isobatch.launch.predicting import tables
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from isobatch.models.protocols import ItemLists
+
+TEXT_LINE = "text"
+"""The column of a .txt file, which has an item a line."""
+
+
+def restrict(
+    lists: ItemLists, only: str | None, without: str | None, with_seen: bool, column: str | None
+) -> list[str]:
+    """Restrict the lists as the flags say; lines on items that training did not know. Raises UserError.
+
+    `column`: of the items in a file; by default a usual name, or the only one there is.
+    """
+    given = {"--only": only, "--without": without}
+    named = {flag: _named_items(lists, flag, text, column) for flag, text in given.items() if text}
+    unknown = set(lists.restrict(named.get("--only"), named.get("--without", []), with_seen))
+    remarks = []
+    for flag, names in named.items():
+        if missing := [name for name in names if name in unknown]:
+            if len(missing) == len(names) or not _is_table(str(given[flag])):
+                raise UserError(f"{flag} {given[flag]}: {missing[0]} is not in the training data")
+            remarks.append(f"{flag}: {len(missing):,} of {len(names):,} items are not in the training data")
+    return remarks
+
+
+def _is_table(text: str) -> bool:
+    return Path(text).suffix.lower() in tables.ROW_ENDINGS
+
+
+def _named_items(lists: ItemLists, flag: str, text: str, column: str | None) -> list[str]:
+    if not _is_table(text):
+        return lists.split_items(text)
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise UserError(f"{flag} {text}: there is no such file{nearest_path_hint(path)}")
+    return [_item_in(row, flag, where, column) for where, row in tables.read_table(text)]
+
+
+def _item_in(row: Mapping[str, Any], flag: str, where: str, column: str | None) -> str:
+    wanted = [name for name in (column, *ITEM_COLUMNS, TEXT_LINE) if name in row] or list(row)
+    if len(row) > 1 and wanted == list(row):
+        raise UserError(f"{flag}: {where}: has no column item_id; it has: {', '.join(row)}")
+    return str(row[wanted[0]])

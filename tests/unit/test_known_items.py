@@ -1,0 +1,113 @@
+"""Tests of lists where little is known of some items, where items are left out, and of unknown rows."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from isobatch.core.errors import UserError
+from isobatch.launch.predicting.answerer import Answerer
+from isobatch.launch.predicting.command import answer_file
+from isobatch.launch.predicting.item_choice import restrict
+from isobatch.launch.predicting.recommend import listed
+from isobatch.launch.predicting.rows import UserReader
+from isobatch.models.recommendation.item_lists import RecommendationLists
+from isobatch.models.recommendation.recommendations import SHRINKAGE, Recommendations, UntrainedItemError
+from isobatch.tests.unit.test_new_users import ITEMS, write_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def names(entries: Sequence[dict[str, Any]]) -> list[str]:
+    return [entry["item"] for entry in entries]
+
+
+def test_items_that_nobody_took_are_like_nothing_unless_they_have_a_text(tmp_path: Path) -> None:
+    model = write_model(tmp_path, counts={3: 0, 7: 0}, described=(7,))
+    with pytest.raises(UntrainedItemError, match=r"item i3: nobody took it in training, .*train again"):
+        model.similar("i3", 5)
+    assert len(model.similar("i7", ITEMS)) == ITEMS - 2
+    assert "i3" not in names(model.similar("i0", ITEMS))
+    assert "i7" in names(model.similar("i0", ITEMS))
+    assert [item for item, _ in model.similar_to_all(1)] == [f"i{n}" for n in range(ITEMS) if n != 3]
+
+
+def test_an_item_that_was_seldom_taken_counts_for_less(tmp_path: Path) -> None:
+    scores = {e["item"]: e["score"] for e in write_model(tmp_path, counts={1: 10**9, 2: 1}).similar("i0", 99)}
+    v = Recommendations(tmp_path).arrays["items"]
+    cosines = v @ v[0] / np.linalg.norm(v, axis=1) / np.linalg.norm(v[0])
+    assert scores["i1"] == pytest.approx(cosines[1], abs=1e-5)
+    assert scores["i2"] == pytest.approx(cosines[2] / (1 + SHRINKAGE), abs=1e-5)
+
+
+def test_what_tells_nothing_of_a_new_user_is_said_and_changes_nothing(tmp_path: Path) -> None:
+    model = write_model(tmp_path, counts={3: 0, 4: 1})
+    assert model.for_items(["i0", "i3"], ITEMS) == [
+        entry for entry in model.for_items(["i0"], ITEMS) if entry["item"] != "i3"
+    ]
+    nothing, little = model.remarks(["i3", "i0", "i4"])
+    assert nothing.startswith("item i3: nobody took it in training")
+    assert little == "item i4: was taken once in training: little is known of it"
+    with pytest.raises(UntrainedItemError, match="item i3"):
+        model.for_items(["i3"], 5)
+
+
+def test_older_models_are_read_by_what_users_had(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    known = json.loads((tmp_path / "names.json").read_text())
+    del known["counts"], known["described"]
+    (tmp_path / "names.json").write_text(json.dumps(known))
+    assert Recommendations(tmp_path).counts.tolist() == [1, 1, 1] + [0] * (ITEMS - 3)
+
+
+def test_items_can_be_left_out_or_be_the_only_ones(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    lists = RecommendationLists(tmp_path)
+    (tmp_path / "sold.csv").write_text("item_id,stock\ni4,0\ni5,0\ngone,0\n")
+    said = restrict(lists, None, str(tmp_path / "sold.csv"), False, None)
+    assert said == ["--without: 1 of 3 items are not in the training data"]
+    assert {f"i{n}" for n in range(ITEMS)} - set(names(lists.recommend("u0", 99))) == {
+        *("i0", "i1", "i2"),
+        *("i4", "i5"),
+    }
+    lists = RecommendationLists(tmp_path)
+    restrict(lists, "i0,i9,Bug's Life, A", "i9", True, None)
+    assert set(names(lists.recommend("u0", 99))) == {"i0", "i4"}, "i0 was had, and --with-seen keeps it"
+    assert set(names(lists.for_items(["i0"], 99))) == {"i0", "i4"}
+    with pytest.raises(UserError, match="--only i9,gone: gone is not in the training data"):
+        restrict(lists, "i9,gone", None, False, None)
+    with pytest.raises(UserError, match="there is no such file"):
+        restrict(lists, "gone.csv", None, False, None)
+
+
+def answerer(folder: Path, skip: bool) -> Answerer:
+    lists = RecommendationLists(folder)
+
+    def predict(users: Sequence[Any]) -> list[dict[str, Any]]:
+        found = [lists.recommend(u, 2) if isinstance(u, str) else lists.for_items(u, 2) for u in users]
+        return [{f"{n}s": [e[n] for e in entries] for n in ("item", "title", "score")} for entries in found]
+
+    return Answerer(predict, UserReader(None, lists if skip else None))
+
+
+def test_unknown_rows_are_counted_and_the_others_are_written_as_lists(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path, counts={3: 0})
+    guests = [{"items": ["i0", "new"]}, {"items": ["i3"]}, {"user": "nobody"}, {"user": "u1"}]
+    file = tmp_path / "guests.jsonl"
+    file.write_text("".join(json.dumps(guest) + "\n" for guest in guests))
+    reading = answerer(tmp_path, skip=True)
+    assert isinstance(reading.rows, UserReader)
+    (rows,) = listed(answer_file(reading, str(file)), reading.rows.user_in)
+    assert [(row["user"], row["rank"]) for row in rows] == [("1", 1), ("1", 2), ("u1", 1), ("u1", 2)]
+    assert list(rows[0]) == ["user", "rank", "item", "title", "score"]
+    unknown, left_out = capsys.readouterr().err.splitlines()
+    assert unknown.startswith("2 rows are of users of whom training knew nothing")
+    assert "guests.jsonl line 2: item i3" in unknown
+    assert left_out.endswith("guests.jsonl line 1: item new")
