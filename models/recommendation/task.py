@@ -119,6 +119,7 @@ class Recommender(Task):
 
     Options: ClassVar[type] = RecommenderOptions
     monitor: ClassVar[tuple[str, str]] = ("ndcg@10", "max")
+    told_once: ClassVar[tuple[str, ...]] = ("popularity_", "full_popularity_", "protocol")
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "small",
         "batch_size": 2048,
@@ -459,7 +460,7 @@ class Recommender(Task):
         figures = f"{name} {baselines[best]:.4f} against {metrics[name]:.4f}"
         tries = [] if self.recipe.preset == "ids" else ["try --preset ids"]
         if best.startswith("EASE"):
-            tries.append("`recommend RUN --by ease` gives its lists")
+            tries.append("`isobatch recommend RUN --by ease` gives its lists")
         return f"{best} ranks better than this model ({figures}){': ' if tries else ''}{', or '.join(tries)}"
 
     def open_lists(self, final: Path, ease_l2: float | None = None) -> RecommendationLists:
