@@ -252,6 +252,8 @@ class Task(ABC):
     ranks them too."""
     monitor: ClassVar[tuple[str, str]] = ("loss", "min")
     """The metric that early stopping and the best checkpoint follow by default, and its good direction."""
+    told_once: ClassVar[tuple[str, ...]] = ()
+    """What the names of metrics begin with that no training changes: a terminal shows them once a split."""
     cohort: ClassVar[int] = 1
     """Samples that must be computed together."""
     rows_per_sample: ClassVar[int] = 1

@@ -20,7 +20,8 @@ LEAST_LOSSES = 6
 SURE = 3.0
 """Standard errors that a slope lies below zero."""
 WORTHWHILE = 0.01
-"""Fall over the last third, as a share of the loss, below which more steps are not worth their time."""
+"""Fall over the last third, as a share of the loss, or gain of the monitored metric, below which more steps
+are not worth their time."""
 
 
 def still_falling(losses: Sequence[float]) -> bool:
@@ -57,19 +58,27 @@ def ending_remark(
 ) -> str:
     """A line for a run that ended too early, with the way out; else nothing.
 
-    `losses`: of the last phase's steps; `held_out`: its evaluations' losses. Where the last of those is not
-    the best, more training is no way out, whatever the training loss does.
+    `losses`: of the last phase's steps; `held_out`: its evaluations by the monitored metric, negated where
+    more is better. Where the last of those is not the best, or hardly better than those before the last
+    third, more training is no way out, whatever the training loss does.
     """
     if recipe.data == DEMO or (held_out and held_out[-1] > min(held_out)):
         return ""
     steps = sum(schedule.steps for schedule in schedules)
-    falling = still_falling(losses)
+    falling = still_falling(losses) and not _is_flat(held_out)
     if not falling and (recipe.steps is not None or steps >= FEW_STEPS):
         return ""
     few = "1 step is very few" if steps == 1 else f"{steps:,} steps are very few"
     found = "the training loss was still falling at the end" if falling else few
     go_on = f" (or go on from here: isobatch auto --from {folder})" if len(schedules) == 1 else ""
     return f"{found}: {_twice_as_long(recipe, schedules)} may learn more{go_on}"
+
+
+def _is_flat(held_out: Sequence[float]) -> bool:
+    if len(held_out) < 2:
+        return False
+    before = min(held_out[: max(1, len(held_out) * 2 // 3)])
+    return before - held_out[-1] <= WORTHWHILE * abs(before)
 
 
 def _twice_as_long(recipe: Recipe, schedules: Sequence[PhaseSchedule]) -> str:

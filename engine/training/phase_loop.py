@@ -60,8 +60,8 @@ class PhaseLoop:
         self.noise_checked = False
         self.losses: list[float] = []
         """Of the steps that this process trained."""
-        self.held_out_losses: list[float] = []
-        """Of the validation split, by its evaluations."""
+        self.held_out: list[float] = []
+        """The monitored metric of the validation split, by its evaluations."""
         self._first_step = 0
         self._warm: tuple[int, float] | None = None
         """The step from which steps are timed for the time left, and the phase's seconds until then."""
@@ -336,7 +336,7 @@ class PhaseLoop:
         name, _ = self.context.task.best_metric
         stopping, step = self.early_stopping, self.progress.step
         metrics = self.context.measure("valid", self.context.recipe.eval_fraction, step)
-        self.held_out_losses += [metrics["loss"]] if "loss" in metrics else []
+        self.held_out.append(metrics[name])
         if stopping.update(metrics[name], step) and stopping.patience:
             self._log_decision("best checkpoint", metric=name, value=stopping.best)
             self._save()

@@ -79,6 +79,8 @@ class RunContext:
         self.peak_memory = PeakMemory(world.device)
         self.core_wait = CoreWait()
         self.resumed_from: str | None = None
+        self.told: set[str] = set()
+        """Splits of which the metrics that no training changes were shown."""
         self.spared: set[str] = set()
         """What `checkpoints_to_keep` returned when the newest save began."""
         last = self.session.schedules[-1]
@@ -126,6 +128,10 @@ class RunContext:
             self.track({f"{split}/{name}": value for name, value in tracked_values(metrics).items()})
         # A perplexity of words is for comparison with papers, and has many digits until a model knows words.
         shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
+        constant = {n: shown.pop(n) for n in list(shown) if n.startswith(self.task.told_once)}
+        if constant and split not in self.told:
+            self.told.add(split)
+            self.console.say(f"{split}: {format_metrics(constant, '.4f')}")
         part = f", on {100 * fraction:g} % of its samples" if fraction < 1 else ""
         self.console.say(f"{split} after step {step}{part}: {format_metrics(shown, '.4f')}")
         return metrics

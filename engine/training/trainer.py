@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -193,7 +194,9 @@ def _say_if_too_short(context: RunContext, loop: PhaseLoop, valid: dict[str, flo
         return
     if _say_if_it_was_better(context, loop, valid):
         return
-    evaluations = [*loop.held_out_losses, *([valid["loss"]] if "loss" in valid else [])]
+    name, direction = context.task.best_metric
+    sign = 1 if direction == "min" else -1
+    evaluations = [sign * v for v in (*loop.held_out, *([valid[name]] if name in valid else []))]
     folder, schedules = str(context.run.folder), context.session.schedules
     if remark := ending_remark(context.recipe, schedules, loop.losses, evaluations, folder):
         context.console.say(remark)
@@ -243,7 +246,7 @@ def _add_final_metrics(
         held_out[split] |= more
         where = {"phase": context.progress.phase, "step": step, "split": split}
         context.log.log_metrics({**where, **held_out[split]})
-    return context.task.final_remark(held_out[split])
+    return re.sub(r"\bRUN\b", str(context.run.folder), context.task.final_remark(held_out[split]))
 
 
 def _log_final(context: RunContext, found: dict[str, Any]) -> None:

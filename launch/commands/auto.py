@@ -171,7 +171,8 @@ def print_outcome(run: RunFolder) -> None:
     beside, rest = table_beside(shown)
     figures = format_metrics(rest, ".4g")
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
-    line = f"{run.folder}: {status}, {steps} steps" + (f", {split}: {figures}" if split else "")
+    measured = f", {split}: {figures}" if split else ", nothing was measured" if status == "done" else ""
+    line = f"{run.folder}: {status}, {steps} steps{measured}"
     print(printable("\n".join(wrapped(line, "  ", LINE))))
     if beside:
         print(printable(text_table(beside, LINE)))

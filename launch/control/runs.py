@@ -6,13 +6,14 @@ import contextlib
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_duration, printable
-from isobatch.engine.registry import TASKS, workload_of
+from isobatch.engine.registry import TASKS, workload, workload_of
 from isobatch.engine.runs.run_folder import RunFolder, list_runs
 from isobatch.engine.runs.slurm_queue import JobStatus, SlurmSilentError, job_statuses, last_job_of
 from isobatch.launch.control.run_state import run_progress, run_state
@@ -75,6 +76,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["made"])) if row["made"] else ""
     name, value = row["metric"], row["metrics"].get(row["metric"])
     result = f"{name} {value:.4g}" if isinstance(value, float | int) else ""
+    whole = row["metrics"].get(f"full_{name}")
+    result += f" ({whole:.4g} among all items)" if isinstance(whole, float | int) else ""
     return row["folder"], made, row["task"] or "", row["state"], steps, result
 
 
@@ -88,19 +91,51 @@ def _remark(row: dict[str, Any] | None) -> str:
     )
 
 
-MOST_DIFFERENCES = 3
+MOST_DIFFERENCES = 5
 
 
 def differences(recipes: Sequence[dict[str, Any]]) -> list[str]:
-    """Of each recipe the values in which the recipes of its task differ, the first few in words."""
+    """Of each recipe the values in which the recipes of its task differ, the first few in words.
+
+    Where they differ in their preset, it stands for what it sets: its values, and in runs without it the
+    usual ones, come last.
+    """
     found = []
     for recipe in recipes:
         alike = [other for other in recipes if other.get("task") == recipe.get("task")]
         given = [name for name, value in recipe.items() if value is not None]
         names = [n for n in given if any(other.get(n) != recipe[n] for other in alike)]
+        siblings = [other for other in alike if other.get("preset") == recipe.get("preset")]
+        names.sort(key=partial(_rank_of_difference, recipe, siblings, _presets_of(alike)))
         shown = [f"{name.replace('_', '-')} {value_text(recipe[name])}" for name in names[:MOST_DIFFERENCES]]
         found.append(", ".join(shown) + (" ..." if len(names) > MOST_DIFFERENCES else ""))
     return found
+
+
+def _presets_of(recipes: Sequence[dict[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """The presets of these recipes of one task, if they differ in them."""
+    task, named = recipes[0].get("task"), {recipe.get("preset") for recipe in recipes}
+    if task not in TASKS or len(named) < 2:
+        return {}
+    return {name: values for name, values in workload(task).task.presets.items() if name in named}
+
+
+def _rank_of_difference(
+    recipe: dict[str, Any],
+    siblings: Sequence[dict[str, Any]],
+    presets: Mapping[str, Mapping[str, Any]],
+    name: str,
+) -> int:
+    """0 for the preset, 1 for what somebody chose, 2 for what follows from the preset or from its absence.
+
+    `siblings`: the recipes with the same preset.
+    """
+    if name == "preset":
+        return 0
+    own = presets.get(recipe.get("preset") or "", {})
+    chosen = name in own and own[name] != recipe[name]
+    differ = any(other.get(name) != recipe[name] for other in siblings)
+    return 2 if any(name in of for of in presets.values()) and not chosen and not differ else 1
 
 
 def _reason(state: str, status: JobStatus | None, summary: dict[str, Any]) -> str:

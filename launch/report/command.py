@@ -151,7 +151,7 @@ def markdown(contents: Contents) -> str:
         if run["use"]:
             lines += ["", *_markdown_table([["machine", "measured", "target", "is"], *run["use"]])]
         if run["sample"]:
-            lines += ["", "What it writes:", "", *(f"    {line}" for line in str(run["sample"]).splitlines())]
+            lines += ["", "A sample:", "", *(f"    {line}" for line in str(run["sample"]).splitlines())]
     return printable("\n".join(lines))
 
 

@@ -76,7 +76,7 @@ class Contents:
 
     def curves(self) -> list[tuple[str, ...]]:
         """Per run, the names of the metrics that are drawn beside the loss."""
-        return [report.curves if report else () for report in self.reports]
+        return [run["curves"] for run in self.runs]
 
 
 def collect(runs: Sequence[RunFolder], measure: bool = True) -> Contents:

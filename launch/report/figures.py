@@ -46,7 +46,7 @@ def smoothed(values: Sequence[float | None]) -> list[float]:
 
 def training_drawings(runs: Sequence[dict[str, Any]], names: tuple[str, ...]) -> list[Drawing]:
     """A figure of the loss, and one for each metric of `names` that has a curve: all runs in each."""
-    shown = [name for name in ("loss", *names) if any(has_curve(run, name) for run in runs)]
+    shown = [n for n in dict.fromkeys(("loss", *names)) if any(has_curve(run, n) for run in runs)]
     return [Drawing(f"Training {name}", _drawer(runs, name), 4.6, 3.0) for name in shown]
 
 

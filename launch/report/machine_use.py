@@ -39,6 +39,8 @@ def use_table(
         rows.append(["data wait", f"{100 * wait:.1f} %", "under 10 %", _verdict(100 * wait < DATA_WAIT)])
     if (waited := _number(summary.get("core_wait"))) and waited >= WORTH_A_WORD:
         rows.append(["cores held by other programs", f"{waited:.0%} of the time", "", ""])
+    # Samples of length 1, such as pairs of ids, have as many tokens as samples, and no padding.
+    is_of_pairs = _mean(curves, "tokens_per_second") == _mean(curves, "samples_per_second")
     for label, name, form in (
         ("power", "power_watts", "{:.0f} W"),
         ("GPU temperature", "gpu_temperature", "{:.0f} °C"),
@@ -48,6 +50,8 @@ def use_table(
         ("tokens a second", "tokens_per_second", "{:,.0f}"),
         ("seconds a step", "step_seconds", "{:.4g}"),
     ):
+        if name in ("padding", "tokens_per_second") and is_of_pairs:
+            continue
         if (value := _mean(curves, name)) is not None:
             rows.append([label, form.format(value), "", ""])
     return rows

@@ -37,7 +37,7 @@ def write_plots(run: RunFolder) -> list[Path]:
     records = read_records(run, report)
     if not records["training"].get("loss"):
         raise UserError(f"plots: {run.folder} has trained no step yet")
-    drawings = [training_curves(records, report.curves if report else ())]
+    drawings = [training_curves(records, records["curves"])]
     drawings += report.run_drawings(records) if report else []
     files = []
     for drawing in drawings:

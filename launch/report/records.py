@@ -57,7 +57,7 @@ def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
     summary = _readable(run.summary, notes) or {}
     plan = _readable(lambda: run.plan.to_dict(), notes) or {}
     task = _readable(lambda: run.recipe.task, notes) or ""
-    curves = report.curves if report else ()
+    curves = report.curves if report else _monitored(run, summary)
     wanted = ("seal", "split", *(report.reported if report else ()))  # phases end with a seal
     rows = [row for row in thinned_rows(run.metrics, 4 * POINTS, wanted) if _is_placed(row)]
     if damaged := damaged_rows(run.metrics):
@@ -72,6 +72,7 @@ def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
         "training": _curve(steps, ("loss", *curves), starts),
         "evaluations": _curve(evaluated, ("loss", *curves), starts),
         "final_evaluations": _curve(final, ("loss", *curves), starts),
+        "curves": curves,
         "recipe": _readable(lambda: run.recipe.to_compare(), notes) or {},
         "reported": _reported(steps, report.reported if report else (), starts),
         "machine": (machine := _curve(steps, CURVES, starts)),
@@ -82,6 +83,17 @@ def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
         "events": _events(run),
         "notes": notes,
     }
+
+
+def _monitored(run: RunFolder, summary: dict[str, Any]) -> tuple[str, ...]:
+    """The metric that a run without a report of its own is judged by, beside the loss."""
+    if isinstance(said := summary.get("monitor"), str):
+        return (said,)
+    try:  # it still trains
+        consent.require(run.recipe, run.folder)
+        return (workload_of(run.recipe).make(run.recipe)[0].best_metric[0],)
+    except UserError:  # damaged, or of code that is not agreed to: told elsewhere
+        return ()
 
 
 def _readable(read: Callable[[], Any], notes: list[str]) -> Any:

@@ -111,6 +111,7 @@ class Recommender(Task):
     Options: ClassVar[type] = RecommenderOptions
     measured_files: ClassVar[tuple[str, ...]] = (BASELINES_FILE,)
     monitor: ClassVar[tuple[str, str]] = ("ndcg@10", "max")
+    told_once: ClassVar[tuple[str, ...]] = ("popularity_", "full_popularity_", "protocol")
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "small",
         "batch_size": 2048,
@@ -449,7 +450,7 @@ class Recommender(Task):
             )
         name, said, is_better = _verdict(metrics, k)
         tries = [] if self.recipe.preset == "ids" else ["try --preset ids"]
-        tries += [f"`recommend RUN --by {name}` gives its lists"]
+        tries += [f"`isobatch recommend RUN --by {name}` gives its lists"]
         return f"{said}: {', or '.join(tries)}" if is_better else said
 
     def better_baseline(self, metrics: Mapping[str, Any]) -> str:

@@ -73,6 +73,8 @@ def test_a_run_that_ended_early_says_so_with_the_way_out(said: str, way_out: str
 def test_other_runs_say_nothing() -> None:
     assert remark(FLAT) == ""
     assert remark(FALLING, (0.5, 0.6)) == "", "more training would only overfit"
+    assert remark(FALLING, (-0.30, -0.444, -0.446, -0.447)) == "", "what is monitored has been flat"
+    assert "--epochs 4" in remark(FALLING, (-0.30, -0.40, -0.43, -0.45))
     assert remark(FALLING, data="demo") == ""
     few = Recipe(task="t", data="reviews.csv", steps=(10,))
     assert ending_remark(few, [PhaseSchedule("train", 10, 5, 1e-3, 5)], FLAT[:10], (), "runs/a") == ""

@@ -249,6 +249,29 @@ def evaluated(run: RunFolder, *rows: dict[str, Any]) -> RunFolder:
     return RunFolder.open(run.folder)
 
 
+def test_a_recommender_shows_its_held_out_curve_and_no_tokens(tmp_path: Path) -> None:
+    recipe, _ = workload("recommender").complete({"steps": [100], "text": "off"})
+    facts = Facts(fingerprint="f", folder="", samples={"train": 100}, lengths=(1, 1))
+    made = RunFolder.create(tmp_path / "shop", recipe, facts, RunOptions())
+    rates = {"samples_per_second": 160.0, "tokens_per_second": 160.0, "padding": 0.0, "lr": 1e-3}
+    with made.metrics.open("w") as stream:
+        for step in (10, 20, 30):
+            held_out = {"split": "valid", "ndcg@10": step / 100}
+            for row in ({"loss": 1.0, **rates}, held_out):
+                stream.write(json.dumps({"phase": "ids", "step": step, **row}) + "\n")
+    found = records(made, tmp_path)
+    assert found["evaluations"]["ndcg@10"] == [0.1, 0.2, 0.3]
+    assert [drawing.title for drawing in training_drawings([found], found["curves"])] == [
+        "Training loss",
+        "Training ndcg@10",
+    ]
+    assert [row[0] for row in found["use"]] == ["samples a second"]
+    summary = {"remark": "EASE is better: `isobatch recommend runs/shop --by ease`", "status": "done"}
+    (made.folder / "summary.json").write_text(json.dumps(summary))
+    records(made, tmp_path)
+    assert "<code>isobatch recommend runs/shop --by ease</code>" in (tmp_path / "report.html").read_text()
+
+
 def test_a_single_evaluation_has_no_axis(run: RunFolder, tmp_path: Path) -> None:
     found = records(evaluated(run, {"step": 60, "loss": 1.7}), tmp_path)
     one = {**found, "training": {"step": [60]}}
