@@ -289,7 +289,7 @@ def test_a_baseline_that_ranks_better_beyond_doubt_is_named() -> None:
     )
     assert (
         task.final_remark(metrics)
-        == f"{said}: try --preset ids, or `recommend RUN --by ease` gives its lists"
+        == f"{said}: try --preset ids, or `isobatch recommend RUN --by ease` gives its lists"
     )
     assert task.better_baseline(metrics) == f"{said}: --by ease gives its lists"
     assert recommender(data="demo").final_remark(metrics) == ""
