@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import dataclasses
 import difflib
 import io
 import itertools
@@ -154,13 +155,14 @@ def column_names(part: SplitFiles) -> list[str]:
 
 
 def require_column(part: SplitFiles, column: str, otherwise: str = "", flag: str = "--text-column") -> None:
-    """Raise UserError unless the rows have this column. `otherwise`: what else would be read."""
-    names = column_names(part)
-    if names and column not in names:
-        raise UserError(
-            f"{flag} {column}: {part.files[0]} has no such column{did_you_mean(column, names)}; "
-            f"it has: {', '.join(names[:20])}" + (f"; {otherwise}" if otherwise else "")
-        )
+    """Raise UserError unless each file's rows have this column. `otherwise`: what else would be read."""
+    for file in part.files:
+        names = column_names(dataclasses.replace(part, files=(file,)))
+        if names and column not in names:
+            raise UserError(
+                f"{flag} {column}: {file} has no such column{did_you_mean(column, names)}; "
+                f"it has: {', '.join(names[:20])}" + (f"; {otherwise}" if otherwise else "")
+            )
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isobatch.core.errors import TrainingError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.data.streaming import locations
 from isobatch.data.streaming.store import ObjectFile, Store, StoredObject
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from pyarrow.parquet import FileMetaData, ParquetFile
 
@@ -64,6 +65,15 @@ class Shard(ABC):
     def columns(self) -> list[str]:
         """The names of its columns, of lines those of the first; none where it has no rows."""
 
+    def _require(self, columns: Sequence[str] | None, there: Collection[str]) -> None:
+        """Raise UserError where a column is not there: other shards may have it."""
+        for name in columns or () if there else ():
+            if name not in there:
+                raise UserError(
+                    f"{self.stored.address} has no column {name}, and the first object has; it has:"
+                    f" {', '.join(sorted(there)[:20])}"
+                )
+
 
 class Lines(Shard):
     """A file of JSON objects, one a line."""
@@ -73,7 +83,10 @@ class Lines(Shard):
         while start < self.stored.size:
             block = self._lines_from(start)
             extent = Extent(start, start + len(block))
-            yield extent, self._parse(block, columns, start)
+            rows = self._parse(block, None, start)
+            if start == 0:
+                self._require(columns, {name for row in rows for name in row})
+            yield extent, _only(columns, rows)
             start = extent.stop
 
     def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:
@@ -102,7 +115,11 @@ class Lines(Shard):
             if line.strip():
                 rows.append(_record(line, f"{self.stored.address} byte {offset:,}"))
             offset += len(line) + 1
-        return rows if columns is None else [{name: row.get(name) for name in columns} for row in rows]
+        return _only(columns, rows)
+
+
+def _only(columns: Sequence[str] | None, rows: Rows) -> Rows:
+    return rows if columns is None else [{name: row.get(name) for name in columns} for row in rows]
 
 
 class GzippedLines(Lines):
@@ -110,12 +127,14 @@ class GzippedLines(Lines):
 
     def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
         extent = Extent(0, self.stored.size)
-        yield extent, self.rows(extent, columns)
+        rows = self.rows(extent, None)
+        self._require(columns, {name for row in rows for name in row})
+        yield extent, _only(columns, rows)
 
     def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:
         try:
             return self._parse(gzip.decompress(self._read(*extent)), columns, 0)
-        except (gzip.BadGzipFile, EOFError) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise TrainingError(f"{self.stored.address}: is no whole gzip file: {error}") from None
 
 
@@ -142,6 +161,7 @@ class ParquetShard(Shard):
         """Consecutive row groups that together have GROUP_BYTES."""
         with self._explained(), self._open() as file:
             metadata = file.metadata
+            self._require(columns, file.schema_arrow.names)
         start = size = 0
         for number in range(metadata.num_row_groups):
             size += _row_group_bytes(metadata, number, columns)
@@ -166,7 +186,7 @@ class ParquetShard(Shard):
 
         try:
             yield
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise TrainingError(f"{self.stored.address}: is no whole Parquet file: {error}") from None
 
 

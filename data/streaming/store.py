@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
+import sys
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -12,17 +15,21 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from isobatch.core.errors import IsobatchError, TrainingError, UserError
+from isobatch.core.measures import printable
 from isobatch.data.streaming import locations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
-ATTEMPTS = 9
-"""Of each read. With the pauses between them a store may be away for a minute."""
+ATTEMPTS = 70
+"""Of each read. With the pauses between them a store may be away for a quarter of an hour."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 20.0
 """Seconds between attempts: each pause is twice the one before, and up to half of it is left out at random,
 so that ranks that failed together do not come back together."""
+SAID_AFTER = 5
+"""Attempts that fail before a person is told, some 4 seconds."""
+SAID_EVERY_SECONDS = 60.0
 REFUSALS = (FileNotFoundError, PermissionError, ValueError, TypeError, ImportError)
 """To ask again would not help."""
 NO_CREDENTIALS = "NoCredentialsError"
@@ -30,6 +37,8 @@ NO_CREDENTIALS = "NoCredentialsError"
 VERSION_FIELDS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "Last-Modified", "mtime", "created")
 """What stores call a mark that changes with an object, the best first."""
 _PAUSES = random.Random(f"{socket.gethostname()} {os.getpid()}")
+NEVER_EMPTY = ("parquet", "jsonl.gz")
+"""Formats of which no whole file has 0 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +71,9 @@ class Store:
         return self._opened[scheme], strip_protocol(address)
 
     def find(self, data: str) -> list[StoredObject]:
-        """The objects with a known ending that --data names, by address; empty ones are none.
+        """The objects with a known ending that --data names, by address; empty files of lines are none.
 
-        Raises UserError where nothing matches, or the store refuses.
+        Raises UserError where nothing matches, an object is no whole file, or the store refuses.
         """
         found: dict[str, StoredObject] = {}
         for pattern in locations.patterns(data):
@@ -72,6 +81,9 @@ class Store:
                 listed = _insist(pattern, "the list of objects", partial(self._list, pattern))
             except TrainingError as error:
                 raise UserError(f"--data {data}: {error}") from None
+            for one in listed:
+                if not one.size and locations.file_format(one.address) in NEVER_EMPTY:
+                    raise UserError(f"--data {data}: {one.address} has 0 bytes, so it is no whole file")
             matched = [one for one in listed if one.size and locations.file_format(one.address)]
             if not matched:
                 endings = " ".join(locations.ENDINGS)
@@ -152,9 +164,28 @@ def _insist(address: str, what: str, attempt: Callable[[], T]) -> T:
                     f"{address}: {what} could not be had in {ATTEMPTS} attempts: {_in_a_line(error)};"
                     " `resume` goes on when the store answers"
                 ) from None
+            if number >= SAID_AFTER:
+                _failing.say(f"{address}: {what} cannot be had ({_in_a_line(error)}): trying again")
         time.sleep(pause * _PAUSES.uniform(0.5, 1))
         pause = min(2 * pause, LONGEST_PAUSE)
     raise AssertionError("the last attempt returns or raises")
+
+
+class Failing:
+    """Tells a person now and then that a store fails; the threads of a process share one."""
+
+    def __init__(self) -> None:
+        self._lock, self._said = threading.Lock(), -math.inf
+
+    def say(self, line: str) -> None:
+        with self._lock:
+            if time.monotonic() - self._said < SAID_EVERY_SECONDS:
+                return
+            self._said = time.monotonic()
+        print(printable(line), file=sys.stderr, flush=True)
+
+
+_failing = Failing()
 
 
 def _why_refused(error: Exception, address: str) -> str:

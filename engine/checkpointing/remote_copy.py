@@ -1,7 +1,8 @@
 """Copies of checkpoints in a remote store, s3:// or any other that fsspec knows: `--checkpoint-copy URL`.
 
 Each is a folder URL/RUN/CHECKPOINT-SAVE/ with the files of the run and of one checkpoint, and its manifest
-URL/RUN/CHECKPOINT.json, which is written last: a copy without one is not whole. The first rank of each node
+URL/RUN/CHECKPOINT.json, which is written last: a copy without one is not whole. URL/RUN/owner says whose
+copies they are: two runs may have one name. The first rank of each node
 sends its node's file, the main rank all others. Copies are made in the background, one at a time; a failure
 is said and never ends training. The store keeps what the local folder keeps.
 """
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch.core.errors import StopRequestedError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
 ATTEMPTS = 6
 """Of each operation on the store."""
@@ -43,6 +44,9 @@ NOT_COPIED = (
     "ranks.json",
 )
 """What `resume` does not need of a run."""
+OWNER_FILE = "owner"
+REFUSALS = ("FileNotFoundError", "PermissionError", "NoCredentialsError")
+"""Names of errors with which a store refuses for good: no bucket, no right to write."""
 
 
 class CheckpointStore(NamedTuple):
@@ -62,7 +66,7 @@ class CheckpointStore(NamedTuple):
 
     def write(self, name: str, text: str) -> None:
         self._make_parent(name)
-        retried(self.files.pipe_file, self.path(name), text.encode())
+        retried(self.files.pipe_file, self.path(name), text.encode(), refusals=REFUSALS)
 
     def _make_parent(self, name: str) -> None:
         if "file" in self.files.protocol:  # others have no folders
@@ -73,6 +77,15 @@ class CheckpointStore(NamedTuple):
         try:
             self.files.invalidate_cache()
             return int(self.files.info(self.path(name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def owner(self) -> str | None:
+        """The identity of the run whose copies these are; None where none says so, as of older versions."""
+        try:
+            self.files.invalidate_cache()
+            text: bytes = retried(self.files.cat_file, self.path(OWNER_FILE), refusals=REFUSALS)
+            return text.decode()
         except FileNotFoundError:
             return None
 
@@ -97,13 +110,18 @@ def open_store(url: str, run: str) -> CheckpointStore:
     return CheckpointStore(files, f"{root.rstrip('/')}/{run}")
 
 
-def retried(operation: Callable[..., Any], *given: Any) -> Any:
-    """The result of an operation on the store, tried again with growing delays where it fails."""
+def retried(operation: Callable[..., Any], *given: Any, refusals: Collection[str] = ()) -> Any:
+    """The result of an operation on the store, tried again with growing delays where it fails.
+
+    `refusals`: names of errors after which it is not tried again.
+    """
     delay = FIRST_DELAY_SECONDS
     for _ in range(ATTEMPTS - 1):
         try:
             return operation(*given)
-        except Exception:  # a store's own: its library does not say which would last
+        except Exception as error:  # a store's own: its library does not say which would last
+            if type(error).__name__ in refusals:
+                raise
             time.sleep(delay)
             delay *= 2
     return operation(*given)
@@ -113,16 +131,47 @@ class RemoteCopies:
     """Copies checkpoints in a thread of its own, on the first rank of each node; surrounds the training."""
 
     def __init__(self, url: str, run: Path, is_main: bool, say: Callable[[str], None]) -> None:
-        """`url`: the value of --checkpoint-copy. Raises UserError where it cannot be used."""
+        """`url`: the value of --checkpoint-copy. Raises UserError where it cannot be used, or is taken."""
         self._url, self._run, self._is_main, self._say = url, run, is_main, say
+        self._not_copied = ""
+        """Name of the newest checkpoint, where it has no copy."""
+        self._is_claimed = not is_main
         if is_main:
-            assert self._store
+            self._try_to_claim()
         self._queue: queue.Queue[tuple[Path, str, str] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="checkpoint copies", daemon=True)
 
     @functools.cached_property
     def _store(self) -> CheckpointStore:
         return open_store(self._url, self._run.name)
+
+    def _try_to_claim(self) -> None:
+        """Claim the folder now; a store that does not answer is tried again with the first copy."""
+        try:
+            self._claim()
+        except UserError:
+            raise
+        except Exception as error:  # a store's own
+            if type(error).__name__ in REFUSALS:
+                raise UserError(
+                    f"--checkpoint-copy {self._url}: cannot be written: {_in_a_line(error)}"
+                ) from None
+            self._say(
+                f"--checkpoint-copy {self._url}: does not answer ({_in_a_line(error)}); it is tried"
+                " again with each checkpoint"
+            )
+
+    def _claim(self) -> None:
+        """Write whose copies these are. Raises UserError where they are another run's."""
+        owner, own = self._store.owner(), _identity(self._run)
+        if owner is None:
+            self._store.write(OWNER_FILE, own)
+        elif owner != own:
+            raise UserError(
+                f"--checkpoint-copy {self._url}: holds copies of another run with the name {self._run.name}:"
+                " give another --name or URL, or delete them there"
+            )
+        self._is_claimed = True
 
     def __enter__(self) -> RemoteCopies:
         self._thread.start()
@@ -135,6 +184,8 @@ class RemoteCopies:
             self._thread.join(WAIT_SECONDS)
             if self._thread.is_alive():
                 self._say(f"--checkpoint-copy {self._url}: the last copy is not whole yet, and is given up")
+            elif self._not_copied:
+                self._say(f"--checkpoint-copy {self._url}: has no copy of {self._not_copied}, the last one")
 
     def add(self, folder: Path, file: str, save: str) -> None:
         """Copy a checkpoint that is complete: `file` of this node, of the save of that name."""
@@ -147,16 +198,19 @@ class RemoteCopies:
         while (job := self._queue.get()) is not None:
             try:
                 self._copy(*job)
+                self._not_copied = ""
             except Exception as error:  # whatever a store raises: training goes on
-                self._tell(job, f"{type(error).__name__}: {error}")
+                self._not_copied = job[0].name
+                self._tell(job, _in_a_line(error))
 
     def _tell(self, job: tuple[Path, str, str] | None, why: str) -> None:
         if job is not None:
-            name, line = job[0].name, why.splitlines()[0]
-            self._say(f"--checkpoint-copy {self._url}: {name} is not copied ({line}); training goes on")
+            self._say(f"--checkpoint-copy {self._url}: {job[0].name} is not copied ({why}); training goes on")
 
     def _copy(self, folder: Path, file: str, save: str) -> None:
         copy = f"{folder.name}-{save}"
+        if not self._is_claimed:
+            self._claim()
         if not self._is_main:
             self._store.put(folder / file, f"{copy}/checkpoints/{folder.name}/{file}")
             return
@@ -168,7 +222,8 @@ class RemoteCopies:
             in_store = path.parent != folder and retried(self._store.size, f"{copy}/{name}")
             sizes[name] = in_store or path.stat().st_size  # a log has grown since
         self._await({f"{copy}/{name}": size for name, size in sizes.items()})
-        manifest = {"checkpoint": folder.name, "folder": copy, "saved_at": time.time(), "files": sizes}
+        saved_at = (folder / "index.json").stat().st_mtime
+        manifest = {"checkpoint": folder.name, "folder": copy, "saved_at": saved_at, "files": sizes}
         before = self._store.manifests()
         self._store.write(f"{folder.name}.json", json.dumps(manifest, indent=2))
         earlier = before.pop(folder.name, manifest)["folder"]
@@ -207,30 +262,67 @@ def _small_files(run: Path) -> Iterator[Path]:
 
 
 def fetch_run(url: str, out: Path) -> Path:
-    """The folder in `out` of a run whose copies lie at `url`; fetched where it has no checkpoint here.
+    """The folder in `out` of a run whose copies lie at `url`, fetched where the newest one is not here.
 
-    The newest whole copy comes first, then the checkpoints of the others. Raises UserError.
+    Files that are here and that no copy has stay. Raises UserError, also where the run that is here is
+    another one.
     """
     parent, _, name = url.rstrip("/").rpartition("/")
     folder, store = out / name, open_store(parent, name)
-    if any((folder / "checkpoints").glob("[!.]*/index.json")):
-        return folder
     try:
-        *others, newest = store.manifests().values()
+        owner, (*others, newest) = store.owner(), store.manifests().values()
     except ValueError:
+        if _newest_save(folder):
+            return folder
         raise UserError(
             f"{url} holds no whole copy: give --checkpoint-copy's URL and the run's name"
         ) from None
     except Exception as error:  # a store's own
-        raise UserError(f"{url} cannot be read: {type(error).__name__}: {error}") from None
+        raise UserError(f"{url} cannot be read: {_in_a_line(error)}") from None
+    if owner is not None and (folder / "recipe.json").is_file() and owner != _identity(folder):
+        raise UserError(f"{folder} is another run than that of {url}: move it away, or give another --out")
+    if _newest_save(folder) >= newest["saved_at"]:
+        return folder
     fresh = folder.with_name(f".{name}.fetched")
     shutil.rmtree(fresh, ignore_errors=True)
     _fetch(store, newest, newest["files"], fresh)
     for manifest in reversed(others):
         _fetch(store, manifest, [f for f in manifest["files"] if f.startswith("checkpoints/")], fresh)
-    shutil.rmtree(folder, ignore_errors=True)  # it has no checkpoint
-    fresh.rename(folder)
+    _move_into(fresh, folder)
     return folder
+
+
+def _newest_save(folder: Path) -> float:
+    """When the newest checkpoint in a run's folder was written, in seconds since 1970; 0 without one."""
+    saves = (folder / "checkpoints").glob("[!.]*/index.json")
+    return max((path.stat().st_mtime for path in saves), default=0.0)
+
+
+def _move_into(fresh: Path, folder: Path) -> None:
+    """Give a fetched run its place; in a folder that is there, its files and checkpoints replace those."""
+    if not folder.exists():
+        fresh.rename(folder)
+        return
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
+    for path in sorted((fresh / "checkpoints").iterdir()):
+        shutil.rmtree(checkpoints / path.name, ignore_errors=True)
+        path.rename(checkpoints / path.name)
+    for path in sorted(p for p in fresh.rglob("*") if p.is_file()):
+        place = folder / path.relative_to(fresh)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
+    shutil.rmtree(fresh)
+
+
+def _identity(run: Path) -> str:
+    """What tells a run from others of its name, see `RunFolder.identity`."""
+    recorded = json.loads((run / "recipe.json").read_text())
+    return str(recorded.get("run", recorded.get("hash", "")))
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _fetch(store: CheckpointStore, manifest: dict[str, Any], names: Iterable[str], folder: Path) -> None:

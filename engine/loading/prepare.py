@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
@@ -23,7 +24,7 @@ from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
 from isobatch.engine.machine.detect import allowed_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 CHECK_SECONDS = 2.0
 """How long a cache is checked when it is found; what is not checked then is when samples are fetched."""
@@ -80,7 +81,7 @@ def prepare_share(data: Data, share: Share, say: Callable[[str], None] = lambda 
 def _encode_share(data: Data, share: Share, folder: Path) -> None:
     data.workshop = Workshop(allowed_cpus(Path("/"), os.environ), _shards_of(folder), share)
     try:
-        with tempfile.TemporaryDirectory() as unused:
+        with tempfile.TemporaryDirectory() as unused, _nothing_trains_yet():
             data.prepare(Path(unused))
     except NoSamplesError:
         return  # perhaps in this share alone: the one that joins them sees it
@@ -120,7 +121,8 @@ def _make(data: Data, folder: Path) -> None:
     try:
         doing("preparing the data")
         data.workshop = Workshop(allowed_cpus(Path("/"), os.environ), shards)
-        extra = data.prepare(temporary)
+        with _nothing_trains_yet():
+            extra = data.prepare(temporary)
         atomic_files.write_json(temporary / FACTS_FILE, _measure(data, temporary, extra).to_dict())
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
@@ -130,6 +132,15 @@ def _make(data: Data, folder: Path) -> None:
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _nothing_trains_yet() -> Iterator[None]:
+    """What ends training, such as a damaged object, is wrong input here."""
+    try:
+        yield
+    except TrainingError as error:
+        raise UserError(str(error)) from None
 
 
 def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:

@@ -137,15 +137,16 @@ def _here(named: str, out: str) -> RunFolder:
     from isobatch.engine.checkpointing.remote_copy import fetch_run
 
     if "://" in named:
-        url: str | None = named
         run = RunFolder(Path(out).expanduser() / PurePosixPath(named).name)
         if not run.folder.is_dir():
             return RunFolder.open(fetch_run(named, run.folder.parent))
+        url: str | None = named
     else:
         run = RunFolder.open(named)
         copy = run.options().checkpoint_copy
-        url = copy and f"{copy.rstrip('/')}/{run.folder.name}"
-    if url is None or run.status() == "done" or any(run.checkpoints.glob("[!.]*/index.json")):
+        is_here = any(run.checkpoints.glob("[!.]*/index.json"))
+        url = None if copy is None or is_here else f"{copy.rstrip('/')}/{run.folder.name}"
+    if url is None or run.status() == "done":
         return run
     run.refuse_if_training()
     return RunFolder.open(fetch_run(url, run.folder.resolve().parent))

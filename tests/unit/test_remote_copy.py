@@ -133,9 +133,47 @@ def test_saving_a_step_again_replaces_its_copy(run_ranks: Any, run: Path, url: s
     before = store.manifests()["train-3"]["folder"]
     train(run_ranks, run, url, [3], size=2)
     after = store.manifests()["train-3"]["folder"]
-    folders = [entry for entry in store.files.ls(store.root, detail=False) if not entry.endswith(".json")]
+    folders = [entry["name"] for entry in store.files.ls(store.root) if entry["type"] == "directory"]
     assert before != after
     assert [name.rpartition("/")[2] for name in folders] == [after]
+
+
+def test_a_run_of_the_same_name_does_not_replace_the_copies_of_another(
+    run_ranks: Any, run: Path, url: str, tmp_path: Path
+) -> None:
+    train(run_ranks, run, url, [3])
+    other = tmp_path / "elsewhere" / run.name
+    other.mkdir(parents=True)
+    (other / "recipe.json").write_text('{"run": "another one"}')
+    with pytest.raises(UserError, match="holds copies of another run with the name it's"):
+        RemoteCopies(url, other, True, print)
+    with pytest.raises(UserError, match="elsewhere/it's 日本 is another run than that of memory://"):
+        fetch_run(f"{url}/{run.name}", tmp_path / "elsewhere")
+    assert set(open_store(url, run.name).manifests()) == {"train-3"}
+
+
+def test_a_newer_copy_replaces_what_is_here(run_ranks: Any, run: Path, url: str, tmp_path: Path) -> None:
+    train(run_ranks, run, url, [3])
+    here = fetch_run(f"{url}/{run.name}", tmp_path / "elsewhere")
+    (here / "exports").mkdir()
+    train(run_ranks, run, url, [6])
+    assert fetch_run(f"{url}/{run.name}", tmp_path / "elsewhere") == here
+    assert {path.name for path in (here / "checkpoints").iterdir()} == {"train-3", "train-6"}
+    assert (here / "exports").is_dir()
+    assert not here.with_name(f".{here.name}.fetched").exists()
+
+
+def test_a_bucket_that_is_not_there_is_refused_before_training(
+    run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    with pytest.raises(UserError, match="cannot be written: FileNotFoundError: The specified bucket does"):
+        RemoteCopies(url, run, True, print)
 
 
 class Flaky:
@@ -173,6 +211,8 @@ def test_a_store_that_is_gone_is_said_and_ends_nothing(
     Flaky(monkeypatch, 1)
     said = train(run_ranks, run, url, [3, 6])
     name = f"--checkpoint-copy {url}: train-"
+    assert "does not answer (OSError: 503 Slow Down)" in said.pop(0)
+    assert said.pop() == f"--checkpoint-copy {url}: has no copy of train-6, the last one"
     assert said == [f"{name}{n} is not copied (OSError: 503 Slow Down); training goes on" for n in (3, 6)]
     assert (run / "checkpoints" / "train-6").is_dir()
 

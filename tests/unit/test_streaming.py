@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from isobatch.core.errors import TrainingError, UserError
@@ -148,7 +149,7 @@ def test_an_index_goes_on_and_costs_only_what_is_new(stored: Path, monkeypatch: 
     monkeypatch.setattr(store.Store, "read", counting)
     fails = True
     data = data_of(f"file://{stored}/*", tokenizer=str(tokenizer))
-    with pytest.raises(TrainingError, match="part-2"):
+    with pytest.raises(UserError, match="part-2"):
         prepare(data)
     read.clear()
     fails = False
@@ -268,7 +269,8 @@ class Failing:
 
 
 def test_a_read_is_tried_again_and_the_last_error_names_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    for failures, reads in ((0, 2), (5, 7), (99, store.ATTEMPTS)):
+    monkeypatch.setattr(store, "ATTEMPTS", 9)
+    for failures, reads in ((0, 2), (5, 7), (99, 9)):
         files = Failing(failures, ConnectionResetError("reset by peer"))
         monkeypatch.setattr(store.Store, "_open", lambda *_, files=files: (files, "path"))
         if failures < 99:
@@ -282,6 +284,18 @@ def test_a_read_is_tried_again_and_the_last_error_names_the_object(monkeypatch: 
     with pytest.raises(TrainingError, match="no permission: give credentials"):
         store.Store().read("s3://b/part-3", 10, 14)
     assert refused.reads == 1, "what is refused is not asked for again"
+
+
+def test_a_store_that_fails_is_said_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(store, "_failing", store.Failing())
+    for part in range(2):
+        files = Failing(store.SAID_AFTER + 3, ConnectionResetError("reset by peer"))
+        monkeypatch.setattr(store.Store, "_open", lambda *_, files=files: (files, "path"))
+        store.Store().read(f"s3://b/part-{part}", 10, 14)
+    said = "s3://b/part-0: bytes 10 to 14 cannot be had (reset by peer): trying again\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(
@@ -334,6 +348,31 @@ def test_splits_follow_the_names_of_objects() -> None:
     assert indexes.divide(objects) == {"train": [0, 3], "valid": [1], "test": [2]}
     with pytest.raises(UserError, match="held out by their names"):
         indexes.divide(objects[1:3])
+
+
+def test_a_shard_without_the_column_is_refused(stored: Path) -> None:
+    (stored / "part-2.jsonl").write_bytes(b'{"content": "lost without a word"}\n' * 50)
+    with pytest.raises(UserError, match=r"part-2.jsonl has no column text.* it has: content"):
+        prepared(stored)
+    (stored / "part-2.jsonl").unlink()
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["lost"] * 50}), stored / "part-2.parquet")
+    with pytest.raises(UserError, match=r"part-2.parquet has no column text.* it has: content"):
+        prepared(stored)
+
+
+def test_an_empty_file_is_whole_only_where_it_has_lines(stored: Path) -> None:
+    (stored / "part-3.jsonl").write_bytes(b"")
+    assert prepared(stored)
+    (stored / "part-3.parquet").write_bytes(b"")
+    with pytest.raises(UserError, match=r"part-3.parquet has 0 bytes, so it is no whole file"):
+        prepared(stored)
+
+
+def test_damaged_text_of_a_parquet_file_is_named(stored: Path) -> None:
+    texts = pyarrow.array([b"\xff\x8b is no UTF-8"] * 9, pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), stored / "part-4.parquet")
+    with pytest.raises(UserError, match=r"part-4.parquet: is no whole Parquet file: 'utf-8' codec"):
+        prepared(stored)
 
 
 def test_two_may_index_the_same_shard_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
