@@ -10,6 +10,9 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Count, Positive
 
+LABEL = r"(?=.{1,63}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+"""What Kubernetes takes as the name of a namespace (RFC 1123)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KubernetesOptions:
@@ -58,6 +61,11 @@ class KubernetesOptions:
             raise UserError(
                 f"--secret {name}...: is no name of a Secret, which alone belongs into a manifest"
             )
+        if self.namespace is not None and not re.fullmatch(LABEL, self.namespace):
+            raise UserError(
+                f"--namespace {self.namespace}: is no name of a namespace: at most 63 small letters, digits"
+                " and -"
+            )
         if self.mem is not None and not re.fullmatch(r"\d+(\.\d+)?([KMGT]i?)?", self.mem):
             raise UserError(f"--mem {self.mem}: is no amount such as 64Gi")
         if self.node_selector is not None and self.node_label is None:
@@ -66,4 +74,5 @@ class KubernetesOptions:
     @property
     def node_label(self) -> tuple[str, str] | None:
         name, equals, value = (self.node_selector or "").partition("=")
-        return (name, value) if name and equals and value else None
+        is_label = equals and re.fullmatch(r"[\w./-]+", name) and re.fullmatch(r"[\w.-]{1,63}", value)
+        return (name, value) if is_label else None

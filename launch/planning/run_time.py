@@ -123,6 +123,10 @@ def _evaluations(steps: int, every: int) -> int:
     return (steps - 1) // max(1, every)
 
 
+LEAST_GOODPUT = 0.01
+"""Below it a run is not said to end: the estimate holds for failures that are rare beside a save."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
     """What failures take of a run that saves as often as loses least; all in seconds."""
@@ -153,6 +157,11 @@ class Failures:
 
     def sentence(self) -> str:
         """What the plan says about them."""
+        if self.goodput < LEAST_GOODPUT:
+            return (
+                f"with a failure every {format_duration(self.between)} the run hardly gets on: a save takes"
+                f" {_short(self.save)} s and to start again {_short(self.restart)} s"
+            )
         return (
             f"with a failure every {format_duration(self.between)}: --save-every {self.save_every} loses"
             f" least ({_short(self.save)} s a save, {_short(self.restart)} s to start again): at least"
@@ -168,7 +177,7 @@ class Failures:
             "restart_seconds": self.restart,
             "save_every": self.save_every,
             "goodput": self.goodput,
-            "run_seconds": self.run / self.goodput,
+            "run_seconds": self.run / self.goodput if self.goodput >= LEAST_GOODPUT else None,
         }
 
 

@@ -159,6 +159,8 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a long name": ([*GPUS, "--name", 53 * "a"], "at most 52"),
     "memory": ([*GPUS, "--mem", "much"], "--mem much: is no amount such as 64Gi"),
     "a label": ([*GPUS, "--node-selector", "gpu"], "--node-selector gpu: is no label"),
+    "two labels": ([*GPUS, "--node-selector", "a=b,c=d"], "--node-selector a=b,c=d: is no label"),
+    "a namespace": ([*GPUS, "--namespace", "Team"], "--namespace Team: is no name of a namespace"),
     "processes": ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --nodes 4"),
     "a secret": ([*GPUS, "--secret", "HF_TOKEN=x"], r"--secret HF_TOKEN\.\.\.: is no name of a Secret"),
     "a flag": ([*GPUS, "--imgae", "a"], "did you mean --image"),

@@ -70,6 +70,14 @@ def test_a_plan_says_how_often_to_save_where_machines_fail(capsys: pytest.Captur
     RunOptions(save_every=Interval.parse(found["save_every"]))
 
 
+def test_a_machine_that_fails_all_the_time_gets_no_time_of_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--task", "causal-lm", "--model", "gpt2-124m", "--assume-length", "1024", "--hardware", "8xh100"]
+    plan([*words, "--mtbf", "1s"])
+    assert "with a failure every 0:01 the run hardly gets on" in capsys.readouterr().out
+    plan([*words, "--mtbf", "1s", "--json"])
+    assert json.loads(capsys.readouterr().out)["failures"]["run_seconds"] is None
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("6h", 21600), ("90m", 5400), ("1d12h", 129600), ("1.5h", 5400), ("1h30m", 5400), ("5s", 5)],
