@@ -117,8 +117,8 @@ def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer
         refuse_unread(options, run, "text_column", "top", "skip_unknown")
         lists = task.open_lists(run.final)
         column = text or run.recipe.options.get("user_column")
-        reader = UserReader(column, lists if options.skip_unknown else None)
-        return Answerer(partial(_recommend, lists, options.top), reader)
+        users = UserReader(column, lists if options.skip_unknown else None)
+        return Answerer(partial(_recommend, lists, options.top), users)
     assert isinstance(task, Predicts), "trained_task has asked"
     if isinstance(task, EncodesLatents):
         refuse_unread(options, run, "text_column")

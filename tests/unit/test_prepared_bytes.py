@@ -222,8 +222,10 @@ def prepared(case: str, folder: Path) -> list[str]:
     folder.mkdir(exist_ok=True)
     facts = prepare(CASES[case](folder)).to_dict()
     place = Path(facts.pop("folder"))
+    facts["extra"].pop("untaken", None)  # neither counted then, nor noted
     if notes := facts["extra"].get("notes"):  # columns of interactions were not named then
-        facts["extra"]["notes"] = [note for note in notes if ": read " not in note]
+        newer = (": read ", "have no interaction and are ranked", "is not read: ")
+        facts["extra"]["notes"] = [note for note in notes if not any(words in note for words in newer)]
     known = json.dumps(facts, sort_keys=True).replace(str(folder), "")
     return [place.name, facts["fingerprint"], hashlib.sha256(known.encode()).hexdigest()[:16]]
 
