@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-REMARKS = ("notes", "turns", "untaken", "without_text")
+REMARKS = ("notes", "turns", "untaken")
 """Fields of `extra` that say something of the data and decide nothing."""
 
 

@@ -364,6 +364,10 @@ class Task(ABC):
         """
         return {}
 
+    def notes(self, facts: Facts) -> list[str]:
+        """Lines for the user on the data, before training."""
+        return list(facts.extra.get("notes", []))
+
     def first_step_remark(self, losses: Mapping[str, float], facts: Facts) -> str:
         """A line for the user on the losses of the first step, if they say that something is wrong."""
         return ""

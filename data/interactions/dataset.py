@@ -170,8 +170,7 @@ class Interactions(TokenizedData):
             "vocabulary": tokenizers.vocabulary_size(tokenizer),
             **special,
             "untaken": found.untaken,
-            "without_text": {"users": _count_missing(of_users), "items": _count_missing(of_items)},
-            "notes": found.notes,
+            "notes": [*found.notes, *_missing_text_notes(of_users, of_items)],
         }
 
     def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
@@ -226,5 +225,10 @@ def unique_texts(
     return list(number), by_user, by_item
 
 
-def _count_missing(texts: np.ndarray) -> int:
-    return int((texts == MISSING).sum())
+def _missing_text_notes(users: np.ndarray, items: np.ndarray) -> list[str]:
+    found = []
+    for what, texts in (("users", users), ("items", items)):
+        missing = int((texts == MISSING).sum())
+        if missing > 0:
+            found.append(f"{missing:,} of {len(texts):,} {what} have no text: their ids alone count")
+    return found

@@ -53,7 +53,7 @@ class LogSplits:
         """The `pair_keys` of the training interactions, sorted, each once."""
         self.had = unique_pair_keys(self.logs.values(), *sizes)
         """Those of all interactions."""
-        taken = sum(log.counts("item", len(self.items)) for log in self.logs.values())
+        taken = np.sum([log.counts("item", len(self.items)) for log in self.logs.values()], axis=0)
         self.untaken = int((taken == 0).sum()) if self.negatives is None else 0
         """Items without any interaction that held-out ones are ranked against all the same."""
         self.notes += self._split_notes()

@@ -58,7 +58,7 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
     run, world, session = context.run, context.world, context.session
     if world.is_main:  # only there: for its size a task may have to build its model on the meta device
         seldom_meant = remarks(session.recipe, session.schedules, session.sampler.used, session.splits)
-        for line in (_headline(context), *seldom_meant, *session.facts.extra.get("notes", [])):
+        for line in (_headline(context), *seldom_meant, *context.task.notes(session.facts)):
             context.console.say(line)
     watchdog = Watchdog(world, context.stop, context.options.hang_timeout, end_process)
     record = RankRecord(watchdog, run.rank_record)

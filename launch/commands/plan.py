@@ -138,6 +138,8 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     request = with_automatic_scale(request, machine)
     print_notes(request)
     target = target_of(request, options, machine)
+    for note in request.workload.make(target.recipe)[0].notes(target.facts):
+        say(request)(note)
     found = estimate(target, prices)
     if found.plan is None or (model_size := found.model_size) is None:
         raise UserError(with_what_would_fit(found))

@@ -99,6 +99,8 @@ def find_or_train(
         print_unless_quiet(
             f"{run.folder} has this recipe and is done (--again for a new run)", request.run.quiet
         )
+        if remark := (run.summary() or {}).get("remark"):
+            print_unless_quiet(str(remark), request.run.quiet)
         return run, Verdict(DONE, "")
     if run is not None:
         refuse_if_in_a_job(run)

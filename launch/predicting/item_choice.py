@@ -52,7 +52,8 @@ def _named_items(lists: ItemLists, flag: str, text: str, column: str | None) -> 
 
 
 def _item_in(row: Mapping[str, Any], flag: str, where: str, column: str | None) -> str:
-    wanted = [name for name in (column, *ITEM_COLUMNS, TEXT_LINE) if name in row] or list(row)
+    usual = (*([column] if column else []), *ITEM_COLUMNS, TEXT_LINE)
+    wanted = [name for name in usual if name in row] or list(row)
     if len(row) > 1 and wanted == list(row):
         raise UserError(f"{flag}: {where}: has no column item_id; it has: {', '.join(row)}")
     return str(row[wanted[0]])

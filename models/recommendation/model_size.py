@@ -74,14 +74,7 @@ def recommender_size(
         step_flops=flops,
         vocabulary=min(negatives, items) if shared else 0,
         remark="; ".join(
-            filter(
-                None,
-                [
-                    _tables_remark(recipe, options, tables),
-                    _few_items_remark(options, items),
-                    _missing_texts_remark(options, facts),
-                ],
-            )
+            filter(None, [_tables_remark(recipe, options, tables), _few_items_remark(options, items)])
         ),
         why_unshardable=_why_unshardable(options, config is not None),
     )
@@ -95,13 +88,6 @@ def _few_items_remark(options: Any, items: int) -> str:
     if options.loss == "sampled-softmax":
         return f"--negatives {requested}: all {items:,} items are taken, for there are no more"
     return f"--negatives {requested}: there are {items:,} items, so that some come several times for a pair"
-
-
-def _missing_texts_remark(options: Any, facts: Facts) -> str:
-    """How many users and items have no text, where texts are used."""
-    missing = facts.extra.get("without_text", {}) if options.text != "off" else {}
-    said = [f"{count:,} of {facts.extra[what]:,} {what}" for what, count in missing.items() if count]
-    return f"{' and '.join(said)} have no text: their ids alone count" if said else ""
 
 
 def _trained_layers(options: Any, layers: int) -> int:

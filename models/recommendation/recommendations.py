@@ -301,11 +301,18 @@ class Recommendations:
 
     def _similarities(self, number: int) -> np.ndarray:
         """(items,) how alike each item is to this one."""
-        v = self.arrays["items"]
-        lengths = np.maximum(np.linalg.norm(v, axis=1), np.finfo(v.dtype).tiny)
         trust = np.where(self.described, 1.0, self.counts / (self.counts + SHRINKAGE))
-        found: np.ndarray = v @ v[number] / (lengths * lengths[number]) * trust
+        found: np.ndarray = self._directions @ self._directions[number] * trust
         return found
+
+    @cached_property
+    def _directions(self) -> np.ndarray:
+        """(items, dim) vectors of items with length 1."""
+        v = self.arrays["items"]
+        directions: np.ndarray = v / np.maximum(
+            np.linalg.norm(v, axis=1, keepdims=True), np.finfo(v.dtype).tiny
+        )
+        return directions
 
     def _without_taken(self, taken: np.ndarray, scores: np.ndarray) -> np.ndarray:
         """Scores with minus infinity for these items, if lists leave out what users had."""

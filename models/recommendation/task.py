@@ -408,6 +408,11 @@ class Recommender(Task):
 
         return {**ranking.metric_parts(model, batch, self.options.top_k)}
 
+    def notes(self, facts: Facts) -> list[str]:
+        """Without those on missing texts where none are used."""
+        found = super().notes(facts)
+        return [n for n in found if self.options.text != "off" or " have no text: " not in n]
+
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         found: dict[str, Any] = super().metrics(parts, split, facts)
         del found["loss"]

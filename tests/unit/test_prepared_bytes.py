@@ -228,8 +228,10 @@ def described(found: Facts, folder: Path) -> list[str]:
     """[key in the cache, fingerprint, hash of the facts] of data that was prepared from `folder`."""
     facts = found.to_dict()
     place = Path(facts.pop("folder"))
+    facts["extra"].pop("untaken", None)  # neither counted then, nor noted
     if notes := facts["extra"].get("notes"):  # columns of interactions were not named then
-        facts["extra"]["notes"] = [note for note in notes if ": read " not in note]
+        newer = (": read ", "have no interaction and are ranked", "is not read: ")
+        facts["extra"]["notes"] = [note for note in notes if not any(words in note for words in newer)]
     known = json.dumps(facts, sort_keys=True).replace(str(folder), "")
     return [place.name, facts["fingerprint"], hashlib.sha256(known.encode()).hexdigest()[:16]]
 

@@ -262,6 +262,14 @@ def test_model_size_counts_every_parameter(tmp_path: Path) -> None:
         assert task.model_size(facts).parameters == pytest.approx(count, abs=DIM // 2)
 
 
+def test_missing_texts_are_noted_where_texts_are_used() -> None:
+    from types import SimpleNamespace
+
+    facts: Any = SimpleNamespace(extra={"notes": ["8 of 8 users have no text: ids count", "other"]})
+    assert recommender().notes(facts) == facts.extra["notes"]
+    assert recommender(text="off").notes(facts) == ["other"]
+
+
 def test_no_gradient_for_lora_is_an_error() -> None:
     from isobatch.models.base import StepContext
 
