@@ -33,7 +33,11 @@ ROOT = Path(__file__).resolve().parents[1]
 READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYTHON", "CUDA", "LD_", "LANG")
 """Variables that libraries read when they are imported: another value needs a fresh process."""
 START_SECONDS = 60.0
-MODULES = ("accelerate.commands.launch", "torch.distributed.run", "isobatch auto", "isobatch resume")
+MODULES = (
+    "accelerate.commands.launch",
+    "torch.distributed.run",
+    *(f"isobatch {command}" for command in ("auto", "resume", "call", "plots")),
+)
 SCRIPTS = ("launch/train.py", "launch/loopback.py", "benchmarks/__main__.py", "tests/tasks/measure.py")
 """Modules, commands of ours and scripts that are run in a fork."""
 NOT_IMPORTED = [
