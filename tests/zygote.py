@@ -36,7 +36,7 @@ START_SECONDS = 60.0
 MODULES = (
     "accelerate.commands.launch",
     "torch.distributed.run",
-    *(f"isobatch {command}" for command in ("auto", "resume", "call", "plots")),
+    *(f"isobatch {command}" for command in ("auto", "resume", "call", "chat", "plots", "serve")),
 )
 SCRIPTS = ("launch/train.py", "launch/loopback.py", "benchmarks/__main__.py", "tests/tasks/measure.py")
 """Modules, commands of ours and scripts that are run in a fork."""
@@ -55,7 +55,7 @@ if not (name in {modules} or name.endswith({scripts})):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({socket!r})
-connection.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))])
+connection.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
 asked = {{"program": words, "cwd": os.getcwd(), "environment": environment}}
 connection.sendall(json.dumps(asked).encode() + b"\\n")
 answers = connection.makefile()
@@ -108,15 +108,29 @@ class Zygote:
         return _read_at_import(environment) == self._at_start
 
     def run(
-        self, words: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float
+        self,
+        words: Sequence[str],
+        cwd: Path,
+        environment: Mapping[str, str],
+        timeout: float,
+        program: Sequence[str] = (),
+        given: str = "",
     ) -> subprocess.CompletedProcess[str]:
-        """`isobatch WORDS`, to its end. Raises subprocess.TimeoutExpired."""
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        """`isobatch WORDS`, or `python PROGRAM`, to its end, with `given` as its input.
+
+        Raises subprocess.TimeoutExpired.
+        """
+        files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115
+        with contextlib.ExitStack() as stack:
+            typed, out, err = map(stack.enter_context, files)
+            typed.write(given.encode())
+            typed.seek(0)
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(self._path)
-                asked = json.dumps({"words": list(words), "cwd": str(cwd), "environment": dict(environment)})
-                socket.send_fds(connection, [b"+"], [out.fileno(), err.fileno()])
-                connection.sendall(asked.encode() + b"\n")
+                asked = {"words": list(words), "cwd": str(cwd), "environment": dict(environment)}
+                asked |= {"program": list(program)} if program else {}
+                socket.send_fds(connection, [b"+"], [file.fileno() for file in files])
+                connection.sendall(json.dumps(asked).encode() + b"\n")
                 with connection.makefile() as answers:
                     pid = int(answers.readline())
                     connection.settimeout(timeout)
@@ -149,7 +163,7 @@ def serve(path: str) -> NoReturn:
     client = str(Path(path).with_name("python"))
     while True:
         connection, _ = listener.accept()
-        _, files, _, _ = socket.recv_fds(connection, 1, 2)
+        _, files, _, _ = socket.recv_fds(connection, 1, 3)
         asked = json.loads(connection.makefile().readline())
         pid = os.fork()
         if pid == 0:
@@ -193,10 +207,11 @@ def _end(code: int) -> NoReturn:
 def _become(asked: dict[str, Any], files: list[int], client: str) -> int:
     from isobatch.launch.cli import main
 
-    for target, file in zip((1, 2), files, strict=True):
+    for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)
     # A stream remembers what it was opened on: whether it may seek, for one.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
     os.environ.clear()
     os.environ.update(asked["environment"])
@@ -210,9 +225,12 @@ def _become(asked: dict[str, Any], files: list[int], client: str) -> int:
 
 
 def _run(program: list[str]) -> int:
-    """Run a script or `-m module` as the interpreter does; returns its exit code."""
+    """Run a script, `-m module` or `-c code` as the interpreter does; returns its exit code."""
     try:
-        if program[0] == "-m":
+        if program[0] == "-c":
+            sys.argv = ["-c", *program[2:]]
+            exec(compile(program[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif program[0] == "-m":
             sys.argv = program[1:]
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         else:
