@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import pkgutil
 import runpy
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYTHON", "CUDA", "LD_", "LANG")
 """Variables that libraries read when they are imported: another value needs a fresh process."""
+SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
+"""Not so this one: torch sets it in a process whose tests compile, and reads it when it compiles."""
 START_SECONDS = 60.0
 MODULES = (
     "accelerate.commands.launch",
@@ -40,6 +43,10 @@ MODULES = (
 )
 SCRIPTS = ("launch/train.py", "launch/loopback.py", "benchmarks/__main__.py", "tests/tasks/measure.py")
 """Modules, commands of ours and scripts that are run in a fork."""
+LIBRARIES = (
+    *("fire", "matplotlib.figure", "peft"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2")),
+)
 NOT_IMPORTED = [
     f"isobatch.launch.{name}"
     for name in ("__main__", "_root", "loopback", "torchrun", "train", "ray_train.workers")
@@ -151,7 +158,7 @@ class Zygote:
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT)}
+    return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT) and k != SET_BY_TORCH}
 
 
 def serve(path: str) -> NoReturn:
@@ -243,8 +250,12 @@ def _run(program: list[str]) -> int:
     return 0
 
 
-def _import_ours() -> None:
-    """Import every module of ours that neither is a script nor needs a cluster."""
+def _import_all() -> None:
+    """Import libraries, and every module of ours that neither is a script nor needs a cluster."""
+    logging.disable(logging.WARNING)  # bitsandbytes says what this machine lacks
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    logging.disable(logging.NOTSET)
     for room in ("core", "data", "engine", "models", "launch"):
         for module in pkgutil.walk_packages([str(ROOT / room)], f"isobatch.{room}."):
             if module.name not in NOT_IMPORTED:
@@ -257,11 +268,6 @@ if __name__ == "__main__":
 
     for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
-    import fire  # noqa: F401
-    import transformers
-    import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
-
-    _import_ours()
+    _import_all()
     gc.freeze()  # what is here stays: a fork need not look through it
     serve(sys.argv[1])
