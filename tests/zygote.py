@@ -47,6 +47,8 @@ LIBRARIES = (
     *("fire", "matplotlib.figure", "peft"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2")),
 )
+FRESH = (":peak_memory", '"runtime": "onnx"')
+"""What the command that measures the memory of a process without torch holds: a fork has torch."""
 NOT_IMPORTED = [
     f"isobatch.launch.{name}"
     for name in ("__main__", "_root", "loopback", "torchrun", "train", "ray_train.workers")
@@ -58,7 +60,8 @@ words = [w for w in sys.argv[1:] if w not in ("-P", "-u")]
 environment = dict(os.environ)
 name = words[1] if words[:1] == ["-m"] else words[0] if words else ""
 name = " ".join(words[1:3]) if name == "isobatch" else name
-if not (name in {modules} or name.endswith({scripts})):
+fresh = all(mark in " ".join(words) for mark in {fresh})
+if fresh or not (name in {modules} or name.endswith({scripts})):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({socket!r})
@@ -91,7 +94,9 @@ class Zygote:
         self._at_start = _read_at_import(variables)
         client = Path(self.python)
         client.write_text(
-            CLIENT.format(python=sys.executable, modules=MODULES, scripts=SCRIPTS, socket=self._path)
+            CLIENT.format(
+                python=sys.executable, modules=MODULES, scripts=SCRIPTS, fresh=FRESH, socket=self._path
+            )
         )
         client.chmod(0o755)
         self._process = subprocess.Popen(
