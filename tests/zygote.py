@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import pkgutil
 import runpy
@@ -32,10 +33,22 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYTHON", "CUDA", "LD_", "LANG")
 """Variables that libraries read when they are imported: another value needs a fresh process."""
+SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
+"""Not so this one: torch sets it in a process whose tests compile, and reads it when it compiles."""
 START_SECONDS = 60.0
-MODULES = ("accelerate.commands.launch", "torch.distributed.run", "isobatch auto", "isobatch resume")
+MODULES = (
+    "accelerate.commands.launch",
+    "torch.distributed.run",
+    *(f"isobatch {command}" for command in ("auto", "resume", "call", "chat", "plots", "serve")),
+)
 SCRIPTS = ("launch/train.py", "launch/loopback.py", "benchmarks/__main__.py", "tests/tasks/measure.py")
 """Modules, commands of ours and scripts that are run in a fork."""
+LIBRARIES = (
+    *("fire", "matplotlib.figure", "peft"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2")),
+)
+FRESH = (":peak_memory", '"runtime": "onnx"')
+"""What the command that measures the memory of a process without torch holds: a fork has torch."""
 NOT_IMPORTED = [
     f"isobatch.launch.{name}"
     for name in ("__main__", "_root", "loopback", "torchrun", "train", "ray_train.workers")
@@ -47,11 +60,12 @@ words = [w for w in sys.argv[1:] if w not in ("-P", "-u")]
 environment = dict(os.environ)
 name = words[1] if words[:1] == ["-m"] else words[0] if words else ""
 name = " ".join(words[1:3]) if name == "isobatch" else name
-if not (name in {modules} or name.endswith({scripts})):
+fresh = all(mark in " ".join(words) for mark in {fresh})
+if fresh or not (name in {modules} or name.endswith({scripts})):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({socket!r})
-connection.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))])
+connection.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
 asked = {{"program": words, "cwd": os.getcwd(), "environment": environment}}
 connection.sendall(json.dumps(asked).encode() + b"\\n")
 answers = connection.makefile()
@@ -80,7 +94,9 @@ class Zygote:
         self._at_start = _read_at_import(variables)
         client = Path(self.python)
         client.write_text(
-            CLIENT.format(python=sys.executable, modules=MODULES, scripts=SCRIPTS, socket=self._path)
+            CLIENT.format(
+                python=sys.executable, modules=MODULES, scripts=SCRIPTS, fresh=FRESH, socket=self._path
+            )
         )
         client.chmod(0o755)
         self._process = subprocess.Popen(
@@ -104,15 +120,29 @@ class Zygote:
         return _read_at_import(environment) == self._at_start
 
     def run(
-        self, words: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float
+        self,
+        words: Sequence[str],
+        cwd: Path,
+        environment: Mapping[str, str],
+        timeout: float,
+        program: Sequence[str] = (),
+        given: str = "",
     ) -> subprocess.CompletedProcess[str]:
-        """`isobatch WORDS`, to its end. Raises subprocess.TimeoutExpired."""
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        """`isobatch WORDS`, or `python PROGRAM`, to its end, with `given` as its input.
+
+        Raises subprocess.TimeoutExpired.
+        """
+        files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115
+        with contextlib.ExitStack() as stack:
+            typed, out, err = map(stack.enter_context, files)
+            typed.write(given.encode())
+            typed.seek(0)
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(self._path)
-                asked = json.dumps({"words": list(words), "cwd": str(cwd), "environment": dict(environment)})
-                socket.send_fds(connection, [b"+"], [out.fileno(), err.fileno()])
-                connection.sendall(asked.encode() + b"\n")
+                asked = {"words": list(words), "cwd": str(cwd), "environment": dict(environment)}
+                asked |= {"program": list(program)} if program else {}
+                socket.send_fds(connection, [b"+"], [file.fileno() for file in files])
+                connection.sendall(json.dumps(asked).encode() + b"\n")
                 with connection.makefile() as answers:
                     pid = int(answers.readline())
                     connection.settimeout(timeout)
@@ -133,7 +163,7 @@ class Zygote:
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT)}
+    return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT) and k != SET_BY_TORCH}
 
 
 def serve(path: str) -> NoReturn:
@@ -145,7 +175,7 @@ def serve(path: str) -> NoReturn:
     client = str(Path(path).with_name("python"))
     while True:
         connection, _ = listener.accept()
-        _, files, _, _ = socket.recv_fds(connection, 1, 2)
+        _, files, _, _ = socket.recv_fds(connection, 1, 3)
         asked = json.loads(connection.makefile().readline())
         pid = os.fork()
         if pid == 0:
@@ -189,10 +219,11 @@ def _end(code: int) -> NoReturn:
 def _become(asked: dict[str, Any], files: list[int], client: str) -> int:
     from isobatch.launch.cli import main
 
-    for target, file in zip((1, 2), files, strict=True):
+    for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)
     # A stream remembers what it was opened on: whether it may seek, for one.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
     os.environ.clear()
     os.environ.update(asked["environment"])
@@ -206,9 +237,12 @@ def _become(asked: dict[str, Any], files: list[int], client: str) -> int:
 
 
 def _run(program: list[str]) -> int:
-    """Run a script or `-m module` as the interpreter does; returns its exit code."""
+    """Run a script, `-m module` or `-c code` as the interpreter does; returns its exit code."""
     try:
-        if program[0] == "-m":
+        if program[0] == "-c":
+            sys.argv = ["-c", *program[2:]]
+            exec(compile(program[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif program[0] == "-m":
             sys.argv = program[1:]
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         else:
@@ -221,8 +255,12 @@ def _run(program: list[str]) -> int:
     return 0
 
 
-def _import_ours() -> None:
-    """Import every module of ours that neither is a script nor needs a cluster."""
+def _import_all() -> None:
+    """Import libraries, and every module of ours that neither is a script nor needs a cluster."""
+    logging.disable(logging.WARNING)  # bitsandbytes says what this machine lacks
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    logging.disable(logging.NOTSET)
     for room in ("core", "data", "engine", "models", "launch"):
         for module in pkgutil.walk_packages([str(ROOT / room)], f"isobatch.{room}."):
             if module.name not in NOT_IMPORTED:
@@ -235,11 +273,6 @@ if __name__ == "__main__":
 
     for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
-    import fire  # noqa: F401
-    import transformers
-    import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
-
-    _import_ours()
+    _import_all()
     gc.freeze()  # what is here stays: a fork need not look through it
     serve(sys.argv[1])

@@ -33,6 +33,11 @@ def launch(
     return command(own_command(*words), cwd, timeout, **environment)
 
 
+def run_code(code: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`python -c CODE WORDS` in a folder, with libraries imported."""
+    return _zygote().run((), cwd, os.environ, 240, program=["-c", code, *words])
+
+
 def warm_command(*words: str) -> list[str]:
     """`isobatch WORDS` as a command that begins with libraries imported; signals reach it, SIGKILL too."""
     return [warm_python(), *own_command(*words)[1:]]
@@ -92,7 +97,7 @@ def summary(run: Path) -> dict[str, Any]:
 def run_card(final: Path) -> str:
     """What the lines in the card of final/ write, run in that folder by plain Python."""
     lines = (final / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    done = command([warm_python(), "-c", lines], cwd=final)
+    done = run_code(lines, cwd=final)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from isobatch.data import corpora, tokenizers
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-from isobatch.tests.integration.helpers import furthest, launch, losses, summary
+from isobatch.tests.integration.helpers import furthest, launch, losses, run_code, summary
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER
 
@@ -90,8 +88,7 @@ def test_every_way_trains_resumes_merges_and_writes(way: str, home: Path) -> Non
     resumed = launch("resume", str(again), "--quiet", cwd=home)
     assert resumed.returncode == 0, resumed.stderr
     assert losses(again) == first
-    words = [sys.executable, "-c", AFTERWARDS, str(run)]
-    done = subprocess.run(words, cwd=home, capture_output=True, text=True, check=False)
+    done = run_code(AFTERWARDS, str(run), cwd=home)
     assert done.returncode == 0, done.stderr
     assert json.loads((run / "exports" / "merged" / "parity.json").read_text())["max_logit_difference"] < 1e-4
     assert "\ndef f" in done.stdout
@@ -116,8 +113,7 @@ def test_peft_opens_the_adapter_and_transformers_the_merged_model(way: str, home
     run = home / "runs" / way if (home / "runs" / way).is_dir() else trained(home, way, way)
     if not (run / "exports" / "merged").is_dir():
         assert launch("export", str(run), "--to", "merged", cwd=home).returncode == 0
-    words = [sys.executable, "-c", OPENED, str(run), "base"]
-    done = subprocess.run(words, cwd=home, capture_output=True, text=True, check=False)
+    done = run_code(OPENED, str(run), "base", cwd=home)
     assert done.returncode == 0, done.stderr
     apart, learnt = map(float, done.stdout.split())
     assert apart < 1e-4

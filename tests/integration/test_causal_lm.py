@@ -37,7 +37,7 @@ def plain_perplexity(final: Path, text: str, width: int) -> float:
 
 
 def train(folder: Path, data: Path, *words: str) -> Path:
-    common = ["--task", "causal-lm", "--data", str(data), "--name", "lm", "--quiet", "--batch-size", "16"]
+    common = ["--task", "causal-lm", "--data", str(data), "--name", "lm", "--quiet"]
     done = launch("auto", *common, *words, cwd=folder, timeout=500)
     assert done.returncode == 0, done.stderr
     return folder / "runs" / "lm"
@@ -46,7 +46,7 @@ def train(folder: Path, data: Path, *words: str) -> Path:
 def excerpt(folder: Path) -> Path:
     """The first lines of each file of WikiText-2: enough for a test, small enough for two cores."""
     folder.mkdir()
-    for name, lines in (("train.txt", 200), ("valid.txt", 15), ("test.txt", 20)):
+    for name, lines in (("train.txt", 40), ("valid.txt", 6), ("test.txt", 8)):
         text = (WIKITEXT / name).read_text(encoding="utf-8").splitlines(keepends=True)[:lines]
         (folder / name).write_text("".join(text), encoding="utf-8")
     return folder
@@ -56,7 +56,7 @@ def excerpt(folder: Path) -> Path:
 def test_perplexity_agrees_with_plain_transformers(tmp_path: Path) -> None:
     data = excerpt(tmp_path / "wiki text")
     words = ["--tokenizer", str(BPE), "--model", "tiny", "--steps", "12", "--max-length", "64"]
-    run = train(tmp_path, data, *words)
+    run = train(tmp_path, data, *words, "--batch-size", "4")
     found = losses(run)
     assert found[-1] < found[0] - 0.2
     report = summary(run)
@@ -69,7 +69,7 @@ def test_perplexity_agrees_with_plain_transformers(tmp_path: Path) -> None:
 
 
 def test_the_demo_learns_and_writes(tmp_path: Path) -> None:
-    done = launch("auto", "--task", "causal-lm", "--steps", "30", "--name", "demo", cwd=tmp_path)
+    done = launch("auto", "--task", "causal-lm", "--steps", "15", "--name", "demo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "demo"
     found = losses(run)
@@ -94,8 +94,9 @@ def test_the_demo_learns_and_writes(tmp_path: Path) -> None:
 
 def test_half_precision_says_so_and_stays_close(tmp_path: Path) -> None:
     data = tmp_path / "text.txt"
-    data.write_text("".join(f"line {i} of {i * i}: the quick brown fox\n" for i in range(3000)))
+    data.write_text("".join(f"line {i} of {i * i}: the quick brown fox\n" for i in range(600)))
     common = ["--model", "tiny", "--steps", "6", "--max-length", "32", "--vocab-size", "300"]
+    common += ["--batch-size", "16"]
     (tmp_path / "exact").mkdir()
     (tmp_path / "half").mkdir()
     exact = train(tmp_path / "exact", data, *common)

@@ -7,7 +7,6 @@ import math
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ import torch
 from safetensors.torch import save_model
 from transformers import AutoTokenizer, BertTokenizerFast, GPT2Config, GPT2LMHeadModel
 
-from isobatch.core.package import own_command
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.report import command
 from isobatch.launch.serving.command import ServeOptions, make_app
@@ -29,6 +27,7 @@ from isobatch.tests.integration.helpers import (
     post,
     predictions,
     run_card,
+    run_code,
     summary,
     warm_command,
 )
@@ -125,8 +124,7 @@ print(total / count)
 
 
 def test_perplexity_is_of_the_answers_tokens_as_others_compute_it(home: Path) -> None:
-    words = [sys.executable, "-c", BY_HAND, "runs/asked/final", "asked.jsonl"]
-    done = subprocess.run(words, cwd=home, capture_output=True, text=True, check=False)
+    done = run_code(BY_HAND, "runs/asked/final", "asked.jsonl", cwd=home)
     assert done.returncode == 0, done.stderr
     found = summary(home / "runs" / "asked")["metrics"]
     assert found["loss"] == pytest.approx(float(done.stdout), rel=1e-4)
@@ -153,7 +151,7 @@ def test_a_chat_goes_on_over_turns(home: Path) -> None:
     flags = ["--data", "chats.jsonl", "--model", "tiny", "--steps", "250", "--name", "chats"]
     done = launch(*TASK, *flags, cwd=home)
     assert done.returncode == 0, done.stderr
-    words = own_command("chat", "runs/chats", "--temperature", "0")
+    words = warm_command("chat", "runs/chats", "--temperature", "0")
     talk = "What does a cow say?\nLouder!\n/reset\nWhat does a dog say?\n/quit\n"
     said = subprocess.run(words, cwd=home, input=talk, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,16 @@ from transformers import (
 )
 
 import isobatch
-from isobatch.core.package import own_command
 from isobatch.data import corpora, tokenizers
 from isobatch.tests.integration.helpers import ROOT, launch, losses, summary
+from isobatch.tests.zygote import Zygote
 
 if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    Hub = Callable[[list[str], Path, str], subprocess.CompletedProcess[str]]
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 OWN_TASKS = (ROOT / "docs" / "own-tasks.md").read_text(encoding="utf-8")
@@ -43,20 +46,16 @@ def wish(title: str) -> tuple[list[str], list[list[str]]]:
     return [b for b in blocks if not b.startswith("isobatch ")], typed
 
 
-def offline(hub: Path) -> dict[str, str]:
-    return {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
-
-
-def run(words: list[str], folder: Path, hub: Path | None = None) -> str:
+def run(words: list[str], folder: Path, hub: Hub | None = None, given: str = "") -> str:
     """What a command says, both streams; it must end well."""
-    done = launch(*words, cwd=folder, **(offline(hub) if hub else {}))
+    done = hub(words, folder, given) if hub else launch(*words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of the hub in which the README's models are there, and tiny."""
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    """Runs commands with a cache of the hub in which the README's models are there, and tiny."""
     folder = tmp_path_factory.mktemp("hub")
     trained = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 400)
     end = tokenizers.END_OF_TEXT
@@ -72,26 +71,21 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
             part.save_pretrained(repository / "snapshots" / "0")
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("0")
-    return folder
+    environment = {**os.environ, "HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}
+    warm = Zygote(environment)
+    yield lambda words, cwd, given: warm.run(words, cwd, environment, 240, given=given)
+    warm.close()
 
 
-def test_fine_tune_a_chat_model(hub: Path, tmp_path: Path) -> None:
+def test_fine_tune_a_chat_model(hub: Hub, tmp_path: Path) -> None:
     (sample,), (train, talk) = wish("fine-tune a chat model")
     (tmp_path / "chats.jsonl").write_text(8 * sample)
     said = run(train, tmp_path, hub)
     assert re.search(r"runs/bot: done, \d+ steps, valid: loss", said)
-    answered = subprocess.run(
-        own_command(*talk),
-        cwd=tmp_path,
-        env={**os.environ, **offline(hub)},
-        input="When do you open?\n",
-        capture_output=True,
-        text=True,
-    )
-    assert answered.returncode == 0, answered.stderr
+    run(talk, tmp_path, hub, "When do you open?\n")
 
 
-def test_make_a_classifier_small_and_fast(hub: Path, tmp_path: Path) -> None:
+def test_make_a_classifier_small_and_fast(hub: Hub, tmp_path: Path) -> None:
     (sample,), (train, ask) = wish("make a classifier small and fast")
     head, *rows = sample.splitlines()
     (tmp_path / "reviews.csv").write_text("\n".join([head, *(20 * rows)]) + "\n")
