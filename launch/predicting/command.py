@@ -11,10 +11,17 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
+from isobatch.launch.commands.generate import plain_model
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import open_run
 from isobatch.launch.predicting import tables
-from isobatch.launch.predicting.answerer import Answerer, ModelOptions, open_answerer, trained_task
+from isobatch.launch.predicting.answerer import (
+    Answerer,
+    ModelOptions,
+    open_answerer,
+    open_text_answerer,
+    trained_task,
+)
 from isobatch.launch.predicting.labelled_rows import LabelledRows
 from isobatch.launch.predicting.onnx_file import open_onnx_answerer
 from isobatch.launch.predicting.rows import EmptyTextError, SampleError
@@ -45,7 +52,8 @@ def predict(words: Sequence[str]) -> int:
     [--text-column NAME] [--pair-column NAME] [--json]; of language models also [--tokens 60]
     [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0]; of recommenders [--top 10].
 
-    RUN may be an ONNX file of a classifier, or the folder of one. Texts of pairs are given in twos.
+    RUN may be an ONNX file of a classifier, the folder of one, or that of a language model. Texts of pairs
+    are given in twos.
     """
     positional, flags = split_words(words)
     if not positional:
@@ -77,6 +85,9 @@ def _answers(where: str, texts: Sequence[str], options: PredictOptions) -> Itera
     """Chunks of answered rows, as `--out` has them."""
     if answerer := open_onnx_answerer(where, options):
         return _answer_all(answerer, texts, options)
+    if model := plain_model(where):
+        _require_one_source(texts, options)
+        return _answer_all(open_text_answerer(model, options), texts, options)
     run = open_run(where, options.trust)
     task = trained_task(run)
     if not isinstance(task, Generates | OpensItemLists | Predicts):
@@ -89,7 +100,7 @@ def _answers(where: str, texts: Sequence[str], options: PredictOptions) -> Itera
     return _answer_all(open_answerer(run, task, options), texts, options)
 
 
-def _require_one_source(texts: Sequence[str], options: PredictOptions, task: Task) -> None:
+def _require_one_source(texts: Sequence[str], options: PredictOptions, task: Task | None = None) -> None:
     if options.split is not None:
         raise UserError("--split: is for tasks of your own with a method predict(model, batch): give --file")
     what = "ids of users" if isinstance(task, OpensItemLists) else "texts in quotes"
