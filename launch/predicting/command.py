@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.measures import printable
+from isobatch.core.measures import counted, printable
 from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.generate import plain_model
 from isobatch.launch.local.arguments import command_options, split_words
@@ -152,11 +152,14 @@ def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]
         blank = _without_values(next(iter(answers.values())))
         labelled.count([chunk[place][1] for place in answers], list(samples.values()), list(answers.values()))
         done += len(chunk)
-        doing(f"predicting: {done:,} rows done")
+        doing(f"predicting: {counted(done, 'row')} done")
         yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
     if empty:
         first = str(empty[0]).removesuffix(": leave it out")
-        print(f"{len(empty):,} rows have no text and no answer; the first: {first}", file=sys.stderr)
+        have = "has" if len(empty) == 1 else "have"
+        print(
+            f"{counted(len(empty), 'row')} {have} no text and no answer; the first: {first}", file=sys.stderr
+        )
     for line in labelled.lines():
         print(printable(line), file=sys.stderr)
 
@@ -174,7 +177,7 @@ def _write(answered: Iterator[list[dict[str, Any]]], out: Path, options: Predict
     if options.json:
         print(atomic_files.json_text({"rows": count, "out": str(out)}))
     else:
-        print(f"{count:,} rows -> {out}")
+        print(f"{counted(count, 'row')} -> {out}")
 
 
 def _print(answered: Iterator[list[dict[str, Any]]], options: PredictOptions) -> None:
