@@ -51,6 +51,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} GB"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: `1 row`, `1,200 rows`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_fields(values: Mapping[str, Any]) -> str:
     """Names and their values in a line; whole numbers above 1,000,000 are bytes."""
     shown = {k: format_bytes(v) if isinstance(v, int) and v > 1e6 else v for k, v in values.items()}

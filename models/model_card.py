@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
 
 FILE = hub.CARD_FILE
+DATA = "## Data"
+WITH_THESE_WEIGHTS = "with the weights in this folder"
 OPEN_WEIGHTS = """\
 from safetensors.torch import load_file
 
@@ -63,18 +65,37 @@ class HeldOutFigures(NamedTuple):
 def render(model: ModelDescription, recipe: Recipe, facts: Facts, measured: HeldOutFigures) -> str:
     """The text of the card."""
     base = _base_model(recipe)
-    usage = [f"In this folder{f' ({model.remark})' if model.remark else ''}:", ""]
-    usage += [f"```{model.language}", *model.usage.strip().splitlines(), "```"]
     parts = [
-        _front_matter(model, recipe, base),
-        f"# {_plain(model.title)}\n\n{_plain(model.summary)}".strip(),
-        "\n".join(["## Use", "", *usage]),
-        "\n".join(["## Data", "", *_data_lines(recipe, facts)]),
+        *_head(model, recipe),
+        "\n".join([DATA, "", *_data_lines(recipe, facts)]),
         "\n".join(["## Results", "", *_result_lines(facts, measured)]),
         "\n".join(["## Training", "", *_training_lines(recipe, measured, base)]),
         f"## Licence\n\n{_licence(recipe, base)}",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measured_on: str) -> str:
+    """The card of another form of a model, from that of final/, whose figures it keeps; empty without one.
+
+    `measured_on`: which weights those were measured with.
+    """
+    _, found, rest = of_final.partition(f"{DATA}\n")
+    if not found:
+        return ""
+    rest = rest.replace(WITH_THESE_WEIGHTS, measured_on)
+    return "\n\n".join(filter(None, [*_head(model, recipe), f"{DATA}\n{rest}"]))
+
+
+def _head(model: ModelDescription, recipe: Recipe) -> list[str]:
+    """What the model is and how it is used."""
+    usage = [f"In this folder{f' ({model.remark})' if model.remark else ''}:", ""]
+    usage += [f"```{model.language}", *model.usage.strip().splitlines(), "```"]
+    return [
+        _front_matter(model, recipe, _base_model(recipe)),
+        f"# {_plain(model.title)}\n\n{_plain(model.summary)}".strip(),
+        "\n".join(["## Use", "", *usage]),
+    ]
 
 
 def _front_matter(model: ModelDescription, recipe: Recipe, base: str | None) -> str:
@@ -136,7 +157,7 @@ def _result_lines(facts: Facts, measured: HeldOutFigures) -> list[str]:
     names = [n for n in names if "latency" not in n]  # that is the machine's
     rows = [[n, *(_figure(measured.metrics[split].get(n)) for split in splits)] for n in names]
     counts = " and ".join(f"all {facts.samples[split]:,} samples of {split}" for split in splits)
-    protocol = f"Measured on {counts}, with the weights in this folder."
+    protocol = f"Measured on {counts}, {WITH_THESE_WEIGHTS}."
     if measured.chosen_by:
         protocol += (
             f" They are the best of the run's evaluations by {measured.chosen_by} on valid, which makes that"

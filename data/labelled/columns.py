@@ -55,10 +55,21 @@ def _find_column(asked: str | None, usual: tuple[str, ...], available: Sequence[
     return next((name for name in (usual if asked is None else (asked,)) if name in available), None)
 
 
+def _hint(flag: str, asked: str, available: Sequence[str]) -> str:
+    """What may be meant: of texts no column that usually holds labels, and of labels none of texts."""
+    usual = {"--text-column": TEXT_COLUMNS, "--label-column": LABEL_COLUMNS}
+    others = {name for kind, names in usual.items() if kind != flag for name in names}
+    like = [name for name in available if name not in others]
+    if hint := readers.did_you_mean(asked, like):
+        return hint
+    known = next((name for name in usual.get(flag, ()) if name in available), None)
+    return f" (did you mean {known}?)" if known else ""
+
+
 def _missing_columns(missing: Mapping[str, str | None], available: Sequence[str], data: str) -> str:
     """One line on all columns that are not there. `missing`: flag -> the name asked for, if one was."""
     said = [
-        f"{flag} {asked}: {data} has no such column{readers.did_you_mean(asked, available)}"
+        f"{flag} {asked}: {data} has no such column{_hint(flag, asked, available)}"
         for flag, asked in missing.items()
         if asked is not None
     ]

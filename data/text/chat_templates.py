@@ -266,6 +266,15 @@ def _detect_closing(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplat
     return dataclasses.replace(template, end=end, end_id=_token_id(tokenizer, end), closing=end)
 
 
+def template_in(folder: Path) -> ChatTemplate | None:
+    """The chat template of the tokenizer in a folder; None where it has none. Raises UserError."""
+    if read_tokenizer_template(folder) is None:
+        return None
+    tokenizer = tokenizers.open_tokenizer(folder)
+    special = tokenizers.special_token_ids(tokenizer, folder)
+    return choose_template("auto", "plain", tokenizer, special, folder)
+
+
 def read_tokenizer_template(folder: Path) -> str | None:
     """The template in chat_template.jinja beside a tokenizer, else in tokenizer_config.json; or None."""
     folder = folder if folder.is_dir() else folder.parent

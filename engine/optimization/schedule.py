@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -59,6 +60,19 @@ def phase_schedules(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: in
         for p, steps in zip(phases, lengths, strict=True)
         if recipe.phase in (None, p.name)
     ]
+
+
+def why_lengthened(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int) -> str:
+    """In brackets that --least-steps decided and what --epochs would have given; empty where they did not."""
+    if recipe.steps is not None or not recipe.least_steps:
+        return ""
+    found = [
+        sum(one.steps for one in phase_schedules(asked, phases, steps_per_epoch))
+        for asked in (recipe, dataclasses.replace(recipe, least_steps=0))
+    ]
+    if found[0] == found[1]:
+        return ""
+    return f" (--least-steps {recipe.least_steps:,}; by epochs it were {found[1]:,})"
 
 
 def _steps(recipe: Recipe, index: int, phase: Phase, count: int, steps_per_epoch: int) -> int:

@@ -21,7 +21,7 @@ from isobatch.engine.distributed.rank_record import RankRecord
 from isobatch.engine.distributed.watchdog import Watchdog
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.optimization.loss_trend import ending_remark
-from isobatch.engine.optimization.schedule import remarks
+from isobatch.engine.optimization.schedule import remarks, why_lengthened
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields
 from isobatch.engine.training import memory_probe
 from isobatch.engine.training.evaluate import host_batches, refuse_nonfinite_metrics
@@ -264,10 +264,16 @@ def _headline(context: RunContext) -> str:
     remark = context.task.model_size(session.facts).remark
     return (
         f"{context.recipe.task}: {session.facts.samples['train']:,} samples, global batch"
-        f" {context.recipe.batch_size}, {steps:,} steps on {context.world.size} x"
+        f" {context.recipe.batch_size}, {steps:,} steps{_why_so_many(context)} on {context.world.size} x"
         f" {context.world.device.type} in {plan.precision} ({plan.invariance});"
         f" about {format_duration(steps * plan.predicted_step_seconds)}" + (f"\n{remark}" if remark else "")
     )
+
+
+def _why_so_many(context: RunContext) -> str:
+    """In brackets which of --epochs and --least-steps decided, where that was the second."""
+    session = context.session
+    return why_lengthened(context.recipe, session.task.phases(), session.sampler.steps_per_epoch)
 
 
 def _write_model_card(

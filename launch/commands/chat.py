@@ -11,22 +11,20 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
-from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.commands.generate import (
     SamplingOptions,
+    open_language_model,
     print_pieces,
     sampling,
     system_messages,
-    template_of,
     user_message,
 )
-from isobatch.models.protocols import Generates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
-    from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.launch.commands.generate import LanguageModel
 
 HELP, RESET, SYSTEM, QUIT = "/help", "/reset", "/system", "/quit"
 SINGLE_QUESTIONS = f"it was trained on single questions: {RESET}, or --history off, forgets those before"
@@ -53,18 +51,17 @@ class ChatOptions(SamplingOptions):
 def chat(words: Sequence[str]) -> int:
     """Usage: chat RUN [--system "..."] [--tokens 256] [--temperature 0.8] [--top-k 50] [--top-p 0.9]
     [--seed 0] [--load-bits 16|8|4] [--history off]: a line is a question; /help lists what else can be typed.
+    RUN may be the folder of a model of transformers, or of an adapter of peft.
     """
-    run, options = open_single_run(words, "chat", ChatOptions)
-    template = template_of(run)
+    model, options = open_language_model(words, "chat", ChatOptions)
+    template = model.template
     if template is None:
         raise UserError(
-            f"chat: {run.folder} was not trained on conversations (instruction and output, or messages): use"
+            f"chat: {model.name} was not trained on conversations (instruction and output, or messages): use"
             " generate"
         )
     doing("loading the model")
-    write_text = require_capability(run, Generates, "writer", "continues no text").writer(
-        run.final, options.load_bits
-    )
+    write_text = model.writer(options.load_bits)
     talk = Conversation(
         template,
         lambda prompt: write_text(prompt, sampling(options, template)),
@@ -72,8 +69,8 @@ def chat(words: Sequence[str]) -> int:
         options.history,
     )
     if sys.stdin.isatty():
-        print(_banner(run), file=sys.stderr)
-    if options.history and run.facts.extra.get("turns") == 1:
+        print(_banner(model), file=sys.stderr)
+    if options.history and model.turns == 1:
         print(SINGLE_QUESTIONS, file=sys.stderr)
     for line in _input_lines():
         if line in (QUIT, "exit", "quit"):
@@ -82,8 +79,8 @@ def chat(words: Sequence[str]) -> int:
     return DONE
 
 
-def _banner(run: RunFolder) -> str:
-    return printable(f"{run.folder} (from {run.recipe.model}); {HELP} lists commands, {QUIT} ends")
+def _banner(model: LanguageModel) -> str:
+    return printable(f"{model.name} ({model.origin}); {HELP} lists commands, {QUIT} ends")
 
 
 class Conversation:

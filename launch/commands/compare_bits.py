@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.measures import format_bytes, printable
@@ -13,9 +13,6 @@ from isobatch.core.terminal.status import doing
 from isobatch.launch.report.child_process import call_in_child
 from isobatch.launch.report.tables import text_table
 from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
-
-if TYPE_CHECKING:
-    from isobatch.engine.runs.run_folder import RunFolder
 
 BITS = (16, 8, 4)
 WARM_UP_TOKENS = 4
@@ -25,17 +22,17 @@ WIDTH = 1000
 """Lines are cut by no terminal here: the text of each comes last."""
 
 
-def print_compared_bits(run: RunFolder, prompt: Any, sampling: Sampling, json: bool) -> int:
-    """Write in each precision, in a process of its own; a table, or with `json` one object."""
+def print_compared_bits(folder: Path, remote_code: bool, prompt: Any, sampling: Sampling, json: bool) -> int:
+    """Write with a folder's model in each precision, in a process of its own; a table, or one JSON object."""
     rows = []
     for bits in BITS:
         doing(f"writing in {bits} bits")
         rows.append(
             call_in_child(
                 "launch.commands.compare_bits:measure",
-                final=str(run.final.resolve()),
+                final=str(folder.resolve()),
                 bits=bits,
-                remote_code=bool(run.recipe.options.get("remote_code")),
+                remote_code=remote_code,
                 prompt=prompt,
                 sampling=asdict(sampling),
             )

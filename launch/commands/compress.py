@@ -6,6 +6,7 @@ Each stage is a run of its own in --out. Typed again, the command goes on where 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from isobatch.core.package import GO_ON_VARIABLE
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import plan_stages
-from isobatch.launch.local.arguments import parse_request
+from isobatch.launch.local.arguments import parse_request, request_text
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.planning.targets import PlanCommandOptions
 from isobatch.launch.report.command import text_of, write_report
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.launch.sweeps.chain import Chain
 
 STAGES = CHAINS["compress"]
 EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}
@@ -42,8 +44,11 @@ REMOVABLE = {"both": "their weights", "heads": "the heads", "neurons": "the neur
 
 def compress(words: Sequence[str]) -> int:
     """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]"""
-    chain = parse_chain("compress", words, {"json", "dry_run"})
+    chain = parse_chain("compress", words, {"json", "dry_run", "dump_config"})
     options = build_options(AutoOptions, chain.own, "auto")
+    if options.dump_config:
+        print(_config_of(chain))
+        return DONE
     if options.dry_run:
         return plan_stages(chain, PlanCommandOptions(json=options.json))
     runs: list[RunFolder] = []
@@ -70,6 +75,17 @@ def compress(words: Sequence[str]) -> int:
     dumped = atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else ""
     print(dumped or text_of(contents, folder))
     return DONE
+
+
+def _config_of(chain: Chain) -> str:
+    """The flags of the chain as a file for --config, and as remarks what each stage makes of them."""
+    lines = ["# the whole chain: what was typed", "task: compress"]
+    lines += [f"{name}: {json.dumps(value)}" for name, value in chain.given.items()]
+    for stage in chain.stages:
+        request = parse_request(chain.words(stage, chain.start), "auto")
+        lines += ["", f"# {stage} makes of it:"]
+        lines += [f"# {line}".rstrip() for line in request_text(request).splitlines()]
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -55,7 +56,9 @@ def evaluate(words: Sequence[str]) -> int:
     data.
     """
     run, options = open_single_run(words, "evaluate", EvaluateOptions)
-    metrics = _evaluate(run, options)
+    checkpoint, metrics = _evaluate(run, options)
+    unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
+    print(printable(f"{run.folder}: checkpoint {checkpoint}{unfinished}"), file=sys.stderr)
     if options.json:
         print(atomic_files.json_text(metrics))
     for name, found in {} if options.json else metrics.items():
@@ -63,7 +66,8 @@ def evaluate(words: Sequence[str]) -> int:
     return 0
 
 
-def _evaluate(run: RunFolder, options: EvaluateOptions) -> dict[str, Any]:
+def _evaluate(run: RunFolder, options: EvaluateOptions) -> tuple[str, dict[str, Any]]:
+    """(the checkpoint, as PHASE-STEP; metrics of each split)."""
     from isobatch.engine.training.evaluate import host_batches
     from isobatch.engine.verification.replay import Replay
     from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
@@ -71,7 +75,8 @@ def _evaluate(run: RunFolder, options: EvaluateOptions) -> dict[str, Any]:
     locate_data(run, run.recipe, options.data)
     plan = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
     replay = Replay(run, plan)
-    if not replay.load_trained():
+    found_in = replay.trained()
+    if found_in is None or not replay.load_trained():
         raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
     splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
     if options.split and options.split not in run.facts.samples:
@@ -89,7 +94,7 @@ def _evaluate(run: RunFolder, options: EvaluateOptions) -> dict[str, Any]:
             batches = host_batches(replay.session.splits[name])
             doing(f"the likelihood of {name}")
             found |= task.likelihood(replay.session.model.eval(), batches, options.iw_samples)
-    return metrics
+    return found_in.name, metrics
 
 
 def require_capability(run: RunFolder, capability: type[T], command: str, refusal: str) -> T:

@@ -15,6 +15,7 @@ from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.commands.evaluate import open_single_run
 from isobatch.launch.local.run_setup import TrustOptions
+from isobatch.models import model_card
 from isobatch.models.protocols import Exports
 
 if TYPE_CHECKING:
@@ -52,6 +53,19 @@ def export(words: Sequence[str]) -> int:
         if "remark" in figures:
             print(figures["remark"])
     return 0
+
+
+def _write_card(run: RunFolder, task: Any, kind: str, folder: Path, figures: dict[str, Any]) -> None:
+    """Write the model card of a merged folder, with the figures of final/."""
+    card = run.final / model_card.FILE
+    if kind != "merged" or not card.is_file():
+        return
+    difference = f"{figures['max_logit_difference']:.1e}"
+    measured_on = f"with the adapter beside its base; the merged logits differ by at most {difference}"
+    described = task.describe_model(folder, run.facts)
+    text = model_card.render_export(described, run.recipe, card.read_text(encoding="utf-8"), measured_on)
+    if text:
+        (folder / model_card.FILE).write_text(text, encoding="utf-8")
 
 
 def _format_ties(figures: dict[str, Any]) -> str:
@@ -98,6 +112,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
         unchecked.mkdir(parents=True)
         try:
             figures = dict(task.export_as(kind, run.final, unchecked, facts, lambda: host_batches(samples)))
+            _write_card(run, task, kind, unchecked, figures)
             figures |= {"split": held_out, "folder": str(folder)}
             (unchecked / PARITY).write_text(atomic_files.json_text(figures, indent=2) + "\n")
             atomic_files.share_as_umask_allows(unchecked)

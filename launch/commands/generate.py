@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
+from isobatch.data.text import chat_templates
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
-from isobatch.launch.local.arguments import split_words
+from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions
-from isobatch.models.causal_lm.generation import Sampling
-from isobatch.models.protocols import Generates
+from isobatch.models import lora
+from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
+from isobatch.models.protocols import Generates, WrittenText
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
+
+Options = TypeVar("Options", bound=TrustOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,18 +62,81 @@ class GenerateOptions(SamplingOptions):
     """One JSON object on standard output."""
 
 
+@dataclass(frozen=True, slots=True)
+class LanguageModel:
+    """A model that writes text: that of a run, or one in a folder of transformers or peft."""
+
+    name: str
+    """As the user typed it."""
+    folder: Path
+    """That of the weights."""
+    template: ChatTemplate | None
+    """How conversations are written; None where it knows none."""
+    writer: Callable[[int | None], Callable[[Any, Any], WrittenText]]
+    """(bits of its matrices) -> the model, read once: (prompt, sampling) -> the text behind it, in pieces."""
+    origin: str = ""
+    """What it was trained from."""
+    turns: int | None = None
+    """Questions of the longest conversation that it was trained on, where that is known."""
+    remote_code: bool = False
+
+
+def open_language_model(
+    words: Sequence[str], command: str, kind: type[Options]
+) -> tuple[LanguageModel, Options]:
+    """The model that the one positional word names, and the options. Raises UserError."""
+    positional, _ = split_words(words)
+    if len(positional) == 1 and (model := plain_model(positional[0])):
+        return model, command_options(split_words(words)[1], kind, command)
+    run, options = open_single_run(words, command, kind)
+    task = require_capability(run, Generates, "writer", "continues no text")
+    return LanguageModel(
+        str(run.folder),
+        run.final,
+        template_of(run),
+        partial(task.writer, run.final),
+        f"from {run.recipe.model}",
+        run.facts.extra.get("turns"),
+        bool(run.recipe.options.get("remote_code")),
+    ), options
+
+
+def plain_model(where: str) -> LanguageModel | None:
+    """The language model in a folder of transformers or peft that is no run; None where it is none.
+
+    Raises UserError for a folder with another kind of model.
+    """
+    path = Path(where).expanduser()
+    adapter, config = path / lora.CONFIG_FILE, path / "config.json"
+    if (path / "recipe.json").is_file() or not (adapter.is_file() or config.is_file()):
+        return None
+    found = atomic_files.read_json(adapter if adapter.is_file() else config)
+    kinds = [*(found.get("architectures") or []), str(found.get("task_type"))]
+    if not any(kind.endswith(("ForCausalLM", "LMHeadModel", "CAUSAL_LM")) for kind in kinds):
+        raise UserError(
+            f"{where} is no run, and its model writes no text ({kinds[0]}): give a run, or the folder of a"
+            " language model"
+        )
+    template = chat_templates.template_in(path)
+    return LanguageModel(where, path, template, partial(_plain_writer, path), "a folder without a run")
+
+
+def _plain_writer(folder: Path, bits: int | None) -> Callable[[Any, Sampling], TextStream]:
+    return partial(TextStream, *open_for_generation(folder, bits or 16))
+
+
 def generate(words: Sequence[str]) -> int:
     """Usage: generate RUN "a text" (or --prompt "...") [--system "..."] [--tokens 60] [--temperature 0.8]
-    [--top-k 50] [--top-p 0.9] [--seed 0] [--load-bits 16|8|4] [--compare-bits] [--json]
+    [--top-k 50] [--top-p 0.9] [--seed 0] [--load-bits 16|8|4] [--compare-bits] [--json]. RUN may be the
+    folder of a model of transformers, or of an adapter of peft.
     """
-    run, options = open_single_run(_with_prompt(words), "generate", GenerateOptions)
+    model, options = open_language_model(_with_prompt(words), "generate", GenerateOptions)
     if options.prompt is None:
         raise UserError('generate: needs --prompt "..."')
-    template = template_of(run)
+    template = model.template
     if template is None and options.system is not None:
-        raise UserError(f"--system: {run.folder} was not trained on conversations: leave it out")
+        raise UserError(f"--system: {model.name} was not trained on conversations: leave it out")
     doing("loading the model")
-    task = require_capability(run, Generates, "writer", "continues no text")
     prompt = (
         options.prompt
         if template is None
@@ -76,8 +146,8 @@ def generate(words: Sequence[str]) -> int:
     if options.compare_bits:
         from isobatch.launch.commands.compare_bits import print_compared_bits
 
-        return print_compared_bits(run, prompt, drawn, options.json)
-    pieces = task.writer(run.final, options.load_bits)(prompt, drawn)
+        return print_compared_bits(model.folder, model.remote_code, prompt, drawn, options.json)
+    pieces = model.writer(options.load_bits)(prompt, drawn)
     shown = options.prompt if template is None else ""
     if options.json:
         text = shown + "".join(pieces)

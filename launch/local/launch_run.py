@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from isobatch.core import number_ranges
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.strategies import traits_of
+from isobatch.core.terminal.status import begins_now
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import ASKED, leave_out, refuse_where_steps_matter
 from isobatch.engine.registry import workload_of
@@ -90,6 +91,7 @@ def find_or_train(
     With `owns_process` False, as in a notebook, the process is never ended and its signal handlers stay.
     Raises UserError, for example where the run is being trained already, here or by a Slurm job.
     """
+    begins_now()
     for note in request.notes:
         print_unless_quiet(note, request.run.quiet)
     facts = prepare_facts(request)

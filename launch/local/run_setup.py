@@ -16,6 +16,7 @@ from isobatch.core.flags import build_options
 from isobatch.core.measures import printable
 from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, PlanOptions
+from isobatch.core.recipe import is_read
 from isobatch.core.terminal.status import doing
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
@@ -157,7 +158,8 @@ def _why_other(folder: Path, recipe: Recipe, facts: Facts) -> str:
         same_data = run.facts.fingerprint == facts.fingerprint
     except (UserError, OSError):
         return "is not a run"
-    differing = [name for name in ours if theirs.get(name) != ours[name]]
+    both_read = [name for name in ours if is_read(name, theirs) and is_read(name, ours)]
+    differing = [name for name in both_read if theirs.get(name) != ours[name]]
     if not differing:
         return "is a run of this recipe" if same_data else "is a run on other data"
     shown = [f"{spelling(name)} {_shown(theirs.get(name))}, not {_shown(ours[name])}" for name in differing]

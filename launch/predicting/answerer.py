@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.launch.commands.generate import LanguageModel
     from isobatch.models.base import Task
 
 REFUSAL = "predicts nothing: give its task a method predict(model, batch) and train again"
@@ -102,6 +103,14 @@ def trained_task(run: RunFolder) -> Task:
     capability = next((kind for kind in kinds if isinstance(task, kind)), PredictsBatches)
     found: Task = require_capability(run, capability, "predict", REFUSAL)
     return found
+
+
+def open_text_answerer(model: LanguageModel, options: ModelOptions) -> Answerer:
+    """A language model that is no run's."""
+    doing("loading the model")
+    write_text = model.writer(options.load_bits)
+    reader = PromptReader(options.text_column, model.template)
+    return Answerer(partial(_write, write_text, sampling(options, model.template)), reader)
 
 
 def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer:

@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.measures import printable
+from isobatch.core.measures import counted, printable
 from isobatch.core.terminal.status import doing
+from isobatch.launch.commands.generate import plain_model
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import open_run
 from isobatch.launch.predicting import tables
-from isobatch.launch.predicting.answerer import Answerer, ModelOptions, open_answerer, trained_task
+from isobatch.launch.predicting.answerer import (
+    Answerer,
+    ModelOptions,
+    open_answerer,
+    open_text_answerer,
+    trained_task,
+)
 from isobatch.launch.predicting.labelled_rows import LabelledRows
 from isobatch.launch.predicting.onnx_file import open_onnx_answerer
 from isobatch.launch.predicting.recommend import listed
@@ -47,7 +54,8 @@ def predict(words: Sequence[str]) -> int:
     [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0]; of recommenders [--top 10]
     [--by ease] [--skip-unknown]; their --out has a row for each item of a list, as that of `recommend`.
 
-    RUN may be an ONNX file of a classifier, or the folder of one. Texts of pairs are given in twos.
+    RUN may be an ONNX file of a classifier, the folder of one, or that of a language model. Texts of pairs
+    are given in twos.
     """
     positional, flags = split_words(words)
     if not positional:
@@ -79,6 +87,9 @@ def _answers(where: str, texts: Sequence[str], options: PredictOptions) -> Itera
     """Chunks of answered rows, as `--out` has them."""
     if answerer := open_onnx_answerer(where, options):
         return _answer_all(answerer, texts, options)
+    if model := plain_model(where):
+        _require_one_source(texts, options)
+        return _answer_all(open_text_answerer(model, options), texts, options)
     run = open_run(where, options.trust)
     task = trained_task(run)
     if not isinstance(task, Generates | OpensItemLists | Predicts):
@@ -95,7 +106,7 @@ def _answers(where: str, texts: Sequence[str], options: PredictOptions) -> Itera
     return answered
 
 
-def _require_one_source(texts: Sequence[str], options: PredictOptions, task: Task) -> None:
+def _require_one_source(texts: Sequence[str], options: PredictOptions, task: Task | None = None) -> None:
     if options.split is not None:
         raise UserError("--split: is for tasks of your own with a method predict(model, batch): give --file")
     what = "ids of users" if isinstance(task, OpensItemLists) else "texts in quotes"
@@ -149,7 +160,7 @@ def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]
         blank = blank or _without_values(next(iter(answers.values())))
         labelled.count([chunk[place][1] for place in answers], list(samples.values()), list(answers.values()))
         done += len(chunk)
-        doing(f"predicting: {done:,} rows done")
+        doing(f"predicting: {counted(done, 'row')} done")
         yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
     for line in (*_unanswered_lines(unanswered), *_left_out_lines(answerer), *labelled.lines()):
         print(printable(line), file=sys.stderr)
@@ -159,13 +170,15 @@ def _unanswered_lines(unanswered: Sequence[UnansweredRowError]) -> Iterator[str]
     """How many rows got no answer, for each reason."""
     for why in dict.fromkeys(error.why for error in unanswered):
         of_it = [error for error in unanswered if error.why == why]
-        yield f"{len(of_it):,} rows {why}; the first: {str(of_it[0]).removesuffix(': leave it out')}"
+        said = why[len(of_it) > 1]
+        yield f"{counted(len(of_it), 'row')} {said}; the first: {str(of_it[0]).removesuffix(': leave it out')}"
 
 
 def _left_out_lines(answerer: Answerer) -> list[str]:
     if not (isinstance(answerer.rows, UserReader) and (found := answerer.rows.left_out)):
         return []
-    return [f"{len(found):,} items of rows are not known from training, and left out; the first: {found[0]}"]
+    unknown = counted(len(found), "unknown item")
+    return [f"{unknown} of the rows left out: training had none of that name; the first: {found[0]}"]
 
 
 def _without_values(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +194,7 @@ def _write(answered: Iterator[list[dict[str, Any]]], out: Path, options: Predict
     if options.json:
         print(atomic_files.json_text({"rows": count, "out": str(out)}))
     else:
-        print(f"{count:,} rows -> {out}")
+        print(f"{counted(count, 'row')} -> {out}")
 
 
 def _print(answered: Iterator[list[dict[str, Any]]], options: PredictOptions) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isobatch.core.measures import counted
 from isobatch.data.labelled.columns import LABEL_COLUMNS
 from isobatch.models.encoder.class_metrics import class_figures
 from isobatch.models.encoder.evaluation import wilson_interval
@@ -57,12 +58,14 @@ class LabelledRows:
         foreign = f"; the model does not know the labels of {self._foreign:,} more" if self._foreign else ""
         lines = []
         if new:
-            lines.append(f"{new:,} rows have a label in `{self._column}`: {self._figures(False)}{foreign}")
+            have = "has" if new == 1 else "have"
+            named = f"{counted(new, 'row')} {have} a label in `{self._column}`"
+            lines.append(f"{named}: {self._figures(False)}{foreign}")
         if trained:
             others = "left out above" if new else "so that this is no evaluation"
+            rows = f"{counted(trained, 'row')}{' more' if new else ''} {'is' if trained == 1 else 'are'}"
             lines.append(
-                f"{trained:,} rows{' more' if new else ''} are in the run's training data, {others}:"
-                f" {self._figures(True)}{'' if new else foreign}"
+                f"{rows} in the run's training data, {others}: {self._figures(True)}{'' if new else foreign}"
             )
         return lines
 

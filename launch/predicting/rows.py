@@ -30,20 +30,23 @@ ITEMS_COLUMN = "items"
 class UnansweredRowError(UserError):
     """A row that gets no answer, and does not end the command."""
 
-    why: ClassVar[str]
-    """Of several rows: what is the matter with them."""
+    why: ClassVar[tuple[str, str]]
+    """Of one row, and of several: what is the matter with them."""
 
 
 class EmptyTextError(UnansweredRowError):
     """A row without a text, which a file may have."""
 
-    why = "have no text and no answer"
+    why = ("has no text and no answer", "have no text and no answer")
 
 
 class UnknownRowError(UnansweredRowError):
     """A row of a user of whom the model knows nothing, with --skip-unknown."""
 
-    why = "are of users of whom training knew nothing, and have no answer"
+    why = (
+        "is of a user of whom training knew nothing, and has no answer",
+        "are of users of whom training knew nothing, and have no answer",
+    )
 
 
 class RowReader(Protocol):

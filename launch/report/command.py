@@ -142,7 +142,7 @@ def markdown(contents: Contents) -> str:
             lines += ["", f"## {_escaped(one.title)}", "", _escaped(one.note), ""]
             lines += _markdown_table([one.head, *one.rows])
     if not contents.groups:
-        lines += ["", f"Trained on {contents.machine}."]
+        lines += ["", f"The training ran on {contents.machine}."]
     if rest := runs_table(contents.unmeasured()):
         lines += ["", *_markdown_table(rest)]
     for run in contents.runs:

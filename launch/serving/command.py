@@ -13,6 +13,7 @@ from isobatch.core import number_ranges
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
+from isobatch.launch.commands.generate import plain_model
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.predicting.answerer import (
@@ -83,6 +84,8 @@ def make_app(where: str, options: ServeOptions) -> Any:
     name = Path(where).expanduser().resolve().name
     if answerer := open_onnx_answerer(where, asked):
         return prediction_app(name, answerer)
+    if model := plain_model(where):
+        return language_model_app(name, model.writer(options.load_bits), model.template)
     run = open_run(where, options.trust)
     task = trained_task(run)
     if isinstance(task, Generates):

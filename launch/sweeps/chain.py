@@ -31,6 +31,8 @@ class Chain:
     """Stage -> its flags."""
     own: dict[str, str]
     """Flags of the command."""
+    given: Mapping[str, str]
+    """All flags of the stages as the user gave them, in our words."""
 
     @property
     def start(self) -> dict[str, str]:
@@ -60,7 +62,9 @@ def parse_chain(name: str, words: Sequence[str], own: Collection[str]) -> Chain:
     translated = translate(flags, set().union(*map(flags_of_stage, stages)))
     for note in translated.notes:
         print(note, file=sys.stderr)
-    chain = Chain(stages, _flags_per_stage(name, translated.flags, translated.written), mine)
+    chain = Chain(
+        stages, _flags_per_stage(name, translated.flags, translated.written), mine, translated.flags
+    )
     for stage in stages:
         parse_request(chain.words(stage, chain.start), "auto")
     return chain

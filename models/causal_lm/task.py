@@ -384,7 +384,7 @@ class CausalLM(Task):
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         """The lines for transformers, or for peft where it is an adapter."""
-        adapted = self.options.adapter != "none"
+        adapted = (final / lora.CONFIG_FILE).is_file()
         library = "peft" if adapted else "transformers"
         chats = bool(facts.extra.get("template"))
         return ModelDescription(

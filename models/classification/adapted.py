@@ -174,7 +174,7 @@ class AdaptedClassifier(Classifier):
         return [ModelVariant("torch fp32", "torch", final, file, final), *onnx_variants(final, exports)]
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
-        if not self._is_adapted:
+        if not (final / lora.CONFIG_FILE).is_file():
             return super().describe_model(final, facts)
         text = '"a first text", "a second text"' if evaluation.has_text_pairs(facts) else '"some text"'
         return ModelDescription(

@@ -135,7 +135,26 @@ class Pruning(DistilledClassifier):
     def model_size(self, facts: Facts) -> ModelSize:
         """The teacher's weights stay in memory."""
         size = super().model_size(facts)
-        return dataclasses.replace(size, why_unshardable=CHANGES_SHAPE, cached_bytes=size.weight_bytes)
+        remark = "; ".join(filter(None, [size.remark, self._removal_remark(size.parameters)]))
+        return dataclasses.replace(
+            size, why_unshardable=CHANGES_SHAPE, cached_bytes=size.weight_bytes, remark=remark
+        )
+
+    def _removal_remark(self, parameters: int) -> str:
+        """Which share of the whole model pruning will remove, and what it leaves alone."""
+        config, options = self._initial_config(), self.options
+        if config is None:
+            return ""
+        budget = PruningBudget(self._sizes(config), options.multiple, options.granularity)
+        prunable = budget.prunable_weights / parameters
+        what = {"both": "heads and neurons"}.get(options.granularity, options.granularity)
+        more = (
+            "" if options.granularity == "both" else "; --granularity both prunes the rest of the layers too"
+        )
+        return (
+            f"pruning will remove about {options.sparsity * prunable:.0%} of all parameters: {what} are"
+            f" {prunable:.0%} of them, and --sparsity {options.sparsity:g} takes that part of those{more}"
+        )
 
     def begin_phase(
         self,

@@ -116,7 +116,7 @@ def test_a_file_of_pairs_has_the_columns_of_the_run(home: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
     said = predicted(home, "runs/pair", "--file", "new.csv", "--out", "new.parquet")
-    assert said == "1 rows -> new.parquet\n"
+    assert said == "1 row -> new.parquet\n"
     (found,) = parquet.read_table(home / "new.parquet").to_pylist()
     (typed,) = predictions(home, "runs/pair", "the cow sleeps", "a dog sleeps")
     assert found["label"] == "?"

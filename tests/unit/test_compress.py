@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from isobatch.core.errors import STOPPED, UserError
+from isobatch.core.facts import Facts
 from isobatch.core.package import way_to_go_on
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.commands.compress import compress, kept_line, refuse_chance, small_gain
 from isobatch.launch.commands.plan import plan
+from isobatch.launch.sweeps import chain
 from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
 
 
@@ -133,3 +135,28 @@ def test_the_plan_of_a_chain_is_that_of_its_stages(capsys: pytest.CaptureFixture
     ]
     with pytest.raises(UserError, match="--compare: no stage of compress has such a flag"):
         plan(["--task", "compress", "--compare", "full,fast"])
+
+
+def test_the_flags_of_a_chain_are_dumped_as_a_file_that_gives_the_same_chain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data", "demo", "--fast", "--lr", "1e-4", "--steps", "20"]
+    assert compress(["--task", "compress", *words, "--dump-config"]) == 0
+    file = tmp_path / "chain.yaml"
+    file.write_text(capsys.readouterr().out)
+    typed = chain.parse_chain("compress", ["--task", "compress", *words], set())
+    again = chain.parse_chain("compress", ["--config", str(file)], set())
+    assert typed.flags == again.flags
+    assert "# task: qat" in file.read_text()
+
+
+def test_the_plan_says_which_share_of_the_model_pruning_removes() -> None:
+    recipe, _ = workload("pruning").complete({"mode": "fast", "data": "x", "model": "tiny", "teacher": None})
+    task = workload("pruning").make(recipe)[0]
+    extra = {"labels": ["a", "b"], "vocabulary": 300, "pad": 0}
+    facts = Facts(fingerprint="f", folder="", samples={"train": 9}, lengths=(8,), extra=extra)
+    size = task.model_size(facts)
+    heads = 2 * 4 * 128 * 128  # in two layers query, key, value and output, each 128 x 128
+    share = f"{heads / size.parameters:.0%}"
+    removed = f"{0.2 * heads / size.parameters:.0%}"
+    assert f"remove about {removed} of all parameters: heads are {share} of them" in size.remark

@@ -292,3 +292,10 @@ def test_a_split_of_a_header_alone_is_named(split: str, tmp_path: Path) -> None:
     write(tmp_path, split, [])
     with pytest.raises(UserError, match=f"the {split} split holds no rows"):
         make(tmp_path).encode_splits()
+
+
+def test_a_column_that_is_not_there_is_answered_with_one_of_its_kind() -> None:
+    with pytest.raises(UserError, match=r"--text-column label_text: .*did you mean text\?"):
+        find_columns("d", ["label", "text", "stars"], text="label_text", label="label")
+    with pytest.raises(UserError, match=r"--text-column sentimnt: .*did you mean text\?"):
+        find_columns("d", ["sentiment", "text"], text="sentimnt")

@@ -19,6 +19,7 @@ from isobatch.engine.optimization.schedule import (
     learning_rate,
     phase_schedules,
     remarks,
+    why_lengthened,
 )
 from isobatch.models.base import Phase
 
@@ -191,3 +192,11 @@ def test_what_is_seldom_meant_is_said(values: dict[str, Any], said: list[str]) -
 def test_evaluations_of_nothing_are_said() -> None:
     found = remarks(recipe(eval_every=Interval(5, "steps")), [ONE], 40, ["train", "test"])
     assert found == ["--eval-every 5: there is no valid split to evaluate"]
+
+
+def test_it_is_said_which_of_epochs_and_least_steps_decided() -> None:
+    phases = [Phase(name="train")]
+    said = why_lengthened(recipe(epochs=(0.6,), least_steps=100), phases, 17)
+    assert said == " (--least-steps 100; by epochs it were 11)"  # 0.6 x 17 = 10.2
+    assert why_lengthened(recipe(epochs=(8.0,), least_steps=100), phases, 17) == ""
+    assert why_lengthened(recipe(epochs=(0.6,)), phases, 17) == ""

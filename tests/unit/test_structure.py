@@ -241,6 +241,7 @@ ROOMS: dict[str, set[str]] = {
             "core.terminal",
             "data",
             "data.text",
+            "launch.commands",
             "launch.local",
             "launch.predicting",
             "models",
