@@ -4,6 +4,7 @@ of them differ.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,23 @@ if TYPE_CHECKING:
 
 Weights = Mapping[str, Callable[[], "Tensor"]]
 """Parameter or buffer -> what reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """Its values; the file is open while they are used, and no longer."""
+        with safe_open(str(self.file), framework="pt") as opened:
+            values: Tensor = opened.get_tensor(self.name)
+            return values
+
+
 ENDING = ".safetensors"
 NAMES = (f"model{ENDING}", f"adapter_model{ENDING}", "pytorch_model.bin")
 """Files that save_pretrained writes, in the order in which they are looked for."""
@@ -38,18 +56,29 @@ def open_weights(place: Path) -> Weights:
 
     Raises UserError where there are none, or they cannot be read.
     """
+    if not (place / CHECKSUMS).is_file():
+        return {name: found.read for name, found in stored_tensors(place).items()}
+    with _explained(place):
+        saved = SavedCheckpoint(place)
+        names = [name for name in saved.entries if name.startswith(WEIGHT)]
+        return {name.removeprefix(WEIGHT): partial(saved.read, name) for name in names}
+
+
+def stored_tensors(place: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor in the safetensors of a folder of transformers, or of a file. Raises UserError."""
+    with _explained(place):
+        return {_plain(found.name): found for file in _files(place) for found in _read_header(file)}
+
+
+@contextlib.contextmanager
+def _explained(place: Path) -> Iterator[None]:
     try:
-        if (place / CHECKSUMS).is_file():
-            saved = SavedCheckpoint(place)
-            names = [name for name in saved.entries if name.startswith(WEIGHT)]
-            return {name.removeprefix(WEIGHT): partial(saved.read, name) for name in names}
-        found = {name: read for file in _files(place) for name, read in _read_file(file)}
+        yield
     except UserError:
         raise
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{place}: its weights cannot be read: {reason}") from None
-    return {_plain(name): read for name, read in found.items()}
 
 
 def _files(place: Path) -> list[Path]:
@@ -66,14 +95,15 @@ def _files(place: Path) -> list[Path]:
     raise UserError(f"{place} is no run, and holds no weights: no {NAMES[0]}")
 
 
-def _read_file(file: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def _read_header(file: Path) -> Iterator[StoredTensor]:
     if file.suffix != ENDING:
         raise UserError(
             f"{file} is no safetensors file: others may run code when they are read; load it where you trust"
             " it, and save it with `model.save_pretrained(FOLDER)`"
         )
-    opened = safe_open(str(file), framework="pt")
-    yield from ((name, partial(opened.get_tensor, name)) for name in opened.keys())  # noqa: SIM118
+    with safe_open(str(file), framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            yield StoredTensor(file, name, tuple(opened.get_slice(name).get_shape()))
 
 
 def _plain(name: str) -> str:

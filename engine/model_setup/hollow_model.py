@@ -1,6 +1,6 @@
 """Hollow models: all of a model but its values, for ranks that get their shards from rank 0's model.
 
-So a host holds one whole model and not one for each of its processes. A hollow parameter has its shape, type
+So a host does not hold a whole model for each of its processes. A hollow parameter has its shape, type
 and place among the modules, and the memory of a single element.
 """
 
@@ -22,12 +22,19 @@ Outline = list[tuple[str, tuple[int, ...], str, bool]]
 def build_hollow(build: Callable[[], nn.Module]) -> nn.Module | None:
     """The model that `build` makes, hollow; None where it cannot be built without values."""
     try:
-        with torch.device("meta"), _pretrained_without_values():
+        with torch.device("meta"), pretrained_made_by(_from_config):
             model = build()
     except Exception:  # whatever a task computes from values: such a model is built whole
         return None
+    return model if hollow_out(model) else None
+
+
+def hollow_out(model: nn.Module, keep: Callable[[nn.Parameter], bool] = lambda _: True) -> bool:
+    """Make what lies on the meta device hollow; whether that is all, and nothing that `keep` refuses."""
+    if not all(keep(p) for p in model.parameters() if _is_meta(p)):
+        return False
     _replace_meta_tensors(model)
-    return None if any(_is_meta(v) for m in model.modules() for v in vars(m).values()) else model
+    return not any(_is_meta(v) for m in model.modules() for v in vars(m).values())
 
 
 def outline(model: nn.Module) -> Outline:
@@ -59,19 +66,24 @@ def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
+def _from_config(_original: Any, kind: Any, *_: Any, config: Any, dtype: Any = None, **__: Any) -> Any:
+    """The model of a config alone: transformers' `from_pretrained` refuses the meta device."""
+    kept = None if dtype == "auto" else dtype  # a file's own types are known only from its values
+    return kind._from_config(config, dtype=kept)  # noqa: SLF001  what AutoModel.from_config calls
+
+
 @contextlib.contextmanager
-def _pretrained_without_values() -> Iterator[None]:
-    """Let transformers' `from_pretrained` make the model of a config alone: it refuses the meta device."""
+def pretrained_made_by(make: Callable[..., Any]) -> Iterator[None]:
+    """Let `make(original, kind, *args, **named)` stand for `kind.from_pretrained` of transformers."""
     import transformers
 
     base: Any = transformers.PreTrainedModel
-
-    def from_config(kind: Any, *_: Any, config: Any, dtype: Any = None, **__: Any) -> Any:
-        kept = None if dtype == "auto" else dtype  # a file's own types are known only from its values
-        return kind._from_config(config, dtype=kept)  # noqa: SLF001  what AutoModel.from_config calls
-
     before = vars(base)["from_pretrained"]
-    base.from_pretrained = classmethod(from_config)
+
+    def made(kind: Any, *args: Any, **named: Any) -> Any:
+        return make(before.__func__, kind, *args, **named)
+
+    base.from_pretrained = classmethod(made)
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT
+from isobatch.engine.model_setup.late_values import read_late
 from isobatch.engine.model_setup.layer_blocks import layer_blocks
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ def _shard(model: nn.Module, config: dict[str, Any], world: Communicator) -> Non
 
     world.broadcast_onto_device(model.buffers())
     for module in (*layer_blocks(model), model):
-        if not world.is_main:
+        if world.is_main:
+            read_late(module.parameters())
+        else:
             for p in (p for p in module.parameters() if not is_zero_param(p)):
                 p.data = torch.empty(p.shape, dtype=p.dtype, device=world.device)
         with world.waiting_for("the broadcast of the initial weights"):

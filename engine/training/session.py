@@ -31,6 +31,7 @@ from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
 from isobatch.engine.model_setup.hollow_model import build_hollow, outline
+from isobatch.engine.model_setup.late_values import build_late
 from isobatch.engine.model_setup.packing import SamplePacking
 from isobatch.engine.model_setup.prepare_model import prepare_model
 from isobatch.engine.noise.native_noise import NativeNoise
@@ -161,11 +162,24 @@ class Session:
         return traits_of(self._plan.strategy).shards_weights and self.world.size > 1 and not changes_model
 
     def _build_on_rank_0(self, facts: Facts) -> nn.Module:
-        """The model on rank 0, and a hollow one of the same outline on the others, if it can be had."""
-        hollow = partial(build_hollow, partial(self.task.build_model, facts))
-        model = self._build(facts) if self.world.is_main else hollow()
+        """The model on rank 0, and a hollow one of the same outline on the others, if it can be had.
+
+        Rank 0 reads a pretrained model's values when they are sharded, if that can be.
+        """
+        model: nn.Module | None
+        if self.world.is_main:
+            model = self._build_late(facts)
+        else:
+            model = build_hollow(partial(self.task.build_model, facts))
         wanted = self.world.broadcast_object(outline(model) if model is not None else None)
         if model is not None and outline(model) == wanted:
+            return model
+        torch.manual_seed(self.recipe.seed)
+        return self._build(facts)
+
+    def _build_late(self, facts: Facts) -> nn.Module:
+        """The model, whose values are read when it is sharded if that can be."""
+        if (model := build_late(partial(self._build, facts))) is not None:
             return model
         torch.manual_seed(self.recipe.seed)
         return self._build(facts)

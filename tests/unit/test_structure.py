@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.loading": {"core", "core.terminal", "data", "data.preparation", "engine.machine"},
     "engine.noise": {"core", "models", "engine.loading"},
     "engine.planning": {"core", "models", "engine.loading", "engine.machine"},
-    "engine.model_setup": {"core", "models", "engine.loading", "engine.noise"},
+    "engine.model_setup": {"core", "models", "engine.checkpointing", "engine.loading", "engine.noise"},
     "engine.strategies": {"core", "engine.checkpointing", "engine.distributed", "engine.model_setup"},
     "engine.training": {
         *(
