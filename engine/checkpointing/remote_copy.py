@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import StopRequestedError, UserError
+from isobatch.engine.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -163,7 +164,7 @@ class RemoteCopies:
 
     def _claim(self) -> None:
         """Write whose copies these are. Raises UserError where they are another run's."""
-        owner, own = self._store.owner(), _identity(self._run)
+        owner, own = self._store.owner(), RunFolder(self._run).identity
         if owner is None:
             self._store.write(OWNER_FILE, own)
         elif owner != own:
@@ -279,7 +280,7 @@ def fetch_run(url: str, out: Path) -> Path:
         ) from None
     except Exception as error:  # a store's own
         raise UserError(f"{url} cannot be read: {_in_a_line(error)}") from None
-    if owner is not None and (folder / "recipe.json").is_file() and owner != _identity(folder):
+    if owner is not None and (folder / "recipe.json").is_file() and owner != RunFolder(folder).identity:
         raise UserError(f"{folder} is another run than that of {url}: move it away, or give another --out")
     if _newest_save(folder) >= newest["saved_at"]:
         return folder
@@ -313,12 +314,6 @@ def _move_into(fresh: Path, folder: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         path.replace(place)
     shutil.rmtree(fresh)
-
-
-def _identity(run: Path) -> str:
-    """What tells a run from others of its name, see `RunFolder.identity`."""
-    recorded = json.loads((run / "recipe.json").read_text())
-    return str(recorded.get("run", recorded.get("hash", "")))
 
 
 def _in_a_line(error: Exception) -> str:

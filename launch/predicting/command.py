@@ -170,8 +170,8 @@ def _unanswered_lines(unanswered: Sequence[UnansweredRowError]) -> Iterator[str]
     """How many rows got no answer, for each reason."""
     for why in dict.fromkeys(error.why for error in unanswered):
         of_it = [error for error in unanswered if error.why == why]
-        said = why[len(of_it) > 1]
-        yield f"{counted(len(of_it), 'row')} {said}; the first: {str(of_it[0]).removesuffix(': leave it out')}"
+        first = str(of_it[0]).removesuffix(": leave it out")
+        yield f"{counted(len(of_it), 'row')} {why[len(of_it) > 1]}; the first: {first}"
 
 
 def _left_out_lines(answerer: Answerer) -> list[str]:

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     Scorer = Callable[[Tensor], Tensor]
     """(B,) users -> (B, items) scores in host memory."""
 
+METRICS = ("hr", "ndcg", "mrr")
 MAX_ITEMS = 10_000
 """Item-kNN and EASE need an (items, items) matrix: they are left out for larger catalogues."""
 EASE_LAMBDAS = (1000.0, 100.0, 300.0, 3000.0)
 """L2 regularizations of EASE. Of all settings the best on the validation split is taken, the first where
 there is none."""
-EASE_WEIGHTS = 256
-"""Weights that EASE keeps of each item. Of 3,574 items of MovieLens 1M these take 3.3 MB, all 51 MB, and
-full_ndcg@10 is higher by 0.0004 (95 %: -0.0012 to 0.0020)."""
+EASE_WEIGHTS = 1024
+"""Weights that EASE keeps of each item: what this and other cuts cost is in benchmarks/LOG.md."""
 KNN_SHRINKAGES = (10.0, 100.0)
 """Added to the denominator of a cosine, so that a few users in common count little."""
 NEIGHBOURS = 100
@@ -46,7 +46,7 @@ class ItemWeights(NamedTuple):
     starts: Tensor
     """(items + 1,) int64: the weights of row j are those from starts[j] to starts[j + 1]."""
     targets: Tensor
-    """(weights,) int32 columns, ascending in each row."""
+    """(weights,) uint16 columns, ascending in each row."""
     values: Tensor
     """(weights,) fp16."""
 
@@ -59,7 +59,7 @@ class ItemWeights(NamedTuple):
         order = torch.argsort(sources, stable=True)
         order = order[values[order] != 0]
         starts = torch.searchsorted(sources[order], torch.arange(items + 1))
-        return cls(starts, (order // min(count, items)).int(), values[order])
+        return cls(starts, (order // min(count, items)).to(torch.uint16), values[order])
 
     def dense(self) -> Tensor:
         """(items, items) fp32."""
@@ -112,62 +112,73 @@ def final_figures(
 ) -> dict[str, Any]:
     """Keep the baselines in `final`; the metrics of each, and how sure its difference to the model's is.
 
-    Settings are those with the best full_ndcg in `validation`, never in `batches`.
+    Settings are those with the best NDCG in `validation`, never in `batches`: one for the figures among the
+    sampled negatives, and one for all items, by which lists are made, and which is kept.
     """
     net.eval()
     doing("fitting baselines")
-    on_validation = {name: _ndcg(net, scorer, validation, k) for name, scorer in _scorers(net, {}).items()}
     found: dict[str, Any] = {}
     kept: dict[str, ItemWeights] = {}
+    drawn: dict[str, dict[str, float]] = {}
+    on_validation = {
+        n: _figures(net, s, validation, k).get(f"full_ndcg@{k}", 0.0) for n, s in _scorers(net, {}).items()
+    }
     if len(net.item_text) <= MAX_ITEMS:
         gram = gram_matrix(net)
         for name, fit in FITS.items():
-            value, kept[name], on_validation[name] = _tuned(net, gram, fit, validation, k)
-            found[f"{name}_{fit.setting}"] = value
-        found["full_ease_lambda"] = found["ease_lambda"]  # one EASE is kept, and measured in both ways
+            sampled, full = _tuned(net, gram, fit, validation, k)
+            kept[name], on_validation[name] = full.weights, full.ndcg
+            found |= {f"{name}_{fit.setting}": sampled.value, f"full_{name}_{fit.setting}": full.value}
+            figures = _figures(net, _linear_scorer(net, sampled.weights), batches, k)
+            drawn[name] = {f"{name}_{metric}@{k}": figures[f"{metric}@{k}"] for metric in METRICS}
     if validation is not None:
         found["best_on_validation"] = max(on_validation, key=lambda name: on_validation[name])
     _write(final, net, kept, found.get("best_on_validation", MODEL))
-    return found | chance_metrics(net, batches(), k) | kept_metrics(net, final, batches, k)
+    measured = kept_metrics(net, final, batches, k)
+    for name, figures in drawn.items():  # the rows of a baseline stand together in tables
+        found |= figures | {metric: value for metric, value in measured.items() if f"{name}_" in metric}
+    return found | measured | chance_metrics(net, batches(), k)
 
 
-def _tuned(
-    net: Any, gram: Tensor, fit: Fit, validation: Batches | None, k: int
-) -> tuple[float, ItemWeights, float]:
-    """(the best value of the setting, the weights by it, their full_ndcg in `validation`)."""
-    best = None
+class Tried(NamedTuple):
+    """A baseline with a value of its setting."""
+
+    ndcg: float
+    """On the validation data."""
+    value: float
+    weights: ItemWeights
+
+
+def _tuned(net: Any, gram: Tensor, fit: Fit, validation: Batches | None, k: int) -> list[Tried]:
+    """The best among the sampled negatives, and the best among all items."""
+    best: dict[str, Tried] = {}
     for value in fit.values if validation else fit.values[:1]:
         weights = fit.make(gram, value)
-        ndcg = _ndcg(net, _linear_scorer(net, weights), validation, k)
-        if best is None or ndcg > best[2]:
-            best = value, weights, ndcg
-    assert best is not None, "every fit has values"
-    return best
+        figures = _figures(net, _linear_scorer(net, weights), validation, k)
+        for metric in (f"ndcg@{k}", f"full_ndcg@{k}"):
+            ndcg = figures.get(metric, 0.0)
+            if metric not in best or ndcg > best[metric].ndcg:
+                best[metric] = Tried(ndcg, value, weights)
+    return list(best.values())
 
 
 @torch.no_grad()
 def kept_metrics(net: Any, final: Path, batches: Batches, k: int) -> dict[str, Any]:
-    """Metrics of the baselines in `final`, and 95 % intervals of their full_ndcg less the model's."""
+    """How the baselines in `final` rank all items, and 95 % intervals of their full_ndcg less the model's."""
     doing("measuring baselines beside the model")
     net.eval()
     users = torch.cat([batch["user"].long() for batch in batches()])
-    measured = {n: _measure(net, s, batches(), k) for n, s in _scorers(net, _read(final)).items()}
+    ranked = {n: _measure(net, s, batches(), k) for n, s in _scorers(net, _read(final)).items()}
     found: dict[str, Any] = {"held_out_users": len(users.unique())}
-    for name, (figures, full_ndcg) in measured.items():
+    for name, (figures, full_ndcg) in ranked.items():
         prefix = "" if name == MODEL else f"{name}_"
-        if name not in (MODEL, POPULARITY):  # their other metrics are those of any evaluation
-            found |= {of(prefix, metric): value for metric, value in figures.items()}
         found[f"{prefix}coverage@{k}"] = figures[f"coverage@{k}"]
-        interval = paired_interval(full_ndcg - measured[MODEL].full_ndcg, users)
+        if name not in (MODEL, POPULARITY):  # their other metrics are those of any evaluation
+            found |= {f"full_{prefix}{m}@{k}": figures[f"full_{m}@{k}"] for m in METRICS}
+        interval = paired_interval(full_ndcg - ranked[MODEL].full_ndcg, users)
         if name != MODEL and interval is not None:
             found[f"full_{prefix}ndcg@{k}_difference_ci95"] = interval
     return found
-
-
-def of(prefix: str, metric: str) -> str:
-    """The name of a baseline's metric: `full_` stands before it."""
-    rest = metric.removeprefix("full_")
-    return f"{'full_' if rest != metric else ''}{prefix}{rest}"
 
 
 def _write(final: Path, net: Any, kept: Mapping[str, ItemWeights], best: str) -> None:
@@ -205,8 +216,8 @@ def _linear_scorer(net: Any, weights: ItemWeights) -> Scorer:
     return lambda user: training_matrix(net, user) @ matrix
 
 
-def _ndcg(net: Any, scorer: Scorer, batches: Batches | None, k: int) -> float:
-    return 0.0 if batches is None else float(_measure(net, scorer, batches(), k).full_ndcg.mean())
+def _figures(net: Any, scorer: Scorer, batches: Batches | None, k: int) -> dict[str, float]:
+    return {} if batches is None else _measure(net, scorer, batches(), k).figures
 
 
 def _measure(net: Any, scorer: Scorer, batches: Iterable[Batch], k: int) -> Ranked:
@@ -261,11 +272,10 @@ def chance_metrics(net: Any, batches: Iterable[Batch], k: int) -> dict[str, floa
 
 
 def training_matrix(net: Any, user: Tensor) -> Tensor:
-    """(B, items): 1 where a user had the item in training."""
-    found = torch.zeros(len(user), len(net.item_text))
-    rows, items = net.training_interactions(user.to(net.seen.device))
-    found[rows.cpu(), items.cpu()] = 1
-    return found
+    """(B, items), sparse: 1 where a user had the item in training."""
+    places = torch.stack(net.training_interactions(user.to(net.seen.device))).cpu()
+    size, ones = (len(user), len(net.item_text)), torch.ones(places.shape[1])
+    return torch.sparse_coo_tensor(places, ones, size, check_invariants=False)
 
 
 def gram_matrix(net: Any) -> Tensor:
@@ -274,5 +284,5 @@ def gram_matrix(net: Any) -> Tensor:
     gram = torch.zeros(items, items, dtype=torch.float64)
     for chunk in users.split(max(1, ranking.MAX_SCORES_AT_ONCE // items)):
         x = training_matrix(net, chunk)
-        gram += x.T @ x
+        gram += x.T @ x.to_dense()
     return gram
