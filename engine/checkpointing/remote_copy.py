@@ -20,7 +20,6 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import StopRequestedError, UserError
-from isobatch.engine.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -131,9 +130,13 @@ def retried(operation: Callable[..., Any], *given: Any, refusals: Collection[str
 class RemoteCopies:
     """Copies checkpoints in a thread of its own, on the first rank of each node; surrounds the training."""
 
-    def __init__(self, url: str, run: Path, is_main: bool, say: Callable[[str], None]) -> None:
-        """`url`: the value of --checkpoint-copy. Raises UserError where it cannot be used, or is taken."""
+    def __init__(self, url: str, run: Path, identity: str, is_main: bool, say: Callable[[str], None]) -> None:
+        """`url`: the value of --checkpoint-copy; `identity`: of the run, see `RunFolder.identity`.
+
+        Raises UserError where the URL cannot be used, or has another run's copies.
+        """
         self._url, self._run, self._is_main, self._say = url, run, is_main, say
+        self._identity = identity
         self._not_copied = ""
         """Name of the newest checkpoint, where it has no copy."""
         self._is_claimed = not is_main
@@ -164,10 +167,10 @@ class RemoteCopies:
 
     def _claim(self) -> None:
         """Write whose copies these are. Raises UserError where they are another run's."""
-        owner, own = self._store.owner(), RunFolder(self._run).identity
+        owner = self._store.owner()
         if owner is None:
-            self._store.write(OWNER_FILE, own)
-        elif owner != own:
+            self._store.write(OWNER_FILE, self._identity)
+        elif owner != self._identity:
             raise UserError(
                 f"--checkpoint-copy {self._url}: holds copies of another run with the name {self._run.name}:"
                 " give another --name or URL, or delete them there"
@@ -262,11 +265,11 @@ def _small_files(run: Path) -> Iterator[Path]:
         yield from sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
 
-def fetch_run(url: str, out: Path) -> Path:
+def fetch_run(url: str, out: Path, here: str | None = None) -> Path:
     """The folder in `out` of a run whose copies lie at `url`, fetched where the newest one is not here.
 
-    Files that are here and that no copy has stay. Raises UserError, also where the run that is here is
-    another one.
+    `here`: the identity of the run that is there already. Its files that no copy has stay. Raises UserError,
+    also where it is another run.
     """
     parent, _, name = url.rstrip("/").rpartition("/")
     folder, store = out / name, open_store(parent, name)
@@ -280,7 +283,7 @@ def fetch_run(url: str, out: Path) -> Path:
         ) from None
     except Exception as error:  # a store's own
         raise UserError(f"{url} cannot be read: {_in_a_line(error)}") from None
-    if owner is not None and (folder / "recipe.json").is_file() and owner != RunFolder(folder).identity:
+    if None not in (owner, here) and owner != here:
         raise UserError(f"{folder} is another run than that of {url}: move it away, or give another --out")
     if _newest_save(folder) >= newest["saved_at"]:
         return folder

@@ -103,9 +103,11 @@ class RunContext:
     def _remote_copies(self) -> RemoteCopies | None:
         if (url := self.options.checkpoint_copy) is None:
             return None
-        rank, say = self.world.rank, self.console.say
-        name = "" if self.world.is_main else f"rank {rank}: "
-        return RemoteCopies(url, self.run.folder, rank == 0, lambda line: say(name + line, always=True))
+        run, world, say = self.run, self.world, self.console.say
+        name = "" if world.is_main else f"rank {world.rank}: "
+        return RemoteCopies(
+            url, run.folder, run.identity, world.is_main, lambda line: say(name + line, always=True)
+        )
 
     def _copy_checkpoint(self, folder: Path, file: str, save: str) -> None:
         if self.copies is not None:

@@ -149,7 +149,7 @@ def _here(named: str, out: str) -> RunFolder:
     if url is None or run.status() == "done":
         return run
     run.refuse_if_training()
-    return RunFolder.open(fetch_run(url, run.folder.resolve().parent))
+    return RunFolder.open(fetch_run(url, run.folder.resolve().parent, run.identity))
 
 
 LINE = 110

@@ -75,7 +75,7 @@ def train(run_ranks: Any, run: Path, url: str, steps: list[int], size: int = 1) 
 
     def part(world: Any) -> None:
         world.on_nodes_of(1)
-        with RemoteCopies(url, run, world.is_main, said.append) as copies:
+        with RemoteCopies(url, run, "a run", world.is_main, said.append) as copies:
             copies._copy = partial(counted, copies)  # type: ignore[method-assign]  # noqa: SLF001
             saving = writer.CheckpointWriter(world, delete_old, copies.add)
             for step in steps:
@@ -144,11 +144,10 @@ def test_a_run_of_the_same_name_does_not_replace_the_copies_of_another(
     train(run_ranks, run, url, [3])
     other = tmp_path / "elsewhere" / run.name
     other.mkdir(parents=True)
-    (other / "recipe.json").write_text('{"run": "another one"}')
     with pytest.raises(UserError, match="holds copies of another run with the name it's"):
-        RemoteCopies(url, other, True, print)
+        RemoteCopies(url, other, "another", True, print)
     with pytest.raises(UserError, match="elsewhere/it's 日本 is another run than that of memory://"):
-        fetch_run(f"{url}/{run.name}", tmp_path / "elsewhere")
+        fetch_run(f"{url}/{run.name}", tmp_path / "elsewhere", "another")
     assert set(open_store(url, run.name).manifests()) == {"train-3"}
 
 
@@ -173,7 +172,7 @@ def test_a_bucket_that_is_not_there_is_refused_before_training(
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
     with pytest.raises(UserError, match="cannot be written: FileNotFoundError: The specified bucket does"):
-        RemoteCopies(url, run, True, print)
+        RemoteCopies(url, run, "a run", True, print)
 
 
 class Flaky:
@@ -222,7 +221,7 @@ def test_a_store_slower_than_the_saves_gets_the_newest(
 ) -> None:
     said: list[str] = []
     copied: list[str] = []
-    copies = RemoteCopies(url, run, True, said.append)
+    copies = RemoteCopies(url, run, "a run", True, said.append)
     monkeypatch.setattr(copies, "_copy", lambda folder, *_: copied.append(folder.name))
     for step in (3, 6, 9, 12):
         copies.add(run / "checkpoints" / f"train-{step}", "node-00000.safetensors", "x")
@@ -239,7 +238,7 @@ def test_an_error_waits_for_no_copy_and_a_request_to_stop_does(
     import threading
 
     held, ended = threading.Event(), threading.Event()
-    copies = RemoteCopies(url, run, True, print)
+    copies = RemoteCopies(url, run, "a run", True, print)
     monkeypatch.setattr(copies, "_copy", lambda *_: held.wait(10) and ended.set())
     threading.Timer(0.05 if waits else 0.5, held.set).start()
     copies.add(run / "checkpoints" / "train-3", "node-00000.safetensors", "x")
