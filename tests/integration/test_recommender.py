@@ -150,11 +150,24 @@ def test_the_second_phase_begins_with_a_run(home: Path) -> None:
 def test_a_bare_table_is_enough(tmp_path: Path) -> None:
     rows_ = [f"{user},{(user * 7 + n * n) % 30}" for user in range(40) for n in range(6)]
     (tmp_path / "log.csv").write_text("\n".join(["user,item", *rows_]))
-    flags = ["--data", "log.csv", "--epochs", "1", "--batch-size", "32", "--name", "bare"]
+    flags = [
+        "--data",
+        "log.csv",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "32",
+        "--eval-every",
+        "2",
+        "--name",
+        "bare",
+    ]
     done = launch("auto", "--task", "recommender", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "items have no text" in done.stderr
     assert "the last in the file" in done.stderr
+    assert done.stderr.count("valid after step") > 1
+    assert done.stderr.count(" popularity_hr@10") == 2, "of valid and of test, once each"
     assert 0 <= summary(tmp_path / "runs" / "bare")["metrics"]["hr@10"] <= 1
 
 
