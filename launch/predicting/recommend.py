@@ -108,6 +108,7 @@ def _open_lists(run: RunFolder, options: RecommendOptions) -> ItemLists:
     task = require_capability(run, OpensItemLists, "recommend", REFUSAL)
     lists = task.open_lists(run.final, options.by)
     metrics = (run.summary() or {}).get("metrics", {})
+    metrics = metrics if isinstance(metrics, dict) else {}
     said = task.better_baseline(metrics) if options.by == "model" else f"ranked by {lists.by}"
     if said and not options.json:
         print(said, file=sys.stderr)

@@ -490,25 +490,26 @@ class Recommender(Task):
 
 
 def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:
-    """(the best baseline, what the held-out users say of it and the model, whether it ranks better)."""
+    """(the best baseline, what the held-out users say of it and the model, whether it ranks better).
+
+    Empty where a received or older run has no such metrics.
+    """
     metric, figures = f"full_ndcg@{k}", {}
+    own, users = metrics.get(metric), metrics.get("held_out_users")
     for name in BASELINES:
         figure, interval = (metrics.get(f"full_{name}_ndcg@{k}{end}") for end in ("", "_difference_ci95"))
-        if isinstance(figure, float) and isinstance(interval, list) and len(interval) == 2:
+        if isinstance(interval, list) and [*map(type, [figure, *interval])] == [float] * 3:
             figures[name] = (figure, *interval)
-    if not figures:
+    if not (figures and isinstance(own, float) and isinstance(users, int)):
         return "", "", False
     best = max(figures, key=lambda name: figures[name][0])
     figure, low, high = figures[best]
-    shown = f"95 %: {low:.4f} to {high:.4f}; {metric} {figure:.4f} against {metrics[metric]:.4f}"
+    shown = f"95 %: {low:.4f} to {high:.4f}; {metric} {figure:.4f} against {own:.4f}"
     if low > 0:
-        better_by = figure - metrics[metric]
-        return best, f"{BASELINES[best]} ranks better than this model by {better_by:.4f} ({shown})", True
+        return best, f"{BASELINES[best]} ranks better than this model by {figure - own:.4f} ({shown})", True
     if high < 0:
         return best, "", False
-    said = (
-        f"the {metrics['held_out_users']:,} held-out users do not tell {BASELINES[best]} and this model apart"
-    )
+    said = f"the {users:,} held-out users do not tell {BASELINES[best]} and this model apart"
     return best, f"{said} (difference, {shown})", False
 
 

@@ -311,7 +311,12 @@ def test_a_difference_that_may_be_chance_is_said_to_be_one() -> None:
     assert task.better_baseline(metrics) == ""
     worse = metrics_beside("ease", 0.2, (-0.12, -0.08))
     assert task.final_remark(worse) == task.better_baseline(worse) == ""
-    assert task.better_baseline({"full_ease_ndcg@10": "x", "full_ease_ndcg@10_difference_ci95": 3}) == ""
+    for received in (
+        {"full_ease_ndcg@10_difference_ci95": 3},
+        {"held_out_users": None},
+        {"full_ndcg@10": "x"},
+    ):
+        assert task.better_baseline({**metrics_beside("ease", 0.4, (0.05, 0.15)), **received}) == ""
 
 
 def test_held_out_items_that_are_rarer_than_chance_judge_no_model() -> None:
