@@ -127,26 +127,25 @@ class BatchLoader:
                     began = now()
 
     def _planned_micro_batches(self, start: int, stop: int) -> Iterator[tuple[StepWork, MicroBatch]]:
-        announced = start
-        for step in range(start, stop):
-            announced = self._announce(announced, min(stop, step + 1 + self._steps_ahead()))
-            if step + 1 in self.left_out:
-                continue
-            work = self.plan_step(step)
-            for micro in work.micro_batches:
-                yield work, micro
+        for work in self._announced(start, stop):
+            if work.step + 1 not in self.left_out:
+                yield from ((work, micro) for micro in work.micro_batches)
 
     def _steps_ahead(self) -> int:
         """Steps that the source should hear of before they are loaded."""
         return -(-self.source.read_ahead // max(1, len(self.order(0)))) if self.source.read_ahead else 0
 
-    def _announce(self, step: int, stop: int) -> int:
-        """Tell the source what the steps from `step` on will fetch; returns the first that was not told."""
-        if not self.source.read_ahead:
-            return stop
-        for one in range(step, stop):
-            self.source.expect(self.order(one))
-        return stop
+    def _announced(self, start: int, stop: int) -> Iterator[StepWork]:
+        """The work of each step, of which the source hears earlier what this rank will fetch."""
+        ahead: deque[StepWork] = deque()
+        most = self._steps_ahead()
+        for step in range(start, stop):
+            ahead.append(work := self.plan_step(step))
+            if self.source.read_ahead:
+                self.source.expect(np.concatenate([self._rows(work, micro) for micro in work.micro_batches]))
+            if len(ahead) > most:
+                yield ahead.popleft()
+        yield from ahead
 
     def _rows(self, work: StepWork, micro: MicroBatch) -> np.ndarray:
         # A dummy micro-batch computes sample 0 with weight zero.

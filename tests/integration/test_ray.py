@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 cluster_utils = pytest.importorskip("ray.cluster_utils")
+HANGS = 1800
+"""Seconds after which a run hangs: a limit for none that goes on, on however busy a machine."""
 SAMPLES = 93
 """Of RAGGED."""
 NODE: dict[str, Any] = {"object_store_memory": 80 << 20, "num_gpus": 0}
@@ -69,7 +71,8 @@ class OnRay:
         return "".join(path.read_text(errors="replace")[-3000:] for path in [self.folder / "out", *logs])
 
     def wait_for(self, what: Callable[[], Any]) -> None:
-        end = time.monotonic() + 300
+        """Until something has come about, however slow the machine is; unless the run ends before."""
+        end = time.monotonic() + HANGS
         while not what():
             assert self.process.poll() is None, self.said()
             assert time.monotonic() < end, self.said()
@@ -90,7 +93,7 @@ class OnRay:
 
     def check(self, steps: int) -> None:
         """It is done, has seen every sample once an epoch, and is what its recipe says."""
-        assert self.process.wait(300) == 0, self.said()
+        assert self.process.wait(HANGS) == 0, self.said()
         assert f"{self.run}: done, {steps} steps" in (self.folder / "out").read_text()
         seen = ledger(self.run)
         assert [one["step"] for one in seen] == list(range(1, steps + 1))
@@ -143,6 +146,6 @@ def test_a_signal_saves_and_stops(make_cluster: Callable[..., Any], tmp_path: Pa
     training = OnRay(tmp_path, make_cluster(2), "--steps", "9000")
     training.wait_for(training.has_saved)
     training.process.send_signal(signal.SIGTERM)
-    assert training.process.wait(120) == 75, training.said()
+    assert training.process.wait(HANGS) == 75, training.said()
     assert summary(training.run)["status"] == "stopped"
     assert not list((training.run / "ray").glob("st*-*"))

@@ -218,7 +218,8 @@ def test_a_source_hears_of_samples_before_they_are_fetched_and_of_each_step_once
 
     source = Far()
     made = loader(source, prefetch=1)
-    batches = [step.work.samples.tolist() for step in made.steps(1, 8)]
+    works = [step.work for step in made.steps(1, 8)]
+    batches = [[n for m in work.micro_batches for n in work.samples[m.positions].tolist()] for work in works]
     assert source.heard == [sample for batch in batches for sample in batch]
     first = {sample for batch in batches[:4] for sample in batch}  # 30 samples are three steps of twelve
     assert source.known[0] == first

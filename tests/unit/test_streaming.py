@@ -23,8 +23,10 @@ from isobatch.data.streaming import group_cache, locations, shards, store
 from isobatch.data.streaming import index as indexes
 from isobatch.data.streaming.read_ahead import ReadAhead
 from isobatch.data.tokenizers import open_tokenizer
+from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.prepare import prepare, prepare_share
 from isobatch.engine.registry import complete, workload
+from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
@@ -239,6 +241,22 @@ def test_what_is_expected_is_here_before_it_is_fetched(stored: Path) -> None:
     while names - {path.name for path in group_cache.groups_folder().glob("*")}:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_node_reads_the_groups_of_its_own_samples(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, facts = prepared(stored, max_length=400)
+    source = data.open(_folder(facts), "train")
+    groups = np.searchsorted(np.cumsum(source.groups), np.arange(len(source)), "right")  # type: ignore[attr-defined]
+    expected: list[int] = []
+    monkeypatch.setattr(source, "expect", lambda rows: expected.extend(groups[rows].tolist()))
+    order = np.arange(len(source)).reshape(-1, 4) if len(source) % 4 == 0 else np.arange(8).reshape(2, 4)
+    loader = BatchLoader(source, lambda step: order[step], plan(processes=4, micro_batch_samples=1), rank=1)
+    fetched = [
+        n for loaded in loader.steps(0, len(order)) for b in loaded.batches for n in b["index"].tolist()
+    ]
+    assert len(fetched) == len(order), "a quarter of each batch"
+    assert set(expected) == set(groups[fetched].tolist())
+    assert set(expected) < set(groups[order].ravel().tolist())
 
 
 def test_a_group_whose_lock_was_taken_is_read_ahead_later() -> None:
