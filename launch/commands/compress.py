@@ -38,6 +38,8 @@ LEAST_TO_JUDGE = 30
 """Held-out rows: fewer cannot tell a classifier from chance."""
 SMALL_GAIN = 0.05
 """Share of the parameters: pruning that removes no more is seldom felt."""
+MOST = 0.5
+"""Share of a file from which on its embeddings are what makes it large."""
 REMOVABLE = {"both": "their weights", "heads": "the heads", "neurons": "the neurons"}
 """--granularity -> what --sparsity is a part of."""
 
@@ -72,6 +74,8 @@ def compress(words: Sequence[str]) -> int:
     folder = runs[-1].folder / "report"
     contents = write_report(runs, folder)
     print("\n".join(["compress kept:", *map(kept_line, STAGES, runs)]), file=sys.stderr)
+    if hint := embeddings_hint(runs[-1]):
+        print(hint, file=sys.stderr)
     dumped = atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else ""
     print(dumped or text_of(contents, folder))
     return DONE
@@ -125,11 +129,26 @@ def small_gain(dense: RunFolder, pruned: RunFolder) -> str:
     )
 
 
+def embeddings_hint(run: RunFolder) -> str:
+    """A line where most of a rounded model is its word embeddings in 8 bits, which 4 would halve."""
+    config = atomic_files.read_json(run.final / "config.json")
+    width = config.get("embedding_size") or config.get("hidden_size") or config.get("dim") or 0
+    table = config.get("vocab_size", 0) * width
+    file = (run.summary() or {}).get("metrics", {}).get("file_bytes", 0)
+    if run.recipe.options["embedding_bits"] != 8 or table <= MOST * file or not file:
+        return ""
+    return (
+        f"compress: {table / file:.0%} of the file are word embeddings in 8 bits: --embedding-bits 4 halves"
+        " those"
+    )
+
+
 def kept_line(stage: str, run: RunFolder) -> str:
     """What a stage left of the model, and of its accuracy."""
     summary = run.summary() or {}
     metrics = summary.get("metrics", {})
-    said = [f"{summary.get('parameters', 0):,} parameters"]
+    # Quantizers have parameters of their own, so that of a rounded model the file says how small it is.
+    said = [] if "bits" in metrics else [f"{summary.get('parameters', 0):,} parameters"]
     if "heads_left" in metrics:
         heads, neurons = sum(metrics["heads_left"]), sum(metrics["neurons_left"])
         what = {"heads": "heads", "neurons": "neurons"}.get(

@@ -238,10 +238,13 @@ def _request(chosen: Workload, flags: Mapping[str, str], command: str, options_c
         raise UserError(
             "--per-device-batch-size and --batch-size both say how large a batch is: give one of them"
         )
-    recipe, preset_notes = chosen.complete({**values["recipe"], **values["options"]})
-    plan = chosen.plan_options(recipe.preset, values["plan"])
     processes = values["plan"].get("processes")
     scaling = BatchScaling(**values["scaling"])
+    asked = {**values["recipe"], **values["options"]}
+    if scaling.per_device_batch_size:  # before the mode's own batch is named
+        asked["batch_size"] = scaling.per_device_batch_size
+    recipe, preset_notes = chosen.complete(asked)
+    plan = chosen.plan_options(recipe.preset, values["plan"])
     if start := values["files"].get("from"):
         recipe = _starting_from(RunFolder.open(start), recipe, chosen, found.written)
     recipe, batch_notes = _with_batch_scaling(recipe, scaling, processes, found.written)

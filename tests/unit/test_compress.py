@@ -16,7 +16,7 @@ from isobatch.core.package import way_to_go_on
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.auto import auto
-from isobatch.launch.commands.compress import compress, kept_line, refuse_chance, small_gain
+from isobatch.launch.commands.compress import compress, embeddings_hint, kept_line, refuse_chance, small_gain
 from isobatch.launch.commands.plan import plan
 from isobatch.launch.sweeps import chain
 from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
@@ -56,7 +56,20 @@ def test_each_stage_says_what_it_kept() -> None:
     line = kept_line("pruning", run_of(pruned, "heads"))
     assert "29 heads, 4,608 neurons (20.0% of the heads removed)" in line
     assert line.endswith("accuracy 89.11% (+0.57 points against its teacher, McNemar p 0.44)")
-    assert "4 bits, 17 MB" in kept_line("qat", run_of({"bits": 4, "file_bytes": 17_400_000}))
+    assert kept_line("qat", run_of({"bits": 4, "file_bytes": 17_400_000})) == "  qat: 4 bits, 17 MB"
+
+
+@pytest.mark.parametrize(
+    ("bits", "file", "said"), [(8, 16_000, "75% of the file"), (8, 30_000, ""), (4, 9, "")]
+)
+def test_embeddings_that_are_most_of_a_small_file_are_named(
+    bits: int, file: int, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 1000, "hidden_size": 12}')
+    run = run_of({"bits": 4, "file_bytes": file})
+    run.final, run.recipe.options = tmp_path, {"embedding_bits": bits}
+    hint = embeddings_hint(run)
+    assert (said in hint) if said else not hint
 
 
 def test_fast_mode_trains_long_enough_on_small_data_unless_a_length_is_given() -> None:

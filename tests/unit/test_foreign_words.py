@@ -397,3 +397,9 @@ def test_plan_takes_them_beside_its_own() -> None:
     asked = parse_request(words, "plan", PlanCommandOptions)
     assert asked.plan == PlanOptions(precision="16-mixed")
     assert asked.extra == {"hardware": "t4", "json": True}
+
+
+def test_fast_mode_names_no_batch_that_another_flag_decides() -> None:
+    notes = ask("--fast", "--per_device_train_batch_size", "8", task="classifier").notes
+    assert any(note.startswith("fast mode changes") for note in notes)
+    assert not any("batch_size 64" in note for note in notes)
