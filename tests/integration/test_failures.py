@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from isobatch.core.package import own_command
-from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary
+from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary, warm_command
 
 TASKS = f"{ROOT}/tests/tasks/failing.py"
 
@@ -62,7 +62,7 @@ def test_workers_do_not_outlive_the_command(tmp_path: Path) -> None:
 
 def test_a_refused_command_leaves_the_plan_alone(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
-    process = subprocess.Popen(own_command(*words("Slow", "--steps", "1000")), cwd=tmp_path)
+    process = subprocess.Popen(warm_command(*words("Slow", "--steps", "1000")), cwd=tmp_path)
     while process.poll() is None and not (run / "metrics.jsonl").exists():
         time.sleep(0.05)
     plan = (run / "plan.json").read_text()
