@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
-import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -23,11 +21,12 @@ from isobatch.core.errors import UserError
 from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
 from isobatch.data import readers
-from isobatch.data.base import WEIGHT, Ragged, load, save
+from isobatch.data.base import WEIGHT, Ragged, save
 from isobatch.data.streaming import group_table
 from isobatch.data.streaming.group_cache import group_digest
 from isobatch.data.streaming.group_table import GroupPlace, GroupTable, Slice
-from isobatch.data.streaming.shards import Extent, shard_of
+from isobatch.data.streaming.shard_index import IndexedGroup, joined, load_part, save_part
+from isobatch.data.streaming.shards import Room, shard_of
 from isobatch.data.streaming.source import LENGTH, GroupEncoder, rows_of_group
 from isobatch.data.streaming.store import Store, StoredObject, name_of
 
@@ -42,6 +41,10 @@ if TYPE_CHECKING:
 
 THREADS = 16
 """Shards that are read at a time; they tokenize on all cores between them."""
+ROOM_BYTES = 2 << 30
+"""Memory for the groups that are read at a time; one that needs more has it alone."""
+BYTES_OF_A_BYTE = 16
+"""Memory that a byte of a Parquet file needs while its group is read and tokenized."""
 MOST_HELD_OUT = 10_000
 """Rows that are validation where there is no such split: of a terabyte a twentieth would never be read."""
 
@@ -52,22 +55,6 @@ class CountingGroupEncoder(GroupEncoder, Protocol):
     def encode_and_count(self, rows: Rows, where: str) -> tuple[Columns, dict[str, int]]: ...
 
     def identity(self) -> str: ...
-
-
-@dataclass(slots=True)
-class IndexedGroup:
-    """A group of rows, and what is known of its samples."""
-
-    place: GroupPlace
-    rows: int
-    digest: bytes
-    sizes: dict[str, int]
-    columns: dict[str, np.ndarray]
-    """LENGTH and weights, (samples,) each."""
-
-    @property
-    def samples(self) -> int:
-        return len(self.columns[LENGTH]) if self.columns else 0
 
 
 @dataclass(slots=True)
@@ -144,13 +131,13 @@ class _Builder:
         self.encoding, self.store = encoder.identity(), Store()
         self.folder = cache_folder() / "shards"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._kept = 0
+        self._kept, self._room = 0, Room(ROOM_BYTES)
 
     def index_all(self) -> list[list[IndexedGroup]]:
         """The groups of every shard."""
         every = range(len(self.objects))
         self.index(every)
-        return [_load_part(self.part_of(number), number) for number in every]
+        return [load_part(self.part_of(number), number) for number in every]
 
     def index(self, numbers: Sequence[int]) -> None:
         """Keep the parts of these shards."""
@@ -171,10 +158,11 @@ class _Builder:
         one, folder = self.objects[number], self.part_of(number)
         if not (folder / "index.json").exists():
             shard = shard_of(self.store, one)
-            found = [
-                self.indexed(GroupPlace(number, extent), rows)
-                for extent, rows in shard.groups(self.encoder.columns)
-            ]
+            with self._room.taken(BYTES_OF_A_BYTE * shard.largest_group(self.encoder.columns)):
+                found = [
+                    self.indexed(GroupPlace(number, extent), rows)
+                    for extent, rows in shard.groups(self.encoder.columns)
+                ]
             self.store.require_unchanged(one)
             save_part(folder, found)
 
@@ -230,7 +218,7 @@ def _bytes(column: Column) -> int:
 
 def _write(folder: Path, objects: list[StoredObject], encoding: str, groups: list[IndexedGroup]) -> None:
     """Write a split: what is known of its samples, and the table of its groups."""
-    save(folder, _joined(groups))
+    save(folder, joined(groups))
     GroupTable(
         shards=objects,
         encoding=encoding,
@@ -240,47 +228,6 @@ def _write(folder: Path, objects: list[StoredObject], encoding: str, groups: lis
         samples=np.array([group.samples for group in groups], np.int64),
         digest=np.frombuffer(b"".join(group.digest for group in groups), np.uint8).reshape(len(groups), -1),
     ).write(folder)
-
-
-def _joined(groups: list[IndexedGroup]) -> dict[str, Column]:
-    kept = [group.columns for group in groups if group.samples]
-    return {name: np.concatenate([one[name] for one in kept]) for name in kept[0]} if kept else {}
-
-
-def save_part(folder: Path, groups: list[IndexedGroup]) -> None:
-    """Write a shard's part, all of it or nothing; another process may write the same one."""
-    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    described: list[dict[str, Any]] = [
-        {
-            "extent": list(group.place.extent),
-            "rows": group.rows,
-            "samples": group.samples,
-            "digest": group.digest.hex(),
-            "sizes": group.sizes,
-        }
-        for group in groups
-    ]
-    save(temporary, _joined(groups))
-    (temporary / "groups.json").write_text(json.dumps(described))
-    try:
-        temporary.replace(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise  # else another process was first
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _load_part(folder: Path, shard: int) -> list[IndexedGroup]:
-    columns, first = {name: np.asarray(column) for name, column in load(folder).items()}, 0
-    groups = []
-    for one in json.loads((folder / "groups.json").read_text()):
-        stop = first + one["samples"]
-        own = {name: column[first:stop] for name, column in columns.items()}
-        place = GroupPlace(shard, Extent(*one["extent"]))
-        groups.append(IndexedGroup(place, one["rows"], bytes.fromhex(one["digest"]), one["sizes"], own))
-        first = stop
-    return groups
 
 
 def _summed(groups: list[IndexedGroup]) -> dict[str, int]:

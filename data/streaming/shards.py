@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import zlib
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 GROUP_BYTES = 2 << 20
 """Bytes of a group, of Parquet those of the columns that are read. Another number is another order."""
+USUAL_COMPRESSION = 3
+"""Of text by gzip."""
 Rows = list[dict[str, Any]]
 
 
@@ -65,6 +68,10 @@ class Shard(ABC):
     def columns(self) -> list[str]:
         """The names of its columns, of lines those of the first; none where it has no rows."""
 
+    def largest_group(self, columns: Sequence[str] | None) -> int:  # noqa: ARG002  of Parquet alone
+        """Bytes of its largest group, about."""
+        return min(GROUP_BYTES, self.stored.size)
+
     def _require(self, columns: Sequence[str] | None, there: Collection[str]) -> None:
         """Raise UserError where a column is not there: other shards may have it."""
         for name in columns or () if there else ():
@@ -73,6 +80,26 @@ class Shard(ABC):
                     f"{self.stored.address} has no column {name}, and the first object has; it has:"
                     f" {', '.join(sorted(there)[:20])}"
                 )
+
+
+class Room:
+    """Memory, in bytes, that threads share: who needs more than is free waits."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._taken, self._changed = size, 0, threading.Condition()
+
+    @contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        """Take so much for the block; more than there is at all, when nobody else has any."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + size <= self._size)
+            self._taken += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken -= size
+                self._changed.notify_all()
 
 
 class Lines(Shard):
@@ -131,6 +158,9 @@ class GzippedLines(Lines):
         self._require(columns, {name for row in rows for name in row})
         yield extent, _only(columns, rows)
 
+    def largest_group(self, columns: Sequence[str] | None) -> int:  # noqa: ARG002
+        return USUAL_COMPRESSION * self.stored.size
+
     def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:
         try:
             return self._parse(gzip.decompress(self._read(*extent)), columns, 0)
@@ -168,6 +198,12 @@ class ParquetShard(Shard):
             if size >= GROUP_BYTES or number == metadata.num_row_groups - 1:
                 yield Extent(start, number + 1)
                 start, size = number + 1, 0
+
+    def largest_group(self, columns: Sequence[str] | None) -> int:
+        with self._explained(), self._open() as file:
+            metadata = file.metadata
+        sizes = (_row_group_bytes(metadata, n, columns) for n in range(metadata.num_row_groups))
+        return max(GROUP_BYTES, *sizes, 0)
 
     def _open(self) -> ParquetFile:
         """A file for one thread, with the metadata of the first that was opened."""

@@ -19,7 +19,7 @@ import pytest
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.data.base import Ragged, load
 from isobatch.data.preparation.encoding import Share
-from isobatch.data.streaming import group_cache, locations, shards, store
+from isobatch.data.streaming import group_cache, locations, shard_index, shards, store
 from isobatch.data.streaming import index as indexes
 from isobatch.data.streaming.read_ahead import ReadAhead
 from isobatch.data.tokenizers import open_tokenizer
@@ -393,8 +393,28 @@ def test_damaged_text_of_a_parquet_file_is_named(stored: Path) -> None:
         prepared(stored)
 
 
+def test_large_groups_are_read_one_at_a_time_and_small_ones_together() -> None:
+    room, inside, most = shards.Room(100), [], []
+
+    def read(size: int) -> None:
+        with room.taken(size):
+            inside.append(size)
+            time.sleep(0.02)
+            most.append(sum(inside))
+            inside.remove(size)
+
+    for sizes, expected in (([300] * 3, 300), ([20] * 5, 100), ([60] * 3, 60)):
+        most.clear()
+        threads = [threading.Thread(target=read, args=(size,)) for size in sizes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert max(most) == expected
+
+
 def test_two_may_index_the_same_shard_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrote, save, failed = threading.Barrier(2, timeout=30), indexes.save, []
+    wrote, save, failed = threading.Barrier(2, timeout=30), shard_index.save, []
 
     def save_and_meet(folder: Path, columns: Any) -> None:
         save(folder, columns)
@@ -402,11 +422,11 @@ def test_two_may_index_the_same_shard_at_once(tmp_path: Path, monkeypatch: pytes
 
     def write() -> None:
         try:
-            indexes.save_part(tmp_path / "part", [])
+            shard_index.save_part(tmp_path / "part", [])
         except OSError as error:
             failed.append(error)
 
-    monkeypatch.setattr(indexes, "save", save_and_meet)
+    monkeypatch.setattr(shard_index, "save", save_and_meet)
     threads = [threading.Thread(target=write) for _ in range(2)]
     for thread in threads:
         thread.start()
