@@ -6,7 +6,6 @@ Each stage is a run of its own in --out. Typed again, the command goes on where 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import plan_stages
 from isobatch.launch.local.arguments import parse_request, request_text
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
+from isobatch.launch.local.words.config_files import scalar
 from isobatch.launch.planning.targets import PlanCommandOptions
 from isobatch.launch.report.command import text_of, write_report
 from isobatch.launch.sweeps.chain import parse_chain
@@ -84,7 +84,7 @@ def compress(words: Sequence[str]) -> int:
 def _config_of(chain: Chain) -> str:
     """The flags of the chain as a file for --config, and as remarks what each stage makes of them."""
     lines = ["# the whole chain: what was typed", "task: compress"]
-    lines += [f"{name}: {json.dumps(value)}" for name, value in chain.given.items()]
+    lines += [f"{name}: {scalar(value)}" for name, value in chain.given.items()]
     for stage in chain.stages:
         request = parse_request(chain.words(stage, chain.start), "auto")
         lines += ["", f"# {stage} makes of it:"]

@@ -78,6 +78,14 @@ def test_a_run_is_a_file_of_flags(task: str, tmp_path: Path) -> None:
     assert (longer.steps, longer.epochs, longer.lr) == (None, (2.0,), 1.7e-4)
 
 
+def test_a_length_that_is_typed_replaces_all_that_a_run_had_of_it(tmp_path: Path) -> None:
+    wanted = ask("--task", "recommender", "--preset", "ids").recipe
+    assert wanted.least_steps == 1800
+    (tmp_path / "recipe.json").write_text(json.dumps({**wanted.to_dict(), "hash": wanted.hash()}))
+    for words in (("--steps", "1200"), ("--epochs", "2")):
+        assert ask("--like", str(tmp_path), *words).recipe.least_steps == 0
+
+
 def test_a_file_may_hold_a_sweep(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text("task: causal-lm\nlr: [1e-3, 3e-3]\nseed: 0-1\nepochs: [2]\n")
     points = parse_sweep(["--config", str(tmp_path / "s.yaml")], "auto")

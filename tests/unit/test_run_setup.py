@@ -60,7 +60,11 @@ def test_patience_needs_a_split_to_watch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "line"), [("valid", "x: done, 3 steps, valid: loss 0.5\n"), (None, "x: done, 3 steps\n")]
+    ("split", "line"),
+    [
+        ("valid", "x: done, 3 steps, valid: loss 0.5\n"),
+        (None, "x: done, 3 steps, nothing was measured\n"),
+    ],
 )
 def test_the_last_line(
     split: str | None, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

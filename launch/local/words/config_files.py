@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 RECIPE_FILE = "recipe.json"
 SOURCES = ("config", "like", "from")
 """Flags that name where other flags come from."""
-INSTEAD = {"epochs": "steps", "steps": "epochs"}
-"""A flag that is typed -> the flag of a file that it replaces, because the two exclude each other."""
+INSTEAD = {"epochs": {"steps", "least_steps"}, "steps": {"epochs", "least_steps"}}
+"""A flag that is typed -> the flags of a file that it replaces: the length of a run is said anew."""
 NOTHING = ("null", "~", "")
 
 
@@ -117,7 +117,7 @@ def join(
     Raises UserError for a name in the file that nobody knows.
     """
     taken = {ours for name, value in typed.items() for ours in _our_names(name, value, known)}
-    taken |= {INSTEAD[name] for name in taken & INSTEAD.keys()}
+    taken = taken.union(*(INSTEAD[name] for name in taken & INSTEAD.keys()))
     words = {*known, *words_for(known)}
     kept = {}
     for name, value in base.items():
@@ -139,12 +139,12 @@ def config_text(groups: Iterable[tuple[str, Mapping[str, Flag], Mapping[str, Any
         lines += ["", f"# {title}"] if lines else [f"# {title}"]
         for name, flag in flags.items():
             value = values.get(name, flag.default)
-            text = f"# {name}:" if value is None else f"{name}: {_scalar(value_text(value))}"
+            text = f"# {name}:" if value is None else f"{name}: {scalar(value_text(value))}"
             lines.append(f"{text:<28}  # {flag.help}" if flag.help else text)
     return "\n".join(lines)
 
 
-def _scalar(text: str) -> str:
+def scalar(text: str) -> str:
     """The text as YAML, in quotes only where it needs them."""
     import yaml
 
