@@ -1,6 +1,7 @@
 """`auto --task compress`: trains classifier, pruning and qat, exports each, and writes the report.
 
-Each stage is a run of its own in --out. Typed again, the command goes on where it was stopped.
+Each stage is a run of its own in --out. Typed again, the command goes on where it was stopped; a stage that
+an earlier chain has trained by the same recipe is not trained again.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from isobatch.core.flags import build_options
 from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.core.package import GO_ON_VARIABLE
 from isobatch.engine.registry import CHAINS
+from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import plan_stages
 from isobatch.launch.local.arguments import parse_request, request_text
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
+from isobatch.launch.local.run_setup import find_namesake, prepare_facts
 from isobatch.launch.local.words.config_files import scalar
 from isobatch.launch.planning.targets import PlanCommandOptions
 from isobatch.launch.report.command import text_of, write_report
@@ -60,9 +63,12 @@ def compress(words: Sequence[str]) -> int:
         source = {source_flag: str(runs[-1].folder)} if source_flag else {}
         request = parse_request(chain.words(stage, source), "auto", AutoOptions)
         with _goes_on_by_the_same_command():
-            run, verdict = find_or_train(request)
+            done = find_namesake(request, prepare_facts(request)) if stage != STAGES[-1] else None
+            run, verdict = (done, Verdict(DONE, "")) if done else find_or_train(request)
         if verdict.code != DONE:
             return verdict.code
+        if done:
+            print(f"compress: {run.folder} has this recipe and is done: it is this stage", file=sys.stderr)
         runs.append(run)
         if stage == STAGES[0]:
             refuse_chance(run)

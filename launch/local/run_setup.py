@@ -116,6 +116,15 @@ def find_run(request: Request, facts: Facts) -> RunFolder | None:
     return RunFolder.open(matching[-1].folder) if matching else None
 
 
+def find_namesake(request: Request, facts: Facts) -> RunFolder | None:
+    """A run in --out that is done and has this recipe and data under another name, the newest; None where
+    there is none, or where the request's own is there.
+    """
+    anonymous = dataclasses.replace(request, run=dataclasses.replace(request.run, name=None))
+    found = find_run(anonymous, facts) if find_run(request, facts) is None else None
+    return found if found is not None and found.status() == "done" else None
+
+
 def _identity(run: RunFolder) -> tuple[str, str]:
     return run.recipe.hash(), run.facts.fingerprint
 

@@ -193,6 +193,10 @@ def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert (home / "chained" / "chain-qat" / "report" / "report.html").is_file()
     assert (home / "chained" / "chain-classifier" / "metrics.jsonl").read_bytes() == first
+    other = launch(*words, "--name", "other", "--embedding-bits", "4", cwd=home)  # the last stage is another
+    assert other.returncode == 0, other.stderr
+    assert "chained/chain-pruning has this recipe and is done: it is this stage" in other.stderr
+    assert sorted(p.name for p in (home / "chained").iterdir()) == [*stages, "other-qat"]
 
 
 WRONG = {
