@@ -44,8 +44,13 @@ class ComparedModels:
         return self.report.verdicts(self.rows)
 
     def caption(self, machine: str) -> str:
-        """What the table's figures were measured on."""
-        return self.report.caption(self.rows[0], machine)
+        """What the table's figures were measured on, and which of them chose their own checkpoint by it."""
+        chosen = dict.fromkeys(row["run"] for row in self.rows if row["chose_checkpoint"])
+        said = (
+            f" The checkpoint of {' and '.join(chosen)} was chosen by these samples, which flatters it a"
+            " little: give the data a test split to be judged by."
+        )
+        return self.report.caption(self.rows[0], machine) + (said if chosen else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,5 +115,7 @@ def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
         run.final, run.folder / "exports", run.facts, lambda: host_batches(samples), call_in_child
     )
     seconds = (run.summary() or {}).get("train_seconds")
+    chose = split == "valid" and bool(run.recipe.patience)
     where = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
-    return [{**where, **row, "split": split, "train_seconds": seconds} for row in rows]
+    further = {"split": split, "train_seconds": seconds, "chose_checkpoint": chose}
+    return [{**where, **row, **further} for row in rows]

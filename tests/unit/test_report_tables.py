@@ -1,7 +1,10 @@
 """The tables of a report as text."""
 
+from typing import Any
+
 import pytest
 
+from isobatch.launch.report.contents import ComparedModels
 from isobatch.launch.report.tables import differences_table, metric_line, table_beside, text_table, wrapped
 
 ROWS = [["model", "accuracy", "speed"], ["a long name", "0.91", "2.00x"], ["b", "0.9", "baseline of torch"]]
@@ -59,3 +62,14 @@ def test_metrics_of_one_version_are_no_table(metrics: dict[str, float]) -> None:
 def test_a_long_line_is_broken_between_its_figures() -> None:
     assert wrapped("a 1  b 2  c 3", "  ", 8) == ["a 1  b 2", "    c 3"]
     assert wrapped("a long word", "  ", 4) == ["a long word"]
+
+
+def test_a_checkpoint_that_was_chosen_by_the_same_samples_is_named() -> None:
+    class Report:
+        def caption(self, row: dict[str, Any], machine: str) -> str:
+            return f"Measured on {machine}."
+
+    rows = [{"run": "plain", "chose_checkpoint": False}, *[{"run": "best", "chose_checkpoint": True}] * 2]
+    assert ComparedModels(Report(), rows[:1]).caption("a machine") == "Measured on a machine."  # type: ignore[arg-type]
+    said = ComparedModels(Report(), rows).caption("a machine")  # type: ignore[arg-type]
+    assert "The checkpoint of best was chosen by these samples" in said
