@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
+from isobatch.core.measures import printable
 from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
 from isobatch.data.text.chat_templates import ChatTemplate
@@ -17,6 +19,7 @@ from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.registry import workload_of
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.run_setup import TrustOptions
+from isobatch.launch.predicting.item_choice import restrict
 from isobatch.launch.predicting.rows import (
     PromptReader,
     RowReader,
@@ -75,6 +78,12 @@ class ModelOptions(TrustOptions):
     the best of them on the validation data."""
     skip_unknown: bool = False
     """Of a recommender: leave out items, and rows of users, that training did not know, and count them."""
+    only: str | None = None
+    """Of a recommender: offer these items alone, ids or titles with commas between them, or a file."""
+    without: str | None = None
+    """Of a recommender: offer none of these items."""
+    with_seen: bool = False
+    """Of a recommender: offer also what a user had already."""
     load_bits: Literal[16, 8, 4] | None = None
     """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
 
@@ -126,8 +135,12 @@ def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer
         write_text = task.writer(run.final, options.load_bits)
         return Answerer(partial(_write, write_text, sampling(options, template)), reader)
     if isinstance(task, OpensItemLists):
-        refuse_unread(options, run, "text_column", "top", "by", "skip_unknown")
+        choice = ("only", "without", "with_seen")
+        refuse_unread(options, run, "text_column", "top", "by", "skip_unknown", *choice)
         lists = task.open_lists(run.final, options.by)
+        items = run.recipe.options.get("item_column")
+        for line in restrict(lists, options.only, options.without, options.with_seen, items):
+            print(printable(line), file=sys.stderr)
         column = text or run.recipe.options.get("user_column")
         users = UserReader(column, lists if options.skip_unknown else None)
         return Answerer(partial(_recommend, lists, options.top), users)

@@ -52,7 +52,8 @@ def predict(words: Sequence[str]) -> int:
     """Usage: predict RUN ["text" ...] [--file rows.csv] [--out predictions.csv] [--form onnx-int4]
     [--text-column NAME] [--pair-column NAME] [--json]; of language models also [--tokens 60]
     [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0]; of recommenders [--top 10]
-    [--by ease] [--skip-unknown]; their --out has a row for each item of a list, as that of `recommend`.
+    [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen] [--skip-unknown]; their --out has a
+    row for each item of a list, as that of `recommend`.
 
     RUN may be an ONNX file of a classifier, the folder of one, or that of a language model. Texts of pairs
     are given in twos.

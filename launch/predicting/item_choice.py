@@ -1,4 +1,4 @@
-"""Which items `recommend` may offer: `--only` and `--without`, each a file or ids and titles."""
+"""Which items a recommender may offer: `--only` and `--without`, each a file or ids and titles."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TEXT_LINE = "text"
 """The column of a .txt file, which has an item a line."""
+MOST_NAMED = 5
 
 
 def restrict(
@@ -34,7 +35,10 @@ def restrict(
         if missing := [name for name in names if name in unknown]:
             if len(missing) == len(names) or not _is_table(str(given[flag])):
                 raise UserError(f"{flag} {given[flag]}: {missing[0]} is not in the training data")
-            remarks.append(f"{flag}: {len(missing):,} of {len(names):,} items are not in the training data")
+            few = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
+            remarks.append(
+                f"{flag}: {len(missing):,} of {len(names):,} items are not in the training data: {few}"
+            )
     return remarks
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files, number_ranges
@@ -72,47 +73,52 @@ def recommend(words: Sequence[str]) -> int:
     if options.with_seen and options.similar_to is not None:
         raise UserError("--with-seen: changes nothing of --similar-to; leave it out")
     out = None if options.out is None else tables.check_out(options.out, None)
-    lists = _open_lists(run, options)
+    task = require_capability(run, OpensItemLists, "recommend", REFUSAL)
+    lists = task.open_lists(run.final, options.by)
     column = run.recipe.options.get("item_column")
-    _say(item_choice.restrict(lists, options.only, options.without, options.with_seen, column))
+    remarks = item_choice.restrict(lists, options.only, options.without, options.with_seen, column)
+    introduce = partial(_say, [*remarks, *_ranked_by(run, task, lists, options)])
     if not asked:
         assert out is not None, "else refused above"
+        introduce()
         return _write_all("user", lists.recommend_to_all(options.top), out, options)
     given: dict[str, Any]
     if options.similar_to is not None:
         if options.similar_to == "all" and not lists.knows_item("all"):
             if out is None:
                 raise UserError("--similar-to all: is a list for each item: give --out similar.parquet")
+            introduce()
             return _write_all("similar_to", lists.similar_to_all(options.top), out, options)
         found, given = lists.similar(options.similar_to, options.top), {"similar_to": options.similar_to}
-        _say(lists.remarks([options.similar_to]))
+        remarks = lists.remarks([options.similar_to])
     elif options.items is not None:
         taken = lists.split_items(options.items)
         found, given = lists.for_items(taken, options.top), {"taken": taken}
-        _say(lists.remarks(taken))
+        remarks = lists.remarks(taken)
     else:
         assert options.user is not None, "one of them was given"
         users = lists.split_users(options.user)
         if len(users) > 1:
             several = [(user, lists.recommend(user, options.top)) for user in users]
+            introduce()
             return _answer_users(several, lists.by, out, options)
-        found, given = lists.recommend(users[0], options.top), {"user": users[0]}
+        found, given, remarks = lists.recommend(users[0], options.top), {"user": users[0]}, []
+    introduce()
+    _say(remarks)
     given["by"] = lists.by
     if out is not None:
         return _write_one(found, out, options)
     return _print(found, given, options)
 
 
-def _open_lists(run: RunFolder, options: RecommendOptions) -> ItemLists:
-    """The lists, and a line that says which they are, or that a baseline has better ones."""
-    task = require_capability(run, OpensItemLists, "recommend", REFUSAL)
-    lists = task.open_lists(run.final, options.by)
+def _ranked_by(
+    run: RunFolder, task: OpensItemLists, lists: ItemLists, options: RecommendOptions
+) -> list[str]:
+    """A line that says what ranks the items, or that a baseline ranks them better; --json has it inside."""
     metrics = (run.summary() or {}).get("metrics", {})
     metrics = metrics if isinstance(metrics, dict) else {}
     said = task.better_baseline(metrics) if options.by == "model" else f"ranked by {lists.by}"
-    if said and not options.json:
-        print(said, file=sys.stderr)
-    return lists
+    return [said] if said and not options.json else []
 
 
 def _say(lines: Iterable[str]) -> None:

@@ -47,13 +47,17 @@ class ServeOptions(TrustOptions):
     """Length of a recommender's lists."""
     by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
     """What ranks a recommender's items: see `predict`."""
+    only: str | None = None
+    """Of a recommender: offer these items alone, ids or titles with commas between them, or a file."""
+    without: str | None = None
+    """Of a recommender: offer none of these items."""
     load_bits: Literal[16, 8, 4] | None = None
     """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
 
 
 def serve(words: Sequence[str]) -> int:
     """Usage: serve RUN [--port 8000] [--host 127.0.0.1] [--form onnx-int4] [--top 10]
-    [--by ease] [--load-bits 8]
+    [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--load-bits 8]
 
     A language model answers as OpenAI's API (/v1/completions, /v1/chat/completions), another model
     POST /predict with {"texts": [...]}. RUN may be an ONNX file of a classifier, or the folder of one: then
@@ -78,6 +82,8 @@ def make_app(where: str, options: ServeOptions) -> Any:
         form=options.form,
         top=options.top,
         by=options.by,
+        only=options.only,
+        without=options.without,
         load_bits=options.load_bits,
         trust=options.trust,
     )

@@ -253,7 +253,9 @@ class Recommendations:
     def _item_number(self, item: str) -> int:
         number = self._item_numbers.get(item)
         if number is None:
-            close = difflib.get_close_matches(item, self.titles, n=1)
+            # An id that is much like another one is still another item: titles alone are guessed.
+            titles = [] if self.titles == self.items else self.titles
+            close = difflib.get_close_matches(item, titles, n=1)
             hint = f"did you mean {close[0]}?" if close else f"ids such as {', '.join(self.items[:5])}"
             raise UnknownItemError(f"item {item}: is not in the training data ({hint})")
         return number

@@ -300,6 +300,30 @@ def test_lists_of_several_users_and_of_all_items(
         recommend(["runs/one", "--similar-to", "all"])
 
 
+def test_predict_leaves_out_what_is_sold_out(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(home)
+    assert predict(["runs/one", "7", "--top", "3", "--json"]) == 0
+    first, *others = json.loads(capsys.readouterr().out)["items"]
+    (home / "sold-out.csv").write_text(f"item\n{first}\nnothing-like-it\n")
+    assert predict(["runs/one", "7", "--top", "2", "--without", "sold-out.csv", "--json"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["items"] == others
+    assert "--without: 1 of 2 items are not in the training data: nothing-like-it" in found.err
+
+
+def test_an_error_comes_alone(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(home)
+    with pytest.raises(UserError, match="user nobody: is not in the training data"):
+        recommend(["runs/one", "--user", "nobody", "--by", "ease"])
+    assert "ranked by" not in capsys.readouterr().err
+    recommend(["runs/one", "--user", "7", "--by", "ease"])
+    assert "ranked by ease" in capsys.readouterr().err
+
+
 def test_training_on_all_interactions_measures_nothing_and_says_so(home: Path) -> None:
     flags = ["--text", "off", "--epochs", "1", "--split", "none", "--name", "all"]
     done = launch("auto", "--task", "recommender", *flags, cwd=home)
