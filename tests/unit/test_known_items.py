@@ -70,7 +70,7 @@ def test_items_can_be_left_out_or_be_the_only_ones(tmp_path: Path) -> None:
     lists = RecommendationLists(tmp_path)
     (tmp_path / "sold.csv").write_text("item_id,stock\ni4,0\ni5,0\ngone,0\n")
     said = restrict(lists, None, str(tmp_path / "sold.csv"), False, None)
-    assert said == ["--without: 1 of 3 items are not in the training data"]
+    assert said == ["--without: 1 of 3 items are not in the training data: gone"]
     assert {f"i{n}" for n in range(ITEMS)} - set(names(lists.recommend("u0", 99))) == {
         *("i0", "i1", "i2"),
         *("i4", "i5"),
