@@ -465,7 +465,7 @@ class Recommender(Task):
         from isobatch.models.recommendation import baselines
 
         baselines.fit_unmeasured(model, final, self._chosen_settings, self.options.best_by or MODEL)
-        ways = ", by which `isobatch recommend RUN --by best` ranks" if self._inherited_baseline else ""
+        ways = ": `isobatch recommend RUN --by best` gives its lists" if self._inherited_baseline else ""
         return f"{self._said_unmeasured}{ways}"
 
     @property
