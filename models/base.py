@@ -278,8 +278,21 @@ class Task(ABC):
         """Steps between drawings of the run's figures into plots/, also at the end; 0 draws none unasked."""
         return 0
 
+    @property
+    def compared_by(self) -> tuple[str, str]:
+        """The metric by which finished runs are compared, as in a sweep; its good direction, min or max."""
+        return self.best_metric
+
     def unread(self) -> Mapping[str, str]:
         """Common recipe fields that change nothing here, and why: they are refused, and in no new recipe."""
+        return {}
+
+    @classmethod
+    def inherit(cls, values: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG003
+        """Values of `Options` that --like takes from what a run measured, where `values` leave them open.
+
+        `values`: those that were given or are the other run's; `metrics`: of its summary.
+        """
         return {}
 
     @classmethod
@@ -392,6 +405,12 @@ class Task(ABC):
         `batches()` gives them, test's or else valid's; `batches("valid")` those of another split.
         """
         return {}
+
+    def finish_unmeasured(self, model: nn.Module, final: Path) -> str:
+        """In place of `final_metrics` and `final_remark` where nothing is held out: complete `final`; a line
+        for the user.
+        """
+        return ""
 
     def model_size(self, facts: Facts) -> ModelSize:
         """The model's size, by default counted on a model without storage."""

@@ -150,8 +150,9 @@ def _data_lines(recipe: Recipe, facts: Facts) -> list[str]:
 
 def _result_lines(facts: Facts, measured: HeldOutFigures) -> list[str]:
     splits = list(measured.metrics)
+    remark = ["", _plain(measured.remark)] if measured.remark else []
     if not splits:
-        return ["Nothing was held out, so nothing was measured."]
+        return ["Nothing was held out, so nothing was measured.", *remark]
     names = [n for split in splits for n, value in measured.metrics[split].items() if _figure(value)]
     names = list(dict.fromkeys(names))
     names = [n for n in names if "latency" not in n]  # that is the machine's
@@ -164,7 +165,6 @@ def _result_lines(facts: Facts, measured: HeldOutFigures) -> list[str]:
             " figure a little too good."
         )
     table = [f"| | {' | '.join(splits)} |", "|---" * (len(splits) + 1) + "|"]
-    remark = ["", _plain(measured.remark)] if measured.remark else []
     return [protocol, "", *table, *(f"| {' | '.join(row)} |" for row in rows), *remark]
 
 

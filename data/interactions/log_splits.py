@@ -130,6 +130,9 @@ class LogSplits:
         known = {column: self.logs["train"].counts(column, most) > 0 for _, column, most in counts}
         for split, log in self.logs.items():
             if split != "train" and len(log):
+                if self.method == "time":
+                    held_out = int((log.counts("user", len(self.users)) > 0).sum())
+                    yield f"{split}: {held_out:,} of {len(self.users):,} users have held-out interactions"
                 for what, column, most in counts:
                     if new := int(((log.counts(column, most) > 0) & ~known[column]).sum()):
                         yield f"{split}: {new:,} of its {what} are in no training interaction"

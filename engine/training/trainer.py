@@ -151,7 +151,8 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
     context.stop_if_asked()
     if not held_out:
         context.console.say("no split is held out: nothing was measured")
-    _say_if_too_short(context, loop, held_out.get("valid", {}))
+    else:  # where nothing is held out, a fall of the training loss tells nothing of new data
+        _say_if_too_short(context, loop, held_out.get("valid", {}))
     context.check_data()
     checked = context.checked_data()
     summary = context.summarize("done", "", held_out)
@@ -168,7 +169,11 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
             context.console.say(f"sample:\n{sample}")
             summary["sample"] = sample
         doing("measuring the exported model")
-        remark = _add_final_metrics(context, model, exported, held_out)
+        if held_out:
+            remark = _add_final_metrics(context, model, exported, held_out)
+        else:
+            remark = context.task.finish_unmeasured(model, context.run.final)
+        remark = re.sub(r"\bRUN\b", str(context.run.folder), remark)
         if remark:
             context.console.say(remark)
             summary["remark"] = remark
@@ -234,9 +239,7 @@ def _add_final_metrics(
     """Add the task's own measurements of its export to the metrics of the first held-out split; what the task
     remarks on them.
     """
-    split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
-    if split is None:
-        return ""
+    split = next(s for s in HELD_OUT_SPLITS if s in held_out)
     splits = context.session.splits
     more = context.task.final_metrics(
         model, context.run.final, context.session.facts, lambda name=split: host_batches(splits[name])
@@ -246,7 +249,7 @@ def _add_final_metrics(
         held_out[split] |= more
         where = {"phase": context.progress.phase, "step": step, "split": split}
         context.log.log_metrics({**where, **held_out[split]})
-    return re.sub(r"\bRUN\b", str(context.run.folder), context.task.final_remark(held_out[split]))
+    return context.task.final_remark(held_out[split])
 
 
 def _log_final(context: RunContext, found: dict[str, Any]) -> None:

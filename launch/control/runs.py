@@ -215,5 +215,5 @@ def main_metric(recipe: Recipe, summary: Mapping[str, Any]) -> str:
     """The metric that a task is judged by. The code of a user's own is not run: its summary says it."""
     if recipe.task in TASKS:
         with contextlib.suppress(UserError):  # code that came with the run, or values of another version
-            return workload_of(recipe).make(recipe)[0].best_metric[0]
+            return workload_of(recipe).make(recipe)[0].compared_by[0]
     return str(summary.get("monitor", "loss"))

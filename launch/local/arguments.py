@@ -243,6 +243,9 @@ def _request(chosen: Workload, flags: Mapping[str, str], command: str, options_c
     asked = {**values["recipe"], **values["options"]}
     if scaling.per_device_batch_size:  # before the mode's own batch is named
         asked["batch_size"] = scaling.per_device_batch_size
+    if like := values["files"].get("like"):
+        measured = (RunFolder.open(like).summary() or {}).get("metrics")
+        asked = {**chosen.task.inherit(asked, measured or {}), **asked}
     recipe, preset_notes = chosen.complete(asked)
     plan = chosen.plan_options(recipe.preset, values["plan"])
     if start := values["files"].get("from"):

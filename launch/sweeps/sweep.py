@@ -56,7 +56,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
     """
     points = distinct(points)
     first = points[0][0]
-    best_metric = first.workload.make(first.recipe)[0].best_metric
+    compared_by = first.workload.make(first.recipe)[0].compared_by
     trained = []
     for swept, (run, code) in zip(_values(points), _train_all(points, options), strict=True):
         if code == STOPPED:
@@ -64,7 +64,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
         metrics = (run.summary() or {}).get("metrics", {}) if code == DONE else {}
         trained.append(Trained(values=swept, folder=run.folder, code=code, metrics=metrics))
     folder = _folder(points)
-    found = summary(trained, *best_metric)
+    found = summary(trained, *compared_by)
     atomic_files.write_json(folder / FILE_NAME, found)
     write_plot(found, folder)
     print(

@@ -6,6 +6,8 @@ items for each item. What is measured is what is kept.
 
 from __future__ import annotations
 
+import itertools
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from isobatch.models.recommendation import ranking
 from isobatch.models.recommendation.recommendations import BASELINES_FILE, EASE, KNN, MODEL, POPULARITY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from isobatch.models.base import Batch
@@ -30,12 +32,14 @@ METRICS = ("hr", "ndcg", "mrr")
 MAX_ITEMS = 10_000
 """Item-kNN and EASE need an (items, items) matrix: they are left out for larger catalogues."""
 EASE_LAMBDAS = (1000.0, 100.0, 300.0, 3000.0)
-"""L2 regularizations of EASE. Of all settings the best on the validation split is taken, the first where
-there is none."""
+"""L2 regularizations of EASE. Of all settings the best on the validation split is taken, where there is none
+the first, and one that the recipe names (`chosen` below: name of a baseline -> its setting) in any case."""
 EASE_WEIGHTS = 1024
 """Weights that EASE keeps of each item: what this and other cuts cost is in benchmarks/LOG.md."""
 KNN_SHRINKAGES = (10.0, 100.0)
 """Added to the denominator of a cosine, so that a few users in common count little."""
+BATCHES_AT_ONCE = 16
+"""Batches of held-out rows that are ranked together."""
 NEIGHBOURS = 100
 """Most similar items that item-kNN keeps of each item."""
 
@@ -106,9 +110,29 @@ FITS: Mapping[str, Fit] = {
 }
 
 
+NONE_CHOSEN: Mapping[str, float] = MappingProxyType({})
+
+
+@torch.no_grad()
+def fit_unmeasured(net: Any, final: Path, chosen: Mapping[str, float], best: str) -> None:
+    """Keep the baselines in `final` where nothing is held out, with `best` for BEST."""
+    net.eval()
+    doing("fitting baselines")
+    kept: dict[str, ItemWeights] = {}
+    if len(net.item_text) <= MAX_ITEMS:
+        gram, fits = gram_matrix(net), _fits_to_try(chosen, tuned=False)
+        kept = {name: fit.make(gram, fit.values[0]) for name, fit in fits.items()}
+    _write(final, net, kept, best)
+
+
 @torch.no_grad()
 def final_figures(
-    net: Any, final: Path, batches: Batches, validation: Batches | None, k: int
+    net: Any,
+    final: Path,
+    batches: Batches,
+    validation: Batches | None,
+    k: int,
+    chosen: Mapping[str, float] = NONE_CHOSEN,
 ) -> dict[str, Any]:
     """Keep the baselines in `final`; the metrics of each, and how sure its difference to the model's is.
 
@@ -116,19 +140,22 @@ def final_figures(
     sampled negatives, and one for all items, by which lists are made, and which is kept.
     """
     net.eval()
-    doing("fitting baselines")
+    fits = _fits_to_try(chosen, tuned=validation is not None)
+    tell = _progress(2 + sum(len(fit.values) + 1 for fit in fits.values()))
     found: dict[str, Any] = {}
     kept: dict[str, ItemWeights] = {}
     drawn: dict[str, dict[str, float]] = {}
-    on_validation = {
-        n: _figures(net, s, validation, k).get(f"full_ndcg@{k}", 0.0) for n, s in _scorers(net, {}).items()
-    }
+    on_validation: dict[str, float] = {}
+    for name, scorer in _scorers(net, {}).items():
+        tell()
+        on_validation[name] = _figures(net, scorer, validation, k).get(f"full_ndcg@{k}", 0.0)
     if len(net.item_text) <= MAX_ITEMS:
         gram = gram_matrix(net)
-        for name, fit in FITS.items():
-            sampled, full = _tuned(net, gram, fit, validation, k)
+        for name, fit in fits.items():
+            sampled, full = _tuned(net, gram, fit, validation, k, tell)
             kept[name], on_validation[name] = full.weights, full.ndcg
             found |= {f"{name}_{fit.setting}": sampled.value, f"full_{name}_{fit.setting}": full.value}
+            tell()
             figures = _figures(net, _linear_scorer(net, sampled.weights), batches, k)
             drawn[name] = {f"{name}_{metric}@{k}": figures[f"{metric}@{k}"] for metric in METRICS}
     if validation is not None:
@@ -149,10 +176,26 @@ class Tried(NamedTuple):
     weights: ItemWeights
 
 
-def _tuned(net: Any, gram: Tensor, fit: Fit, validation: Batches | None, k: int) -> list[Tried]:
+def _fits_to_try(chosen: Mapping[str, float], tuned: bool) -> dict[str, Fit]:
+    """The baselines with the values that are tried: the chosen one, or all, or untuned the first."""
+    tried = {name: fit.values if tuned else fit.values[:1] for name, fit in FITS.items()}
+    tried |= {name: (value,) for name, value in chosen.items()}
+    return {name: fit._replace(values=tried[name]) for name, fit in FITS.items()}
+
+
+def _progress(total: int) -> Callable[[], None]:
+    """What says, before each of `total` passes over held-out rows, how many are done."""
+    done = itertools.count()
+    return lambda: doing("fitting baselines", next(done), total)
+
+
+def _tuned(
+    net: Any, gram: Tensor, fit: Fit, validation: Batches | None, k: int, tell: Callable[[], None]
+) -> list[Tried]:
     """The best among the sampled negatives, and the best among all items."""
     best: dict[str, Tried] = {}
-    for value in fit.values if validation else fit.values[:1]:
+    for value in fit.values:
+        tell()
         weights = fit.make(gram, value)
         figures = _figures(net, _linear_scorer(net, weights), validation, k)
         for metric in (f"ndcg@{k}", f"full_ndcg@{k}"):
@@ -223,9 +266,10 @@ def _figures(net: Any, scorer: Scorer, batches: Batches | None, k: int) -> dict[
 def _measure(net: Any, scorer: Scorer, batches: Iterable[Batch], k: int) -> Ranked:
     sampled, full = [], []
     listed = torch.zeros(len(net.item_text), dtype=torch.bool)
-    for batch in batches:
+    for batch in _joined(batches):
         for chunk in ranking.chunks(net, batch):
-            scores, others = scorer(chunk["user"].long()), ranking.new_items(net, chunk)
+            users, rows = chunk["user"].long().unique(return_inverse=True)
+            scores, others = scorer(users)[rows], ranking.new_items(net, chunk)
             one, two = ranking.ranks_of_held_out(chunk, scores, others)
             sampled.append(one.double())
             full.append(two.double())
@@ -237,6 +281,13 @@ def _measure(net: Any, scorer: Scorer, batches: Iterable[Batch], k: int) -> Rank
         gains = ranking.gains(rank, k)
         figures |= {f"{name}{metric}@{k}": float(gain.mean()) for metric, gain in gains.items()}
     return Ranked(figures, gains["ndcg"])
+
+
+def _joined(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The same rows in larger batches: a user's scores are then computed once for many of his rows."""
+    waiting = iter(batches)
+    while some := list(itertools.islice(waiting, BATCHES_AT_ONCE)):
+        yield {name: torch.cat([batch[name] for batch in some]) for name in some[0]}
 
 
 def paired_interval(differences: Tensor, users: Tensor) -> list[float] | None:

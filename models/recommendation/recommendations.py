@@ -78,7 +78,8 @@ def open_recommendations(folder: str | Path, by: str = MODEL) -> Recommendations
 
 
 def best_by(folder: str | Path) -> str:
-    """What ranked the validation data best, as full_ndcg has it; the model where none was held out."""
+    """What ranked the validation data best, as full_ndcg has it. Where none was held out, what the recipe
+    names (--best-by), else the model."""
     from safetensors import safe_open
 
     with safe_open(_baselines_file(folder), "numpy") as file:

@@ -7,12 +7,14 @@ python -m launch auto --task recommender --data FOLDER --text lora --text-model 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import ADDED_LATER
+from isobatch.core.number_ranges import AboveZero
 from isobatch.core.recipe import DEMO
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
@@ -20,7 +22,7 @@ from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription
 from isobatch.models.recommendation import model_size
-from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, MODEL
+from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, EASE, KNN, MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -98,6 +100,13 @@ class RecommenderOptions:
     """A text's vector: the mean of its tokens' states, or the last one's."""
     top_k: int = 10
     """Length of the list in which a hit counts."""
+    ease_lambda: AboveZero | None = field(default=None, metadata=ADDED_LATER)
+    """EASE's regularization; by default that with the best full_ndcg on the validation data. --like takes
+    this and the next two from the run's, where it is given --split none."""
+    knn_shrinkage: AboveZero | None = field(default=None, metadata=ADDED_LATER)
+    """item-kNN's shrinkage, chosen likewise."""
+    best_by: Literal["model", "popularity", "knn", "ease"] | None = field(default=None, metadata=ADDED_LATER)
+    """With --split none: what `--by best` means, by the validation data of another run."""
 
 
 class Recommender(Task):
@@ -228,6 +237,15 @@ class Recommender(Task):
             raise UserError(
                 f"--text-model {name}: is no preset ({', '.join(PRESETS)}), folder or hub id (owner/name)"
             )
+
+    @classmethod
+    def inherit(cls, values: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+        """For --split none: the settings of baselines, and what ranked best, on the run's validation data."""
+        best = metrics.get("best_on_validation")
+        if values.get("split") != "none" or best not in (MODEL, *BASELINES):
+            return {}
+        settings = {n: metrics.get(f"full_{n}") for n in ("ease_lambda", "knn_shrinkage")}
+        return {"best_by": best, **{n: v for n, v in settings.items() if isinstance(v, float)}}
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -408,6 +426,13 @@ class Recommender(Task):
 
         return {**ranking.metric_parts(model, batch, self.options.top_k)}
 
+    @property
+    def compared_by(self) -> tuple[str, str]:
+        """NDCG among all items, by which baselines are judged too: the sampled one may order models otherwise
+        (Krichene and Rendle 2020).
+        """
+        return f"full_ndcg@{self.options.top_k}", "max"
+
     def notes(self, facts: Facts) -> list[str]:
         """Without those on missing texts where none are used."""
         found = super().notes(facts)
@@ -431,7 +456,40 @@ class Recommender(Task):
         from isobatch.models.recommendation import baselines
 
         validation = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
-        return baselines.final_figures(model, final, batches, validation, self.options.top_k)
+        return baselines.final_figures(
+            model, final, batches, validation, self.options.top_k, self._chosen_settings
+        )
+
+    def finish_unmeasured(self, model: Any, final: Path) -> str:
+        """Fit the baselines to all interactions; say what another run measured of them, if one did."""
+        from isobatch.models.recommendation import baselines
+
+        baselines.fit_unmeasured(model, final, self._chosen_settings, self.options.best_by or MODEL)
+        ways = ": `isobatch recommend RUN --by best` gives its lists" if self._inherited_baseline else ""
+        return f"{self._said_unmeasured}{ways}"
+
+    @property
+    def _chosen_settings(self) -> dict[str, float]:
+        """Baseline -> its setting that the recipe names."""
+        named = {KNN: self.options.knn_shrinkage, EASE: self.options.ease_lambda}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def _inherited_baseline(self) -> str | None:
+        """The baseline that ranked better than the model where that was measured; None where none did."""
+        return self.options.best_by if self.options.best_by in BASELINES else None
+
+    @property
+    def _said_unmeasured(self) -> str:
+        best = self.options.best_by
+        if best is None:
+            return "nothing tells whether the model or a baseline ranks better: choose by a run with a split"
+        if best == MODEL:
+            return "the model ranked the validation data of the run that this is like best (--best-by model)"
+        return (
+            f"{BASELINES[best]} ranked the validation data of the run that this is like better than the model"
+            f" (--best-by {best})"
+        )
 
     def kept_metrics(
         self, model: Any, final: Path, batches: Callable[[], Iterable[Batch]]
@@ -454,11 +512,15 @@ class Recommender(Task):
                 " order of the times, or take --split random"
             )
         name, said, is_better = _verdict(metrics, k)
+        said += _on_test_another(metrics, k, name)
         tries = [] if self.recipe.preset == "ids" else ["try --preset ids"]
         tries += [f"`isobatch recommend RUN --by {name}` gives its lists"]
         return f"{said}: {', or '.join(tries)}" if is_better else said
 
     def better_baseline(self, metrics: Mapping[str, Any]) -> str:
+        if not metrics and self.recipe.options.get("split") == "none":
+            ways = ": --by best gives its lists" if self._inherited_baseline else ""
+            return f"nothing was measured here; {self._said_unmeasured}{ways}"
         name, said, is_better = _verdict(metrics, self.options.top_k)
         return f"{said}: --by {name} gives its lists" if is_better else ""
 
@@ -492,7 +554,9 @@ class Recommender(Task):
 def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:
     """(the best baseline, what the held-out users say of it and the model, whether it ranks better).
 
-    Empty where a received or older run has no such metrics.
+    The best is the one on the validation data, where that was no model: to choose it by the figures in which
+    it is then held against the model would flatter it. Empty where a received or older run has no such
+    metrics.
     """
     metric, figures = f"full_ndcg@{k}", {}
     own, users = metrics.get(metric), metrics.get("held_out_users")
@@ -502,7 +566,9 @@ def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:
             figures[name] = (figure, *interval)
     if not (figures and isinstance(own, float) and isinstance(users, int)):
         return "", "", False
-    best = max(figures, key=lambda name: figures[name][0])
+    best = str(metrics.get("best_on_validation"))
+    if best not in figures:  # the model, or nothing was tuned
+        best = max(figures, key=lambda name: figures[name][0])
     figure, low, high = figures[best]
     shown = f"95 %: {low:.4f} to {high:.4f}; {metric} {figure:.4f} against {own:.4f}"
     if low > 0:
@@ -511,6 +577,18 @@ def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:
         return best, "", False
     said = f"the {users:,} held-out users do not tell {BASELINES[best]} and this model apart"
     return best, f"{said} (difference, {shown})", False
+
+
+def _on_test_another(metrics: Mapping[str, Any], k: int, name: str) -> str:
+    """In brackets the baseline with a larger figure than `name`, the best on the validation data."""
+    if name != metrics.get("best_on_validation"):
+        return ""
+    figures = {n: metrics.get(f"full_{n}_ndcg@{k}") for n in BASELINES}
+    known = {n: f for n, f in figures.items() if isinstance(f, float)}
+    best = max(known, key=lambda n: known[n], default=name)
+    if best == name:
+        return ""
+    return f" (chosen on the validation data; here {BASELINES[best]} has {known[best]:.4f})"
 
 
 def _training_weights_file(start: str) -> Path:

@@ -334,6 +334,47 @@ def test_training_on_all_interactions_measures_nothing_and_says_so(home: Path) -
     assert summary(run)["samples_seen"] == len(Recommendations(run / "final").arrays["had"])
 
 
+def test_what_a_split_chose_ranks_after_training_on_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.numpy import load_file
+
+    groups = [(user, item) for user in range(60) for item in range(user % 6 * 8, user % 6 * 8 + 7)]
+    draw = np.random.default_rng(0)
+    others = zip(draw.integers(60, size=90).tolist(), draw.integers(48, size=90).tolist(), strict=True)
+    log = draw.permutation(sorted({*groups, *others})).tolist()
+    (tmp_path / "log.csv").write_text("\n".join(["user,item", *(f"u{u},i{i}" for u, i in log)]))
+    flags = ["--data", "log.csv", "--text", "off", "--epochs", "1", "--batch-size", "64", "--lr", "1e-9"]
+    done = launch("auto", "--task", "recommender", *flags, "--name", "split", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "may learn more" in done.stderr
+    chosen = summary(tmp_path / "runs" / "split")["metrics"]
+    best = chosen["best_on_validation"]
+    assert best in ("knn", "ease"), "the model did not learn"
+    done = launch("auto", "--like", "runs/split", "--split", "none", "--name", "live", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "may learn more" not in done.stderr
+    live = tmp_path / "runs" / "live"
+    said = f"validation data of the run that this is like better than the model (--best-by {best})"
+    assert said in done.stderr
+    assert said in (live / "final" / "README.md").read_text()
+    options = json.loads((live / "recipe.json").read_text())["options"]
+    assert options["ease_lambda"] == chosen["full_ease_lambda"]
+    assert recommend([str(live), "--user", "u3", "--by", "best", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["by"] == best
+    assert recommend([str(live), "--user", "u3"]) == 0
+    assert said in capsys.readouterr().err
+    by_ease = open_recommendations(live / "final", "ease")
+    x = np.zeros((len(by_ease.users), len(by_ease.items)))
+    for u, i in log:
+        x[by_ease.users.index(f"u{u}"), by_ease.items.index(f"i{i}")] = 1
+    p = np.linalg.inv(x.T @ x + chosen["full_ease_lambda"] * np.eye(x.shape[1]))
+    weights = -p / np.diag(p)
+    np.fill_diagonal(weights, 0)
+    np.testing.assert_allclose(by_ease.block_scores(np.arange(len(x))), x @ weights, atol=2e-3)
+    assert load_file(live / "final" / "baselines.safetensors")["popularity"].sum() == len(log)
+
+
 def test_similar_items_have_the_largest_cosine(home: Path) -> None:
     from safetensors.numpy import load_file
 

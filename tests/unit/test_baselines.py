@@ -185,3 +185,34 @@ def test_chance_by_the_number_of_candidates() -> None:
     new = [ITEMS - int((model.seen // ITEMS == user).sum()) for user in (0, 3)]
     new = [n + int(interactions(model)[u, i]) for n, u, i in zip(new, (0, 3), (2, 7), strict=True)]
     assert found["full_chance_hr@2"] == pytest.approx((2 / new[0] + 2 / new[1]) / 2)
+
+
+def test_rows_are_ranked_alike_however_they_are_batched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = write_model(tmp_path)
+    user, item = [3, 0, 3, 3, 1, 0], [7, 2, 1, 9, 5, 6]
+    at_once = baselines.kept_metrics(model, tmp_path, lambda: [held_out(user, item)], 3)
+    one_by_one = [held_out([u], [i]) for u, i in zip(user, item, strict=True)]
+    joined = baselines.kept_metrics(model, tmp_path, lambda: one_by_one, 3)
+    monkeypatch.setattr(baselines, "BATCHES_AT_ONCE", 1)
+    singly = baselines.kept_metrics(model, tmp_path, lambda: one_by_one, 3)
+    assert singly.keys() == at_once.keys()
+    for name, figure in at_once.items():
+        assert singly[name] == pytest.approx(figure), name
+        assert joined[name] == pytest.approx(figure), name
+
+
+def test_without_held_out_data_the_chosen_settings_are_fitted(tmp_path: Path) -> None:
+    model, _ = write_model(tmp_path)
+    baselines.fit_unmeasured(model, tmp_path, {"ease": 7.0}, "ease")
+    x = interactions(model)
+    p = np.linalg.inv(x.T @ x + 7.0 * np.eye(ITEMS))
+    weights = -p / np.diag(p)
+    np.fill_diagonal(weights, 0)
+    lists = open_recommendations(tmp_path, "best")
+    assert lists.by == "ease"
+    np.testing.assert_allclose(lists.block_scores(np.arange(USERS)), x @ weights, atol=2e-3)
+    shrunk = baselines.knn_weights(baselines.gram_matrix(model), baselines.KNN_SHRINKAGES[0])
+    by_knn = open_recommendations(tmp_path, "knn").block_scores(np.arange(USERS))
+    np.testing.assert_allclose(by_knn, x @ shrunk.double().numpy(), atol=2e-3)

@@ -319,6 +319,25 @@ def test_a_difference_that_may_be_chance_is_said_to_be_one() -> None:
         assert task.better_baseline({**metrics_beside("ease", 0.4, (0.05, 0.15)), **received}) == ""
 
 
+def test_the_baseline_that_was_best_on_validation_is_held_against_the_model() -> None:
+    task = recommender(data="shop")
+    metrics = metrics_beside("knn", 0.33, (0.02, 0.04)) | metrics_beside("ease", 0.32, (0.01, 0.03))
+    said = task.final_remark({**metrics, "best_on_validation": "ease"})
+    assert said.startswith("EASE ranks better than this model by 0.0200 (")
+    assert "0.3000) (chosen on the validation data; here item-kNN has 0.3300): " in said
+    assert "--by ease" in said
+    assert task.final_remark({**metrics, "best_on_validation": "model"}).startswith("item-kNN ranks better")
+    assert "here" not in task.final_remark({**metrics, "best_on_validation": "knn"})
+
+
+def test_a_run_on_everything_inherits_what_another_chose() -> None:
+    measured = {"best_on_validation": "ease", "full_ease_lambda": 300.0, "full_knn_shrinkage": 10.0}
+    found = {"best_by": "ease", "ease_lambda": 300.0, "knn_shrinkage": 10.0}
+    assert Recommender.inherit({"split": "none"}, measured) == found
+    assert Recommender.inherit({"split": "none"}, {"best_on_validation": 3}) == {}
+    assert Recommender.inherit({}, measured) == {}
+
+
 def test_held_out_items_that_are_rarer_than_chance_judge_no_model() -> None:
     metrics = metrics_beside("ease", 0.4, (0.05, 0.15)) | {"popularity_hr@10": 0.02, "chance_hr@10": 0.1}
     found = recommender(data="shop").final_remark(metrics)

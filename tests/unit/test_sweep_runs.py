@@ -13,6 +13,7 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
 from isobatch.launch.commands.auto import auto
+from isobatch.launch.local.arguments import parse_sweep
 from isobatch.launch.sweeps import parallel
 from isobatch.launch.sweeps.sweep import Trained, format_sweep, summary
 
@@ -35,6 +36,13 @@ def test_the_best_is_by_the_tasks_own_metric_and_direction() -> None:
     assert text.splitlines()[2].startswith("best")
     assert "(1 failed)" in text.splitlines()[3]
     assert text.splitlines()[-1] == "best: by accuracy (higher is better)"
+
+
+def test_recommenders_are_compared_by_the_figure_that_ranks_all_items() -> None:
+    ((request, _),) = parse_sweep(["--task", "recommender", "--top-k", "5"], "auto")
+    task, _ = request.workload.make(request.recipe)
+    assert task.compared_by == ("full_ndcg@5", "max")
+    assert task.best_metric == ("ndcg@5", "max")
 
 
 def test_seeds_alone_are_rows_and_beside_others_a_mean() -> None:
