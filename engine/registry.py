@@ -79,6 +79,12 @@ TASKS = {
 
 CHAINS = {"compress": ("classifier", "pruning", "qat")}
 """Names of sequences of tasks that `auto` runs one after the other."""
+ELSEWHERE = {
+    **dict.fromkeys(("text-classification", "sequence-classification", "sentiment-analysis"), "classifier"),
+    **dict.fromkeys(("text-generation", "sft", "clm", "language-modeling"), "causal-lm"),
+    **dict.fromkeys(("recommendation", "recsys", "collaborative-filtering"), "recommender"),
+}
+"""What other tools call a task -> its name here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +257,8 @@ def workload(name: str) -> Workload:
         )
     if key not in TASKS:
         valid = [*TASKS, *CHAINS]
-        hint = nearest_hint(key, valid)
+        meant = ELSEWHERE.get(key)
+        hint = f", {meant} here" if meant else nearest_hint(key, valid)
         raise UserError(
             f"--task {name}: there is no such task{hint}; valid: {', '.join(valid)}, or ./file.py:Class"
         )

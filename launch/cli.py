@@ -267,8 +267,8 @@ def _print_error(message: str, code: int = WRONG_INPUT) -> int:
 def _help(name: str, words: Sequence[str]) -> int:
     print(f"isobatch {name}: {COMMANDS[name][1]}\n")
     print((_command(name).__doc__ or "").strip())
+    from isobatch.launch.commands.describe import COMMAND_OPTIONS
+
     task = next((b for a, b in itertools.pairwise(words) if a == "--task"), None)
-    if task:
-        print()
-        return _command("describe")([task])
-    return 0
+    about = task or (name if name in COMMAND_OPTIONS else None)
+    return _command("describe")([about]) if about else 0

@@ -105,7 +105,8 @@ def describe(words: Sequence[str]) -> int:
     for title, found in groups.items():
         print(f"\n{title}")
         for row in found:
-            print(f"  {row['flag']:<28} {row['type']}, default {row['default']}\n{'':<31}{row['help']}")
+            default = "" if row["default"] is None else f", default {row['default']}"
+            print(f"  {row['flag']:<28} {row['type']}{default}\n{'':<31}{row['help']}")
     print("\n".join(["", *notes] if notes else []))
     return 0
 

@@ -35,7 +35,7 @@ class RecommendOptions(TrustOptions):
     user: str | None = None
     """The user, by the id that the data has; several with commas between them."""
     items: str | None = None
-    """A user who was not in training, by what he took: ids or titles of items, with commas between them."""
+    """A user who was not in training, by what they took: ids or titles of items, with commas between them."""
     similar_to: str | None = None
     """Items like this one, by its id or title; `all` with --out: those like each."""
     only: str | None = None

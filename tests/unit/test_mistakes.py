@@ -103,6 +103,7 @@ MISTAKES = [
     (f"plan {LM} --compare full,fsat", "did you mean fast?"),
     (f"plan {LM} --compare h100 --price cheap", "a price such as 2.10/h"),
     (f"plan {LM} --compare h100 --deadline soon", "is no time such as 6h"),
+    ("plan --task text-classification", "there is no such task, classifier here"),
     (f"plan {LM} --mtbf often", "--mtbf often: is no time such as 6h"),
     (f"plan {LM} --compare h100 --mtbf 6h", "leave out --compare"),
     # Where it is kept, and other files

@@ -136,6 +136,9 @@ SYNONYMS = {
     "time_field": "time_column",
     "rating_field": "rating_column",
     "topk": "top_k",
+    "item_alpha": "l2",
+    "user_alpha": "l2",
+    "random_state": "seed",
     "field_instruction": "question_column",
     "field_output": "answer_column",
     "prompt_column": "question_column",
@@ -340,6 +343,14 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     "task_type": (no_effect("--task says it"),),
     # Recommenders
     "use_cache": (to(ON, text_cache="on"), to(OFF, text_cache="off")),
+    "alpha": (refused("an interaction counts once here, whatever its weight; LoRA's is --lora-alpha"),),
+    **dict.fromkeys(
+        ("user_features", "item_features"),
+        (refused("tables users.csv and items.csv with texts, beside the interactions, are read"),),
+    ),
+    **dict.fromkeys(("n_jobs", "num_threads"), (no_effect("training takes all cores that it may use"),)),
+    "valid_metric": (refused("ndcg at --top-k of the validation split chooses the best checkpoint"),),
+    "train_neg_sample_args": (refused("--negatives 4 is how many items a pair is trained against"),),
     "freeze_gpt2": (to(ON, text="frozen"), to(OFF, "--text full trains all of the encoder", text="lora")),
     # Sequence VAEs
     "fast_detection": switch(monitor="fast"),
