@@ -267,8 +267,8 @@ def _print_error(message: str, code: int = WRONG_INPUT) -> int:
 def _help(name: str, words: Sequence[str]) -> int:
     print(f"isobatch {name}: {COMMANDS[name][1]}\n")
     print((_command(name).__doc__ or "").strip())
-    from isobatch.launch.commands.describe import COMMAND_OPTIONS
-
+    describe = _command("describe")
+    described = importlib.import_module(describe.__module__).COMMAND_OPTIONS
     task = next((b for a, b in itertools.pairwise(words) if a == "--task"), None)
-    about = task or (name if name in COMMAND_OPTIONS else None)
-    return _command("describe")([about]) if about else 0
+    about = task or (name if name in described else None)
+    return describe([about]) if about else 0

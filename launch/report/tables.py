@@ -33,12 +33,22 @@ def baselines_tables(runs: list[dict[str, Any]]) -> list[tuple[str, list[list[st
 def differences_table(runs: list[dict[str, Any]]) -> list[list[str]]:
     """A row for each field in which the runs' recipes differ, a column for each run; none where none does.
 
-    Fields that only some have are those of another task, not a difference.
+    A field that a run lacks is no difference where it is of another task, and an open one where it is of the
+    same: options that were added later are left out at their default.
     """
-    names = [name for name in (runs[0]["recipe"] if runs else ()) if all(name in r["recipe"] for r in runs)]
+    tasks = {name: {r["recipe"].get("task") for r in runs if name in r["recipe"]} for name in _fields(runs)}
+    names = [
+        n
+        for n, having in tasks.items()
+        if all(n in r["recipe"] or r["recipe"].get("task") in having for r in runs)
+    ]
     columns = {name: [_recipe_text(run["recipe"].get(name)) for run in runs] for name in names}
     rows = [[in_words(name), *cells] for name, cells in columns.items() if len(set(cells)) > 1]
     return [["recipe", *(run["run"] for run in runs)], *rows] if rows else []
+
+
+def _fields(runs: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run["recipe"]))
 
 
 def in_words(name: str) -> str:

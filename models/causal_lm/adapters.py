@@ -41,7 +41,8 @@ class AdapterOptions:
     """The flags of adapters."""
 
     adapter: Literal["none", "lora", "qlora", "dora"] = "none"
-    """Train few weights beside the model's own, which stay as they are. qlora: lora beside 4-bit weights."""
+    """Train few weights beside the model's own, which stay as they are. qlora: lora beside 4-bit weights. By
+    default --lr is then 2e-4 and --frozen-dtype bf16; without one, --lr of a loaded model is 5e-5."""
     lora_r: Positive = 8
     """Rank of the adapter's matrices."""
     lora_alpha: Positive = 16

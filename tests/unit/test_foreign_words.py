@@ -72,7 +72,7 @@ NOT_HERE = {
     *("pruning_ratio", "target_sparsity"),
     *("embedding_size", "embedding_dim", "factors", "num_factors", "no_components", "reg_weight"),
     *("regularization", "neg_sampling_num", "user_id_field", "item_id_field", "time_field", "rating_field"),
-    *("topk", "output_dir"),
+    *("topk", "output_dir", "item_alpha", "user_alpha"),
 }
 """Synonyms of flags that another task, a loaded model or a file is needed for."""
 BATCHES = {"micro_batch_size", "per_device_train_batch_size", "accumulate_grad_batches"}
@@ -116,9 +116,12 @@ def test_words_of_recommender_libraries_are_understood() -> None:
         ("--model ALS", "use --preset ids, a product of vectors"),
         ("--model SVD++", "use --preset ids, a product of vectors"),
         ("--model NeuMF", "use --text off --loss bce --head neumf; mlp or dot are its halves"),
-        ("--alpha 40", "an interaction counts once here"),
-        ("--item_features i.csv", "users.csv and items.csv with texts"),
-        ("--train_neg_sample_args 4", "--negatives 4 is how many"),
+        ("--alpha 40", "an interaction counts once here, whatever its weight; LoRA's is --lora-alpha"),
+        (
+            "--item-features i.csv",
+            "tables users.csv and items.csv with texts, beside the interactions, are read",
+        ),
+        ("--train-neg-sample-args 4", "--negatives 4 is how many items a pair is trained against"),
         ("--model ItemKNN", "every run fits it beside its model: `recommend RUN --by knn`"),
         ("--model EASE", "every run fits it beside its model: `recommend RUN --by ease`"),
         ("--model Pop", "every run has it beside its model: `recommend RUN --by popularity`"),

@@ -64,6 +64,12 @@ def test_a_long_line_is_broken_between_its_figures() -> None:
     assert wrapped("a long word", "  ", 4) == ["a long word"]
 
 
+def test_an_option_that_a_run_of_the_same_task_lacks_is_at_its_default() -> None:
+    one = {"run": "a", "recipe": {"task": "x", "lr": 0.1}}
+    two = {"run": "b", "recipe": {"task": "x", "lr": 0.1, "also_train": ["head"]}}
+    assert differences_table([one, two])[1:] == [["also train", "", "head"]]
+
+
 def test_a_checkpoint_that_was_chosen_by_the_same_samples_is_named() -> None:
     class Report:
         def caption(self, row: dict[str, Any], machine: str) -> str:

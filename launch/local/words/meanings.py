@@ -50,7 +50,7 @@ class Meaning:
 
     def line(self, name: str, value: str) -> str:
         """What the user reads who wrote the word; empty where nothing is said."""
-        if self.remark is None:
+        if self.remark is None or self.flags_for(value) == {name: value}:
             return ""
         ours = " ".join(f"{spelling(k)} {v}" for k, v in self.flags_for(value).items())
         if not ours:
