@@ -26,6 +26,7 @@ from isobatch.launch.report.tables import (
     metric_line,
     metrics_of,
     runs_table,
+    table_beside,
     text_table,
 )
 from isobatch.launch.report.watch import DRAW_SECONDS, LOCAL, make_server
@@ -120,7 +121,9 @@ def text_of(contents: Contents, folder: Path) -> str:
         parts.append(text_table([list(group.report.columns), *group.table()], width))
     for run in contents.unmeasured():
         remark = [run["remark"]] if run.get("remark") else []
-        lines = [f"{run['run']} ({run['task']}): {run['state']}", *remark, *_metric_lines(run)]
+        beside, rest = table_beside(metrics_of(run))
+        tables = ["", text_table(beside, width), ""] if beside else []
+        lines = [f"{run['run']} ({run['task']}): {run['state']}", *remark, *tables, *_metric_lines(rest)]
         parts.append("\n".join(lines))
     return printable("\n\n".join([*parts, f"all figures: {folder}/report.html, as text {folder}/report.md"]))
 
@@ -147,7 +150,7 @@ def markdown(contents: Contents) -> str:
         lines += ["", *_markdown_table(rest)]
     for run in contents.runs:
         lines += ["", f"## {_escaped(run['run'])} ({_escaped(run['task'])})", ""]
-        lines += [_escaped(f"- {line}") for line in _metric_lines(run)]
+        lines += [_escaped(f"- {line}") for line in _metric_lines(metrics_of(run))]
         if run["use"]:
             lines += ["", *_markdown_table([["machine", "measured", "target", "is"], *run["use"]])]
         if run["sample"]:
@@ -155,8 +158,8 @@ def markdown(contents: Contents) -> str:
     return printable("\n".join(lines))
 
 
-def _metric_lines(run: dict[str, Any]) -> list[str]:
-    return [metric_line(name, value) for name, value in metrics_of(run).items() if _fits_a_line(value)]
+def _metric_lines(metrics: dict[str, Any]) -> list[str]:
+    return [metric_line(name, value) for name, value in metrics.items() if _fits_a_line(value)]
 
 
 def _fits_a_line(value: Any) -> bool:

@@ -15,13 +15,19 @@ if TYPE_CHECKING:
 MOST_WORD_PERPLEXITY = 1e5
 """More than there are words in a language says nothing."""
 
+MOST_COLUMNS = 12
+"""Of a page that is 1,280 pixels wide."""
+
 
 def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """The table of runs whose models were not measured: a head, then a row for each run."""
+    """The table of runs whose models were not measured: a head, then a row for each run; where the figures
+    are more than a page is wide, a row for each figure.
+    """
     metrics = [table_beside(metrics_of(run))[1] for run in runs]
     names = list(dict.fromkeys(n for of_run in metrics for n, v in of_run.items() if _is_scalar(v)))
     head = ["run", "split", "parameters", "trained", *map(in_words, names), "memory", "training"]
-    return [head, *(_row(run, names) for run in runs)] if runs else []
+    table = [head, *(_row(run, names) for run in runs)] if runs else []
+    return [list(column) for column in zip(*table, strict=True)] if len(head) > MOST_COLUMNS else table
 
 
 def baselines_tables(runs: list[dict[str, Any]]) -> list[tuple[str, list[list[str]]]]:

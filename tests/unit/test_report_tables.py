@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from isobatch.launch.report.contents import ComparedModels
-from isobatch.launch.report.tables import differences_table, metric_line, table_beside, text_table, wrapped
+from isobatch.launch.report.tables import (
+    differences_table,
+    metric_line,
+    runs_table,
+    table_beside,
+    text_table,
+    wrapped,
+)
 
 ROWS = [["model", "accuracy", "speed"], ["a long name", "0.91", "2.00x"], ["b", "0.9", "baseline of torch"]]
 
@@ -79,3 +86,17 @@ def test_a_checkpoint_that_was_chosen_by_the_same_samples_is_named() -> None:
     assert ComparedModels(Report(), rows[:1]).caption("a machine") == "Measured on a machine."  # type: ignore[arg-type]
     said = ComparedModels(Report(), rows).caption("a machine")  # type: ignore[arg-type]
     assert "The checkpoint of best was chosen by these samples" in said
+
+
+def test_a_run_of_many_figures_has_a_row_for_each() -> None:
+    run = {
+        "run": "a",
+        "split": "test",
+        "parameters": 7,
+        "trainable_parameters": 7,
+        "peak_memory_bytes": 1,
+        "train_seconds": 2.0,
+    }
+    few, many = ({**run, "metrics": {f"figure_{n}": float(n) for n in range(count)}} for count in (6, 7))
+    assert [len(row) for row in runs_table([few])] == [12, 12]
+    assert runs_table([many, many])[:2] == [["run", "a", "a"], ["split", "test", "test"]]
