@@ -79,6 +79,8 @@ class RunContext:
         self.peak_memory = PeakMemory(world.device)
         self.core_wait = CoreWait()
         self.resumed_from: str | None = None
+        self.last_evaluation = ""
+        """What was shown of it."""
         self.told: set[str] = set()
         """Splits of which the metrics that no training changes were shown."""
         self.spared: set[str] = set()
@@ -135,7 +137,10 @@ class RunContext:
             self.told.add(split)
             self.console.say(f"{split}: {format_metrics(constant, '.4f')}")
         part = f", on {100 * fraction:g} % of its samples" if fraction < 1 else ""
-        self.console.say(f"{split} after step {step}{part}: {format_metrics(shown, '.4f')}")
+        line = f"{split} after step {step}{part}: {format_metrics(shown, '.4f')}"
+        if line != self.last_evaluation:  # the best checkpoint may be the one that was just evaluated
+            self.console.say(line)
+        self.last_evaluation = line
         return metrics
 
     def track(self, values: dict[str, float]) -> None:
