@@ -230,7 +230,12 @@ def described(found: Facts, folder: Path) -> list[str]:
     place = Path(facts.pop("folder"))
     facts["extra"].pop("untaken", None)  # neither counted then, nor noted
     if notes := facts["extra"].get("notes"):  # columns of interactions were not named then
-        newer = (": read ", "have no interaction and are ranked", "is not read: ")
+        newer = (
+            ": read ",
+            "have no interaction and are ranked",
+            "is not read: ",
+            "users have held-out interactions",
+        )
         facts["extra"]["notes"] = [note for note in notes if not any(words in note for words in newer)]
     known = json.dumps(facts, sort_keys=True).replace(str(folder), "")
     return [place.name, facts["fingerprint"], hashlib.sha256(known.encode()).hexdigest()[:16]]
