@@ -142,7 +142,7 @@ def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer
         for line in restrict(lists, options.only, options.without, options.with_seen, items):
             print(printable(line), file=sys.stderr)
         column = text or run.recipe.options.get("user_column")
-        users = UserReader(column, lists if options.skip_unknown else None)
+        users = UserReader(column, lists if options.skip_unknown else None, split=lists.split_items)
         return Answerer(partial(_recommend, lists, options.top), users)
     assert isinstance(task, Predicts), "trained_task has asked"
     if isinstance(task, EncodesLatents):

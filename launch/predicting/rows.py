@@ -5,6 +5,7 @@ Each reader has `from_row(row, where)` and `from_text(value, where)`; `where` na
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -133,10 +134,15 @@ class UserReader:
     """With --skip-unknown: items that it does not know are left out, and rows of which nothing is left."""
     left_out: list[str] = field(default_factory=list)
     """The items left out so far, each with its place."""
+    split: Callable[[str], list[str]] = lambda text: text.split(",")
+    """Makes a list of the items in a cell, as of a csv file, that commas part."""
     texts_per_sample: int = 1
 
     def from_row(self, row: Mapping[str, Any], where: str) -> str | list[str]:
-        if not self.column and isinstance(taken := row.get(ITEMS_COLUMN), list):
+        taken = None if self.column else row.get(ITEMS_COLUMN)
+        if isinstance(taken, str) and taken.strip():
+            taken = self.split(taken)
+        if isinstance(taken, list):
             if not taken:
                 raise EmptyTextError(f"{where}: {ITEMS_COLUMN}: is empty: leave it out")
             return self._known_items([str(item) for item in taken], where)

@@ -313,6 +313,21 @@ def test_predict_leaves_out_what_is_sold_out(
     assert "--without: 1 of 2 items are not in the training data: nothing-like-it" in found.err
 
 
+def test_a_csv_file_of_guests_is_that_of_jsonl(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(home)
+    (home / "guests.csv").write_text('user,items\nguest,"7,9"\n')
+    (home / "guests.jsonl").write_text('{"user": "guest", "items": ["7", "9"]}\n')
+    answers = []
+    for file in ("guests.csv", "guests.jsonl"):
+        assert predict(["runs/one", "--file", file, "--top", "3", "--json"]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["items"])
+    assert answers[0] == answers[1] != "7,9"
+    assert recommend(["runs/one", "--user", "7", "--filter_already_liked_items", "False", "--topk", "3"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
 def test_an_error_comes_alone(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request, sort_flags
 from isobatch.launch.local.words.foreign_words import translate, words_for
 from isobatch.launch.local.words.other_tools import SYNONYMS, VALUES, WORDS
+from isobatch.launch.predicting.recommend import RecommendOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -379,7 +380,7 @@ def test_words_are_offered_where_their_flags_are() -> None:
 
 
 def test_every_word_stands_for_flags_that_a_task_has() -> None:
-    known = set().union(*map(known_flags, TASKS))
+    known = set().union(*map(known_flags, TASKS), flags_of(RecommendOptions, "recommend"))
     assert set(SYNONYMS.values()) <= known
     assert known >= VALUES.keys()
     for name, meanings in (WORDS | VALUES).items():

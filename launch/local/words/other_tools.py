@@ -29,7 +29,12 @@ from isobatch.launch.local.words.meanings import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-OF_FINISHED_MODELS = {"generate_tokens": "tokens", "generate_prompt": "prompt", "data": "file"}
+OF_FINISHED_MODELS = {
+    "generate_tokens": "tokens",
+    "generate_prompt": "prompt",
+    "data": "file",
+    "top_k": "top",
+}
 """Flags of training -> what commands that use a finished model call the same."""
 
 SYNONYMS = {
@@ -351,6 +356,10 @@ WORDS: Mapping[str, tuple[Meaning, ...]] = {
     **dict.fromkeys(("n_jobs", "num_threads"), (no_effect("training takes all cores that it may use"),)),
     "valid_metric": (refused("ndcg at --top-k of the validation split chooses the best checkpoint"),),
     "train_neg_sample_args": (refused("--negatives 4 is how many items a pair is trained against"),),
+    **dict.fromkeys(
+        ("filter_already_liked_items", "remove_seen"),
+        (no_effect("it is so by default", ON), to(OFF, with_seen="on")),
+    ),
     "freeze_gpt2": (to(ON, text="frozen"), to(OFF, "--text full trains all of the encoder", text="lora")),
     # Sequence VAEs
     "fast_detection": switch(monitor="fast"),
