@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files, number_ranges
@@ -62,6 +61,17 @@ def recommend(words: Sequence[str]) -> int:
     [--json]
     """
     run, options = open_single_run(words, "recommend", RecommendOptions)
+    _refuse_contradictions(options)
+    out = None if options.out is None else tables.check_out(options.out, None)
+    task = require_capability(run, OpensItemLists, "recommend", REFUSAL)
+    lists = task.open_lists(run.final, options.by)
+    column = run.recipe.options.get("item_column")
+    left_out = item_choice.restrict(lists, options.only, options.without, options.with_seen, column)
+    return _answer(lists, options, out, [*left_out, *_ranked_by(run, task, lists, options)])
+
+
+def _refuse_contradictions(options: RecommendOptions) -> None:
+    """Raise UserError for no question, for several, and for a flag that the question does not read."""
     asked = [name for name in ("user", "items", "similar_to") if getattr(options, name) is not None]
     if len(asked) > 1:
         raise UserError(f"recommend: {' and '.join(map(spelling, asked))} are several questions: give one")
@@ -72,43 +82,38 @@ def recommend(words: Sequence[str]) -> int:
         )
     if options.with_seen and options.similar_to is not None:
         raise UserError("--with-seen: changes nothing of --similar-to; leave it out")
-    out = None if options.out is None else tables.check_out(options.out, None)
-    task = require_capability(run, OpensItemLists, "recommend", REFUSAL)
-    lists = task.open_lists(run.final, options.by)
-    column = run.recipe.options.get("item_column")
-    remarks = item_choice.restrict(lists, options.only, options.without, options.with_seen, column)
-    introduce = partial(_say, [*remarks, *_ranked_by(run, task, lists, options)])
-    if not asked:
-        assert out is not None, "else refused above"
-        introduce()
-        return _write_all("user", lists.recommend_to_all(options.top), out, options)
+
+
+def _answer(lists: ItemLists, options: RecommendOptions, out: Path | None, remarks: list[str]) -> int:
+    """Answer the question. `remarks` on the lists are said before an answer, and not before an error."""
+    if options.similar_to == "all" and not lists.knows_item("all"):
+        if out is None:
+            raise UserError("--similar-to all: is a list for each item: give --out similar.parquet")
+        _say(remarks)
+        return _write_all("similar_to", lists.similar_to_all(options.top), out, options)
     given: dict[str, Any]
     if options.similar_to is not None:
-        if options.similar_to == "all" and not lists.knows_item("all"):
-            if out is None:
-                raise UserError("--similar-to all: is a list for each item: give --out similar.parquet")
-            introduce()
-            return _write_all("similar_to", lists.similar_to_all(options.top), out, options)
         found, given = lists.similar(options.similar_to, options.top), {"similar_to": options.similar_to}
-        remarks = lists.remarks([options.similar_to])
+        remarks = [*remarks, *lists.remarks([options.similar_to])]
     elif options.items is not None:
         taken = lists.split_items(options.items)
         found, given = lists.for_items(taken, options.top), {"taken": taken}
-        remarks = lists.remarks(taken)
-    else:
-        assert options.user is not None, "one of them was given"
+        remarks = [*remarks, *lists.remarks(taken)]
+    elif options.user is not None:
         users = lists.split_users(options.user)
         if len(users) > 1:
             several = [(user, lists.recommend(user, options.top)) for user in users]
-            introduce()
+            _say(remarks)
             return _answer_users(several, lists.by, out, options)
-        found, given, remarks = lists.recommend(users[0], options.top), {"user": users[0]}, []
-    introduce()
+        found, given = lists.recommend(users[0], options.top), {"user": users[0]}
+    else:
+        assert out is not None, "else refused"
+        _say(remarks)
+        return _write_all("user", lists.recommend_to_all(options.top), out, options)
     _say(remarks)
-    given["by"] = lists.by
     if out is not None:
         return _write_one(found, out, options)
-    return _print(found, given, options)
+    return _print(found, {**given, "by": lists.by}, options)
 
 
 def _ranked_by(
