@@ -73,7 +73,7 @@ class PlanOptions:
     measured_options: dict[str, str] = field(
         default_factory=dict, compare=False, metadata={"derived": True, **ADDED_LATER}
     )
-    """Options that `tune` measured to be faster here -> what it measured."""
+    """Options that `tune` measured to be faster here, or that a begun run has -> the reason."""
 
     def why(self, option: str) -> str:
         """Who asks for an option, as the plan's reason for it."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import shutil
 import threading
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, TEXTS, replace, temporary_of
+from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, TEXTS, read_contents, replace, temporary_of
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.layout import make_layout
 
@@ -59,7 +60,7 @@ class CheckpointWriter:
         """Start to copy this rank's pieces to host memory, then to write them; `facts` go into state.json."""
         self.wait()
         pieces = _in_order(state.pieces)
-        layout = self._layout_of(state.entries, pieces)
+        layout = self._layout_of(dict(sorted(state.entries.items())), pieces)
         self._folder, self._problem = folder, ""
         parts = {f"{p.name}@{p.start}": p.values.detach() for p in pieces}
         unstable = {f"{p.name}@{p.start}" for p in pieces if p.name in state.buffers}
@@ -70,13 +71,22 @@ class CheckpointWriter:
         self._thread.start()
 
     def _layout_of(self, entries: Mapping[str, TensorEntry], pieces: list[TensorPiece]) -> Layout:
-        """The layout of a state with these entries. Ranks exchange their pieces where they are new."""
+        """The layout of a state with these entries. Ranks exchange their pieces where they are new.
+
+        A piece names its entry by number: the order of `entries` must be the same on all ranks, whatever
+        order their optimizers keep state in. Raises ValueError on all ranks where pieces miss a part.
+        """
         numbers = {name: number for number, name in enumerate(entries)}
         rows = [(numbers[p.name], p.start, p.start + p.values.numel()) for p in pieces]
         own = np.array(rows, np.int64).reshape(-1, 3)
         if self._layout is None or self._layout.entries != entries:
-            shares = self.world.all_gather_objects((self.world.node, own))
-            self._layout, self._rows = make_layout(entries, shares), own
+            named = zlib.crc32("\n".join(entries).encode())
+            shares = self.world.all_gather_objects((self.world.node, own, named))
+            if len({named for *_, named in shares}) > 1:
+                raise ValueError("the ranks do not save the same tensors")
+            layout = make_layout(entries, [share[:2] for share in shares])
+            layout.check()
+            self._layout, self._rows = layout, own
         assert np.array_equal(own, self._rows), "the same entries must be dealt in the same way"
         return self._layout
 
@@ -124,6 +134,7 @@ class CheckpointWriter:
         if self.world.is_main:
             sums = {**self._text_sums, "parts": [sums for _, sums in ended]}
             atomic_files.write_json(temporary_of(folder) / CHECKSUMS, sums)
+            read_contents(temporary_of(folder))  # before an older one is deleted
             replace(temporary_of(folder), folder)
             self.on_complete(folder)
         part = self._layout.parts[self.world.rank]

@@ -65,7 +65,7 @@ def with_kept(recipe: Recipe, hardware: Hardware, asked: PlanOptions, world: int
         if not free or not same_world:
             return asked
         why = {name: str(found["why"][name]) for name in free}
-        return dataclasses.replace(asked, **free, measured_options=why)
+        return dataclasses.replace(asked, **free, measured_options={**asked.measured_options, **why})
     except (UserError, KeyError, TypeError, AttributeError, ValueError):
         return asked
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import open_on_all
@@ -20,20 +21,24 @@ if TYPE_CHECKING:
 
 
 def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], None]) -> SavedCheckpoint | None:
-    """The newest checkpoint that is not damaged, the same on every rank; None without any.
+    """The newest checkpoint that is not damaged, the same on every rank; None where none was ever saved.
 
-    Each rank verifies a share of the files. Damaged checkpoints are removed, because they would count among
-    the newest when old ones are deleted; so are those that were saved before a step before them was left out.
-    Raises TrainingError where it is of another recipe or other data.
+    Each rank verifies a share of the files. Damaged checkpoints are removed once an intact one is found,
+    because they would count among the newest when old ones are deleted; so are those that were saved before a
+    step before them was left out. Raises TrainingError where it is of another recipe or other data, and where
+    none of those that the run has saved can be read: never a start from step 1 that nobody asked for.
     """
     world = session.world
     names = [p.name for p in checkpoint.list_checkpoints(run.checkpoints, session.phases)]
-    for folder in (run.checkpoints / name for name in reversed(world.broadcast_object(names))):
+    lost = "" if names or not world.is_main else _saved_before(run)
+    names, lost = world.broadcast_object((names, lost))
+    damaged: list[Path] = []
+    for folder in (run.checkpoints / name for name in reversed(names)):
         saved, problem = _open(folder, world)
         if problems := [p for p in world.all_gather_objects(problem) if p]:
-            say(f"{problems[0]}; trying the one before")
-            if world.is_main:
-                checkpoint.remove(folder)
+            say(problems[0])
+            damaged.append(folder)
+            lost = lost or problems[0]
             continue
         assert saved is not None
         if not is_consistent(session.left_out, saved.state):
@@ -46,8 +51,21 @@ def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], Non
             raise TrainingError(
                 f"checkpoint {folder} belongs to another recipe or other data than the run's files say"
             )
+        for other in damaged if world.is_main else ():
+            checkpoint.remove(other)
         return saved
+    if lost:
+        raise TrainingError(
+            f"none of the checkpoints that {run.folder} has saved can be read ({lost}): put one back from a"
+            f" copy, or train anew: isobatch auto --like {run.folder} --again"
+        )
     return None
+
+
+def _saved_before(run: RunFolder) -> str:
+    """The checkpoint that the log names last, where there is none on disk; empty where none was saved."""
+    saved = [row["checkpoint"] for row in rows_in(run.metrics) if "checkpoint" in row]
+    return f"{saved[-1]} is gone" if saved else ""
 
 
 def _open(folder: Path, world: Communicator) -> tuple[SavedCheckpoint | None, str]:

@@ -27,6 +27,7 @@ from isobatch.launch.local.launch_run import (
     steps_to_skip,
 )
 from isobatch.launch.local.run_setup import (
+    as_begun,
     locate_data,
     options_of_run,
     plan_with_remarks,
@@ -127,7 +128,7 @@ def resume(words: Sequence[str]) -> int:
         if options.skip_step is not None:
             skip_steps(run, options.skip_step)
         locate_data(run, recipe, values["recipe"].get("data"), mend=True)
-        asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
+        asked = as_begun(run, workload_of(recipe).plan_options(recipe.preset, values["plan"]))
         store_plan(run, plan_with_remarks(recipe, run.facts, asked, run_options.quiet))
         return _print_result(run, launch_run(run, run_options).code, options)
 

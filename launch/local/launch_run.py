@@ -19,6 +19,7 @@ from isobatch.engine.runs.witness import use_witness
 from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
 from isobatch.launch.local.run_setup import (
     TrustOptions,
+    as_begun,
     create_run,
     find_run,
     plan_with_remarks,
@@ -107,7 +108,7 @@ def find_or_train(
     if run is not None:
         refuse_if_in_a_job(run)
         print_unless_quiet(f"going on with {run.folder} ({run.status()})", request.run.quiet)
-    plan = plan_with_remarks(request.recipe, facts, request.plan, request.run.quiet)
+    plan = plan_with_remarks(request.recipe, facts, as_begun(run, request.plan), request.run.quiet)
     run = run or create_run(request, facts)
     consent.require(run.recipe, run.folder, trust)
     with run.lock("launch"):  # another process may have made and begun the same run meanwhile

@@ -68,7 +68,8 @@ def prepare_facts(request: Request) -> Facts:
 
 def plan_run(request: Request, facts: Facts, run: RunFolder | None, world: int | None = None) -> RunFolder:
     """Plan a run for this machine; a new run where `run` is None. `world`: number of processes, if given."""
-    plan = plan_with_remarks(request.recipe, facts, request.plan, request.run.quiet, world)
+    asked = as_begun(run, request.plan)
+    plan = plan_with_remarks(request.recipe, facts, asked, request.run.quiet, world)
     run = run or create_run(request, facts)
     store_plan(run, plan)
     return run
@@ -92,6 +93,19 @@ def store_plan(run: RunFolder, plan: Plan) -> None:
             reasons = {**plan.reasons, "invariance": f"part of this run was trained as {before.invariance}"}
             plan = dataclasses.replace(plan, invariance=before.invariance, reasons=reasons)
     run.write_plan(plan)
+
+
+def as_begun(run: RunFolder | None, asked: PlanOptions) -> PlanOptions:
+    """The options for a run that may have begun: it keeps its precision, unless the user asks for one.
+
+    Another precision is another loss curve. A device that lacks half precision computes in fp32.
+    """
+    if run is None or asked.precision != "auto" or not run.has_plan or not any(run.checkpoints.glob("*-*")):
+        return asked
+    wishes: dict[str, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+    begun = run.plan.precision
+    why = {**asked.measured_options, "precision": f"this run began in {begun}"}
+    return dataclasses.replace(asked, precision=wishes.get(begun, begun), measured_options=why)
 
 
 def find_run(request: Request, facts: Facts) -> RunFolder | None:

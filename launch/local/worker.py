@@ -171,13 +171,14 @@ def main(words: Sequence[str]) -> int:
 def _plan_for_this_world(run: RunFolder, asked: PlanOptions) -> None:
     """Plan a run for the processes that are here, however many there were before; its recipe stays."""
     from isobatch.engine.distributed.communicator import broadcast_choice_before_planning, rank_and_world_size
-    from isobatch.launch.local.run_setup import plan_with_remarks, store_plan
+    from isobatch.launch.local.run_setup import as_begun, plan_with_remarks, store_plan
 
     rank, size = rank_and_world_size(os.environ)
     options = run.options()
 
     def plan() -> str:
-        store_plan(run, plan_with_remarks(run.recipe, run.facts, asked, options.quiet, size))
+        begun = as_begun(run, asked)
+        store_plan(run, plan_with_remarks(run.recipe, run.facts, begun, options.quiet, size))
         return ""
 
     try:
