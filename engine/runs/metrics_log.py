@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 LEFT_OUT = "left_out"
 """Field of the row that stands in the place of a step that the run leaves out."""
+LOST = "lost"
+"""Field of the row that stands in the place of rows that were gone when the run was resumed."""
 SEAL = "seal"
 """Field of metrics.jsonl that holds a seal."""
 WITNESS_EVERY = 100
@@ -67,28 +69,37 @@ class MetricsLog:
             self.run.truncate_decisions(phases, phases[0], 0)
             self._continue(self._first_seal(), 0)
 
-    def resume(self, saved: Mapping[str, Any] | None, phases: list[str], phase: str, step: int) -> None:
+    def resume(self, saved: Mapping[str, Any] | None, phases: list[str], phase: str, step: int) -> str:
         """Cut the logs where a checkpoint was saved: a resumed run trains and logs the later steps again.
 
         `saved`: what `seal` returned then. Where it is None, as in checkpoints of older versions, the rows
-        after `step` of `phase` are looked for.
+        after `step` of `phase` are looked for. Returns what metrics.jsonl has lost since then; a row says so
+        in its place.
         """
         if not self.writes:
-            return
+            return ""
         self.run.truncate_decisions(phases, phase, step)
         convert_old_ledger(self.run, phases, phase, step)
-        if saved is not None and self._is_sealed_at(saved):
-            _cut(self.run.metrics, saved["metrics"])
+        if saved is not None:
             _cut(self.run.samples, saved["ledger"])
-            seal = saved[SEAL]
-        else:
-            self.run.truncate_rows(phases, phase, step)
-            seal = next((row[SEAL] for row in reversed(list(rows_in(self.run.metrics))) if SEAL in row), "")
+            if self._is_sealed_at(saved):
+                _cut(self.run.metrics, saved["metrics"])
+                self._continue(saved[SEAL], saved["metrics"])
+                return ""
+        size = _size(self.run.metrics)
+        self.run.truncate_rows(phases, phase, step)
+        seal = next((row[SEAL] for row in reversed(list(rows_in(self.run.metrics))) if SEAL in row), "")
         self._continue(seal or self._first_seal(), _size(self.run.metrics))
+        if saved is None:
+            return ""
+        then = f"{size} bytes, {saved['metrics']} when the checkpoint was saved"
+        lost = f"rows up to step {step} of {phase} were lost or changed ({then})"
+        self.log_metrics({"phase": phase, "step": step, LOST: lost})
+        return lost
 
     def _is_sealed_at(self, saved: Mapping[str, Any]) -> bool:
         row = last_row_before(self.run.metrics, saved["metrics"])
-        return row is not None and row.get(SEAL) == saved[SEAL] and _size(self.run.samples) >= saved["ledger"]
+        return row is not None and row.get(SEAL) == saved[SEAL]
 
     def _first_seal(self) -> str:
         return first_seal(self.run.recipe.hash(), self.run.facts.fingerprint)

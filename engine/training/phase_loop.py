@@ -22,6 +22,7 @@ from isobatch.engine.optimization.spikes import MOST_LEFT_OUT, WINDOW, SpikeWatc
 from isobatch.engine.profiling.profile_of_run import ProfileOfRun
 from isobatch.engine.runs.peak_memory import trim_heap
 from isobatch.engine.runs.summary import Progress
+from isobatch.engine.training.resume import mend_ledger
 from isobatch.engine.training.step_metrics import step_row, tracked_values
 from isobatch.models import fused_kernels
 
@@ -82,7 +83,10 @@ class PhaseLoop:
         self.saved_step = self.progress.step
         context.resumed_from = saved.folder.name
         where = self.progress.phase, self.progress.step
-        context.log.resume(saved.state.get("logs"), self.session.phases, *where)
+        if lost := context.log.resume(saved.state.get("logs"), self.session.phases, *where):
+            context.console.say(f"metrics.jsonl: {lost}; training goes on, and `verify` will name it")
+        if self.world.is_main and (said := mend_ledger(context.run, self.session, saved.state)):
+            context.console.say(said)
         if self.world.is_main:
             context.log_checkpoint(saved.folder)
         context.console.say(f"resumed from {context.resumed_from}: {self.progress.samples:,} samples seen")

@@ -12,7 +12,7 @@ from isobatch.core.atomic_files import lines_in, parse_row
 from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
-from isobatch.engine.runs.metrics_log import LEFT_OUT, SEAL, first_seal
+from isobatch.engine.runs.metrics_log import LEFT_OUT, LOST, SEAL, first_seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -199,6 +199,8 @@ class _Rows:
 
     def check(self, row: dict[str, Any]) -> str:
         """The problem with a row; empty without."""
+        if LOST in row:
+            return f"metrics.jsonl: {row[LOST]}"
         if "chain" in row:
             self.record.final = None
             return self._check_step(row)

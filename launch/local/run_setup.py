@@ -100,7 +100,7 @@ def as_begun(run: RunFolder | None, asked: PlanOptions) -> PlanOptions:
 
     Another precision is another loss curve. A device that lacks half precision computes in fp32.
     """
-    if run is None or asked.precision != "auto" or not run.has_plan or not any(run.checkpoints.glob("*-*")):
+    if run is None or asked.precision != "auto" or not run.has_plan or not run.metrics.exists():
         return asked
     wishes: dict[str, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
     begun = run.plan.precision

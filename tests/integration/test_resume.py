@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import shutil
 import signal
@@ -117,9 +118,7 @@ def test_stopped_on_two_processes_and_resumed_on_one(undisturbed: Path, tmp_path
 
 
 def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "ref"
-    shutil.copytree(undisturbed, run)
-    (run / "summary.json").unlink()
+    run = stopped_copy(undisturbed, tmp_path / "runs" / "ref")
     newest, before = sorted((run / "checkpoints").iterdir(), key=lambda p: -int(p.name.rpartition("-")[2]))[
         :2
     ]
@@ -135,6 +134,80 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) 
     assert (run / "final/model.safetensors").read_bytes() == (
         undisturbed / "final/model.safetensors"
     ).read_bytes()
+
+
+def stopped_copy(undisturbed: Path, run: Path) -> Path:
+    """A copy that has no summary yet, as if it had been killed at its end."""
+    shutil.copytree(undisturbed, run)
+    (run / "summary.json").unlink()
+    return run
+
+
+@pytest.mark.parametrize("harm", ["damaged", "gone"])
+def test_no_checkpoint_that_can_be_read_is_an_error_and_deletes_nothing(
+    harm: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = stopped_copy(undisturbed, tmp_path / "runs" / "ref")
+    for folder in list((run / "checkpoints").iterdir()):
+        if harm == "gone":
+            shutil.rmtree(folder)
+        else:
+            (folder / "index.json").write_text("{}")
+    before = sorted(p.name for p in (run / "checkpoints").iterdir())
+    log = (run / "metrics.jsonl").read_bytes()
+    done = launch("resume", str(run), cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "none of the checkpoints" in done.stderr
+    assert f"auto --like {run} --again" in done.stderr
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == before
+    assert (run / "metrics.jsonl").read_bytes() == log
+
+
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_cut_ledger_is_written_anew(left: int, undisturbed: Path, tmp_path: Path) -> None:
+    run = stopped_copy(undisturbed, tmp_path / "runs" / "ref")
+    (run / "samples.bin").write_bytes((run / "samples.bin").read_bytes()[:left])
+    done = launch("resume", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "samples.bin" in (run / "log.txt").read_text()
+    assert (run / "samples.bin").read_bytes() == (undisturbed / "samples.bin").read_bytes()
+    assert launch("verify", str(run), cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("harm", ["cut", "gone", "changed"])
+def test_lost_rows_of_the_log_are_named_and_no_step_stands_twice(
+    harm: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = stopped_copy(undisturbed, tmp_path / "runs" / "ref")
+    log = run / "metrics.jsonl"
+    rest = {"cut": log.read_bytes()[:1000], "gone": b"", "changed": log.read_bytes().replace(b"1", b"01", 1)}
+    log.write_bytes(rest[harm])
+    shutil.rmtree(run / "checkpoints" / f"train-{STEPS}")
+    done = launch("resume", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "were lost or changed" in (run / "log.txt").read_text()
+    found = [row["step"] for row in rows(run) if "lr" in row]
+    assert len(found) == len(set(found))
+    assert found[-1] == STEPS
+    verified = launch("verify", str(run), cwd=tmp_path)
+    assert verified.returncode == 3
+    # The seal before the changed row is the first to differ.
+    assert ("was changed" if harm == "changed" else "were lost or changed") in verified.stdout
+
+
+def test_a_begun_run_keeps_its_precision(tmp_path: Path) -> None:
+    words = ["--task", RAGGED, "--steps", "6", "--save-every", "2", "--quiet", "--name", "half"]
+    done = launch("auto", *words, "--precision", "bf16", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "half"
+    (run / "summary.json").unlink()
+    launch("resume", str(run), cwd=tmp_path)
+    kept = json.loads((run / "plan.json").read_text())
+    # Where the processor has no arithmetic for bf16, the wish becomes fp32, and the plan says so.
+    assert kept["precision"] == "bf16" or "no arithmetic for bf16" in kept["reasons"]["precision"]
+    (run / "summary.json").unlink()
+    assert launch("resume", str(run), "--precision", "fp32", cwd=tmp_path).returncode == 0
+    assert json.loads((run / "plan.json").read_text())["precision"] == "fp32"
 
 
 def test_a_finished_run_answers_at_once(undisturbed: Path) -> None:

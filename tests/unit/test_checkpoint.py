@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ from torch import Tensor
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import checkpoint, portable_state, writer
-from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, temporary_of
+from isobatch.engine.checkpointing.layout import Layout
 from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
 from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.optimization.parameter_groups import make_optimizer
@@ -488,17 +490,61 @@ def test_pieces_cut_and_dealt_anyhow_are_one_tensor_again(run_ranks: Any, tmp_pa
 
 
 @pytest.mark.parametrize("pieces", [[], [(0, 4)], [(5, 10)], [(0, 4), (5, 10)], [(0, 6), (5, 10)]])
-def test_a_tensor_with_a_gap_or_an_overlap_is_damage(
-    pieces: list[tuple[int, int]], run_ranks: Any, tmp_path: Path
+def test_a_tensor_with_a_gap_or_an_overlap_is_not_saved_and_is_damage(
+    pieces: list[tuple[int, int]], run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flat = torch.arange(10.0)
     state = PortableState(
         {"weight/a": portable_state.tensor_entry(flat)},
         [TensorPiece("weight/a", a, flat[a:b]) for a, b in pieces],
     )
-    run_ranks(1, lambda world: writer.save(tmp_path / "train-3", state, FACTS, world))
+    with pytest.raises(ValueError, match="parts of weight/a are missing"):
+        run_ranks(1, lambda world: writer.save(tmp_path / "train-3", state, FACTS, world))
+    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "read_contents", lambda _: None)
+        patch.setattr(Layout, "check", lambda _: None)
+        run_ranks(1, lambda world: writer.save(tmp_path / "train-3", state, FACTS, world))
     with pytest.raises(TrainingError, match=DAMAGED + "parts of weight/a are missing"):
         SavedCheckpoint(tmp_path / "train-3")
+
+
+def test_ranks_may_list_their_tensors_in_any_order(run_ranks: Any, tmp_path: Path) -> None:
+    def part(world: Any) -> None:
+        state = share(world)
+        turned = list(state.entries.items())[world.rank :] + list(state.entries.items())[: world.rank]
+        writer.save(tmp_path / "train-3", PortableState(dict(turned), state.pieces), FACTS, world)
+
+    run_ranks(3, part)
+    assert same(load(tmp_path / "train-3"), tensors())
+
+
+def test_ranks_that_save_other_tensors_are_refused(run_ranks: Any, tmp_path: Path) -> None:
+    def part(world: Any) -> None:
+        state = share(world)
+        more = {"moment/extra": portable_state.tensor_entry(torch.empty(0))} if world.rank else {}
+        writer.save(
+            tmp_path / "train-3", PortableState({**state.entries, **more}, state.pieces), FACTS, world
+        )
+
+    with pytest.raises(ValueError, match="the ranks do not save the same tensors"):
+        run_ranks(2, part)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_lost_bytes_while_it_was_written_replaces_nothing(
+    run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_short(writer: CheckpointWriter, folder: Path, *rest: Any) -> None:
+        WRITE(writer, folder, *rest)
+        file = temporary_of(folder) / "node-00000.safetensors"
+        os.truncate(file, file.stat().st_size - 1)
+
+    save(run_ranks, tmp_path / "train-3", 1)
+    monkeypatch.setattr(CheckpointWriter, "_write", cut_short)
+    with pytest.raises(TrainingError, match=r"is damaged: node-00000\.safetensors is not what was written"):
+        save(run_ranks, tmp_path / "train-3", 1, {"progress": {"step": 4}})
+    assert SavedCheckpoint(tmp_path / "train-3").state == FACTS
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adafactor"])
