@@ -14,6 +14,8 @@ from pathlib import Path
 # There are more test processes than cores, and a thread that spins while it waits takes a core from another:
 # without this, tests of small models last twice as long. Read by OpenMP when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# The same plans on every processor: with a matrix unit the planner would choose bf16.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
 import psutil
 import pytest

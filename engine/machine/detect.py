@@ -34,7 +34,7 @@ def detect(
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return apple_machine(ram, cpus, "detected")
     gpus = detect_gpus(env, execute, root)
-    features = cpu_features(root)
+    features = cpu_features(root, env)
     return Hardware(
         kind="cuda" if any(gpu.supported for gpu in gpus) else "cpu",
         gpus=gpus,
@@ -126,10 +126,14 @@ def _slurm_ram(env: Mapping[str, str]) -> float | None:
     return granted * MIB if granted else None
 
 
-def cpu_features(root: Path) -> set[str]:
-    """The processor's feature flags, as /proc/cpuinfo names them."""
+def cpu_features(root: Path, env: Mapping[str, str]) -> set[str]:
+    """The processor's feature flags, as /proc/cpuinfo names them, but those that oneDNN may not use."""
     match = re.search(r"^flags\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
-    return set(match[1].split()) if match else set()
+    found = set(match[1].split()) if match else set()
+    limit = env.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()  # such as AVX512_CORE_AMX
+    if limit == "DEFAULT" or "AMX" in limit:
+        return found
+    return found - ({"amx_bf16"} if "BF16" in limit or "FP16" in limit else {"amx_bf16", "avx512_bf16"})
 
 
 def _read(path: Path) -> str:

@@ -257,6 +257,25 @@ def test_a_machine_without_gpu_asks_torch_nothing(tmp_path: Path) -> None:
     assert (machine.kind, machine.cpu_bf16, machine.cpu_amx, machine.wsl) == ("cpu", True, False, True)
 
 
+@pytest.mark.parametrize(
+    ("limit", "bf16", "amx"),
+    [
+        ({}, True, True),
+        ({"ONEDNN_MAX_CPU_ISA": "default"}, True, True),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, True, True),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, True, False),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, False, False),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, False, False),
+    ],
+)
+def test_what_onednn_may_not_use_counts_as_absent(
+    limit: dict[str, str], bf16: bool, amx: bool, tmp_path: Path
+) -> None:
+    root = fixture(tmp_path, **{"proc/cpuinfo": "flags\t\t: avx2 avx512_bf16 amx_bf16\n"})
+    machine = detect.detect(root=root, env=limit, execute=lambda _: None)
+    assert (machine.cpu_bf16, machine.cpu_amx) == (bf16, amx)
+
+
 BUILD = {"architectures": ["sm_80", "sm_90"], "build": "13.0"}
 H200 = {**BUILD, "devices": [["NVIDIA H200", 141 * 10**9, 9, 0]]}
 OLD_DRIVER = (
