@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.data.preferences.encoding import EncodedPair, RenderedPair
 
-TOKENIZATION_VERSION = 1
+TOKENIZATION_VERSION = 2
 """Part of the cache key: raise it when the same rows become other tokens."""
 ANSWERS = (pairs.CHOSEN, pairs.REJECTED)
 
@@ -154,7 +155,7 @@ class Preferences(EncodedSplits):
                 **special,
                 "template": template.to_dict(),
                 "prompts": encoder.shown,
-                "notes": [*rows.notes, *encoder.notes],
+                "notes": [*rows.notes, *encoder.notes, *encoder.total.field_notes()],
             },
         )
 
@@ -173,7 +174,7 @@ class Preferences(EncodedSplits):
         name = self.options.template
         if name == "auto" and pairs.holds_whole_texts(first):
             name = VERBATIM
-        return name, "chatml" if pairs.holds_messages(first) else VERBATIM
+        return name, pairs.default_template(first, VERBATIM)
 
     def _texts(self, rows: RowCorpus, first: Mapping[str, Any]) -> Iterator[str]:
         """The texts that a tokenizer is trained on."""
@@ -194,7 +195,12 @@ def render_rows(
         except SkippedRowError as reason:
             counts.left_out[str(reason)] += 1
         else:
-            yield encoding.render_pair(pair, template, where)
+            counts.unread.update(pairs.unread(row))
+            rendered = encoding.render_pair(pair, template, where)
+            messages = [*pair.prompt, *pair.chosen, *pair.rejected]
+            parts = itertools.chain(rendered.prompt, *rendered.answers)
+            counts.add_written(messages, template.placed(messages), "".join(part.text for part in parts))
+            yield rendered
 
 
 class PairEncoder:
@@ -206,6 +212,7 @@ class PairEncoder:
         """What the user should know, one line each."""
         self.shown: list[list[str]] = []
         """[prompt, chosen answer] of the first validation pairs, to be answered by the trained model."""
+        self.total = ConversationCounts()
         self._known: set[int] = set()
         """Hashes of the training pairs."""
         self._in_train = 0
@@ -221,6 +228,7 @@ class PairEncoder:
                 continue
             self._add(split, counts, texts, pair)
             kept.append(pair.rows)
+        self.total.add(counts.to_dict())
         self.notes += counts.notes(split, self.settings.max_length)
         self.notes += overlap_notes(split, self._in_train, counts.rows)
         if not kept:

@@ -82,6 +82,7 @@ class TextGroupEncoder:
             name=self.name,
             rows={split: partial(_located, found, where) for split, found in rows.items()},
             parse=partial(chat_formats.parse_messages, chat_format=self.kind),
+            unread=lambda row: chat_formats.unread_fields(row, chat_formats.main_columns(row, self.kind)),
             template_name=self.template,
             default_template="alpaca" if self.kind == "instruction" else "chatml",
             response_only=self.response_only,
@@ -211,8 +212,8 @@ class StreamedText(Text):
             **special,
             "splits": found.sizes,
             "stored_bytes": found.stored_bytes,
-            **self._shown(encoder, folder),
-            "notes": found.notes,
+            **(shown := self._shown(encoder, folder)),
+            "notes": found.notes + [f"of the first rows {note}" for note in shown["notes"]],
         }
 
     def _texts(self, encoder: TextGroupEncoder, splits: Mapping[str, list[int]]) -> Iterator[str]:
@@ -235,7 +236,8 @@ class StreamedText(Text):
         found.bind_tokenizer(encoder.tokenization)
         for split in found.splits:
             found.encode(split, encoder.tokenization)
-        return {"prompt": found.prompt(), **found.facts()}
+        notes = [*found.total.field_notes()] if isinstance(found, Conversations) else []
+        return {"prompt": found.prompt(), **found.facts(), "notes": notes}
 
     def _cache(self) -> GroupCache:
         return GroupCache(groups_folder())

@@ -5,7 +5,9 @@ A template is Jinja, rendered as transformers does: the tokenizer's own, or one 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -30,6 +32,8 @@ TOKENIZER_TEMPLATE = "tokenizer"
 TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom|>", "[SEP]")
 """Usual tokens at the end of a turn, for tokenizers whose settings name no end of text."""
 _PROBE_ANSWER = "0a1b2c the answer 3d4e5f"
+_PROBE_TURN = ({"role": "user", "content": "Why?"}, {"role": "assistant", "content": _PROBE_ANSWER})
+_SYSTEM_TEXTS = ("6a7b8c be kind", "9d0e1f be brief")
 
 _ALPACA = """\
 {{ BEGIN }}{% if not messages or messages[0].role != 'system' %}Below is an instruction that describes a task\
@@ -95,8 +99,25 @@ class ChatTemplate:
     """Its id."""
     closing: str = ""
     """The text that the template writes after an answer as `end`; empty where it writes none."""
-    tokens: Mapping[str, str] = field(default_factory=dict)
+    tokens: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Variables of the template: bos_token, eos_token, ..."""
+
+    def placed(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as this template writes all of them.
+
+        An `input` joins its question's text, but for the template that parts the two. A system text for which
+        the template has no place is put before the question that follows, else behind the one before.
+        """
+        kept = list(messages)
+        if not (self.name == "alpaca" and self.jinja in _OWN_TEXTS):
+            kept = [_with_input_in_text(message) for message in messages]
+        told = [number for number, message in enumerate(kept) if message["role"] == "system"]
+        if told and self.jinja not in _OWN_TEXTS:
+            places = _system_places(self)
+            homeless = told if places == 0 else [n for n in told if n > 0] if places == 1 else []
+            for number in reversed(homeless):
+                _move_to_question(kept, number)
+        return kept
 
     def segments(self, messages: Sequence[Message], where: str) -> list[ChatSegment]:
         """The text of a whole conversation, split where answers begin and end.
@@ -104,11 +125,13 @@ class ChatTemplate:
         An answer begins where its prompt, rendered for generation, ends. `where` names the conversation in
         errors. Raises UserError where the template does not render prompts as beginnings of the whole.
         """
-        return self._split_answers(messages, self.render(messages, where), where)
+        messages = self.placed(messages)
+        return self._split_answers(messages, self._render(messages, where), where)
 
     def prompt_segments(self, messages: Sequence[Message], where: str = "the prompt") -> list[ChatSegment]:
         """The segments up to where the next answer begins; to be tokenized one by one, as in training."""
-        return self._split_answers(messages, self.render_prompt(messages, where), where)
+        messages = self.placed(messages)
+        return self._split_answers(messages, self._render(messages, where, True), where)
 
     def _split_answers(self, messages: Sequence[Message], whole: str, where: str) -> list[ChatSegment]:
         """`whole` in segments; its beginnings are the prompts of the answers among `messages`."""
@@ -142,11 +165,11 @@ class ChatTemplate:
 
     def render_prompt(self, messages: Sequence[Message], where: str = "the prompt") -> str:
         """The text up to where the assistant's answer begins."""
-        return self._render(messages, where, add_generation_prompt=True)
+        return self._render(self.placed(messages), where, add_generation_prompt=True)
 
     def render(self, messages: Sequence[Message], where: str = "the conversation") -> str:
         """The text of the whole conversation."""
-        return self._render(messages, where)
+        return self._render(self.placed(messages), where)
 
     def _render(self, messages: Sequence[Message], where: str, add_generation_prompt: bool = False) -> str:
         values = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
@@ -166,6 +189,48 @@ class ChatTemplate:
     def from_dict(cls, values: Mapping[str, Any]) -> ChatTemplate:
         """The template that `to_dict` wrote."""
         return cls(**values)
+
+
+def _with_input_in_text(message: Message) -> Message:
+    """The message with its `input` behind its text, as LLaMA-Factory joins them."""
+    texts = [message["content"], message.get("input", "")]
+    return {"role": message["role"], "content": "\n".join(filter(str.strip, texts))}
+
+
+def _move_to_question(messages: list[Message], number: int) -> None:
+    """Take a system message away and put its text before the question that follows, else behind the last."""
+    text = messages.pop(number)["content"]
+    follows = number < len(messages) and messages[number]["role"] == "user"
+    place = number if follows or not number else number - 1
+    if place == len(messages) or messages[place]["role"] != "user":
+        messages.insert(number, {"role": "user", "content": text})
+        return
+    texts = [text, messages[place]["content"]][:: 1 if follows else -1]
+    messages[place] = {"role": "user", "content": "\n\n".join(filter(str.strip, texts))}
+
+
+@functools.lru_cache(maxsize=64)
+def _system_places(template: ChatTemplate) -> int:
+    """Where a template writes a system message: 2 for anywhere, 1 for the beginning, 0 where it refuses it,
+    leaves it out, or writes it so that answers cannot be told from prompts. Found by rendering unique ones.
+    """
+    first, late = ({"role": "system", "content": text} for text in _SYSTEM_TEXTS)
+    question = _PROBE_TURN[0]
+    splits = _writes_system(template, [*_PROBE_TURN, *_PROBE_TURN, question], True)
+    begins = _writes_system(template, [first, *_PROBE_TURN, *_PROBE_TURN, question], splits)
+    return begins and begins + _writes_system(
+        template, [first, *_PROBE_TURN, late, *_PROBE_TURN, question], splits
+    )
+
+
+def _writes_system(template: ChatTemplate, messages: list[Message], must_split: bool) -> bool:
+    """Whether a template writes the system messages among these; `must_split`: and tells answers apart."""
+    with contextlib.suppress(UserError):
+        text = template._render(messages, "a conversation", add_generation_prompt=True)
+        if must_split:
+            template._split_answers(messages, text, "a conversation")
+        return all(m["content"] in text for m in messages if m["role"] == "system")
+    return False
 
 
 def _prompt_segment(text: str, messages: Sequence[Message]) -> ChatSegment:
@@ -255,8 +320,7 @@ def _prepends_bos(tokenizer: Tokenizer, bos: int | None) -> bool:
 
 def _detect_closing(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
     """The template with the token that it writes after an answer, found by rendering a unique answer."""
-    asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": _PROBE_ANSWER}]
-    _, found, tail = template.render(asked, "--template auto").partition(_PROBE_ANSWER)
+    _, found, tail = template.render(_PROBE_TURN, "--template auto").partition(_PROBE_ANSWER)
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     closing = re.match(rf"\s*({names})", tail) if found else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tokenizers import Tokenizer
+
+    from isobatch.data.chat_formats import Message
 
 SHOWN_PROMPTS = 3
 """Validation prompts that facts keep, to be answered by the trained model."""
@@ -44,13 +45,15 @@ class ConversationEncoder:
         prompts: list[list[str]] = []
         hashes: list[int] = []
         tokens, masks = [np.empty(0, self.dtype)], [np.empty(0, np.uint8)]
-        for conversation, row in self._rows(texts):
+        for messages, conversation, row in self._rows(texts):
             cut = self._truncate(conversation, row)
             learn = learn_mask(cut.row, self.response_only)
             if not learn.any():
                 counts.left_out["no token to learn"] += 1
                 continue
             self._add_counts(counts, conversation, cut, learn)
+            whole = "".join(part.text for part in conversation)
+            counts.add_written(messages, self.template.placed(messages), whole)
             if len(prompts) < SHOWN_PROMPTS and not cut.is_cut:
                 prompts.append([conversation[0].text, conversation[1].text.strip()])
             turns = max(turns, sum(part.is_answer for part in conversation))
@@ -64,28 +67,27 @@ class ConversationEncoder:
             "weights": np.array([mask.sum() for mask in masks[1:]], np.int32),
             "hashes": np.array(hashes, np.uint64),
         }
-        return EncodedShard(
-            arrays, {"counts": dataclasses.asdict(counts), "turns": turns, "prompts": prompts}
-        )
+        return EncodedShard(arrays, {"counts": counts.to_dict(), "turns": turns, "prompts": prompts})
 
-    def _rows(self, texts: list[str]) -> Iterator[tuple[list[ChatSegment], TokenRow]]:
-        """Yield each conversation with its tokens.
+    def _rows(self, texts: list[str]) -> Iterator[tuple[list[Message], list[ChatSegment], TokenRow]]:
+        """Yield each conversation, its segments and its tokens.
 
         Segments are tokenized separately, so that no token spans the border of prompt and answer.
         """
         for start in range(0, len(texts), BATCH_CONVERSATIONS):
-            batch = texts[start : start + BATCH_CONVERSATIONS]
-            conversations = [self.template.segments(m, where) for where, m in map(json.loads, batch)]
+            batch = [json.loads(text) for text in texts[start : start + BATCH_CONVERSATIONS]]
+            conversations = [self.template.segments(messages, where) for where, messages in batch]
             parts = [segment.text for conversation in conversations for segment in conversation]
             encodings = iter(self.tokenizer.encode_batch_fast(parts, add_special_tokens=False))
-            for conversation in conversations:
+            for (_, messages), conversation in zip(batch, conversations, strict=True):
                 ids: list[int] = []
                 answer_mask: list[int] = []
                 for segment in conversation:
                     found = next(encodings).ids + ([self.template.end_id] if segment.is_answer else [])
                     ids += found
                     answer_mask += [int(segment.is_answer)] * len(found)
-                yield conversation, TokenRow(np.array(ids, self.dtype), np.array(answer_mask, np.uint8))
+                row = TokenRow(np.array(ids, self.dtype), np.array(answer_mask, np.uint8))
+                yield messages, conversation, row
 
     def _truncate(self, conversation: list[ChatSegment], row: TokenRow) -> TruncatedRow:
         if self.rules < 2:

@@ -28,7 +28,7 @@ from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
 if TYPE_CHECKING:
     from isobatch.data.text.plain_text import TokenizationSettings
 
-TOKENIZATION_VERSION = 2
+TOKENIZATION_VERSION = 3
 """Part of the cache key: raise it when the same rows become other tokens."""
 ParseMessages = Callable[[Mapping[str, Any], str], list[Message]]
 """(row, where it lies) -> its messages."""
@@ -54,6 +54,8 @@ class Conversations:
     response_only: bool
     folder: Path | None
     """The tokenizer's folder; None where it is trained."""
+    unread: Callable[[Mapping[str, Any]], list[str]] = lambda _: []
+    """A row -> the names of its fields that its messages do not hold."""
     form: str = FORM
     """What facts call the set: `conversations`, or `labels` where the answers are labels."""
     labels: list[str] = field(default_factory=list)
@@ -62,6 +64,8 @@ class Conversations:
     remarks: list[str] = field(default_factory=list)
     """What the user should know of the rows."""
     cleaning: CleaningPipeline = field(default_factory=lambda: CleaningPipeline((), "conversations"))
+    total: ConversationCounts = field(default_factory=ConversationCounts)
+    """Of all splits."""
     most_turns: int = 0
     """Answers of the longest training conversation."""
     known: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -74,7 +78,7 @@ class Conversations:
 
     @property
     def notes(self) -> list[str]:
-        return [*self.remarks, *self.cleaning.notes()]
+        return [*self.remarks, *self.total.field_notes(), *self.cleaning.notes()]
 
     @property
     def splits(self) -> Sequence[str]:
@@ -123,6 +127,7 @@ class Conversations:
                 self.prompts = [*self.prompts, *shard.facts["prompts"]][:SHOWN_PROMPTS]
             if split == "train":
                 self.most_turns = max(self.most_turns, shard.facts["turns"])
+        self.total.add(counts.to_dict())
         self._remark(split, counts, np.concatenate(hashes), tokenization.max_length)
         if not counts.rows:
             raise NoSamplesError(
@@ -177,6 +182,7 @@ class Conversations:
             else:
                 if cleaned is not None:
                     counts.leading_answers += had_leading_answer
+                    counts.unread.update(self.unread(row))
                     yield where, cleaned
 
     def _held_out(self) -> Iterator[list[Message]]:

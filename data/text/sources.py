@@ -208,6 +208,7 @@ class TextSetSpec:
             name=self.name,
             rows=table.splits,
             parse=partial(chat_formats.parse_messages, chat_format=kind),
+            unread=lambda row: chat_formats.unread_fields(row, chat_formats.main_columns(row, kind)),
             template_name=self.options.template,
             default_template="alpaca" if kind == "instruction" else "chatml",
             response_only=self.options.response_only,
