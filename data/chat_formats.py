@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isobatch.core.errors import UserError
@@ -14,8 +14,8 @@ Message = dict[str, str]
 template `alpaca` parts the two, and every other one gets them as one text (`ChatTemplate.placed`)."""
 
 ROLES = ("system", "user", "assistant")
-MESSAGE_KEYS = (("role", "from"), ("content", "value"))
-"""The fields of a message: as OpenAI calls each, and as ShareGPT does."""
+MESSAGE_KEYS = ("role", "content", "from", "value")
+"""The fields of a message: as OpenAI calls them, and as ShareGPT does."""
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 ROLE_ALIASES |= {"model": "assistant", "developer": "system"}
 ALPACA_COLUMNS = ("instruction", "output")
@@ -81,12 +81,12 @@ def pair_format(question: str, answer: str) -> str:
     return question if _NAMED_BY_QUESTION.get(question) == answer else f"{question}{_BETWEEN}{answer}"
 
 
-def _pair_columns(chat_format: str) -> tuple[str, str] | None:
-    """(column of the question, of the answer) of a format that has them."""
-    if answer := _NAMED_BY_QUESTION.get(chat_format):
-        return chat_format, answer
-    question, between, answer = chat_format.partition(_BETWEEN)
-    return (question, answer) if between else None
+def main_columns(row: Mapping[str, Any], chat_format: str) -> tuple[str, ...]:
+    """The columns of a row that make its format: of the question and the answer, or that of messages."""
+    question, _, answer = chat_format.partition(_BETWEEN)
+    if chat_format == "instruction":
+        answer = next((name for name in ALPACA_ANSWERS if name in row), "output")
+    return tuple(filter(None, (question, answer or _NAMED_BY_QUESTION.get(question))))
 
 
 def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list[Message]:
@@ -95,24 +95,11 @@ def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list
     Raises UserError for a row of another shape, SkippedRowError for one without an answer.
     """
     main = main_columns(row, chat_format)
-    if chat_format == "instruction":
-        messages = _parse_alpaca(row, where, main[1])
-    elif len(main) == 2:
-        question = _parse_part(row, main[0], "user", where)
-        messages = [*question, *_parse_part(row, main[1], "assistant", where)]
-    else:
-        messages = parse_message_list(row, chat_format, where)
+    messages = with_fields(row, _parse_columns(row, main, where), main)
     require_answers(messages)
-    messages = with_fields_beside(row, messages, main)
-    require_answers(messages)
+    if chat_format == "instruction" and not any(map(asks_something, messages[-2:-1])):
+        raise SkippedRowError("an empty instruction")
     return messages
-
-
-def main_columns(row: Mapping[str, Any], chat_format: str) -> tuple[str, ...]:
-    """The columns of a row that make its format: of the question and the answer, or that of messages."""
-    if chat_format == "instruction":
-        return "instruction", next((name for name in ALPACA_ANSWERS if name in row), "output")
-    return _pair_columns(chat_format) or (chat_format,)
 
 
 def parse_question(row: Mapping[str, Any], where: str, chat_format: str) -> list[Message]:
@@ -121,16 +108,10 @@ def parse_question(row: Mapping[str, Any], where: str, chat_format: str) -> list
     Raises UserError for a row of another shape, or without a question.
     """
     main = main_columns(row, chat_format)
-    if chat_format == "instruction":
-        messages = [{"role": "user", "content": _text_field(row, "instruction", where)}]
-    elif len(main) == 2:
-        messages = _parse_part(row, main[0], "user", where)
-    else:
-        messages = parse_message_list(row, chat_format, where)
-    messages = with_fields_beside(row, messages, main)
+    messages = with_fields(row, _parse_columns(row, main[:1], where), main)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    if not messages or not any(messages[-1].get(name, "").strip() for name in ("content", "input")):
+    if not any(map(asks_something, messages[-1:])):
         raise UserError(f"{where}: asks nothing: its last message must be a question")
     return messages
 
@@ -144,104 +125,86 @@ def require_answers(messages: Sequence[Message]) -> None:
         raise SkippedRowError("an empty answer")
 
 
-def _parse_alpaca(row: Mapping[str, Any], where: str, answer_column: str) -> list[Message]:
-    instruction, answer = _text_field(row, "instruction", where), _text_field(row, answer_column, where)
-    given = [_text_field(row, name, where) for name in INPUT_COLUMNS if name in row and name != HISTORY]
-    if not answer.strip():
-        raise SkippedRowError("an empty answer")
-    if not "".join([instruction, *given]).strip():
-        raise SkippedRowError("an empty instruction")
-    return [{"role": "user", "content": instruction}, {"role": "assistant", "content": answer}]
+def asks_something(message: Message) -> bool:
+    """Whether a message has a text or an input."""
+    return bool((message["content"] + message.get("input", "")).strip())
 
 
-def _texts_beside(row: Mapping[str, Any], main: Collection[str]) -> dict[str, str]:
+def _texts_beside(row: Mapping[str, Any], main: Sequence[str]) -> dict[str, str]:
     """Column -> its text, of those known columns beside the main ones that have one."""
     columns = [name for name in (*SYSTEM_COLUMNS, *INPUT_COLUMNS) if name not in main]
     return {name: row[name] for name in columns if isinstance(row.get(name), str) and row[name].strip()}
 
 
-def _history_beside(row: Mapping[str, Any], main: Collection[str]) -> list[Message]:
+def _history_beside(row: Mapping[str, Any], main: Sequence[str]) -> list[Message]:
     """The earlier messages of a row; none where its history has another shape."""
-    turns = None if HISTORY in main else row.get(HISTORY)
+    turns = (row.get(HISTORY) or []) if HISTORY not in main else []
     if isinstance(turns, list) and all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
-        roles = ("user", "assistant")
-        said = [
-            {"role": r, "content": text or ""} for pair in turns for r, text in zip(roles, pair, strict=True)
-        ]
-        is_text = all(isinstance(message["content"], str) for message in said)
-        return [m for m in said if m["role"] == "assistant" or m["content"].strip()] if is_text else []
+        said = ((role, text or "") for pair in turns for role, text in zip(ROLES[1:], pair, strict=True))
+        turns = [{"role": role, "content": text} for role, text in said]
     with contextlib.suppress(UserError):
-        return parse_message_list(row, HISTORY, HISTORY) if turns else []
+        return parse_message_list({HISTORY: turns}, HISTORY, HISTORY)
     return []
 
 
-def with_fields_beside(
-    row: Mapping[str, Any], messages: Sequence[Message], main: Collection[str]
-) -> list[Message]:
+def with_fields(row: Mapping[str, Any], messages: Sequence[Message], main: Sequence[str]) -> list[Message]:
     """The messages of a row with what its other known columns say.
 
     A system text comes first, before one that the messages have; the history follows; the first question that
     is the row's own gets the rest as its `input`. `main`: the columns that the messages are from.
     """
     beside, found = _texts_beside(row, main), list(messages)
-    told = [text for name, text in beside.items() if name in SYSTEM_COLUMNS]
-    given = "\n".join(text for name, text in beside.items() if name not in SYSTEM_COLUMNS)
-    first = next((n for n, m in enumerate(found) if m["role"] != "system"), len(found))
-    if given:
-        asked = next((n for n, m in enumerate(found) if m["role"] == "user"), None)
-        if asked is None:
-            found.insert(first, {"role": "user", "content": given})
-        else:
-            found[asked] = found[asked] | {"input": given}
-    found[first:first] = _history_beside(row, main)
-    if told:
-        texts = [*told, *(m["content"] for m in found[:1] if first)]
-        found[: min(first, 1)] = [{"role": "system", "content": "\n\n".join(dict.fromkeys(texts))}]
-    return found
+    told = [beside.pop(name) for name in SYSTEM_COLUMNS if name in beside]
+    asked = next((number for number, m in enumerate(found) if m["role"] == "user"), None)
+    if beside and asked is not None:
+        found[asked] = found[asked] | {"input": "\n".join(beside.values())}
+    own = [m["content"] for m in found[:1] if m["role"] == "system"]
+    system = "\n\n".join(dict.fromkeys([*told, *own]))
+    first = [{"role": "system", "content": system}] if told or own else []
+    return [*first, *_history_beside(row, main), *found[len(own) :]]
 
 
-def unread_fields(row: Mapping[str, Any], main: Collection[str], reads_beside: bool = True) -> list[str]:
-    """The fields of a row that say something and that none of its messages holds; each name once.
+def notes_of_unread(row: Mapping[str, Any], main: Sequence[str], has_fields: bool = True) -> list[str]:
+    """A note of each field of a row or its messages that says something and that none of the messages holds.
 
-    `reads_beside`: whether the messages have passed `with_fields_beside`.
+    `has_fields`: whether the messages have passed `with_fields`.
     """
-    read = [*main]
-    if reads_beside:
-        read += [*_texts_beside(row, main), *([HISTORY] if _history_beside(row, main) else [])]
-    names = [str(name) for name, value in row.items() if name not in read and _says_something(value)]
-    turns = [(name, turn) for name in read for turn in _turns(row.get(name))]
-    names += [f"{name}.{key}" for name, turn in turns for key in _unread_keys(turn)]
-    return list(dict.fromkeys(names))
+    known = [*_texts_beside(row, main), *[HISTORY][: len(_history_beside(row, main))]]
+    read = [*main, *known] if has_fields else main
+    lists = [(name, row[name]) for name in read if isinstance(row.get(name), list)]
+    turns = [(name, turn) for name, found in lists for turn in found if isinstance(turn, Mapping)]
+    fields = [(f"{name}.{key}", v) for name, t in turns for key, v in t.items() if key not in MESSAGE_KEYS]
+    fields += [(str(name), value) for name, value in row.items() if name not in read]
+    blank = (None, "", [], {})
+    names = dict.fromkeys(n for n, v in fields if (v.strip() if isinstance(v, str) else v) not in blank)
+    return [f"the field `{name}` is not read" for name in names]
 
 
-def _says_something(value: Any) -> bool:
-    return bool(value.strip()) if isinstance(value, str) else value not in (None, [], {})
-
-
-def _turns(value: Any) -> list[Mapping[str, Any]]:
-    found = [value] if isinstance(value, Mapping) else value if isinstance(value, list) else []
-    return [turn for turn in found if isinstance(turn, Mapping)]
-
-
-def _unread_keys(turn: Mapping[str, Any]) -> Iterator[str]:
-    read = [_key_of(turn, *names) for names in MESSAGE_KEYS]
-    return (str(key) for key, value in turn.items() if key not in read and _says_something(value))
+def _parse_columns(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[Message]:
+    """The messages in the columns of a question and its answer, or in one that holds both."""
+    parts = zip(columns, ROLES[1:], strict=False)
+    return [message for name, role in parts for message in _parse_part(row, name, role, where)]
 
 
 def _parse_part(row: Mapping[str, Any], name: str, role: str, where: str) -> list[Message]:
     """The messages in a column of questions or answers; a text is one message of this role."""
-    if isinstance(row.get(name), list):
+    if isinstance(row.get(name), list) or name in CHAT_COLUMNS:
         return parse_message_list(row, name, where)
     return [{"role": role, "content": _text_field(row, name, where)}]
 
 
 def _text_field(row: Mapping[str, Any], name: str, where: str) -> str:
-    if name not in row:
-        raise UserError(f"{where}: has no {name}{did_you_mean(name, list(row))}; it has: {key_names(row)}")
-    text = row[name]
+    text = require_field(row, name, where)
     if not isinstance(text, str | None):
         raise UserError(f"{where}: {name} holds {type(text).__name__}, not text")
     return text or ""
+
+
+def require_field(row: Mapping[str, Any], name: str, where: str) -> Any:
+    """A field of a row. Raises UserError where it has none of this name."""
+    if name not in row:
+        raise UserError(f"{where}: has no {name}{did_you_mean(name, list(row))}; it has: {key_names(row)}")
+    return row[name]
 
 
 def key_names(row: Mapping[str, Any]) -> str:
@@ -251,15 +214,10 @@ def key_names(row: Mapping[str, Any]) -> str:
 
 def parse_message_list(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
     """The messages in a column of a row. `where` names the row. Raises UserError where they are none."""
-    if column not in row:
-        raise UserError(
-            f"{where}: has no {column}{did_you_mean(column, list(row))}; it has: {key_names(row)}"
-        )
-    turns = row[column]
+    turns = require_field(row, column, where)
     if isinstance(turns, Mapping):  # `datasets` gives a list of objects as an object of lists
-        lists = any(isinstance(values, list) for values in turns.values())  # else a message by itself
-        objects = zip(*turns.values(), strict=True) if lists else [turns.values()]
-        turns = [dict(zip(turns, values, strict=True)) for values in objects]
+        lists = [v if isinstance(v, list) else [v] for v in turns.values()]  # or it is a message by itself
+        turns = [dict(zip(turns, values, strict=True)) for values in zip(*lists, strict=True)]
     if not isinstance(turns, list | None):
         raise UserError(f"{where}: {column} holds {type(turns).__name__}, not a list of messages")
     return [_parse_message(turn, f"{where}: message {number}") for number, turn in enumerate(turns or [], 1)]
@@ -268,7 +226,7 @@ def parse_message_list(row: Mapping[str, Any], column: str, where: str) -> list[
 def _parse_message(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping):
         raise UserError(f'{where} is {type(turn).__name__}, not an object with "role" and "content"')
-    role, content = (_string_field(turn, *names, where) for names in MESSAGE_KEYS)
+    role, content = _string_field(turn, "role", "from", where), _string_field(turn, "content", "value", where)
     if (known := ROLE_ALIASES.get(role.lower(), role.lower())) not in ROLES:
         names = [*ROLES, *ROLE_ALIASES]
         raise UserError(
@@ -279,14 +237,9 @@ def _parse_message(turn: Any, where: str) -> Message:
 
 def _string_field(turn: Mapping[str, Any], name: str, other: str, where: str) -> str:
     """The text under `name`, or under `other` as ShareGPT calls it."""
-    found = turn.get(_key_of(turn, name, other))
+    found = turn.get(name) if turn.get(name) is not None else turn.get(other)
     if found is None:
         raise UserError(f"{where} has no {name} (or {other}); it has: {key_names(turn)}")
     if not isinstance(found, str):
         raise UserError(f"{where}: {name} holds {type(found).__name__}, not text")
     return found
-
-
-def _key_of(turn: Mapping[str, Any], name: str, other: str) -> str:
-    """Which of two names of a field a message uses."""
-    return name if turn.get(name) is not None else other

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -16,13 +15,13 @@ from isobatch.data.base import ArraySource, Column, Columns, Ragged, TextQuery
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
 from isobatch.data.preferences import demo, encoding, pairs
-from isobatch.data.text import chat_templates
-from isobatch.data.text.chat_templates import VERBATIM, ChatTemplate
+from isobatch.data.text import chat_templates, template_texts
 from isobatch.data.text.conversation_counts import ConversationCounts
 from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
 from isobatch.data.text.plain_text import TokenizationSettings
+from isobatch.data.text.template_texts import VERBATIM
 from isobatch.data.text.truncation import learn_mask
-from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, EncodedSplits, within_text
+from isobatch.data.tokenized import EncodedSplits, within_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.data.preferences.encoding import EncodedPair, RenderedPair
+    from isobatch.data.text.chat_templates import ChatTemplate
 
 TOKENIZATION_VERSION = 2
 """Part of the cache key: raise it when the same rows become other tokens."""
@@ -87,11 +87,7 @@ class Preferences(EncodedSplits):
     demo_vocabulary_size: ClassVar[int] = 1024
 
     def check(self) -> None:
-        size = self.options.vocab_size
-        if size is not None and size < MIN_VOCABULARY_SIZE:
-            raise UserError(
-                f"--vocab-size {size}: must be at least {MIN_VOCABULARY_SIZE}: 256 bytes and an end token"
-            )
+        self._check_vocabulary_size()
         self._tokenizer_source()
         path = self._data_path()
         if path is not None:
@@ -109,7 +105,7 @@ class Preferences(EncodedSplits):
             hub.require_dataset(self.recipe.data)
 
     def identity(self) -> dict[str, Any]:
-        template = chat_templates.identity(self._tokenizer_source().path)
+        template = template_texts.identity(self._tokenizer_source().path)
         return {
             "data": self._content_identity(),
             "format": self.recipe.format,
@@ -195,11 +191,10 @@ def render_rows(
         except SkippedRowError as reason:
             counts.left_out[str(reason)] += 1
         else:
-            counts.unread.update(pairs.unread(row))
+            counts.fields.update(pairs.unread(row))
             rendered = encoding.render_pair(pair, template, where)
-            messages = [*pair.prompt, *pair.chosen, *pair.rejected]
-            parts = itertools.chain(rendered.prompt, *rendered.answers)
-            counts.add_written(messages, template.placed(messages), "".join(part.text for part in parts))
+            said = [*pair.prompt, *pair.chosen, *pair.rejected]
+            counts.fields.update(template.notes_of_fields(said, sum(rendered.answers, rendered.prompt)))
             yield rendered
 
 

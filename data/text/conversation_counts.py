@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.measures import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from isobatch.data.chat_formats import Message
+    from collections.abc import Iterator
 
 
 @dataclass(slots=True)
@@ -23,12 +21,8 @@ class ConversationCounts:
     """Conversations that are learnt from."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Reason -> rows that are not."""
-    unread: Counter[str] = field(default_factory=Counter)
-    """Field that no message holds -> rows where it says something."""
-    unwritten: Counter[str] = field(default_factory=Counter)
-    """Role -> conversations of whose messages by it the template leaves out text."""
-    moved: int = 0
-    """Conversations whose system text is in a question, as the template has no place for it."""
+    fields: Counter[str] = field(default_factory=Counter)
+    """What became of a field -> rows of which this is so."""
     leading_answers: int = 0
     """Conversations that began with an answer before any question; it is dropped."""
     prompts_cut: int = 0
@@ -56,15 +50,6 @@ class ConversationCounts:
     def to_dict(self) -> dict[str, Any]:
         """The fields, as `add` takes them; `dataclasses.asdict` would count the items of a Counter."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
-
-    def add_written(self, messages: Sequence[Message], placed: Sequence[Message], text: str) -> None:
-        """Count what became of a conversation's messages in its rendered `text`; `placed` by its template."""
-        systems = [sum(m["role"] == "system" for m in one) for one in (messages, placed)]
-        self.moved += systems[1] < systems[0]
-        lost = {
-            m["role"] for m in placed for name in ("content", "input") if not _is_in(m.get(name, ""), text)
-        }
-        self.unwritten.update(lost)
 
     def sizes(self) -> dict[str, int]:
         """The counts that facts keep, by the names they have there."""
@@ -96,18 +81,4 @@ class ConversationCounts:
 
     def field_notes(self) -> Iterator[str]:
         """What became of the rows' fields, one line each; of all splits together."""
-        fields_of: dict[int, list[str]] = {}
-        for name, count in self.unread.most_common():
-            fields_of.setdefault(count, []).append(f"`{name}`")
-        for count, names in fields_of.items():
-            what = f"field {names[0]} is" if len(names) == 1 else f"fields {', '.join(names)} are"
-            yield f"{counted(count, 'row')}: the {what} not read"
-        if self.moved:
-            yield f"{counted(self.moved, 'row')}: the chat template has no place for the system text: it is in the question"
-        for role, count in self.unwritten.most_common():
-            yield f"{counted(count, 'row')}: the chat template leaves out text of the {role}"
-
-
-def _is_in(part: str, text: str) -> bool:
-    """Whether a text holds another, white space aside."""
-    return part.strip() in text or "".join(part.split()) in "".join(text.split())
+        yield from (f"{counted(count, 'row')}: {what}" for what, count in self.fields.most_common())

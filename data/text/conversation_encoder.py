@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from isobatch.data.chat_formats import Message
-
 SHOWN_PROMPTS = 3
 """Validation prompts that facts keep, to be answered by the trained model."""
 BATCH_CONVERSATIONS = 512
@@ -45,15 +43,13 @@ class ConversationEncoder:
         prompts: list[list[str]] = []
         hashes: list[int] = []
         tokens, masks = [np.empty(0, self.dtype)], [np.empty(0, np.uint8)]
-        for messages, conversation, row in self._rows(texts):
+        for conversation, row in self._rows(texts, counts):
             cut = self._truncate(conversation, row)
             learn = learn_mask(cut.row, self.response_only)
             if not learn.any():
                 counts.left_out["no token to learn"] += 1
                 continue
             self._add_counts(counts, conversation, cut, learn)
-            whole = "".join(part.text for part in conversation)
-            counts.add_written(messages, self.template.placed(messages), whole)
             if len(prompts) < SHOWN_PROMPTS and not cut.is_cut:
                 prompts.append([conversation[0].text, conversation[1].text.strip()])
             turns = max(turns, sum(part.is_answer for part in conversation))
@@ -69,8 +65,10 @@ class ConversationEncoder:
         }
         return EncodedShard(arrays, {"counts": counts.to_dict(), "turns": turns, "prompts": prompts})
 
-    def _rows(self, texts: list[str]) -> Iterator[tuple[list[Message], list[ChatSegment], TokenRow]]:
-        """Yield each conversation, its segments and its tokens.
+    def _rows(
+        self, texts: list[str], counts: ConversationCounts
+    ) -> Iterator[tuple[list[ChatSegment], TokenRow]]:
+        """Yield each conversation with its tokens; count what became of its fields.
 
         Segments are tokenized separately, so that no token spans the border of prompt and answer.
         """
@@ -86,8 +84,8 @@ class ConversationEncoder:
                     found = next(encodings).ids + ([self.template.end_id] if segment.is_answer else [])
                     ids += found
                     answer_mask += [int(segment.is_answer)] * len(found)
-                row = TokenRow(np.array(ids, self.dtype), np.array(answer_mask, np.uint8))
-                yield messages, conversation, row
+                counts.fields.update(self.template.notes_of_fields(messages, conversation))
+                yield conversation, TokenRow(np.array(ids, self.dtype), np.array(answer_mask, np.uint8))
 
     def _truncate(self, conversation: list[ChatSegment], row: TokenRow) -> TruncatedRow:
         if self.rules < 2:

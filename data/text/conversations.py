@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 TOKENIZATION_VERSION = 3
 """Part of the cache key: raise it when the same rows become other tokens."""
-ParseMessages = Callable[[Mapping[str, Any], str], list[Message]]
-"""(row, where it lies) -> its messages."""
 
 
 @dataclass(slots=True)
@@ -46,7 +44,8 @@ class Conversations:
     name: str
     rows: Mapping[str, Callable[[], LocatedRows]]
     """Split -> a function that reads its rows."""
-    parse: ParseMessages
+    chat_format: str
+    """The columns of its rows, as `chat_formats.detect_chat_format` calls them."""
     template_name: str
     """--template."""
     default_template: str
@@ -54,8 +53,6 @@ class Conversations:
     response_only: bool
     folder: Path | None
     """The tokenizer's folder; None where it is trained."""
-    unread: Callable[[Mapping[str, Any]], list[str]] = lambda _: []
-    """A row -> the names of its fields that its messages do not hold."""
     form: str = FORM
     """What facts call the set: `conversations`, or `labels` where the answers are labels."""
     labels: list[str] = field(default_factory=list)
@@ -173,7 +170,7 @@ class Conversations:
         clean = cleaning.conversation_cleaner(self._held_out() if split == "train" else ())
         for where, row in self.rows[split]():
             try:
-                messages, had_leading_answer = _drop_leading_answers(self.parse(row, where))
+                messages, had_leading_answer = self._parse(row, where)
                 cleaned = clean(messages)
                 if cleaned is not None:
                     chat_formats.require_answers(cleaned)
@@ -182,15 +179,25 @@ class Conversations:
             else:
                 if cleaned is not None:
                     counts.leading_answers += had_leading_answer
-                    counts.unread.update(self.unread(row))
+                    main = chat_formats.main_columns(row, self.chat_format)
+                    counts.fields.update(chat_formats.notes_of_unread(row, main))
                     yield where, cleaned
+
+    def _parse(self, row: Mapping[str, Any], where: str) -> tuple[list[Message], bool]:
+        """The messages of a row without answers before its first question, and whether there were any."""
+        messages = chat_formats.parse_messages(row, where, self.chat_format)
+        asked = next((n for n, m in enumerate(messages) if m["role"] == "user"), len(messages))
+        kept = [m for m in messages[:asked] if m["role"] != "assistant"] + messages[asked:]
+        if not any(m["role"] == "assistant" for m in kept):
+            raise SkippedRowError("no question before the answer")
+        return kept, len(kept) < len(messages)
 
     def _held_out(self) -> Iterator[list[Message]]:
         """The conversations that are not trained on."""
         for split in self.splits:
             for where, row in self.rows[split]() if split != "train" else ():
                 with contextlib.suppress(SkippedRowError):
-                    yield _drop_leading_answers(self.parse(row, where))[0]
+                    yield self._parse(row, where)[0]
 
     def facts(self) -> dict[str, Any]:
         """What Facts should know of the set."""
@@ -208,12 +215,3 @@ class Conversations:
     def prompt(self) -> str:
         """The first prompt of the validation split; empty where there is none."""
         return self.prompts[0][0] if self.prompts else ""
-
-
-def _drop_leading_answers(messages: list[Message]) -> tuple[list[Message], bool]:
-    """The conversation without answers before its first question, and whether there were any."""
-    asked = next((n for n, m in enumerate(messages) if m["role"] == "user"), len(messages))
-    kept = [m for m in messages[:asked] if m["role"] != "assistant"] + messages[asked:]
-    if not any(m["role"] == "assistant" for m in kept):
-        raise SkippedRowError("no question before the answer")
-    return kept, len(kept) < len(messages)

@@ -194,7 +194,7 @@ class PromptReader:
         """A text; for a model of conversations, a question with what the row's other columns say of it."""
         if self.template is None:
             return text
-        asked = chat_formats.with_fields_beside(row, [{"role": "user", "content": text}], (column,))
+        asked = chat_formats.with_fields(row, [{"role": "user", "content": text}], (column,))
         return self.template.prompt_segments(asked, where)
 
 
@@ -207,8 +207,9 @@ def find_column(
         return found
     wanted = asked or " or ".join(usual)
     hint = did_you_mean(asked, list(row)) if asked else ""
-    has = ", ".join(map(str, list(row)[:20])) or "nothing"
-    raise UserError(f"{where}: has no column {wanted}{hint}; it has: {has}; {flag} names another")
+    raise UserError(
+        f"{where}: has no column {wanted}{hint}; it has: {chat_formats.key_names(row)}; {flag} names another"
+    )
 
 
 def text_in(row: Mapping[str, Any], column: str, where: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, hub, tokenizers
-from isobatch.data.text import chat_templates, jinja_sandbox, truncation
+from isobatch.data.text import chat_templates, jinja_sandbox, template_texts, truncation
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.truncation import TokenRow
@@ -558,8 +558,8 @@ def test_the_tokenizers_own_template_comes_first(tmp_path: Path) -> None:
     assert extra["template"]["jinja"] == MISTRAL
     # The same text as the prompt that a program writes with what facts say.
     again = ChatTemplate.from_dict(json.loads(json.dumps(extra["template"])))
-    assert again.render_prompt(CHAT[1:2]) == extra["prompts"][0][0] == "<s>[INST] he? [/INST]"
-    assert again.render_prompt(CHAT[1:4]).endswith("Hi!</s>[INST] Bye [/INST]")
+    assert again.render(CHAT[1:2], for_answer=True) == extra["prompts"][0][0] == "<s>[INST] he? [/INST]"
+    assert again.render(CHAT[1:4], for_answer=True).endswith("Hi!</s>[INST] Bye [/INST]")
 
 
 def test_a_template_file_comes_before_the_settings_and_counts_for_the_identity(tmp_path: Path) -> None:
@@ -567,11 +567,11 @@ def test_a_template_file_comes_before_the_settings_and_counts_for_the_identity(t
     text = make(tmp_path / "d", [{"messages": CHAT[1:]}], tokenizer)
     before = text.identity()
     (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}|")
-    assert chat_templates.read_tokenizer_template(tokenizer) == "{{ messages[0].content }}|"
+    assert template_texts.read_tokenizer_template(tokenizer) == "{{ messages[0].content }}|"
     assert text.identity() != before
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "y"}]
-    assert chat_templates.read_tokenizer_template(own(tmp_path / "u", named)) == "y"
-    assert chat_templates.read_tokenizer_template(byte_tokenizer(tmp_path / "v")) is None
+    assert template_texts.read_tokenizer_template(own(tmp_path / "u", named)) == "y"
+    assert template_texts.read_tokenizer_template(byte_tokenizer(tmp_path / "v")) is None
 
 
 def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
@@ -596,7 +596,11 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "rows", "message"),
     [
-        (MISTRAL, CHAT, r"line 1: the tokenizer's chat template refuses this conversation \(Roles must alt"),
+        (
+            MISTRAL,
+            [*CHAT[1:2], *CHAT[1:]],
+            r"line 1: the tokenizer's chat template refuses this conversation \(Roles must alt",
+        ),
         (FORGETFUL, CHAT[1:], r"line 1: .* writes this conversation otherwise .* --template alpaca\|chatml"),
         ("{% for", CHAT, r"--template auto: the tokenizer's chat template refuses this conversation"),
         ("{{ nothing.at.all }}", CHAT, r"--template auto: .*undefined"),
