@@ -175,7 +175,7 @@ def notes_of_unread(row: Mapping[str, Any], main: Sequence[str], has_fields: boo
     turns = [(name, turn) for name, found in lists for turn in found if isinstance(turn, Mapping)]
     fields = [(f"{name}.{key}", v) for name, t in turns for key, v in t.items() if key not in MESSAGE_KEYS]
     fields += [(str(name), value) for name, value in row.items() if name not in read]
-    blank = (None, "", [], {})
+    blank: tuple[Any, ...] = (None, "", [], {})
     names = dict.fromkeys(n for n, v in fields if (v.strip() if isinstance(v, str) else v) not in blank)
     return [f"the field `{name}` is not read" for name in names]
 

@@ -85,7 +85,7 @@ class ChatTemplate:
         placed, text = self.placed(messages), "".join(segment.text for segment in written)
         before, after = ([m["role"] for m in one].count("system") for one in (messages, placed))
         lost = {m["role"] for m in placed if not _is_in(m["content"], text)}
-        notes = [f"the chat template leaves out text of the {role}" for role in sorted(lost)]
+        notes = [f"the chat template leaves out text of a message by the {role}" for role in sorted(lost)]
         return [MOVED, *notes] if after < before else notes
 
     def segments(self, messages: Sequence[Message], where: str) -> list[ChatSegment]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import counted
@@ -49,7 +49,7 @@ class ConversationCounts:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as `add` takes them; `dataclasses.asdict` would count the items of a Counter."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: getattr(self, name) for name in self.__slots__}
 
     def sizes(self) -> dict[str, int]:
         """The counts that facts keep, by the names they have there."""
