@@ -10,16 +10,16 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import HeldOutShare
-from isobatch.data import corpora, held_out, hub, readers, tokenizers
+from isobatch.data import corpora, held_out, hub, readers, template_texts, tokenizers
 from isobatch.data.base import ArraySource, Column, Columns, Ragged, TextQuery
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
 from isobatch.data.preferences import demo, encoding, pairs
-from isobatch.data.text import chat_templates, template_texts
+from isobatch.data.template_texts import VERBATIM
+from isobatch.data.text import chat_templates
 from isobatch.data.text.conversation_counts import ConversationCounts
 from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
 from isobatch.data.text.plain_text import TokenizationSettings
-from isobatch.data.text.template_texts import VERBATIM
 from isobatch.data.text.truncation import learn_mask
 from isobatch.data.tokenized import EncodedSplits, within_text
 
@@ -41,8 +41,9 @@ class PreferencesOptions:
     """The fields of preference data."""
 
     template: Literal["auto", "alpaca", "chatml", "plain", "verbatim"] = "auto"
-    """How prompt and answer are written as text; auto is the tokenizer's own chat template, else chatml for
-    messages and verbatim for texts. Texts that hold their prompt are verbatim unless another is named."""
+    """How prompt and answer are written as text; auto is the tokenizer's own chat template, else alpaca for
+    instructions, verbatim where prompt and answers are texts, and chatml. Texts that hold their prompt are
+    verbatim unless another is named."""
     vocab_size: int | None = None
     """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
     data_config: str | None = None

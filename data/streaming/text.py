@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.data import readers, tokenizers
+from isobatch.data import readers, template_texts, tokenizers
 from isobatch.data.base import NoSamplesError
 from isobatch.data.cleaning import pipeline
 from isobatch.data.cleaning.pipeline import CleaningPipeline
@@ -26,7 +26,6 @@ from isobatch.data.streaming.group_cache import GroupCache, groups_folder
 from isobatch.data.streaming.shards import shard_of
 from isobatch.data.streaming.source import StreamedSource
 from isobatch.data.streaming.store import Store
-from isobatch.data.text import template_texts
 from isobatch.data.text.conversations import TOKENIZATION_VERSION, Conversations
 from isobatch.data.text.dataset import Text
 from isobatch.data.text.plain_text import PlainText, TokenizationSettings

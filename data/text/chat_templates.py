@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.data import tokenizers
-from isobatch.data.text import jinja_sandbox, template_texts
-from isobatch.data.text.template_texts import BUILT_IN, CHOICES, OWN_TEXTS, TURN_END_TOKENS
+from isobatch.data import template_texts, tokenizers
+from isobatch.data.template_texts import BUILT_IN, CHOICES, OWN_TEXTS, TURN_END_TOKENS
+from isobatch.data.text import jinja_sandbox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,12 +12,12 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import HeldOutShare
-from isobatch.data import held_out, tokenizers
+from isobatch.data import held_out, template_texts, tokenizers
 from isobatch.data.base import ArraySource, Columns, TextQuery, load, save
 from isobatch.data.cleaning import near_duplicates, pipeline
 from isobatch.data.cleaning.steps import CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
-from isobatch.data.text import conversations, demo_stories, template_texts
+from isobatch.data.text import conversations, demo_stories
 from isobatch.data.text.mixture import SET_COLUMN, Mixture
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import TEXT, TextSet, TextSetSpec, split_set_names

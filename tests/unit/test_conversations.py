@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, hub, tokenizers
-from isobatch.data.text import chat_templates, jinja_sandbox, template_texts, truncation
+from isobatch.data import chat_formats, hub, template_texts, tokenizers
+from isobatch.data.text import chat_templates, jinja_sandbox, truncation
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.truncation import TokenRow
