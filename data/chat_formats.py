@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,15 +10,22 @@ from isobatch.core.errors import UserError
 from isobatch.data.readers import did_you_mean
 
 Message = dict[str, str]
-"""`role` and `content`, as chat templates read them; a user's message of an Alpaca row has `input` too."""
+"""`role` and `content`, as chat templates read them. A user's message may have `input`, what it is about: the
+template `alpaca` parts the two, and every other one gets them as one text (`ChatTemplate.placed`)."""
 
 ROLES = ("system", "user", "assistant")
+MESSAGE_KEYS = ("role", "content", "from", "value")
+"""The fields of a message: as OpenAI calls them, and as ShareGPT does."""
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 ROLE_ALIASES |= {"model": "assistant", "developer": "system"}
 ALPACA_COLUMNS = ("instruction", "output")
 ALPACA_ANSWERS = ("output", "response", "completion", "answer")
 """Columns of an instruction's answer; the first that a row has is read."""
-ALPACA_INPUTS = ("input", "context")
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+HISTORY = "history"
+"""Earlier questions and answers, as pairs or messages; a text is read as an input."""
+INPUT_COLUMNS = (HISTORY, "input", "context")
+"""Columns beside a question of any form with what it is about, in the order in which they are written."""
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 ANSWERS_OF = {
     "prompt": ("completion", "response", "answer", "output"),
@@ -73,12 +81,12 @@ def pair_format(question: str, answer: str) -> str:
     return question if _NAMED_BY_QUESTION.get(question) == answer else f"{question}{_BETWEEN}{answer}"
 
 
-def _pair_columns(chat_format: str) -> tuple[str, str] | None:
-    """(column of the question, of the answer) of a format that has them."""
-    if answer := _NAMED_BY_QUESTION.get(chat_format):
-        return chat_format, answer
-    question, between, answer = chat_format.partition(_BETWEEN)
-    return (question, answer) if between else None
+def main_columns(row: Mapping[str, Any], chat_format: str) -> tuple[str, ...]:
+    """The columns of a row that make its format: of the question and the answer, or that of messages."""
+    question, _, answer = chat_format.partition(_BETWEEN)
+    if chat_format == "instruction":
+        answer = next((name for name in ALPACA_ANSWERS if name in row), "output")
+    return tuple(filter(None, (question, answer or _NAMED_BY_QUESTION.get(question))))
 
 
 def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list[Message]:
@@ -86,14 +94,11 @@ def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list
 
     Raises UserError for a row of another shape, SkippedRowError for one without an answer.
     """
-    if chat_format == "instruction":
-        messages = _parse_alpaca(row, where)
-    elif columns := _pair_columns(chat_format):
-        question = _parse_part(row, columns[0], "user", where)
-        messages = [*question, *_parse_part(row, columns[1], "assistant", where)]
-    else:
-        messages = parse_message_list(row, chat_format, where)
+    main = main_columns(row, chat_format)
+    messages = with_fields(row, _parse_columns(row, main, where), main)
     require_answers(messages)
+    if chat_format == "instruction" and not any(map(asks_something, messages[-2:-1])):
+        raise SkippedRowError("an empty instruction")
     return messages
 
 
@@ -102,16 +107,11 @@ def parse_question(row: Mapping[str, Any], where: str, chat_format: str) -> list
 
     Raises UserError for a row of another shape, or without a question.
     """
-    if chat_format == "instruction":
-        asked = {"role": "user", "content": _text_field(row, "instruction", where)}
-        messages = [asked | {"input": _alpaca_input(row, where)}]
-    elif columns := _pair_columns(chat_format):
-        messages = _parse_part(row, columns[0], "user", where)
-    else:
-        messages = parse_message_list(row, chat_format, where)
+    main = main_columns(row, chat_format)
+    messages = with_fields(row, _parse_columns(row, main[:1], where), main)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    if not messages or not any(messages[-1].get(name, "").strip() for name in ("content", "input")):
+    if not any(map(asks_something, messages[-1:])):
         raise UserError(f"{where}: asks nothing: its last message must be a question")
     return messages
 
@@ -125,38 +125,86 @@ def require_answers(messages: Sequence[Message]) -> None:
         raise SkippedRowError("an empty answer")
 
 
-def _parse_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
-    instruction, given = _text_field(row, "instruction", where), _alpaca_input(row, where)
-    answer = _text_field(row, next((name for name in ALPACA_ANSWERS if name in row), "output"), where)
-    if not answer.strip():
-        raise SkippedRowError("an empty answer")
-    if not (instruction + given).strip():
-        raise SkippedRowError("an empty instruction")
-    asked = {"role": "user", "content": instruction, "input": given}
-    return [asked, {"role": "assistant", "content": answer}]
+def asks_something(message: Message) -> bool:
+    """Whether a message has a text or an input."""
+    return bool((message["content"] + message.get("input", "")).strip())
 
 
-def _alpaca_input(row: Mapping[str, Any], where: str) -> str:
-    """What an instruction is about; empty where the row has nothing but spaces."""
-    column = next((name for name in ALPACA_INPUTS if name in row), None)
-    given = _text_field(row, column, where) if column else ""
-    return given if given.strip() else ""
+def _texts_beside(row: Mapping[str, Any], main: Sequence[str]) -> dict[str, str]:
+    """Column -> its text, of those known columns beside the main ones that have one."""
+    columns = [name for name in (*SYSTEM_COLUMNS, *INPUT_COLUMNS) if name not in main]
+    return {name: row[name] for name in columns if isinstance(row.get(name), str) and row[name].strip()}
+
+
+def _history_beside(row: Mapping[str, Any], main: Sequence[str]) -> list[Message]:
+    """The earlier messages of a row; none where its history has another shape."""
+    turns = (row.get(HISTORY) or []) if HISTORY not in main else []
+    if isinstance(turns, list) and all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
+        said = ((role, text or "") for pair in turns for role, text in zip(ROLES[1:], pair, strict=True))
+        turns = [{"role": role, "content": text} for role, text in said]
+    with contextlib.suppress(UserError):
+        return parse_message_list({HISTORY: turns}, HISTORY, HISTORY)
+    return []
+
+
+def with_fields(row: Mapping[str, Any], messages: Sequence[Message], main: Sequence[str]) -> list[Message]:
+    """The messages of a row with what its other known columns say.
+
+    A system text comes first, before one that the messages have; the history follows; the first question that
+    is the row's own gets the rest as its `input`. `main`: the columns that the messages are from.
+    """
+    beside, found = _texts_beside(row, main), list(messages)
+    told = [beside.pop(name) for name in SYSTEM_COLUMNS if name in beside]
+    asked = next((number for number, m in enumerate(found) if m["role"] == "user"), None)
+    if beside and asked is not None:
+        found[asked] = found[asked] | {"input": "\n".join(beside.values())}
+    own = [m["content"] for m in found[:1] if m["role"] == "system"]
+    system = "\n\n".join(dict.fromkeys([*told, *own]))
+    first = [{"role": "system", "content": system}] if told or own else []
+    return [*first, *_history_beside(row, main), *found[len(own) :]]
+
+
+def notes_of_unread(row: Mapping[str, Any], main: Sequence[str], has_fields: bool = True) -> list[str]:
+    """A note of each field of a row or its messages that says something and that none of the messages holds.
+
+    `has_fields`: whether the messages have passed `with_fields`.
+    """
+    known = [*_texts_beside(row, main), *[HISTORY][: len(_history_beside(row, main))]]
+    read = [*main, *known] if has_fields else main
+    lists = [(name, row[name]) for name in read if isinstance(row.get(name), list)]
+    turns = [(name, turn) for name, found in lists for turn in found if isinstance(turn, Mapping)]
+    fields = [(f"{name}.{key}", v) for name, t in turns for key, v in t.items() if key not in MESSAGE_KEYS]
+    fields += [(str(name), value) for name, value in row.items() if name not in read]
+    blank: tuple[Any, ...] = (None, "", [], {})
+    names = dict.fromkeys(n for n, v in fields if (v.strip() if isinstance(v, str) else v) not in blank)
+    return [f"the field `{name}` is not read" for name in names]
+
+
+def _parse_columns(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[Message]:
+    """The messages in the columns of a question and its answer, or in one that holds both."""
+    parts = zip(columns, ROLES[1:], strict=False)
+    return [message for name, role in parts for message in _parse_part(row, name, role, where)]
 
 
 def _parse_part(row: Mapping[str, Any], name: str, role: str, where: str) -> list[Message]:
     """The messages in a column of questions or answers; a text is one message of this role."""
-    if isinstance(row.get(name), list):
+    if isinstance(row.get(name), list) or name in CHAT_COLUMNS:
         return parse_message_list(row, name, where)
     return [{"role": role, "content": _text_field(row, name, where)}]
 
 
 def _text_field(row: Mapping[str, Any], name: str, where: str) -> str:
-    if name not in row:
-        raise UserError(f"{where}: has no {name}{did_you_mean(name, list(row))}; it has: {key_names(row)}")
-    text = row[name]
+    text = require_field(row, name, where)
     if not isinstance(text, str | None):
         raise UserError(f"{where}: {name} holds {type(text).__name__}, not text")
     return text or ""
+
+
+def require_field(row: Mapping[str, Any], name: str, where: str) -> Any:
+    """A field of a row. Raises UserError where it has none of this name."""
+    if name not in row:
+        raise UserError(f"{where}: has no {name}{did_you_mean(name, list(row))}; it has: {key_names(row)}")
+    return row[name]
 
 
 def key_names(row: Mapping[str, Any]) -> str:
@@ -166,13 +214,10 @@ def key_names(row: Mapping[str, Any]) -> str:
 
 def parse_message_list(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
     """The messages in a column of a row. `where` names the row. Raises UserError where they are none."""
-    if column not in row:
-        raise UserError(
-            f"{where}: has no {column}{did_you_mean(column, list(row))}; it has: {key_names(row)}"
-        )
-    turns = row[column]
+    turns = require_field(row, column, where)
     if isinstance(turns, Mapping):  # `datasets` gives a list of objects as an object of lists
-        turns = [dict(zip(turns, values, strict=True)) for values in zip(*turns.values(), strict=True)]
+        lists = [v if isinstance(v, list) else [v] for v in turns.values()]  # or it is a message by itself
+        turns = [dict(zip(turns, values, strict=True)) for values in zip(*lists, strict=True)]
     if not isinstance(turns, list | None):
         raise UserError(f"{where}: {column} holds {type(turns).__name__}, not a list of messages")
     return [_parse_message(turn, f"{where}: message {number}") for number, turn in enumerate(turns or [], 1)]

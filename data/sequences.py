@@ -16,7 +16,7 @@ from isobatch.data.corpora import DEMO, Corpus
 from isobatch.data.preparation.file_digests import file_hash
 from isobatch.data.preparation.spooled_array import SpooledArray, spool_to_array
 from isobatch.data.sequence_sources import INTEGERS, TEXT
-from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, TokenizedData
+from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -92,7 +92,7 @@ class Sequences(TokenizedData):
             self._check_lines()
             return
         if column.kind == TEXT:
-            self._check_text_vocabulary()
+            self._check_vocabulary_size()
         for part in parts.values():
             for file in part.files:
                 kinds = sequence_sources.column_kinds(dataclasses.replace(part, files=(file,)))
@@ -107,14 +107,7 @@ class Sequences(TokenizedData):
                     f"{sequence_sources.FLAGS[kind]} {name}: {self.recipe.data} is lines of text and has no"
                     " columns: leave it out"
                 )
-        self._check_text_vocabulary()
-
-    def _check_text_vocabulary(self) -> None:
-        size = self.options.vocab_size
-        if size is not None and size < MIN_VOCABULARY_SIZE:
-            raise UserError(
-                f"--vocab-size {size}: must be at least {MIN_VOCABULARY_SIZE}: 256 bytes and an end token"
-            )
+        self._check_vocabulary_size()
 
     def _find_files(self, path: Path) -> dict[str, SplitFiles]:
         parts = readers.find_splits(path, self.recipe.format)
@@ -221,7 +214,7 @@ class Sequences(TokenizedData):
 
     def _collect_texts(self, corpus: Corpus, found: Mapping[str, SequenceRows]) -> Tokenizer:
         """Tokenize the texts of every split into its rows; the tokenizer."""
-        self._check_text_vocabulary()  # what a hub data set holds is not known before
+        self._check_vocabulary_size()  # what a hub data set holds is not known before
         tokenizer, _ = self._open_or_train_tokenizer(
             lambda size: tokenizers.train_byte_level_bpe(corpus.splits["train"](), size)
         )

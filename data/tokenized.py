@@ -54,6 +54,13 @@ class TokenizedData(Data):
         """The file or folder that --data names, if it names one."""
         return path_of(self.recipe.data)
 
+    def _check_vocabulary_size(self) -> None:
+        size = self.options.vocab_size
+        if size is not None and size < MIN_VOCABULARY_SIZE:
+            raise UserError(
+                f"--vocab-size {size}: must be at least {MIN_VOCABULARY_SIZE}: 256 bytes and an end token"
+            )
+
     def _vocabulary_size(self) -> int:
         default = self.demo_vocabulary_size if self.recipe.data == DEMO else DEFAULT_VOCABULARY_SIZE
         return self.options.vocab_size or default

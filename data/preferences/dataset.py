@@ -10,18 +10,18 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import HeldOutShare
-from isobatch.data import corpora, held_out, hub, readers, tokenizers
+from isobatch.data import corpora, held_out, hub, readers, template_texts, tokenizers
 from isobatch.data.base import ArraySource, Column, Columns, Ragged, TextQuery
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
 from isobatch.data.preferences import demo, encoding, pairs
+from isobatch.data.template_texts import VERBATIM
 from isobatch.data.text import chat_templates
-from isobatch.data.text.chat_templates import VERBATIM, ChatTemplate
 from isobatch.data.text.conversation_counts import ConversationCounts
 from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.truncation import learn_mask
-from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, EncodedSplits, within_text
+from isobatch.data.tokenized import EncodedSplits, within_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.data.preferences.encoding import EncodedPair, RenderedPair
+    from isobatch.data.text.chat_templates import ChatTemplate
 
-TOKENIZATION_VERSION = 1
+TOKENIZATION_VERSION = 2
 """Part of the cache key: raise it when the same rows become other tokens."""
 ANSWERS = (pairs.CHOSEN, pairs.REJECTED)
 
@@ -40,8 +41,9 @@ class PreferencesOptions:
     """The fields of preference data."""
 
     template: Literal["auto", "alpaca", "chatml", "plain", "verbatim"] = "auto"
-    """How prompt and answer are written as text; auto is the tokenizer's own chat template, else chatml for
-    messages and verbatim for texts. Texts that hold their prompt are verbatim unless another is named."""
+    """How prompt and answer are written as text; auto is the tokenizer's own chat template, else alpaca for
+    instructions, verbatim where prompt and answers are texts, and chatml. Texts that hold their prompt are
+    verbatim unless another is named."""
     vocab_size: int | None = None
     """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
     data_config: str | None = None
@@ -86,11 +88,7 @@ class Preferences(EncodedSplits):
     demo_vocabulary_size: ClassVar[int] = 1024
 
     def check(self) -> None:
-        size = self.options.vocab_size
-        if size is not None and size < MIN_VOCABULARY_SIZE:
-            raise UserError(
-                f"--vocab-size {size}: must be at least {MIN_VOCABULARY_SIZE}: 256 bytes and an end token"
-            )
+        self._check_vocabulary_size()
         self._tokenizer_source()
         path = self._data_path()
         if path is not None:
@@ -108,7 +106,7 @@ class Preferences(EncodedSplits):
             hub.require_dataset(self.recipe.data)
 
     def identity(self) -> dict[str, Any]:
-        template = chat_templates.identity(self._tokenizer_source().path)
+        template = template_texts.identity(self._tokenizer_source().path)
         return {
             "data": self._content_identity(),
             "format": self.recipe.format,
@@ -154,7 +152,7 @@ class Preferences(EncodedSplits):
                 **special,
                 "template": template.to_dict(),
                 "prompts": encoder.shown,
-                "notes": [*rows.notes, *encoder.notes],
+                "notes": [*rows.notes, *encoder.notes, *encoder.total.field_notes()],
             },
         )
 
@@ -173,7 +171,7 @@ class Preferences(EncodedSplits):
         name = self.options.template
         if name == "auto" and pairs.holds_whole_texts(first):
             name = VERBATIM
-        return name, "chatml" if pairs.holds_messages(first) else VERBATIM
+        return name, pairs.default_template(first, VERBATIM)
 
     def _texts(self, rows: RowCorpus, first: Mapping[str, Any]) -> Iterator[str]:
         """The texts that a tokenizer is trained on."""
@@ -194,7 +192,11 @@ def render_rows(
         except SkippedRowError as reason:
             counts.left_out[str(reason)] += 1
         else:
-            yield encoding.render_pair(pair, template, where)
+            counts.fields.update(pairs.unread(row))
+            rendered = encoding.render_pair(pair, template, where)
+            said = [*pair.prompt, *pair.chosen, *pair.rejected]
+            counts.fields.update(template.notes_of_fields(said, sum(rendered.answers, rendered.prompt)))
+            yield rendered
 
 
 class PairEncoder:
@@ -206,6 +208,7 @@ class PairEncoder:
         """What the user should know, one line each."""
         self.shown: list[list[str]] = []
         """[prompt, chosen answer] of the first validation pairs, to be answered by the trained model."""
+        self.total = ConversationCounts()
         self._known: set[int] = set()
         """Hashes of the training pairs."""
         self._in_train = 0
@@ -221,6 +224,7 @@ class PairEncoder:
                 continue
             self._add(split, counts, texts, pair)
             kept.append(pair.rows)
+        self.total.add(counts.to_dict())
         self.notes += counts.notes(split, self.settings.max_length)
         self.notes += overlap_notes(split, self._in_train, counts.rows)
         if not kept:

@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from isobatch.core.errors import UserError
+from isobatch.data import chat_formats
 from isobatch.data.chat_formats import Message, SkippedRowError, key_names, parse_message_list
 from isobatch.data.readers import did_you_mean
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+PROMPT_COLUMNS = (PROMPT, "instruction", "question", "query", *chat_formats.CHAT_COLUMNS, "input")
+"""Columns of the prompt; the first that a row has is read."""
 Turns = str | list[Message]
 """What a column holds."""
 
@@ -33,7 +36,10 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
     Raises UserError for a row of another shape, SkippedRowError for one with nothing to prefer.
     """
     chosen, rejected = _turns(row, CHOSEN, where), _turns(row, REJECTED, where)
-    prompt = _turns(row, PROMPT, where) if row.get(PROMPT) is not None else None
+    column = _prompt_column(row)
+    prompt = _turns(row, column, where) if column else None
+    if column in chat_formats.CHAT_COLUMNS and isinstance(prompt, list):  # it may hold the chosen answer too
+        prompt = [*itertools.dropwhile(lambda m: m["role"] == "assistant", prompt[::-1])][::-1]
     if isinstance(chosen, str) and isinstance(rejected, str):
         pair = _pair_of_texts(prompt, chosen, rejected)
     elif isinstance(chosen, list) and isinstance(rejected, list):
@@ -41,7 +47,9 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
     else:
         raise UserError(f"{where}: {CHOSEN} and {REJECTED} must both be text, or both lists of messages")
     _require_preference(pair)
-    if not any(message["content"].strip() for message in pair.prompt):
+    if not holds_whole_texts(row):
+        pair = pair._replace(prompt=chat_formats.with_fields(row, pair.prompt, main_columns(row)))
+    if not any(map(chat_formats.asks_something, pair.prompt)):
         if PROMPT in row:
             raise SkippedRowError("an empty prompt")
         raise UserError(
@@ -53,12 +61,32 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
 
 def holds_whole_texts(row: Mapping[str, Any]) -> bool:
     """Whether `chosen` and `rejected` are texts that hold their prompt."""
-    return isinstance(row.get(CHOSEN), str) and row.get(PROMPT) is None
+    return isinstance(row.get(CHOSEN), str) and _prompt_column(row) is None
 
 
-def holds_messages(row: Mapping[str, Any]) -> bool:
-    """Whether `chosen` is a list of messages."""
-    return not isinstance(row.get(CHOSEN), str | None)
+def default_template(row: Mapping[str, Any], verbatim: str) -> str:
+    """The template for rows like this one where the tokenizer has none.
+
+    That of instructions or messages; `verbatim` where a text goes on as an answer, with nothing beside it.
+    """
+    column = _prompt_column(row)
+    is_text = isinstance(row.get(CHOSEN), str | None) and column in (PROMPT, None)
+    alone = not {*chat_formats.SYSTEM_COLUMNS, *chat_formats.INPUT_COLUMNS} & row.keys()
+    return "alpaca" if column == "instruction" else verbatim if is_text and alone else "chatml"
+
+
+def _prompt_column(row: Mapping[str, Any]) -> str | None:
+    return next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
+
+
+def main_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The columns of a row that make it a pair."""
+    return _prompt_column(row) or PROMPT, CHOSEN, REJECTED
+
+
+def unread(row: Mapping[str, Any]) -> list[str]:
+    """The names of a row's fields that its pair does not hold. Whole texts get nothing from beside them."""
+    return chat_formats.notes_of_unread(row, main_columns(row), not holds_whole_texts(row))
 
 
 def require_columns(names: Sequence[str], where: str) -> None:
@@ -72,11 +100,7 @@ def require_columns(names: Sequence[str], where: str) -> None:
 
 
 def _turns(row: Mapping[str, Any], column: str, where: str) -> Turns:
-    if column not in row:
-        raise UserError(
-            f"{where}: has no {column}{did_you_mean(column, list(row))}; it has: {key_names(row)}"
-        )
-    value = row[column]
+    value = chat_formats.require_field(row, column, where)
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list | Mapping):

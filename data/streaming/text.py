@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, readers, tokenizers
+from isobatch.data import readers, template_texts, tokenizers
 from isobatch.data.base import NoSamplesError
 from isobatch.data.cleaning import pipeline
 from isobatch.data.cleaning.pipeline import CleaningPipeline
@@ -26,7 +26,6 @@ from isobatch.data.streaming.group_cache import GroupCache, groups_folder
 from isobatch.data.streaming.shards import shard_of
 from isobatch.data.streaming.source import StreamedSource
 from isobatch.data.streaming.store import Store
-from isobatch.data.text import chat_templates
 from isobatch.data.text.conversations import TOKENIZATION_VERSION, Conversations
 from isobatch.data.text.dataset import Text
 from isobatch.data.text.plain_text import PlainText, TokenizationSettings
@@ -81,7 +80,7 @@ class TextGroupEncoder:
         return Conversations(
             name=self.name,
             rows={split: partial(_located, found, where) for split, found in rows.items()},
-            parse=partial(chat_formats.parse_messages, chat_format=self.kind),
+            chat_format=self.kind,
             template_name=self.template,
             default_template="alpaca" if self.kind == "instruction" else "chatml",
             response_only=self.response_only,
@@ -113,7 +112,7 @@ class TextGroupEncoder:
         one = self.tokenization
         parts = [VERSION, self.kind, self.column, [pipeline.CLEANING_VERSION, *map(str, self.cleaning)]]
         parts += [TOKENIZATION_VERSION, self.template, self.response_only, dict(one.special_ids)]
-        parts += [chat_templates.identity(self.tokenizer_folder), one.max_length, one.rules]
+        parts += [template_texts.identity(self.tokenizer_folder), one.max_length, one.rules]
         text = json.dumps(parts, sort_keys=True, default=str) + one.tokenizer.to_str()
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -165,7 +164,7 @@ class StreamedText(Text):
             "vocab_size": self._vocabulary_size(),
             "rules": self.recipe.rules,
             "conversations": [TOKENIZATION_VERSION, options.template, options.response_only],
-            "chat_template": chat_templates.identity(self._tokenizer_source().path),
+            "chat_template": template_texts.identity(self._tokenizer_source().path),
             **self._pair_identity(),
             **self._cleaning_identity(),
         }
@@ -211,8 +210,8 @@ class StreamedText(Text):
             **special,
             "splits": found.sizes,
             "stored_bytes": found.stored_bytes,
-            **self._shown(encoder, folder),
-            "notes": found.notes,
+            **(shown := self._shown(encoder, folder)),
+            "notes": found.notes + [f"of the first rows {note}" for note in shown["notes"]],
         }
 
     def _texts(self, encoder: TextGroupEncoder, splits: Mapping[str, list[int]]) -> Iterator[str]:
@@ -235,7 +234,8 @@ class StreamedText(Text):
         found.bind_tokenizer(encoder.tokenization)
         for split in found.splits:
             found.encode(split, encoder.tokenization)
-        return {"prompt": found.prompt(), **found.facts()}
+        notes = [*found.total.field_notes()] if isinstance(found, Conversations) else []
+        return {"prompt": found.prompt(), **found.facts(), "notes": notes}
 
     def _cache(self) -> GroupCache:
         return GroupCache(groups_folder())

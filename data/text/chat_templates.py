@@ -5,16 +5,17 @@ A template is Jinja, rendered as transformers does: the tokenizer's own, or one 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.data import tokenizers
-from isobatch.data.preparation.file_digests import file_hash
+from isobatch.data import template_texts, tokenizers
+from isobatch.data.template_texts import BUILT_IN, CHOICES, OWN_TEXTS, TURN_END_TOKENS
 from isobatch.data.text import jinja_sandbox
 
 if TYPE_CHECKING:
@@ -27,46 +28,10 @@ if TYPE_CHECKING:
 
 TOKENIZER_TEMPLATE = "tokenizer"
 """The name of a template that came with the tokenizer."""
-TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom|>", "[SEP]")
-"""Usual tokens at the end of a turn, for tokenizers whose settings name no end of text."""
 _PROBE_ANSWER = "0a1b2c the answer 3d4e5f"
-
-_ALPACA = """\
-{{ BEGIN }}{% if not messages or messages[0].role != 'system' %}Below is an instruction that describes a task\
-{% if messages and messages[0].input %}, paired with an input that provides further context{% endif %}. \
-Write a response that appropriately completes the request.{{ '\\n\\n' }}{% endif %}\
-{% for message in messages %}{% if message.role == 'assistant' %}### Response:
-{{ message.content }}{{ eos_token }}{{ '\\n\\n' }}{% elif message.role == 'user' %}### Instruction:
-{{ message.content }}{{ '\\n\\n' }}{% if message.input %}### Input:
-{{ message.input }}{{ '\\n\\n' }}{% endif %}{% else %}{{ message.content }}{{ '\\n\\n' }}\
-{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:{{ '\\n' }}{% endif %}"""
-"""Stanford Alpaca's wording (train.py, PROMPT_DICT), with the line break of its published texts."""
-
-_CHATML = """\
-{{ BEGIN }}{% for message in messages %}<|im_start|>{{ message.role }}{{ '\\n' }}\
-{{ message.content }}{% if message.input %}{{ '\\n' + message.input }}{% endif %}{{ END }}{{ '\\n' }}\
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
-
-_PLAIN = """\
-{{ BEGIN }}{% for message in messages %}{{ message.content }}\
-{% if message.input %}{{ '\\n' + message.input }}{% endif %}\
-{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"""
-
-_VERBATIM = """\
-{{ BEGIN }}{% for message in messages %}{{ message.content }}\
-{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"""
-
-VERBATIM = "verbatim"
-"""The name of the template that writes nothing between the messages."""
-_BUILT_IN = {"alpaca": _ALPACA, "chatml": _CHATML, "plain": _PLAIN, VERBATIM: _VERBATIM}
-_CHOICES = "alpaca|chatml|plain"
-_OWN_TEXTS = frozenset(
-    text.replace("{{ BEGIN }}", begin).replace("{{ END }}", end)
-    for text in _BUILT_IN.values()
-    for begin in ("{{ bos_token }}", "")
-    for end in (TURN_END_TOKENS[0], "{{ eos_token }}", "")
-)
-"""Every form of the built-in templates: a received run may call any text by their names."""
+_PROBE_TURN = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": _PROBE_ANSWER}]
+EVERYWHERE = 1 << 31
+MOVED = "the chat template has no place for the system text, which is put before the question"
 
 
 class ChatSegment(NamedTuple):
@@ -95,8 +60,33 @@ class ChatTemplate:
     """Its id."""
     closing: str = ""
     """The text that the template writes after an answer as `end`; empty where it writes none."""
-    tokens: Mapping[str, str] = field(default_factory=dict)
+    tokens: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Variables of the template: bos_token, eos_token, ..."""
+
+    def placed(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as this template writes all of them.
+
+        An `input` joins its question's text, but for the template that parts the two. A system text for which
+        the template has no place is put before the question that follows.
+        """
+        kept = list(messages)
+        if not (self.name == "alpaca" and self.jinja in OWN_TEXTS):
+            kept = [_message(m["role"], "\n", m["content"], m.get("input", "")) for m in messages]
+        systems = [number for number, message in enumerate(kept) if message["role"] == "system"]
+        for number in [n for n in reversed(systems) if n >= _system_places(self)]:
+            told = kept.pop(number)["content"]
+            asked = [n for n, m in enumerate(kept) if n >= number and m["role"] == "user"]
+            place = slice(asked[0], asked[0] + 1) if asked else slice(number, number)
+            kept[place] = [_message("user", "\n\n", told, *(m["content"] for m in kept[place]))]
+        return kept
+
+    def notes_of_fields(self, messages: Sequence[Message], written: Sequence[ChatSegment]) -> list[str]:
+        """A note of each kind of message that the text of a conversation has elsewhere, or not."""
+        placed, text = self.placed(messages), "".join(segment.text for segment in written)
+        before, after = ([m["role"] for m in one].count("system") for one in (messages, placed))
+        lost = {m["role"] for m in placed if not _is_in(m["content"], text)}
+        notes = [f"the chat template leaves out text of a message by the {role}" for role in sorted(lost)]
+        return [MOVED, *notes] if after < before else notes
 
     def segments(self, messages: Sequence[Message], where: str) -> list[ChatSegment]:
         """The text of a whole conversation, split where answers begin and end.
@@ -104,18 +94,20 @@ class ChatTemplate:
         An answer begins where its prompt, rendered for generation, ends. `where` names the conversation in
         errors. Raises UserError where the template does not render prompts as beginnings of the whole.
         """
-        return self._split_answers(messages, self.render(messages, where), where)
+        messages = self.placed(messages)
+        return self.split_answers(messages, self.render(messages, where), where)
 
     def prompt_segments(self, messages: Sequence[Message], where: str = "the prompt") -> list[ChatSegment]:
         """The segments up to where the next answer begins; to be tokenized one by one, as in training."""
-        return self._split_answers(messages, self.render_prompt(messages, where), where)
+        messages = self.placed(messages)
+        return self.split_answers(messages, self.render(messages, where, for_answer=True), where)
 
-    def _split_answers(self, messages: Sequence[Message], whole: str, where: str) -> list[ChatSegment]:
+    def split_answers(self, messages: Sequence[Message], whole: str, where: str) -> list[ChatSegment]:
         """`whole` in segments; its beginnings are the prompts of the answers among `messages`."""
         segments, position, asked = [], 0, 0
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                prompt = self._render(messages[:number], where, add_generation_prompt=True)
+                prompt = self.render(messages[:number], where, for_answer=True)
                 if not whole.startswith(prompt) or len(prompt) < position:
                     raise _cannot_split_error(where)
                 stop = self._answer_end(whole, len(prompt), message["content"], where)
@@ -140,22 +132,15 @@ class ChatTemplate:
             raise _cannot_split_error(where)
         return stop
 
-    def render_prompt(self, messages: Sequence[Message], where: str = "the prompt") -> str:
-        """The text up to where the assistant's answer begins."""
-        return self._render(messages, where, add_generation_prompt=True)
-
-    def render(self, messages: Sequence[Message], where: str = "the conversation") -> str:
-        """The text of the whole conversation."""
-        return self._render(messages, where)
-
-    def _render(self, messages: Sequence[Message], where: str, add_generation_prompt: bool = False) -> str:
-        values = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
+    def render(self, messages: Sequence[Message], where: str = "", for_answer: bool = False) -> str:
+        """The text of messages that are `placed`, or up to where the answer to them begins."""
+        values = {"messages": [dict(m) for m in messages], "add_generation_prompt": for_answer}
         try:
-            return jinja_sandbox.render(self.jinja, {**self.tokens, **values}, self.jinja in _OWN_TEXTS)
+            return jinja_sandbox.render(self.jinja, {**self.tokens, **values}, self.jinja in OWN_TEXTS)
         except jinja_sandbox.ChatTemplateError as error:
             raise UserError(
                 f"{where}: the tokenizer's chat template refuses this conversation ({error}): mend it, or"
-                f" choose --template {_CHOICES}"
+                f" choose --template {CHOICES}"
             ) from None
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,6 +151,36 @@ class ChatTemplate:
     def from_dict(cls, values: Mapping[str, Any]) -> ChatTemplate:
         """The template that `to_dict` wrote."""
         return cls(**values)
+
+
+def _is_in(part: str, text: str) -> bool:
+    """Whether a text holds another, white space aside."""
+    return part.strip() in text or "".join(part.split()) in "".join(text.split())
+
+
+def _message(role: str, between: str, *texts: str) -> Message:
+    return {"role": role, "content": between.join(filter(str.strip, texts))}
+
+
+@functools.lru_cache(maxsize=64)
+def _system_places(template: ChatTemplate) -> int:
+    """Of how many messages, from the first on, a template writes one by the system: 0, 1 or EVERYWHERE.
+
+    It may refuse it, leave it out, or write it so that answers cannot be told from prompts; a unique one that
+    is rendered shows it.
+    """
+    turn, system = _PROBE_TURN, {"role": "system", "content": "6a7b8c be kind 9d0e1f"}
+
+    def writes(messages: list[Message], splits: bool) -> bool:
+        with contextlib.suppress(UserError):
+            text = template.render([*messages, turn[0]], for_answer=True)
+            parts = template.split_answers(messages, text, "a probe") if splits else True
+            return bool(parts) and text.count(system["content"]) == messages.count(system)
+        return False
+
+    splits = writes([*turn, *turn], splits=True)
+    begins = writes([system, *turn, *turn], splits)
+    return EVERYWHERE if begins and writes([*turn, system, *turn], splits) else int(begins)
 
 
 def _prompt_segment(text: str, messages: Sequence[Message]) -> ChatSegment:
@@ -182,7 +197,7 @@ def _prompt_segment(text: str, messages: Sequence[Message]) -> ChatSegment:
 def _cannot_split_error(where: str) -> UserError:
     return UserError(
         f"{where}: the tokenizer's chat template writes this conversation otherwise once it goes on, so that"
-        f" answers cannot be told from prompts: choose --template {_CHOICES}"
+        f" answers cannot be told from prompts: choose --template {CHOICES}"
     )
 
 
@@ -203,7 +218,7 @@ def choose_template(
     known = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
     in_vocabulary = [t for t in ("<|im_start|>", *TURN_END_TOKENS) if tokenizer.token_to_id(t) is not None]
     tokenizer.add_special_tokens([t for t in (*tokens.values(), *in_vocabulary) if t not in known])
-    own = read_tokenizer_template(folder) if name == "auto" and folder else None
+    own = template_texts.read_tokenizer_template(folder) if name == "auto" and folder else None
     if own is not None:
         eos = tokens["eos_token"]
         return _detect_closing(
@@ -217,14 +232,14 @@ def _built_in(name: str, tokenizer: Tokenizer, tokens: Mapping[str, str], prepen
     """A built-in template, with the special tokens that this tokenizer has."""
     has_turn_end = name == "chatml" and tokenizer.token_to_id(TURN_END_TOKENS[0]) is not None
     end = TURN_END_TOKENS[0] if has_turn_end else tokens["eos_token"]
-    text = _BUILT_IN[name].replace("{{ BEGIN }}", "{{ bos_token }}" if prepends_bos else "")
+    text = BUILT_IN[name].replace("{{ BEGIN }}", "{{ bos_token }}" if prepends_bos else "")
     text = text.replace("{{ END }}", end if has_turn_end else "{{ eos_token }}")
     return ChatTemplate(name, text, end, _token_id(tokenizer, end), end, tokens)
 
 
 def tokenizer_training_template(name: str) -> ChatTemplate:
     """A built-in template without special tokens, for the texts that a tokenizer is trained on."""
-    text = _BUILT_IN[name].replace("{{ BEGIN }}", "").replace("{{ END }}", "")
+    text = BUILT_IN[name].replace("{{ BEGIN }}", "").replace("{{ END }}", "")
     return ChatTemplate(name, text, "", 0, tokens={"eos_token": ""})
 
 
@@ -255,8 +270,7 @@ def _prepends_bos(tokenizer: Tokenizer, bos: int | None) -> bool:
 
 def _detect_closing(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
     """The template with the token that it writes after an answer, found by rendering a unique answer."""
-    asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": _PROBE_ANSWER}]
-    _, found, tail = template.render(asked, "--template auto").partition(_PROBE_ANSWER)
+    _, found, tail = template.render(_PROBE_TURN, "--template auto").partition(_PROBE_ANSWER)
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     closing = re.match(rf"\s*({names})", tail) if found else None
@@ -268,31 +282,8 @@ def _detect_closing(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplat
 
 def template_in(folder: Path) -> ChatTemplate | None:
     """The chat template of the tokenizer in a folder; None where it has none. Raises UserError."""
-    if read_tokenizer_template(folder) is None:
+    if template_texts.read_tokenizer_template(folder) is None:
         return None
     tokenizer = tokenizers.open_tokenizer(folder)
     special = tokenizers.special_token_ids(tokenizer, folder)
     return choose_template("auto", "plain", tokenizer, special, folder)
-
-
-def read_tokenizer_template(folder: Path) -> str | None:
-    """The template in chat_template.jinja beside a tokenizer, else in tokenizer_config.json; or None."""
-    folder = folder if folder.is_dir() else folder.parent
-    if (folder / tokenizers.CHAT_TEMPLATE_FILE).is_file():
-        return (folder / tokenizers.CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
-    settings = folder / "tokenizer_config.json"
-    found = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    template = found.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {t.get("name"): t.get("template") for t in template}.get("default")
-    return template if isinstance(template, str) and template.strip() else None
-
-
-def identity(folder: Path | None) -> str | None:
-    """The hash of chat_template.jinja, or None. tokenizer_config.json is part of the tokenizer's identity."""
-    folder = folder.parent if folder is not None and folder.is_file() else folder
-    return (
-        file_hash(folder / tokenizers.CHAT_TEMPLATE_FILE)
-        if folder and (folder / tokenizers.CHAT_TEMPLATE_FILE).is_file()
-        else None
-    )

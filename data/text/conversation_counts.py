@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.measures import counted
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 
 @dataclass(slots=True)
@@ -18,6 +21,8 @@ class ConversationCounts:
     """Conversations that are learnt from."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Reason -> rows that are not."""
+    fields: Counter[str] = field(default_factory=Counter)
+    """What became of a field -> rows of which this is so."""
     leading_answers: int = 0
     """Conversations that began with an answer before any question; it is dropped."""
     prompts_cut: int = 0
@@ -37,10 +42,14 @@ class ConversationCounts:
     def add(self, counts: Mapping[str, Any]) -> None:
         """Add those of a part of the split, by the names of the fields."""
         for name, count in counts.items():
-            if name == "left_out":
-                self.left_out.update(count)
+            if isinstance(count, Mapping):
+                getattr(self, name).update(count)
             else:
                 setattr(self, name, getattr(self, name) + count)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, as `add` takes them; `dataclasses.asdict` would count the items of a Counter."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
     def sizes(self) -> dict[str, int]:
         """The counts that facts keep, by the names they have there."""
@@ -69,3 +78,7 @@ class ConversationCounts:
         ):
             if count:
                 yield f"{split}: in {count:,} of {self.rows:,} rows {what} to fit --max-length {max_length}"
+
+    def field_notes(self) -> Iterator[str]:
+        """What became of the rows' fields, one line each; of all splits together."""
+        yield from (f"{counted(count, 'row')}: {what}" for what, count in self.fields.most_common())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,7 @@ class ConversationEncoder:
         prompts: list[list[str]] = []
         hashes: list[int] = []
         tokens, masks = [np.empty(0, self.dtype)], [np.empty(0, np.uint8)]
-        for conversation, row in self._rows(texts):
+        for conversation, row in self._rows(texts, counts):
             cut = self._truncate(conversation, row)
             learn = learn_mask(cut.row, self.response_only)
             if not learn.any():
@@ -64,27 +63,28 @@ class ConversationEncoder:
             "weights": np.array([mask.sum() for mask in masks[1:]], np.int32),
             "hashes": np.array(hashes, np.uint64),
         }
-        return EncodedShard(
-            arrays, {"counts": dataclasses.asdict(counts), "turns": turns, "prompts": prompts}
-        )
+        return EncodedShard(arrays, {"counts": counts.to_dict(), "turns": turns, "prompts": prompts})
 
-    def _rows(self, texts: list[str]) -> Iterator[tuple[list[ChatSegment], TokenRow]]:
-        """Yield each conversation with its tokens.
+    def _rows(
+        self, texts: list[str], counts: ConversationCounts
+    ) -> Iterator[tuple[list[ChatSegment], TokenRow]]:
+        """Yield each conversation with its tokens; count what became of its fields.
 
         Segments are tokenized separately, so that no token spans the border of prompt and answer.
         """
         for start in range(0, len(texts), BATCH_CONVERSATIONS):
-            batch = texts[start : start + BATCH_CONVERSATIONS]
-            conversations = [self.template.segments(m, where) for where, m in map(json.loads, batch)]
+            batch = [json.loads(text) for text in texts[start : start + BATCH_CONVERSATIONS]]
+            conversations = [self.template.segments(messages, where) for where, messages in batch]
             parts = [segment.text for conversation in conversations for segment in conversation]
             encodings = iter(self.tokenizer.encode_batch_fast(parts, add_special_tokens=False))
-            for conversation in conversations:
+            for (_, messages), conversation in zip(batch, conversations, strict=True):
                 ids: list[int] = []
                 answer_mask: list[int] = []
                 for segment in conversation:
                     found = next(encodings).ids + ([self.template.end_id] if segment.is_answer else [])
                     ids += found
                     answer_mask += [int(segment.is_answer)] * len(found)
+                counts.fields.update(self.template.notes_of_fields(messages, conversation))
                 yield conversation, TokenRow(np.array(ids, self.dtype), np.array(answer_mask, np.uint8))
 
     def _truncate(self, conversation: list[ChatSegment], row: TokenRow) -> TruncatedRow:

@@ -28,10 +28,8 @@ from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
 if TYPE_CHECKING:
     from isobatch.data.text.plain_text import TokenizationSettings
 
-TOKENIZATION_VERSION = 2
+TOKENIZATION_VERSION = 3
 """Part of the cache key: raise it when the same rows become other tokens."""
-ParseMessages = Callable[[Mapping[str, Any], str], list[Message]]
-"""(row, where it lies) -> its messages."""
 
 
 @dataclass(slots=True)
@@ -46,7 +44,8 @@ class Conversations:
     name: str
     rows: Mapping[str, Callable[[], LocatedRows]]
     """Split -> a function that reads its rows."""
-    parse: ParseMessages
+    chat_format: str
+    """The columns of its rows, as `chat_formats.detect_chat_format` calls them."""
     template_name: str
     """--template."""
     default_template: str
@@ -62,6 +61,8 @@ class Conversations:
     remarks: list[str] = field(default_factory=list)
     """What the user should know of the rows."""
     cleaning: CleaningPipeline = field(default_factory=lambda: CleaningPipeline((), "conversations"))
+    total: ConversationCounts = field(default_factory=ConversationCounts)
+    """Of all splits."""
     most_turns: int = 0
     """Answers of the longest training conversation."""
     known: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -74,7 +75,7 @@ class Conversations:
 
     @property
     def notes(self) -> list[str]:
-        return [*self.remarks, *self.cleaning.notes()]
+        return [*self.remarks, *self.total.field_notes(), *self.cleaning.notes()]
 
     @property
     def splits(self) -> Sequence[str]:
@@ -123,6 +124,7 @@ class Conversations:
                 self.prompts = [*self.prompts, *shard.facts["prompts"]][:SHOWN_PROMPTS]
             if split == "train":
                 self.most_turns = max(self.most_turns, shard.facts["turns"])
+        self.total.add(counts.to_dict())
         self._remark(split, counts, np.concatenate(hashes), tokenization.max_length)
         if not counts.rows:
             raise NoSamplesError(
@@ -168,7 +170,7 @@ class Conversations:
         clean = cleaning.conversation_cleaner(self._held_out() if split == "train" else ())
         for where, row in self.rows[split]():
             try:
-                messages, had_leading_answer = _drop_leading_answers(self.parse(row, where))
+                messages, had_leading_answer = self._parse(row, where)
                 cleaned = clean(messages)
                 if cleaned is not None:
                     chat_formats.require_answers(cleaned)
@@ -177,14 +179,25 @@ class Conversations:
             else:
                 if cleaned is not None:
                     counts.leading_answers += had_leading_answer
+                    main = chat_formats.main_columns(row, self.chat_format)
+                    counts.fields.update(chat_formats.notes_of_unread(row, main))
                     yield where, cleaned
+
+    def _parse(self, row: Mapping[str, Any], where: str) -> tuple[list[Message], bool]:
+        """The messages of a row without answers before its first question, and whether there were any."""
+        messages = chat_formats.parse_messages(row, where, self.chat_format)
+        asked = next((n for n, m in enumerate(messages) if m["role"] == "user"), len(messages))
+        kept = [m for m in messages[:asked] if m["role"] != "assistant"] + messages[asked:]
+        if not any(m["role"] == "assistant" for m in kept):
+            raise SkippedRowError("no question before the answer")
+        return kept, len(kept) < len(messages)
 
     def _held_out(self) -> Iterator[list[Message]]:
         """The conversations that are not trained on."""
         for split in self.splits:
             for where, row in self.rows[split]() if split != "train" else ():
                 with contextlib.suppress(SkippedRowError):
-                    yield _drop_leading_answers(self.parse(row, where))[0]
+                    yield self._parse(row, where)[0]
 
     def facts(self) -> dict[str, Any]:
         """What Facts should know of the set."""
@@ -202,12 +215,3 @@ class Conversations:
     def prompt(self) -> str:
         """The first prompt of the validation split; empty where there is none."""
         return self.prompts[0][0] if self.prompts else ""
-
-
-def _drop_leading_answers(messages: list[Message]) -> tuple[list[Message], bool]:
-    """The conversation without answers before its first question, and whether there were any."""
-    asked = next((n for n, m in enumerate(messages) if m["role"] == "user"), len(messages))
-    kept = [m for m in messages[:asked] if m["role"] != "assistant"] + messages[asked:]
-    if not any(m["role"] == "assistant" for m in kept):
-        raise SkippedRowError("no question before the answer")
-    return kept, len(kept) < len(messages)

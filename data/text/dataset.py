@@ -12,16 +12,16 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import HeldOutShare
-from isobatch.data import held_out, tokenizers
+from isobatch.data import held_out, template_texts, tokenizers
 from isobatch.data.base import ArraySource, Columns, TextQuery, load, save
 from isobatch.data.cleaning import near_duplicates, pipeline
 from isobatch.data.cleaning.steps import CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
-from isobatch.data.text import chat_templates, conversations, demo_stories
+from isobatch.data.text import conversations, demo_stories
 from isobatch.data.text.mixture import SET_COLUMN, Mixture
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import TEXT, TextSet, TextSetSpec, split_set_names
-from isobatch.data.tokenized import MIN_VOCABULARY_SIZE, TokenizedData, within_text
+from isobatch.data.tokenized import TokenizedData, within_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -121,13 +121,6 @@ class Text(TokenizedData):
         named = [options.question_column, options.answer_column]
         return {"pair": named} if any(named) else {}
 
-    def _check_vocabulary_size(self) -> None:
-        size = self.options.vocab_size
-        if size is not None and size < MIN_VOCABULARY_SIZE:
-            raise UserError(
-                f"--vocab-size {size}: must be at least {MIN_VOCABULARY_SIZE}: 256 bytes and an end token"
-            )
-
     def _check_column(self, set_specs: list[TextSetSpec]) -> None:
         """Raise UserError unless one of several sets has --text-column; a single set checks it itself."""
         column = self.options.text_column
@@ -175,7 +168,7 @@ class Text(TokenizedData):
         """What else conversations depend on. A hub data set counts as such: its rows are not known."""
         if all(spec.kind() == TEXT for spec in set_specs) and len(set_specs) == 1:
             return {}
-        options, template = self.options, chat_templates.identity(self._tokenizer_source().path)
+        options, template = self.options, template_texts.identity(self._tokenizer_source().path)
         found = [conversations.TOKENIZATION_VERSION, options.template, options.response_only, template]
         return {"conversations": found} | (
             {"sets": [spec.name for spec in set_specs]} if len(set_specs) > 1 else {}

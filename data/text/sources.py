@@ -23,7 +23,6 @@ from isobatch.data.tokenized import path_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from isobatch.data.chat_formats import Message
     from isobatch.data.cleaning.steps import CleaningStep
     from isobatch.data.readers import LocatedRows, SplitFiles
 
@@ -207,7 +206,7 @@ class TextSetSpec:
         return Conversations(
             name=self.name,
             rows=table.splits,
-            parse=partial(chat_formats.parse_messages, chat_format=kind),
+            chat_format=kind,
             template_name=self.options.template,
             default_template="alpaca" if kind == "instruction" else "chatml",
             response_only=self.options.response_only,
@@ -233,7 +232,7 @@ class TextSetSpec:
             name=self.name,
             form=LABELS,
             rows={split: partial(_labelled_rows, splits[split], names) for split in classes},
-            parse=_label_messages,
+            chat_format="prompt",
             template_name="plain",
             default_template="plain",
             response_only=self.options.response_only,
@@ -246,10 +245,6 @@ class TextSetSpec:
 
 def _labelled_rows(rows: Callable[[], LocatedRows], names: ColumnNames) -> LocatedRows:
     return (
-        (e.where, {"text": "\n".join(filter(None, (e.text, e.pair))), "label": e.label})
+        (e.where, {"prompt": "\n".join(filter(None, (e.text, e.pair))), "completion": e.label})
         for e in read_examples(rows(), names)
     )
-
-
-def _label_messages(row: Mapping[str, Any], where: str) -> list[Message]:  # noqa: ARG001 - as ParseMessages
-    return [{"role": "user", "content": row["text"]}, {"role": "assistant", "content": row["label"]}]

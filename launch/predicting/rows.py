@@ -185,13 +185,17 @@ class PromptReader:
         if chat_format is not None and self.template is not None:
             return self.template.prompt_segments(chat_formats.parse_question(row, where, chat_format), where)
         column = find_column(row, self.column, PROMPT_COLUMNS, where, "--text-column")
-        return self.from_text(text_in(row, column, where), where)
+        return self._prompt(text_in(row, column, where), where, row, column)
 
     def from_text(self, value: Any, where: str) -> Any:
-        text = require_text(value, where)
+        return self._prompt(require_text(value, where), where, {}, "")
+
+    def _prompt(self, text: str, where: str, row: Mapping[str, Any], column: str) -> Any:
+        """A text; for a model of conversations, a question with what the row's other columns say of it."""
         if self.template is None:
             return text
-        return self.template.prompt_segments([{"role": "user", "content": text}], where)
+        asked = chat_formats.with_fields(row, [{"role": "user", "content": text}], (column,))
+        return self.template.prompt_segments(asked, where)
 
 
 def find_column(
@@ -203,8 +207,9 @@ def find_column(
         return found
     wanted = asked or " or ".join(usual)
     hint = did_you_mean(asked, list(row)) if asked else ""
-    has = ", ".join(map(str, list(row)[:20])) or "nothing"
-    raise UserError(f"{where}: has no column {wanted}{hint}; it has: {has}; {flag} names another")
+    raise UserError(
+        f"{where}: has no column {wanted}{hint}; it has: {chat_formats.key_names(row)}; {flag} names another"
+    )
 
 
 def text_in(row: Mapping[str, Any], column: str, where: str) -> str:

@@ -321,7 +321,7 @@ def test_fields_of_conversations_are_cleaned_and_the_whole_compared(tmp_path: Pa
     assert "train: rows left out: 1 with an empty answer" in notes
     assert "clean short=10: does not apply to conversations" in notes
     # Per split: eight fields; of the four conversations the first two are one text then.
-    assert "clean html: 4 of 24 fields changed, such as «Tell <b>hi</b>» -> «Tell hi»" in notes
+    assert "clean html: 4 of 16 fields changed, such as «Tell <b>hi</b>» -> «Tell hi»" in notes
     assert "clean duplicates: 2 of 8 conversations dropped, such as «Tell hi hi»" in notes
 
 

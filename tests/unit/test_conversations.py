@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, hub, tokenizers
+from isobatch.data import chat_formats, hub, template_texts, tokenizers
 from isobatch.data.text import chat_templates, jinja_sandbox, truncation
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.dataset import Text, TextOptions
@@ -558,8 +558,8 @@ def test_the_tokenizers_own_template_comes_first(tmp_path: Path) -> None:
     assert extra["template"]["jinja"] == MISTRAL
     # The same text as the prompt that a program writes with what facts say.
     again = ChatTemplate.from_dict(json.loads(json.dumps(extra["template"])))
-    assert again.render_prompt(CHAT[1:2]) == extra["prompts"][0][0] == "<s>[INST] he? [/INST]"
-    assert again.render_prompt(CHAT[1:4]).endswith("Hi!</s>[INST] Bye [/INST]")
+    assert again.render(CHAT[1:2], for_answer=True) == extra["prompts"][0][0] == "<s>[INST] he? [/INST]"
+    assert again.render(CHAT[1:4], for_answer=True).endswith("Hi!</s>[INST] Bye [/INST]")
 
 
 def test_a_template_file_comes_before_the_settings_and_counts_for_the_identity(tmp_path: Path) -> None:
@@ -567,11 +567,11 @@ def test_a_template_file_comes_before_the_settings_and_counts_for_the_identity(t
     text = make(tmp_path / "d", [{"messages": CHAT[1:]}], tokenizer)
     before = text.identity()
     (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}|")
-    assert chat_templates.read_tokenizer_template(tokenizer) == "{{ messages[0].content }}|"
+    assert template_texts.read_tokenizer_template(tokenizer) == "{{ messages[0].content }}|"
     assert text.identity() != before
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "y"}]
-    assert chat_templates.read_tokenizer_template(own(tmp_path / "u", named)) == "y"
-    assert chat_templates.read_tokenizer_template(byte_tokenizer(tmp_path / "v")) is None
+    assert template_texts.read_tokenizer_template(own(tmp_path / "u", named)) == "y"
+    assert template_texts.read_tokenizer_template(byte_tokenizer(tmp_path / "v")) is None
 
 
 def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
@@ -593,10 +593,100 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
         assert columns["tokens"].values.tolist() == tokens[: len(columns["tokens"].values)]
 
 
+BESIDE = {"system": "Be kind.", "history": [["Hi", "Hi!"]], "context": "It rains.", "input": "Now."}
+HE = {"role": "user", "content": "he?"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "instruction": {"instruction": "he?", "output": "Yes."},
+    "prompt": {"prompt": "he?", "completion": "Yes."},
+    "prompt as messages": {"prompt": [HE], "response": "Yes."},
+    "messages": {"messages": [HE, {"role": "assistant", "content": "Yes."}]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "he?"}, {"from": "gpt", "value": "Yes."}]},
+    "question": {"question": "he?", "answer": "Yes."},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fields_beside_a_conversation_are_learnt_from(tmp_path: Path, shape: str) -> None:
+    """By a template that takes a system text, and by one that refuses it; both know nothing of an `input`."""
+    row = SHAPES[shape] | BESIDE | {"notes": "x", "id": 3, "empty": " "}
+    tokenizer = own(tmp_path / "t", TAGGED, eos_token=END)
+    extra, columns, opened = prepared(tmp_path / "d", [row, row], tokenizer)
+    assert marked(columns, opened) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n«Hi!<|im_end|>»\n<|im_start|>user\nhe?\nNow.\nIt rains.<|im_end|>\n"
+        "<|im_start|>assistant\n«Yes.<|im_end|>»"
+    )
+    # Two rows of each split, each field named once.
+    named = [note for note in extra["notes"] if "not read" in note]
+    assert named == [f"4 rows: the field `{name}` is not read" for name in ("notes", "id")]
+    tokenizer = own(tmp_path / "u", MISTRAL, eos_token="</s>", bos_token="<s>")
+    extra, columns, opened = prepared(tmp_path / "e", [row, row], tokenizer)
+    assert marked(columns, opened) == (
+        "<s>[INST] Be kind.\n\nHi [/INST]« Hi!</s>»[INST] he?\nNow.\nIt rains. [/INST]« Yes.</s>»"
+    )
+    assert f"4 rows: {chat_templates.MOVED}" in extra["notes"]
+
+
+def test_a_system_text_of_the_row_comes_before_that_of_its_messages() -> None:
+    row = {"messages": CHAT[:3], "system": "Be brief."}
+    told = chat_formats.parse_messages(row, "row 1", "messages")
+    assert told == [{"role": "system", "content": "Be brief.\n\nBe kind."}, *CHAT[1:3]]
+    row = {"messages": CHAT[:3], "system": "Be kind."}
+    assert chat_formats.parse_messages(row, "row 1", "messages") == CHAT[:3]
+
+
+def test_what_no_message_holds_is_named() -> None:
+    turns = [HE, {"role": "assistant", "content": "Yes.", "weight": 0}]
+    row = {
+        "messages": turns,
+        "history": ["Hi", "Hi!"],
+        "context": {"a": 1},
+        "system": "Be kind.",
+        "tools": [],
+    }
+    names = ("messages.weight", "history", "context")
+    notes = [f"the field `{name}` is not read" for name in names]
+    assert chat_formats.notes_of_unread(row, ("messages",)) == notes
+
+
+DEAF = "{% for m in messages if m.role != 'system' %}" + TAGGED.split("%}", 1)[1]
+FIRST = "{% if messages[0].role == 'system' %}{{ messages[0].content }}|{% endif %}" + DEAF
+LATE = [*CHAT[1:3], CHAT[0], *CHAT[3:]]
+TURN = "<|im_start|>user\nhe?<|im_end|>\n<|im_start|>assistant\nHi!<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "begins"),
+    [
+        (TAGGED, LATE, TURN + "<|im_start|>system\nBe kind.<|im_end|>"),
+        (FIRST, CHAT, "Be kind.|<|im_start|>user\nhe?<|im_end|>"),
+        (FIRST, LATE, TURN + "<|im_start|>user\nBe kind.\n\nBye<|im_end|>"),
+        (DEAF, CHAT, "<|im_start|>user\nBe kind.\n\nhe?<|im_end|>"),
+    ],
+)
+def test_a_system_text_is_where_a_template_writes_it(template: str, given: Any, begins: str) -> None:
+    segments = ChatTemplate("tokenizer", template, "<|im_end|>", 0, "<|im_end|>").segments(given, "here")
+    text = "".join(s.text + "<|im_end|>" * s.is_answer for s in segments)
+    assert text.startswith(begins)
+    assert text.count("Be kind.") == 1
+
+
+def test_text_that_a_template_leaves_out_is_counted(tmp_path: Path) -> None:
+    """As those of models that think do with what was thought in earlier turns."""
+    hush = TAGGED.replace("{% generation %}{{ m.content }}", "{{ m.content.split('!')[0] }}")
+    tokenizer = own(tmp_path / "t", hush.replace("{% endgeneration %}", ""), eos_token=END)
+    extra, _, _ = prepared(tmp_path / "d", [{"messages": CHAT}], tokenizer)
+    assert "2 rows: the chat template leaves out text of a message by the assistant" in extra["notes"]
+
+
 @pytest.mark.parametrize(
     ("template", "rows", "message"),
     [
-        (MISTRAL, CHAT, r"line 1: the tokenizer's chat template refuses this conversation \(Roles must alt"),
+        (
+            MISTRAL,
+            [*CHAT[1:2], *CHAT[1:]],
+            r"line 1: the tokenizer's chat template refuses this conversation \(Roles must alt",
+        ),
         (FORGETFUL, CHAT[1:], r"line 1: .* writes this conversation otherwise .* --template alpaca\|chatml"),
         ("{% for", CHAT, r"--template auto: the tokenizer's chat template refuses this conversation"),
         ("{{ nothing.at.all }}", CHAT, r"--template auto: .*undefined"),

@@ -268,7 +268,7 @@ def test_a_cleaned_mixture_notes_every_set(tmp_path: Path, sets: str, make: Make
     assert notes == [
         "prose: clean html: nothing to do in 40 lines",
         "prose: clean short=1: nothing to do in 40 lines",
-        "chats: clean html: nothing to do in 90 fields",
+        "chats: clean html: nothing to do in 60 fields",
         "chats: clean short=1: does not apply to conversations",
         "reviews: clean html: nothing to do in 40 fields",
         "reviews: clean short=1: does not apply to conversations",

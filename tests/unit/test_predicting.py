@@ -15,6 +15,7 @@ from pyarrow import parquet
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
 from isobatch.data.base import Ragged, save
+from isobatch.data.text import chat_templates
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.answerer import Answerer
 from isobatch.launch.predicting.command import answer_file, format_row
@@ -134,6 +135,7 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
             tables.check_out(str(tmp_path / out), str(file))
 
 
+PLAIN = chat_templates.tokenizer_training_template("plain")
 READ: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "usual": (TextReader(), {"id": 1, "text": "a"}, "a"),
     "named": (TextReader(text="body"), {"text": "b", "body": "a"}, "a"),
@@ -153,6 +155,15 @@ READ: dict[str, tuple[Any, dict[str, Any], Any]] = {
 def test_a_row_is_read(case: str) -> None:
     reader, row, expected = READ[case]
     assert reader.from_row(row, "here") == expected
+
+
+@pytest.mark.parametrize("reader", [PromptReader(None, PLAIN), PromptReader("question", PLAIN)])
+def test_a_question_is_read_with_what_lies_beside_it(reader: PromptReader) -> None:
+    """With an answer or without, and where the column is named."""
+    row = {"question": "Why?", "context": "It rains.", "system": "Be kind.", "history": [["Hi", "Hi!"]]}
+    for more in ({}, {"answer": "So."}):
+        text = "".join(segment.text for segment in reader.from_row(row | more, "here"))
+        assert text == "Be kind.\nHi\nHi!\nWhy?\nIt rains.\n"
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {

@@ -15,7 +15,7 @@ from isobatch.data.base import save
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.preferences.dataset import Preferences, PreferencesOptions
 from isobatch.data.preferences.encoding import fit_pair
-from isobatch.data.preferences.pairs import parse_pair
+from isobatch.data.preferences.pairs import default_template, parse_pair
 from isobatch.data.text.truncation import TokenRow
 
 if TYPE_CHECKING:
@@ -76,6 +76,17 @@ ROWS: dict[str, tuple[dict[str, Any], Any]] = {
         {"chosen": user(PROMPT) + LONGER, "rejected": user(PROMPT) + said(BAD)},
         (user(PROMPT), LONGER, said(BAD)),
     ),
+    "what lies beside an instruction": (
+        {
+            **{"instruction": PROMPT, "input": "At noon.", "chosen": GOOD, "rejected": BAD},
+            **{"system": "Be kind.", "history": [["Hello", "Hi!"]]},
+        },
+        ([*turns(*EARLIER), user(PROMPT)[0] | {"input": "At noon."}], said(GOOD), said(BAD)),
+    ),
+    "a conversation and two messages": (
+        {"conversations": WHOLE + said(GOOD), "chosen": said(GOOD)[0], "rejected": said(BAD)[0]},
+        (WHOLE, said(GOOD), said(BAD)),
+    ),
 }  # fmt: skip
 
 
@@ -121,6 +132,20 @@ def test_a_row_of_another_shape_is_one_line(row: dict[str, Any], says: str) -> N
 def test_a_row_without_a_preference_is_left_out(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(SkippedRowError, match=reason):
         parse_pair(row, "here")
+
+
+@pytest.mark.parametrize(
+    ("row", "template"),
+    [
+        ({"prompt": "a"}, "verbatim"),
+        ({"prompt": "a", "input": "b"}, "chatml"),
+        ({"question": "a"}, "chatml"),
+        ({"instruction": "a"}, "alpaca"),
+        ({}, "verbatim"),
+    ],
+)
+def test_what_is_asked_and_is_no_beginning_gets_a_template(row: dict[str, Any], template: str) -> None:
+    assert default_template({**row, "chosen": "x", "rejected": "y"}, "verbatim") == template
 
 
 def row_of(*tokens: int) -> TokenRow:
