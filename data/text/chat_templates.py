@@ -84,8 +84,11 @@ class ChatTemplate:
         """A note of each kind of message that the text of a conversation has elsewhere, or not."""
         placed, text = self.placed(messages), "".join(segment.text for segment in written)
         before, after = ([m["role"] for m in one].count("system") for one in (messages, placed))
-        lost = {m["role"] for m in placed if not _is_in(m["content"], text)}
-        notes = [f"the chat template leaves out text of a message by the {role}" for role in sorted(lost)]
+        lost = [m for m in placed if not _is_in(m["content"], text)]
+        kinds = {("thoughts (<think>)" if "</think>" in m["content"] else "text", m["role"]) for m in lost}
+        notes = [
+            f"the chat template leaves out {what} of a message by the {role}" for what, role in sorted(kinds)
+        ]
         return [MOVED, *notes] if after < before else notes
 
     def segments(self, messages: Sequence[Message], where: str) -> list[ChatSegment]:

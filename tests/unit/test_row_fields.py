@@ -353,7 +353,9 @@ OTHER: dict[str, Callable[[Word], dict[str, Any]]] = {
     "context as a list": lambda word: {"context": [word("context: one"), word("context: two")]},
     "documents": lambda word: {"documents": [{"title": word("documents: title"), "text": word("documents")}]},
     "history as text": lambda word: {"history": f"User: {word('history')}"},
-    "history as messages": lambda word: {"history": turns(*OPENAI, lambda _: word("history"), frozenset())},
+    "history as messages": lambda word: {
+        "history": turns(*OPENAI, lambda name: word("history") if name == "question" else "Yes.", frozenset())
+    },
     "history as objects": lambda word: {"history": [{"user": word("history"), "assistant": "Yes."}]},
     "choices": lambda word: {"choices": [word("choices: one"), word("choices: two")]},
     "rationale": lambda word: {"rationale": word("rationale")},
