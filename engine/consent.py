@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import UserError
-from isobatch.engine.named_places import adapter_base, named_texts, places, sends, whole_path
+from isobatch.engine.named_places import adapter_base, named_texts, places, whole_path
 from isobatch.engine.task_files import (
     imported_files,
     is_task_file,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.runs.run_options import RunOptions
 
 VARIABLE = "ISOBATCH_TRUST"
 """Environment variable with what a launch has agreed to, for the processes that it starts."""
@@ -96,10 +95,10 @@ def check(recipe: Recipe) -> None:
 
 
 def require(
-    recipe: Recipe, run: Path | None = None, trust: bool = False, options: RunOptions | None = None
+    recipe: Recipe, run: Path | None = None, trust: bool = False, sends: Collection[str] = ()
 ) -> None:
     """Let a recipe's code, and that in a run's folder, run in this process where this user agreed to it; so
-    for the base model that final/ names, and for what a launch with these `options` would send.
+    for the base model that final/ names, and for where a launch would send, see `RunOptions.sends`.
 
     With `trust` the user does so now, and to what `require_reading` asks. Raises UserError where the user has
     not, or where a task file is not the one that was trained.
@@ -107,10 +106,10 @@ def require(
     if brings_code(recipe) and (changed := task_file_problem(recipe)):
         raise UserError(changed)
     if trust:
-        _remember(recipe, run, options)
+        _remember(recipe, run, sends)
     code = unknown_code(recipe, run) if brings_code(recipe) else []
     bases = unknown_bases(recipe, run) if run else []
-    targets = unknown_targets(recipe, sends(options)) if options else []
+    targets = unknown_targets(recipe, sends)
     if code or bases or targets:  # all that --trust agrees to is named with it
         asked = {CODE: code, BASE: bases, SENDING: targets, READING: unknown_places(recipe, run)}
         raise _refusal(str(run or recipe.task), asked)
@@ -141,9 +140,9 @@ def unknown_bases(recipe: Recipe, run: Path) -> list[str]:
     return [base] if base and not (is_here or is_own or _is_known(recipe, f"{BASE} {base}")) else []
 
 
-def unknown_targets(recipe: Recipe, targets: Iterable[str]) -> list[str]:
-    """Of `sends`, what this user has not agreed to."""
-    return [target for target in targets if not _is_known(recipe, target)]
+def unknown_targets(recipe: Recipe, sends: Collection[str]) -> list[str]:
+    """Of `RunOptions.sends`, what this user has not agreed to."""
+    return [target for target in sends if not _is_known(recipe, target)]
 
 
 def unknown_code(recipe: Recipe, run: Path | None) -> list[str]:
@@ -153,17 +152,17 @@ def unknown_code(recipe: Recipe, run: Path | None) -> list[str]:
     return [file for file, content in code.items() if _digest(recipe, content) not in known]
 
 
-def remember(recipe: Recipe, options: RunOptions | None = None) -> None:
-    """Keep that the user typed this recipe, and these options, for later commands and for the processes that
+def remember(recipe: Recipe, sends: Collection[str] = ()) -> None:
+    """Keep that the user typed this recipe, and where it sends, for later commands and for the processes that
     this one starts.
     """
     if is_allowed(recipe):
-        _remember(recipe, None, options)
+        _remember(recipe, None, sends)
 
 
-def remember_sending(recipe: Recipe, options: RunOptions) -> None:
-    """Keep that the user typed where runs with these options send."""
-    _keep(recipe, [(target, "run.json") for target in sends(options)])
+def remember_sending(recipe: Recipe, sends: Collection[str]) -> None:
+    """Keep that the user typed where a run sends."""
+    _keep(recipe, [(target, "run.json") for target in sends])
 
 
 def environment() -> dict[str, str]:
@@ -220,7 +219,7 @@ def _names(recipe: Recipe) -> set[str]:
     return names | ({f"{recipe.model} {recipe.revision}"} if recipe.options.get("remote_code") else set())
 
 
-def _remember(recipe: Recipe, run: Path | None, options: RunOptions | None) -> None:
+def _remember(recipe: Recipe, run: Path | None, sends: Collection[str]) -> None:
     code = code_of(recipe, run)
     if recipe.options.get("remote_code"):  # its names as well: a model's folder may be gone later
         code |= {name: _hash(name.encode()) for name, _ in _models(recipe, run and run / "final")}
@@ -229,9 +228,7 @@ def _remember(recipe: Recipe, run: Path | None, options: RunOptions | None) -> N
     # An adapter will name its base by the whole path.
     base = adapter_base(run) if run else whole_path(recipe.model)
     agreed += [(f"{BASE} {base}", "final")] if base else []
-    _keep(recipe, agreed)
-    if options is not None:
-        remember_sending(recipe, options)
+    _keep(recipe, [*agreed, *((target, "run.json") for target in sends)])
 
 
 def _keep(recipe: Recipe, agreed: Iterable[tuple[str, str]]) -> None:
@@ -239,6 +236,8 @@ def _keep(recipe: Recipe, agreed: Iterable[tuple[str, str]]) -> None:
     rows = {_digest(recipe, content): file for content, file in agreed}
     new = rows.keys() - _known()
     _granted.update(dict.fromkeys(rows))
+    if not new:
+        return
     with suppress(OSError, RuntimeError):  # a home that cannot be written: children have the variable
         folder = state_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

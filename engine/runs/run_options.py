@@ -82,3 +82,8 @@ class RunOptions:
             raise UserError(f"--name {self.name}: is a folder's name in --out, without / and no dot in front")
         if self.name is not None and (size := len(os.fsencode(self.name))) > MOST_NAME_BYTES:
             raise UserError(f"--name {self.name[:20]}...: has {size} bytes, and may have {MOST_NAME_BYTES}")
+
+    def sends(self) -> list[str]:
+        """Where a run with these options sends its checkpoints and figures."""
+        copy = [] if self.checkpoint_copy is None else [f"checkpoints to {self.checkpoint_copy}"]
+        return copy + ([] if self.tracker == "none" else [f"figures to {self.tracker}"])

@@ -11,7 +11,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal.console import format_metrics
 from isobatch.engine import consent
-from isobatch.engine.named_places import adapter_base, places, sends
+from isobatch.engine.named_places import adapter_base, places
 from isobatch.engine.runs.log_reader import thinned_rows
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.describe import ListingOptions
@@ -46,7 +46,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
     metrics = summary.get("metrics")
     unknown = consent.unknown_code(recipe, run.folder)
     code = consent.code_of(recipe, run.folder)
-    base, targets = adapter_base(run.folder), sends(run.options())
+    base, targets = adapter_base(run.folder), run.options().sends()
     return {
         "folder": str(run.folder),
         "task": recipe.task,

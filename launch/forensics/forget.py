@@ -81,7 +81,7 @@ def forget(words: Sequence[str]) -> int:
         raise UserError("forget: give the folder of one run, as in: forget RUN --sample 1204")
     options = command_options(flags, ForgetOptions, "forget")
     run = RunFolder.open(positional[0])
-    consent.require(run.recipe, run.folder, options.trust, run.options())
+    consent.require(run.recipe, run.folder, options.trust, run.options().sends())
     return forget_rows(run, options)
 
 
@@ -130,7 +130,7 @@ def _begin(run: RunFolder, order: RunOrder, found: Forgetting, options: ForgetOp
         fresh = RunFolder.create(_folder(run, options), found.recipe, order.facts, run_options)
     except FolderTakenError:
         raise _taken(run, options) from None
-    consent.remember(fresh.recipe, run_options)  # what it brings and names is the run's own
+    consent.remember(fresh.recipe, run_options.sends())  # what it brings and names is the run's own
     begin_forgotten_run(run, fresh, found)
     return fresh
 
