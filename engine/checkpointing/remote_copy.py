@@ -29,6 +29,7 @@ from isobatch.engine.checkpointing.remote_store import (
     OWNER_FILE,
     REFUSALS,
     CheckpointStore,
+    copies,
     open_store,
     retried,
 )
@@ -103,7 +104,8 @@ class RemoteCopies:
                 f"--checkpoint-copy {self._url}: holds copies of another run with the name {self._run.name}:"
                 " give another --name or URL, or delete them there"
             )
-        ours = {name for of in self._store.copies(names).values() for copy in of.values() for name in copy}
+        known = copies(self._store.records(names)).values()
+        ours = {name for of in known for objects in of.values() for name in objects}
         if foreign := sorted(names - ours - {OWNER_FILE}):
             more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
             raise UserError(
@@ -168,10 +170,10 @@ class RemoteCopies:
         self._await({f"{copy}/{name}": size for name, size in sizes.items()})
         saved_at = (folder / "index.json").stat().st_mtime
         manifest = {**begun, "saved_at": saved_at, "files": sizes}
-        earlier = self._store.manifests().get(folder.name, manifest)["folder"]
-        copies = self._store.copies(self._store.names())
-        self._store.write(f"{folder.name}.json", json.dumps(manifest, indent=2))
-        self._remove(copies, {earlier} - {copy})
+        name = f"{folder.name}.json"
+        records = self._store.records(self._store.names())
+        self._store.write(name, json.dumps(manifest, indent=2))
+        self._remove(copies(records), {said["folder"] for one, said in records if one == name} - {copy})
 
     def _await(self, sizes: dict[str, int]) -> None:
         """Wait until the store has all files, those of other nodes too. Raises TimeoutError."""
@@ -182,15 +184,15 @@ class RemoteCopies:
                     raise TimeoutError(f"{name} has not come")
                 time.sleep(remote_store.FIRST_DELAY_SECONDS)
 
-    def _remove(self, copies: dict[str, dict[str, list[str]]], folders: set[str]) -> None:
+    def _remove(self, found: dict[str, dict[str, list[str]]], folders: set[str]) -> None:
         """Remove these folders of the store, and copies of checkpoints that are no longer here: of each what
         its manifest and its lists name, the manifest first.
         """
-        for checkpoint, found in copies.items():
+        for checkpoint, folders_of in found.items():
             # Other nodes may send a later checkpoint already, which has no manifest yet.
             is_gone = not (self._run / "checkpoints" / checkpoint).is_dir()
             manifest = f"{checkpoint}.json"
-            for names in (found[folder] for folder in found if is_gone or folder in folders):
+            for names in (folders_of[one] for one in folders_of if is_gone or one in folders):
                 last = [name for name in names if name.endswith(BEGUN)]
                 first = [manifest] if is_gone and manifest in names else []
                 self._store.remove([*first, *(set(names) - {manifest, *last}), *last])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable
 
 ATTEMPTS = 6
 """Of each operation on the store."""
@@ -88,36 +88,36 @@ class CheckpointStore(NamedTuple):
         """Names of all objects in the folder, those in its folders too."""
         self.files.invalidate_cache()
         found = retried(self.files.find, self.root, refusals=REFUSALS)
-        return {str(path).lstrip("/").removeprefix(f"{self.root.lstrip('/')}/") for path in found}
+        names = {str(path).lstrip("/").removeprefix(f"{self.root.lstrip('/')}/") for path in found}
+        return {name for name in names if name and not name.endswith("/")}  # markers of folders
 
     def manifests(self) -> dict[str, dict[str, Any]]:
         """Name of a checkpoint -> manifest of its copy, the newest last."""
-        found = [said for name, said in self._said(self.names()) if name.endswith(".json")]
+        found = [said for name, said in self.records(self.names()) if name.endswith(".json")]
         return {m["checkpoint"]: m for m in sorted(found, key=lambda m: m["saved_at"])}
 
-    def copies(self, names: Collection[str]) -> dict[str, dict[str, list[str]]]:
-        """Checkpoint -> folder of a copy, whole or begun -> its objects, as manifests and lists name them.
-
-        `names`: see there.
-        """
-        found: dict[str, dict[str, list[str]]] = {}
-        for name, said in self._said(names):
-            objects = found.setdefault(said["checkpoint"], {}).setdefault(said["folder"], [])
-            objects += [name, *(f"{said['folder']}/{file}" for file in said["files"])]
+    def records(self, names: Collection[str]) -> list[tuple[str, dict[str, Any]]]:
+        """(name, content) of the manifests, and of the lists of what was begun, among objects."""
+        found = []
+        for name in sorted(name for name in names if "/" not in name and name.endswith((".json", BEGUN))):
+            text = retried(self.files.cat_file, self.path(name), refusals=REFUSALS)
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # somebody else's
+                said = json.loads(text)
+                checkpoint, folder = said["checkpoint"], said["folder"]
+                is_list = name.endswith(BEGUN) and name.startswith(f"{folder}.")
+                is_manifest = name == f"{checkpoint}.json" and said["saved_at"] >= 0
+                if said["files"] and "/" not in folder and folder.startswith(f"{checkpoint}-"):
+                    found += [(name, said)] if is_list or is_manifest else []
         return found
 
-    def _said(self, names: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, content) of the manifests and lists among objects."""
-        for name in sorted(names):
-            if "/" in name or not name.endswith((".json", BEGUN)):
-                continue
-            text = retried(self.files.cat_file, self.path(name), refusals=REFUSALS)
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                said = json.loads(text)
-                folder, stem = said["folder"], name.removesuffix(".json")
-                is_one = said["files"] and (stem == said["checkpoint"] or name.startswith(f"{folder}."))
-                if is_one and "/" not in folder and folder.startswith(f"{said['checkpoint']}-"):
-                    yield name, said
+
+def copies(records: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, list[str]]]:
+    """Checkpoint -> folder of a copy, whole or begun -> its objects, as manifests and lists name them."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, said in records:
+        objects = found.setdefault(said["checkpoint"], {}).setdefault(said["folder"], [])
+        objects += [name, *(f"{said['folder']}/{file}" for file in said["files"])]
+    return found
 
 
 def open_store(url: str, run: str) -> CheckpointStore:
@@ -128,7 +128,6 @@ def open_store(url: str, run: str) -> CheckpointStore:
         raise UserError(
             f"{url}/{run}: give the URL of the copies with the run's name: s3://bucket/prefix/RUN"
         )
-
     try:
         files, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:

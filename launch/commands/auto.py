@@ -160,7 +160,7 @@ def _here(named: str, typed: Mapping[str, Any], trust: bool) -> RunFolder:
         return before
     if before is not None:
         before.refuse_if_training()
-    run = RunFolder.open(fetch_run(url, folder.parent, before and before.identity))
+    run = RunFolder.open(fetch_run(url, folder.parent, before.identity if before else None))
     copy = run.options().checkpoint_copy
     if copy and named.rstrip("/").rpartition("/")[0] == copy.rstrip("/"):
         typed = {"checkpoint_copy": copy, **typed}
