@@ -1,8 +1,10 @@
-"""Consent: code that a recipe brings is executed only where this user has agreed to it.
+"""Consent: a run's code is executed, a place that it names is read, and an address that it names is sent to,
+only where this user has agreed to it.
 
-Who types a task file or --remote-code agrees, and who says --trust. A launch remembers it in the user's
-state folder, by hashes of recipe and code, never in the run: so a run that was trained here is opened again,
-and one that somebody sent is not. Processes that a launch starts get it in an environment variable.
+Who types a recipe agrees, and who says --trust. A launch remembers it in the user's state folder, by hashes
+of the recipe with its code or with the address, never in the run: so a run that was trained here is opened
+again without a question, and one that somebody sent is not. Processes that a launch starts get it in an
+environment variable.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import UserError
+from isobatch.engine.named_places import adapter_base, named_texts, places, whole_path
 from isobatch.engine.task_files import (
     imported_files,
     is_task_file,
@@ -26,7 +29,7 @@ from isobatch.engine.task_files import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from isobatch.core.recipe import Recipe
 
@@ -36,11 +39,19 @@ STATE = "ISOBATCH_STATE"
 """Environment variable with the folder where this user's consent is kept."""
 MOST_FILES = 1000
 """More files of Python code are no model's."""
+MOST_CARRIED = 1000
+"""Digests in VARIABLE, the newest: a variable has 128 KiB at most."""
+CODE = "execute code that this user has not trained here"
+BASE = "open a base model that this user has not named here"
+SENDING = "send to places that this user has not named here"
+READING = "read places that this user has not named here"
 
 _allowed: set[str] = set()
-"""Code that may run in this process: `_names` of recipes."""
-_granted: set[str] = set()
-"""Digests that were agreed to in this process."""
+"""What was typed in this process: `_names` and `named_texts` of recipes."""
+_received: set[str] = set()
+"""Places of recipes that this process has read from a run's folder."""
+_granted: dict[str, None] = {}
+"""Digests that were agreed to in this process, the newest last."""
 
 
 def state_folder() -> Path:
@@ -59,9 +70,17 @@ def allow_task_file(name: str) -> None:
     _allowed.add(f"{name} {task_file_hash(name)}")
 
 
-def allow_model(recipe: Recipe) -> None:
-    """The user has typed --remote-code: the model's own code may run in this process."""
+def allow_typed(recipe: Recipe) -> None:
+    """The user has typed the recipe: its places may be read in this process, and after --remote-code the
+    model's own code may run.
+    """
     _allowed.update(_names(recipe) - {f"{recipe.task} {task_file_hash(recipe.task)}"})
+    _allowed.update(named_texts(recipe))
+
+
+def received(recipe: Recipe) -> None:
+    """The recipe comes from a run's folder, whoever made it: see `require_reading`."""
+    _received.update(named_texts(recipe))
 
 
 def is_allowed(recipe: Recipe) -> bool:
@@ -72,24 +91,58 @@ def is_allowed(recipe: Recipe) -> bool:
 def check(recipe: Recipe) -> None:
     """Raise UserError where the recipe brings code that may not run in this process."""
     if not is_allowed(recipe):
-        raise _refusal(recipe.task, [recipe.task])
+        raise _refusal(recipe.task, {CODE: [recipe.task]})
 
 
-def require(recipe: Recipe, run: Path | None = None, trust: bool = False) -> None:
-    """Let a recipe's code, and that in a run's folder, run in this process where this user agreed to it.
+def require(
+    recipe: Recipe, run: Path | None = None, trust: bool = False, sends: Collection[str] = ()
+) -> None:
+    """Let a recipe's code, and that in a run's folder, run in this process where this user agreed to it; so
+    for the base model that final/ names, and for where a launch would send, see `RunOptions.sends`.
 
-    With `trust` the user does so now. Raises UserError where the user has not, or where a task file is not
-    the one that was trained.
+    With `trust` the user does so now, and to what `require_reading` asks. Raises UserError where the user has
+    not, or where a task file is not the one that was trained.
     """
-    if not brings_code(recipe):
-        return
-    if changed := task_file_problem(recipe):
+    if brings_code(recipe) and (changed := task_file_problem(recipe)):
         raise UserError(changed)
     if trust:
-        _remember(recipe, run)
-    if unknown := unknown_code(recipe, run):
-        raise _refusal(str(run or recipe.task), unknown)
+        _remember(recipe, run, sends)
+    code = unknown_code(recipe, run) if brings_code(recipe) else []
+    bases = unknown_bases(recipe, run) if run else []
+    targets = unknown_targets(recipe, sends)
+    if code or bases or targets:  # all that --trust agrees to is named with it
+        asked = {CODE: code, BASE: bases, SENDING: targets, READING: unknown_places(recipe, run)}
+        raise _refusal(str(run or recipe.task), asked)
     _allowed.update(_names(recipe))
+
+
+def require_reading(recipe: Recipe, run: Path | None, but_for: Collection[str] = ()) -> None:
+    """Raise UserError where `unknown_places` finds any."""
+    if unknown := unknown_places(recipe, run, but_for):
+        raise _refusal(str(run or recipe.task), {READING: unknown})
+
+
+def unknown_places(recipe: Recipe, run: Path | None, but_for: Collection[str] = ()) -> list[str]:
+    """The addresses and paths outside its run that a recipe would read, and this user has not agreed to.
+
+    `but_for`: fields that are not read. Without a run, only places that came from a run's folder count.
+    """
+    named = [f"{name} {value}" for name, value in places(recipe) if name not in but_for]
+    unknown = [one for one in named if one not in _allowed and (run is not None or one in _received)]
+    return [] if _is_known(recipe, READING) else unknown
+
+
+def unknown_bases(recipe: Recipe, run: Path) -> list[str]:
+    """The base model of the adapter in a run's final/, where this user has not agreed to it."""
+    base = adapter_base(run)
+    is_here = f"model {base}" in _allowed or Path(base).resolve().is_relative_to(run.resolve())
+    is_own = base in (recipe.model, whole_path(recipe.model)) and not unknown_places(recipe, run)
+    return [base] if base and not (is_here or is_own or _is_known(recipe, f"{BASE} {base}")) else []
+
+
+def unknown_targets(recipe: Recipe, sends: Collection[str]) -> list[str]:
+    """Of `RunOptions.sends`, what this user has not agreed to."""
+    return [target for target in sends if not _is_known(recipe, target)]
 
 
 def unknown_code(recipe: Recipe, run: Path | None) -> list[str]:
@@ -99,15 +152,22 @@ def unknown_code(recipe: Recipe, run: Path | None) -> list[str]:
     return [file for file, content in code.items() if _digest(recipe, content) not in known]
 
 
-def remember(recipe: Recipe) -> None:
-    """Keep that the user typed this recipe, for later commands and for the processes that this one starts."""
-    if brings_code(recipe) and is_allowed(recipe):
-        _remember(recipe, None)
+def remember(recipe: Recipe, sends: Collection[str] = ()) -> None:
+    """Keep that the user typed this recipe, and where it sends, for later commands and for the processes that
+    this one starts.
+    """
+    if is_allowed(recipe):
+        _remember(recipe, None, sends)
+
+
+def remember_sending(recipe: Recipe, sends: Collection[str]) -> None:
+    """Keep that the user typed where a run sends."""
+    _keep(recipe, [(target, "run.json") for target in sends])
 
 
 def environment() -> dict[str, str]:
     """The variable for processes that are started for what was agreed to here."""
-    granted = _granted | _inherited()
+    granted = [*_inherited(), *_granted][-MOST_CARRIED:]
     return {VARIABLE: ",".join(sorted(granted))} if granted else {}
 
 
@@ -159,19 +219,31 @@ def _names(recipe: Recipe) -> set[str]:
     return names | ({f"{recipe.model} {recipe.revision}"} if recipe.options.get("remote_code") else set())
 
 
-def _remember(recipe: Recipe, run: Path | None) -> None:
+def _remember(recipe: Recipe, run: Path | None, sends: Collection[str]) -> None:
     code = code_of(recipe, run)
     if recipe.options.get("remote_code"):  # its names as well: a model's folder may be gone later
         code |= {name: _hash(name.encode()) for name, _ in _models(recipe, run and run / "final")}
-    new = {_digest(recipe, content): file for file, content in code.items()}
-    new = {digest: file for digest, file in new.items() if digest not in _known()}
-    _granted.update(new)
+    agreed = [(content, file) for file, content in code.items()]
+    agreed += [(READING, "recipe.json")] if named_texts(recipe) else []
+    # An adapter will name its base by the whole path.
+    base = adapter_base(run) if run else whole_path(recipe.model)
+    agreed += [(f"{BASE} {base}", "final")] if base else []
+    _keep(recipe, [*agreed, *((target, "run.json") for target in sends)])
+
+
+def _keep(recipe: Recipe, agreed: Iterable[tuple[str, str]]) -> None:
+    """Keep that this user agrees to (what, where it stands): hashes of code, places."""
+    rows = {_digest(recipe, content): file for content, file in agreed}
+    new = rows.keys() - _known()
+    _granted.update(dict.fromkeys(rows))
+    if not new:
+        return
     with suppress(OSError, RuntimeError):  # a home that cannot be written: children have the variable
         folder = state_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        rows = [{"digest": d, "recipe": recipe.hash(), "file": file} for d, file in new.items()]
+        said = [{"digest": d, "recipe": recipe.hash(), "file": rows[d]} for d in rows if d in new]
         with (folder / "trusted.jsonl").open("a", encoding="utf-8") as stream:
-            stream.write("".join(json.dumps(row) + "\n" for row in rows))
+            stream.write("".join(json.dumps(row) + "\n" for row in said))
 
 
 def _known() -> set[str]:
@@ -186,6 +258,10 @@ def _inherited() -> set[str]:
     return set(filter(None, os.environ.get(VARIABLE, "").split(",")))
 
 
+def _is_known(recipe: Recipe, content: str) -> bool:
+    return _digest(recipe, content) in _known()
+
+
 def _digest(recipe: Recipe, content: str) -> str:
     return _hash(f"{recipe.hash()} {content}".encode())[:32]
 
@@ -194,9 +270,13 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _refusal(place: str, files: list[str]) -> UserError:
-    shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+def _refusal(place: str, asked: Mapping[str, list[str]]) -> UserError:
+    parts = [
+        f"{what}: {', '.join(named[:3])}" + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+        for what, named in asked.items()
+        if named
+    ]
+    first = "read it" if asked.get(CODE) else "look at it"
     return UserError(
-        f"{place} would execute code that this user has not trained here: {shown}: read it, then add --trust"
-        " (`inspect RUN` executes none)"
+        f"{place} would {'; '.join(parts)}: {first}, then add --trust (`inspect RUN` does none of it)"
     )

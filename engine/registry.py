@@ -144,7 +144,7 @@ class Workload:
         code = task_file_hash(self.name)
         written |= {TASK_CODE: code} if code else {}
         recipe = Recipe(**{**common, "task": self.name, "options": written, "rules": RULES})
-        consent.allow_model(recipe)
+        consent.allow_typed(recipe)
         recipe, left_out = self._without_unread(recipe, asked)
         return recipe, [*notes, *self._fast_notes(asked, left_out), *filter(None, left_out.values())]
 

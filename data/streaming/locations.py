@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
@@ -16,7 +16,10 @@ from isobatch.core.flags import nearest_hint
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 SECRET = re.compile(r"sig|token|secret|credential|password|key", re.IGNORECASE)
-"""Names of parts of an address that let its reader in: --data is written into recipes and logs."""
+"""Names of parts of an address that let its reader in: addresses are written into recipes and logs."""
+CHAINED = re.compile(r"::(?=\w[\w+.-]*(?:://|::))")
+NAMES_BEFORE_AT = ("hf", "abfs", "abfss")
+"""Schemes that write something else than a user before an @."""
 ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonl.gz": "jsonl.gz"}
 ENDINGS |= {".ndjson.gz": "jsonl.gz"}
 
@@ -69,7 +72,7 @@ def check(data: str) -> None:
         if library is None:
             known = ", ".join(f"{name}://" for name in LIBRARIES)
             raise UserError(f"--data {data}: {scheme}:// is none of {known}{nearest_hint(scheme, LIBRARIES)}")
-        _refuse_secrets(address)
+        refuse_secrets(address)
         if library.module and importlib.util.find_spec(library.module) is None:
             raise UserError(
                 f"--data {data}: {scheme}:// needs {library.module}: pip install {library.install}"
@@ -79,17 +82,27 @@ def check(data: str) -> None:
             raise UserError(f"--data {data}: {server} cannot be reached: check the address and the network")
 
 
-def _refuse_secrets(address: str) -> None:
-    """Raise UserError for an address that carries a password or a signature; it is not repeated."""
-    parts = urlsplit(address)
-    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-    if "@" in parts.netloc and parts.scheme != "hf":
-        raise UserError(f"--data {shown}: leave user and password out, they would be written into the recipe")
-    if any(SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
-        raise UserError(
-            f"--data {shown}: leave the signature out, it would be written into the recipe; give the library"
-            " its credentials in the environment"
-        )
+def refuse_secrets(address: str, flag: str = "--data", written: str = "the recipe") -> None:
+    """Raise UserError for an address that carries a password or a signature; it is not repeated.
+
+    `written`: where it would be kept. Addresses of fsspec may hold others, behind `::`.
+    """
+    for one in CHAINED.split(address):
+        scheme, _, rest = one.partition("://")
+        place, *given = re.split(r"[?&#;]", rest)
+        host = place.partition("/")[0]
+        names_no_user = scheme in NAMES_BEFORE_AT and ":" not in host
+        # A key of S3 may hold slashes: then what looks like the host has a port that is none.
+        if ("@" in host and not names_no_user) or re.search(r":(?!\d*$)[^\]]*$", host):
+            raise UserError(
+                f"{flag} {scheme}://{place.rpartition('@')[2]}: leave user and password out, they would be"
+                f" written into {written}"
+            )
+        if any("=" in pair and SECRET.search(pair.partition("=")[0]) for pair in given):
+            raise UserError(
+                f"{flag} {scheme}://{place}: leave the signature out, it would be written into {written};"
+                " give the library its credentials in the environment"
+            )
 
 
 def _hub() -> str:

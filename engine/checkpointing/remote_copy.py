@@ -3,8 +3,11 @@
 Each is a folder URL/RUN/CHECKPOINT-SAVE/ with the files of the run and of one checkpoint, and its manifest
 URL/RUN/CHECKPOINT.json, which is written last: a copy without one is not whole. URL/RUN/owner says whose
 copies they are: two runs may have one name. The first rank of each node
-sends its node's file, the main rank all others. Copies are made in the background, one at a time; a failure
-is said and never ends training. The store keeps what the local folder keeps.
+sends its node's file, the main rank all others; each writes first what it will send, in a list
+URL/RUN/CHECKPOINT-SAVE.FILE.begun. What neither a list nor a manifest names was written by somebody else: a
+place that holds such is refused, and nothing but what they name is ever removed. Copies are made in the
+background, one at a time; a failure is said and never ends training. The store keeps what the local folder
+keeps.
 """
 
 from __future__ import annotations
@@ -13,21 +16,28 @@ import contextlib
 import functools
 import json
 import queue
+import re
 import shutil
 import threading
 import time
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import StopRequestedError, UserError
+from isobatch.engine.checkpointing import remote_store
+from isobatch.engine.checkpointing.remote_store import (
+    BEGUN,
+    OWNER_FILE,
+    REFUSALS,
+    CheckpointStore,
+    copies,
+    open_store,
+    retried,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
-ATTEMPTS = 6
-"""Of each operation on the store."""
-FIRST_DELAY_SECONDS = 1.0
-"""Before an operation is tried again; doubled each time."""
 WAIT_SECONDS = 600.0
 """That the main rank waits for the files of other nodes, and the end of a run for its last copy."""
 WAITING = 2
@@ -44,87 +54,8 @@ NOT_COPIED = (
     "ranks.json",
 )
 """What `resume` does not need of a run."""
-OWNER_FILE = "owner"
-REFUSALS = ("FileNotFoundError", "PermissionError", "NoCredentialsError")
-"""Names of errors with which a store refuses for good: no bucket, no right to write."""
-
-
-class CheckpointStore(NamedTuple):
-    """A folder of a remote store."""
-
-    files: Any
-    """fsspec's file system."""
-    root: str
-
-    def path(self, name: str) -> str:
-        return f"{self.root}/{name}"
-
-    def put(self, path: Path, name: str) -> None:
-        """Send a file."""
-        self._make_parent(name)
-        retried(self.files.put_file, str(path), self.path(name))
-
-    def write(self, name: str, text: str) -> None:
-        self._make_parent(name)
-        retried(self.files.pipe_file, self.path(name), text.encode(), refusals=REFUSALS)
-
-    def _make_parent(self, name: str) -> None:
-        if "file" in self.files.protocol:  # others have no folders
-            self.files.makedirs(str(PurePosixPath(self.path(name)).parent), exist_ok=True)
-
-    def size(self, name: str) -> int | None:
-        """Bytes of an object; None where there is none."""
-        try:
-            self.files.invalidate_cache()
-            return int(self.files.info(self.path(name))["size"])
-        except FileNotFoundError:
-            return None
-
-    def owner(self) -> str | None:
-        """The identity of the run whose copies these are; None where none says so, as of older versions."""
-        try:
-            self.files.invalidate_cache()
-            text: bytes = retried(self.files.cat_file, self.path(OWNER_FILE), refusals=REFUSALS)
-            return text.decode()
-        except FileNotFoundError:
-            return None
-
-    def manifests(self) -> dict[str, dict[str, Any]]:
-        """Name of a checkpoint -> manifest of its copy, the newest last."""
-        self.files.invalidate_cache()
-        paths = retried(self.files.glob, self.path("*.json"))
-        found = [json.loads(retried(self.files.cat_file, path)) for path in paths]
-        return {m["checkpoint"]: m for m in sorted(found, key=lambda m: m["saved_at"])}
-
-
-def open_store(url: str, run: str) -> CheckpointStore:
-    """The folder of a run in a store. Raises UserError where the URL or what it needs is wrong."""
-    import fsspec
-
-    try:
-        files, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        scheme = url.partition("://")[0]
-        remedy = {"s3": "pip install 'isobatch[s3]'", "gs": "pip install gcsfs"}.get(scheme, str(error))
-        raise UserError(f"--checkpoint-copy {url}: {scheme}:// needs: {remedy}") from None
-    return CheckpointStore(files, f"{root.rstrip('/')}/{run}")
-
-
-def retried(operation: Callable[..., Any], *given: Any, refusals: Collection[str] = ()) -> Any:
-    """The result of an operation on the store, tried again with growing delays where it fails.
-
-    `refusals`: names of errors after which it is not tried again.
-    """
-    delay = FIRST_DELAY_SECONDS
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return operation(*given)
-        except Exception as error:  # a store's own: its library does not say which would last
-            if type(error).__name__ in refusals:
-                raise
-            time.sleep(delay)
-            delay *= 2
-    return operation(*given)
+CREDENTIALS = re.compile(r"(?<=//)[^/@\s]+@|(?<=\?)\S+")
+"""Parts of addresses in the errors of libraries that may let their reader in."""
 
 
 class RemoteCopies:
@@ -147,7 +78,7 @@ class RemoteCopies:
 
     @functools.cached_property
     def _store(self) -> CheckpointStore:
-        return open_store(self._url, self._run.name)
+        return open_store(self._url, self._run.resolve().name)
 
     def _try_to_claim(self) -> None:
         """Claim the folder now; a store that does not answer is tried again with the first copy."""
@@ -167,14 +98,22 @@ class RemoteCopies:
 
     def _claim(self) -> None:
         """Write whose copies these are. Raises UserError where they are another run's."""
-        owner = self._store.owner()
-        if owner is None:
-            self._store.write(OWNER_FILE, self._identity)
-        elif owner != self._identity:
+        owner, names = self._store.owner(), self._store.names()
+        if owner not in (None, self._identity):
             raise UserError(
                 f"--checkpoint-copy {self._url}: holds copies of another run with the name {self._run.name}:"
                 " give another --name or URL, or delete them there"
             )
+        known = copies(self._store.records(names)).values()
+        ours = {name for of in known for objects in of.values() for name in objects}
+        if foreign := sorted(names - ours - {OWNER_FILE}):
+            more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+            raise UserError(
+                f"--checkpoint-copy {self._url}: {self._store.root} holds {foreign[0]}{more}, which no copy"
+                " wrote: give another --name or URL, or move it away"
+            )
+        if owner is None:
+            self._store.write(OWNER_FILE, self._identity)
         self._is_claimed = True
 
     def __enter__(self) -> RemoteCopies:
@@ -215,23 +154,26 @@ class RemoteCopies:
         copy = f"{folder.name}-{save}"
         if not self._is_claimed:
             self._claim()
+        files = [*_small_files(self._run), *sorted(folder.iterdir())] if self._is_main else [folder / file]
+        names = {path: path.relative_to(self._run).as_posix() for path in files}
+        begun = {"checkpoint": folder.name, "folder": copy, "files": list(names.values())}
+        self._store.write(f"{copy}.{file}{BEGUN}", json.dumps(begun))
         if not self._is_main:
-            self._store.put(folder / file, f"{copy}/checkpoints/{folder.name}/{file}")
+            self._store.put(folder / file, f"{copy}/{names[folder / file]}")
             return
         sizes: dict[str, int] = {}
-        for path in (*_small_files(self._run), *sorted(folder.iterdir())):
-            name = path.relative_to(self._run).as_posix()
+        for path, name in names.items():
             if path.parent != folder or path.name == file or not path.name.startswith("node-"):
                 self._store.put(path, f"{copy}/{name}")
             in_store = path.parent != folder and retried(self._store.size, f"{copy}/{name}")
             sizes[name] = in_store or path.stat().st_size  # a log has grown since
         self._await({f"{copy}/{name}": size for name, size in sizes.items()})
         saved_at = (folder / "index.json").stat().st_mtime
-        manifest = {"checkpoint": folder.name, "folder": copy, "saved_at": saved_at, "files": sizes}
-        before = self._store.manifests()
-        self._store.write(f"{folder.name}.json", json.dumps(manifest, indent=2))
-        earlier = before.pop(folder.name, manifest)["folder"]
-        self._remove({earlier} - {copy}, list(before))
+        manifest = {**begun, "saved_at": saved_at, "files": sizes}
+        name = f"{folder.name}.json"
+        records = self._store.records(self._store.names())
+        self._store.write(name, json.dumps(manifest, indent=2))
+        self._remove(copies(records), {said["folder"] for one, said in records if one == name} - {copy})
 
     def _await(self, sizes: dict[str, int]) -> None:
         """Wait until the store has all files, those of other nodes too. Raises TimeoutError."""
@@ -240,21 +182,20 @@ class RemoteCopies:
             while retried(self._store.size, name) != size:
                 if time.monotonic() > until:
                     raise TimeoutError(f"{name} has not come")
-                time.sleep(FIRST_DELAY_SECONDS)
+                time.sleep(remote_store.FIRST_DELAY_SECONDS)
 
-    def _remove(self, folders: set[str], names: list[str]) -> None:
-        """Remove these folders of the store, and copies of checkpoints that are no longer here."""
-
-        def is_gone(checkpoint: str) -> bool:
-            return not (self._run / "checkpoints" / checkpoint).is_dir()
-
-        for name in filter(is_gone, names):
-            retried(self._store.files.rm_file, self._store.path(f"{name}.json"))
-        for entry in retried(self._store.files.ls, self._store.root, True):
-            name = PurePosixPath(entry["name"]).name
+    def _remove(self, found: dict[str, dict[str, list[str]]], folders: set[str]) -> None:
+        """Remove these folders of the store, and copies of checkpoints that are no longer here: of each what
+        its manifest and its lists name, the manifest first.
+        """
+        for checkpoint, folders_of in found.items():
             # Other nodes may send a later checkpoint already, which has no manifest yet.
-            if entry["type"] == "directory" and (name in folders or is_gone(name.rpartition("-")[0])):
-                retried(self._store.files.rm, entry["name"], True)
+            is_gone = not (self._run / "checkpoints" / checkpoint).is_dir()
+            manifest = f"{checkpoint}.json"
+            for names in (folders_of[one] for one in folders_of if is_gone or one in folders):
+                last = [name for name in names if name.endswith(BEGUN)]
+                first = [manifest] if is_gone and manifest in names else []
+                self._store.remove([*first, *(set(names) - {manifest, *last}), *last])
 
 
 def _small_files(run: Path) -> Iterator[Path]:
@@ -320,16 +261,16 @@ def _move_into(fresh: Path, folder: Path) -> None:
 
 
 def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return CREDENTIALS.sub("...", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def _fetch(store: CheckpointStore, manifest: dict[str, Any], names: Iterable[str], folder: Path) -> None:
     for name in names:
         path = folder / name
-        if ".." in PurePosixPath(name).parts or not path.is_relative_to(folder):
+        source = store.path(f"{manifest['folder']}/{name}")
+        if not path.is_relative_to(folder):
             raise UserError(f"{store.root} names a file elsewhere: {name}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        source = store.path(f"{manifest['folder']}/{name}")
         retried(store.files.get_file, source, str(path))
         if path.stat().st_size != manifest["files"][name]:
             raise UserError(f"{source} has {path.stat().st_size} bytes, and its manifest says otherwise")

@@ -179,7 +179,12 @@ class RunFolder:
 
     def write_facts(self, facts: Facts) -> None:
         """Replace facts.json: the same data, prepared in another folder."""
-        atomic_files.write_json(self.folder / "facts.json", facts.to_dict())
+        if facts != self.facts:
+            atomic_files.write_json(self.folder / "facts.json", facts.to_dict())
+        self._facts = facts
+
+    def use_facts(self, facts: Facts) -> None:
+        """As `write_facts`, in this process alone: who judges a run changes no file of it."""
         self._facts = facts
 
     @property

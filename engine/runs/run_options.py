@@ -9,6 +9,7 @@ from typing import Literal
 from isobatch.core.errors import UserError
 from isobatch.core.flags import ADDED_LATER, NOT_RECORDED, Interval, check_fields
 from isobatch.core.number_ranges import Count, Positive
+from isobatch.data.streaming.locations import refuse_secrets
 from isobatch.engine.profiling.step_profiler import step_window
 
 MOST_NAME_BYTES = 200
@@ -65,8 +66,12 @@ class RunOptions:
             step_window(self.profile)
         if self.save_every.value == 0:
             raise UserError(f"--save-every {self.save_every}: must be above 0")
-        if self.checkpoint_copy is not None and "://" not in self.checkpoint_copy:
-            raise UserError(f"--checkpoint-copy {self.checkpoint_copy}: is no URL such as s3://bucket/prefix")
+        if self.checkpoint_copy is not None:
+            refuse_secrets(self.checkpoint_copy, "--checkpoint-copy", "run.json")
+            if "://" not in self.checkpoint_copy:
+                raise UserError(
+                    f"--checkpoint-copy {self.checkpoint_copy}: is no URL such as s3://bucket/prefix"
+                )
         every = self.noise_scale_every
         if every is not None and (every.value == 0 or every.unit == "minutes"):
             raise UserError(
@@ -77,3 +82,8 @@ class RunOptions:
             raise UserError(f"--name {self.name}: is a folder's name in --out, without / and no dot in front")
         if self.name is not None and (size := len(os.fsencode(self.name))) > MOST_NAME_BYTES:
             raise UserError(f"--name {self.name[:20]}...: has {size} bytes, and may have {MOST_NAME_BYTES}")
+
+    def sends(self) -> list[str]:
+        """Where a run with these options sends its checkpoints and figures."""
+        copy = [] if self.checkpoint_copy is None else [f"checkpoints to {self.checkpoint_copy}"]
+        return copy + ([] if self.tracker == "none" else [f"figures to {self.tracker}"])

@@ -153,8 +153,9 @@ def _request(
         raise UserError(f"{recipe!r} is no recipe: make one, as in isobatch.Recipe(task='classifier')")
     if changed := task_file_problem(recipe):
         raise UserError(f"{changed}: make the recipe again")
-    if not consent.is_allowed(recipe):
+    if trust or not consent.is_allowed(recipe):
         consent.require(recipe, trust=trust)
+    consent.require_reading(recipe, None)
     chosen = workload_of(recipe)
     values, planned = known_options(options, kinds), flags_of(PlanOptions, "")
     asked = chosen.plan_options(recipe.preset, {k: v for k, v in values.items() if k in planned})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import recipe
 from isobatch.core.errors import UserError
+from isobatch.engine import consent
 from isobatch.engine.registry import complete
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ class Recipe(recipe.Recipe):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> recipe.Recipe:
         """A recipe as recipe.json has it, which is complete: nothing is added."""
-        return recipe.Recipe.from_dict(values)
+        found = recipe.Recipe.from_dict(values)
+        consent.received(found)
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, recipe.Recipe) and self.to_dict() == other.to_dict()

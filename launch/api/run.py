@@ -42,6 +42,7 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         found = self._files.recipe
+        consent.received(found)
         return Recipe(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})
 
     @property

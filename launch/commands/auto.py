@@ -12,9 +12,10 @@ from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.terminal.console import format_metrics
+from isobatch.data.streaming.locations import refuse_secrets
 from isobatch.engine import consent
 from isobatch.engine.registry import CHAINS, workload_of
-from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
@@ -39,7 +40,8 @@ from isobatch.launch.planning.targets import PlanCommandOptions
 from isobatch.launch.report.tables import table_beside, text_table, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
     from isobatch.launch.local.arguments import Request
 
@@ -110,7 +112,7 @@ def resume(words: Sequence[str]) -> int:
     found = sort_flags(flags, groups, "resume")
     values = found.values
     options = ResumeOptions(**values["resume"])
-    run = _here(positional[0], values["run"].get("out", RunOptions().out))
+    run = _here(positional[0], values["run"], options.trust)
     run_options = options_of_run(run, values["run"])
     for note in found.notes:
         print_unless_quiet(note, run_options.quiet)
@@ -121,7 +123,7 @@ def resume(words: Sequence[str]) -> int:
         print_unless_quiet(f"{run.folder} is done", run_options.quiet)
         return _print_result(run, DONE, options)
     refuse_if_in_a_job(run)
-    consent.require(run.recipe, run.folder, options.trust)
+    consent.require(run.recipe, run.folder, options.trust, run_options.sends())
     with run.lock("launch"):
         run.refuse_if_training()
         recipe = run.recipe
@@ -133,24 +135,44 @@ def resume(words: Sequence[str]) -> int:
         return _print_result(run, launch_run(run, run_options).code, options)
 
 
-def _here(named: str, out: str) -> RunFolder:
-    """The run, fetched from its remote copy where it is named by URL, or has lost its checkpoints here."""
+def _here(named: str, typed: Mapping[str, Any], trust: bool) -> RunFolder:
+    """The run, fetched from its remote copy where it is named by URL, or has lost its checkpoints here.
+
+    `typed`: flags of the run. Raises UserError where an address stands in the run's own file alone.
+    """
     from isobatch.engine.checkpointing.remote_copy import fetch_run
 
     if "://" in named:
-        run = RunFolder(Path(out).expanduser() / PurePosixPath(named).name)
-        if not run.folder.is_dir():
-            return RunFolder.open(fetch_run(named, run.folder.parent))
-        url: str | None = named
+        refuse_secrets(named, "resume", "logs")
+        url, folder = named, Path(typed.get("out", RunOptions().out)).expanduser() / PurePosixPath(named).name
+        if folder.is_dir():
+            refuse_links(folder)
     else:
         run = RunFolder.open(named)
-        copy = run.options().checkpoint_copy
+        folder, options = run.folder.resolve(), options_of_run(run, typed)
         is_here = any(run.checkpoints.glob("[!.]*/index.json"))
-        url = None if copy is None or is_here else f"{copy.rstrip('/')}/{run.folder.name}"
-    if url is None or run.status() == "done":
-        return run
-    run.refuse_if_training()
-    return RunFolder.open(fetch_run(url, run.folder.resolve().parent, run.identity))
+        _remember_typed(run, typed)
+        if options.checkpoint_copy is None or is_here or run.status() == "done":
+            return run
+        consent.require(run.recipe, run.folder, trust, options.sends())
+        url = f"{options.checkpoint_copy.rstrip('/')}/{folder.name}"
+    before = RunFolder(folder) if folder.is_dir() else None
+    if before is not None and before.status() == "done":
+        return before
+    if before is not None:
+        before.refuse_if_training()
+    run = RunFolder.open(fetch_run(url, folder.parent, before.identity if before else None))
+    copy = run.options().checkpoint_copy
+    if copy and named.rstrip("/").rpartition("/")[0] == copy.rstrip("/"):
+        typed = {"checkpoint_copy": copy, **typed}
+    _remember_typed(run, typed)
+    return run
+
+
+def _remember_typed(run: RunFolder, typed: Mapping[str, Any]) -> None:
+    """Where it sends, as far as the user has typed that."""
+    named = {name: typed[name] for name in ("checkpoint_copy", "tracker") if name in typed}
+    consent.remember_sending(run.recipe, RunOptions(**named).sends())
 
 
 LINE = 110

@@ -11,6 +11,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal.console import format_metrics
 from isobatch.engine import consent
+from isobatch.engine.named_places import adapter_base, places
 from isobatch.engine.runs.log_reader import thinned_rows
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.describe import ListingOptions
@@ -24,13 +25,11 @@ POINTS = 400
 """Rows that are read of a long log."""
 WIDTH = 48
 """Most characters of a curve."""
-READS = ("data", "model", "tokenizer", "teacher", "pruned", "mix")
-"""Fields of a recipe that name files, folders or hub ids."""
 
 
 def inspect(words: Sequence[str]) -> int:
-    """Usage: inspect RUN [--json]: recipe, status, curves and metrics of a run, what code it brings and what
-    it reads. Nothing that came with it is executed.
+    """Usage: inspect RUN [--json]: recipe, status, curves and metrics of a run, what code it brings, what it
+    reads and where it sends. Nothing that came with it is executed, read or sent to.
     """
     positional, flags = split_words(words)
     options = command_options(flags, ListingOptions, "inspect")
@@ -47,7 +46,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
     metrics = summary.get("metrics")
     unknown = consent.unknown_code(recipe, run.folder)
     code = consent.code_of(recipe, run.folder)
-    named = {**recipe.to_dict(), **recipe.options}
+    base, targets = adapter_base(run.folder), run.options().sends()
     return {
         "folder": str(run.folder),
         "task": recipe.task,
@@ -60,7 +59,15 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         "metrics": metrics if isinstance(metrics, dict) else {},
         "curves": _curves(thinned_rows(run.metrics, POINTS, ("split",))),
         "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
-        "reads": {k: named[k] for k in READS if named.get(k)} | {"prepared data": run.facts.folder},
+        "reads": dict(places(recipe))
+        | {"prepared data": run.facts.folder}
+        | ({"base of final/": base} if base else {}),
+        "sends": targets,
+        "asks": [
+            *consent.unknown_places(recipe, run.folder),
+            *consent.unknown_bases(recipe, run.folder),
+            *consent.unknown_targets(recipe, targets),
+        ],
     }
 
 
@@ -99,6 +106,8 @@ def _format(found: dict[str, Any]) -> str:
     if found["metrics"]:
         lines.append("metrics, as its file says: " + format_metrics(found["metrics"], ".4g"))
     lines += [f"reads {name}: {_short(value)}" for name, value in found["reads"].items()]
+    lines += [f"sends {target}" for target in found["sends"]]
+    lines += [f"only with --trust: {_short(one)}" for one in found["asks"]]
     for code in found["code"]:
         agreed = "agreed to by this user" if code["agreed"] else "only with --trust"
         lines.append(f"executes {code['file']} (SHA-256 {code['sha256'][:16]}): {agreed}")

@@ -21,7 +21,6 @@ from isobatch.launch.local.run_setup import (
     TrustOptions,
     is_prepared,
     locate_data,
-    open_run,
     plan_with_remarks,
     store_plan,
 )
@@ -81,7 +80,9 @@ def forget(words: Sequence[str]) -> int:
     if len(positional) != 1:
         raise UserError("forget: give the folder of one run, as in: forget RUN --sample 1204")
     options = command_options(flags, ForgetOptions, "forget")
-    return forget_rows(open_run(positional[0], options.trust), options)
+    run = RunFolder.open(positional[0])
+    consent.require(run.recipe, run.folder, options.trust, run.options().sends())
+    return forget_rows(run, options)
 
 
 def forget_rows(run: RunFolder, options: ForgetOptions) -> int:
@@ -129,7 +130,7 @@ def _begin(run: RunFolder, order: RunOrder, found: Forgetting, options: ForgetOp
         fresh = RunFolder.create(_folder(run, options), found.recipe, order.facts, run_options)
     except FolderTakenError:
         raise _taken(run, options) from None
-    consent.remember(fresh.recipe)  # its code is the run's own
+    consent.remember(fresh.recipe, run_options.sends())  # what it brings and names is the run's own
     begin_forgotten_run(run, fresh, found)
     return fresh
 

@@ -96,7 +96,7 @@ def find_or_train(
     for note in request.notes:
         print_unless_quiet(note, request.run.quiet)
     facts = prepare_facts(request)
-    consent.remember(request.recipe)
+    consent.remember(request.recipe, request.run.sends())
     run = find_run(request, facts)
     if run is not None and run.status() == "done":
         print_unless_quiet(
@@ -119,6 +119,7 @@ def find_or_train(
 
 def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> Verdict:
     """Train by the run's plan, with restarts; the verdict of the last attempt."""
+    consent.require(run.recipe, run.folder, sends=options.sends())
     run.write_options(options)
     use_witness(options.witness)
     # DeepSpeed forms a process group even for one process, which would stay in a process that is not ours.

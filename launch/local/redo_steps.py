@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
+from isobatch.core.facts import Facts
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.plan import Plan
 from isobatch.core.terminal.status import doing
@@ -36,7 +37,8 @@ def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         asked = [{"plan": plan.to_dict(), "job": job.to_dict()} for plan, job in jobs]
-        atomic_files.write_json(folder / "task.json", {"run": str(run.folder.resolve()), "jobs": asked})
+        task = {"run": str(run.folder.resolve()), "facts": run.facts.to_dict(), "jobs": asked}
+        atomic_files.write_json(folder / "task.json", task)
         code = launch_workers(
             jobs[0][0], TRAIN_SCRIPT, ["--redo", str(folder)], folder, forward_signals=owns_process
         ).code
@@ -72,5 +74,7 @@ def redo_task_file(folder: Path) -> int:
 
     task = atomic_files.read_json(folder / "task.json")
     jobs = [(Plan.from_dict(asked["plan"]), Job.from_dict(asked["job"])) for asked in task["jobs"]]
-    _redo_here(open_run(task["run"]), jobs, folder)
+    run = open_run(task["run"])
+    run.use_facts(Facts.from_dict(task["facts"]))
+    _redo_here(run, jobs, folder)
     return DONE

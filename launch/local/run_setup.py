@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -10,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import hub_cache
+from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options
 from isobatch.core.measures import printable
 from isobatch.core.package import CACHE, cache_folder
@@ -35,7 +37,6 @@ from isobatch.launch.local.words.meanings import spelling
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
     from isobatch.engine.runs.run_options import RunOptions
@@ -47,7 +48,8 @@ class TrustOptions:
     """The flag of all commands that use a run."""
 
     trust: bool = False
-    """Run the code that came with a run which was not trained here. It is remembered."""
+    """Of a run that was not trained here: execute its code, read the places that it names, and go on sending
+    where it did. It is remembered."""
 
 
 def prepare_facts(request: Request) -> Facts:
@@ -249,31 +251,62 @@ class OtherDataError(UserError):
         """In what it differs."""
 
 
+READ_ONCE = ("data", "tokenizer", "valid")
+"""Places of a recipe that are read where its data is prepared, and not after."""
+
+
 def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = False) -> None:
     """Make sure that the run's prepared data exists, prepared anew where the cache has lost it.
 
-    `data`: where the source lies now. With `mend` it is prepared anew where a file of it was changed, too.
-    Raises UserError where the task's code or the samples have changed.
+    `data`: where the source lies now. The run's folder stays as it is: what was found counts in this process.
+    With `mend`, for training, it is written there, and prepared anew where a file of it was changed, too.
+    Raises UserError where the task's code or the samples have changed, or the recipe names places that this
+    user has not agreed to.
     """
     if changed := task_file_problem(recipe):
         raise UserError(changed)
+    here = None if data else _prepared_facts(run)
+    consent.require_reading(recipe, run.folder, READ_ONCE if here else ("data",) if data else ())
+    keep = run.write_facts if mend else run.use_facts
+    if here and not (mend and changed_file(Path(here.folder), CHECK_SECONDS)):
+        keep(here)
+        return
     located_recipe = dataclasses.replace(recipe, data=data) if data else recipe
     _, data_source = workload_of(recipe).make(located_recipe)
-    prepared = Path(run.facts.folder)
-    if not data and is_prepared(run) and not (mend and changed_file(prepared, CHECK_SECONDS)):
-        return
-    data_source.check()
+    try:
+        data_source.check()
+    except UserError as error:
+        way = f"; where it has moved, `verify {run.folder} --level records --data PATH` finds it for all"
+        raise UserError(f"{error}{'' if data else way}") from None
     new_facts = prepare(data_source, partial(print_unless_quiet, quiet=run.options().quiet))
     refuse_other_data(run, new_facts)
-    run.write_facts(new_facts)
+    keep(new_facts)
 
 
 def is_prepared(run: RunFolder) -> bool:
     """Whether the run's prepared data lies in this machine's cache."""
-    prepared = Path(run.facts.folder)
+    return _is_ours(Path(run.facts.folder))
+
+
+def _is_ours(prepared: Path) -> bool:
     # What is computed from the data is kept beside it: never in a place that a received run names.
     ours = prepared.resolve().parent == (cache_folder() / "prepared").resolve()
     return ours and (prepared / FACTS_FILE).is_file()
+
+
+def _prepared_facts(run: RunFolder) -> Facts | None:
+    """The facts of the run's prepared data, wherever it lies in this machine's cache; None where it does not.
+
+    A run that was made with another cache, or from a source that has moved since, names another folder.
+    """
+    if is_prepared(run):
+        return run.facts
+    for file in sorted((cache_folder() / "prepared").glob(f"[!.]*/{FACTS_FILE}")):
+        with contextlib.suppress(UserError):
+            found = Facts.from_dict({**atomic_files.read_json(file), "folder": str(file.parent)})
+            if found.fingerprint == run.facts.fingerprint and not run.facts.differing_fields(found):
+                return found
+    return None
 
 
 def refuse_other_data(run: RunFolder, new_facts: Facts) -> None:

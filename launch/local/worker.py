@@ -164,7 +164,9 @@ def main(words: Sequence[str]) -> int:
         run = open_run(words[1])
         if words[2:3] == ["--plan"]:
             _plan_for_this_world(run, plan_options_from_request(json.loads(words[3])))
-        return train_run(run, run.options())
+        options = run.options()
+        consent.require(run.recipe, run.folder, sends=options.sends())
+        return train_run(run, options)
     return _train_from_flags(words)
 
 
@@ -224,7 +226,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
             run = plan_run(request, facts, run, size)
             run.write_options(request.run)
             use_witness(request.run.witness)
-        consent.remember(request.recipe)
+        consent.remember(request.recipe, request.run.sends())
         return str(run.folder.resolve())
 
     cpu = _is_on_cpu(request.plan)

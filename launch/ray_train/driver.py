@@ -137,7 +137,7 @@ def _connect(address: str) -> None:
 
 def _find_or_create_run(request: Request) -> RunFolder:
     facts = prepare_facts(request)
-    consent.remember(request.recipe)
+    consent.remember(request.recipe, request.run.sends())
     use_witness(request.run.witness)
     run = find_run(request, facts)
     if run is not None:

@@ -144,7 +144,7 @@ def _runs_to_submit(
 def _find_or_create_run(request: Request, family: str | None) -> RunFolder:
     """The run of a request; `family`: the name of a sweep, whose runs are found by what they learn."""
     facts = prepare_facts(request)
-    consent.remember(request.recipe)
+    consent.remember(request.recipe, request.run.sends())
     use_witness(request.run.witness)
     run = find_run(request, facts)
     if run is None and family is not None:

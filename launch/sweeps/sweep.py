@@ -101,7 +101,7 @@ def _train_at_once(points: Sequence[Point], options: AutoOptions) -> Iterator[tu
     runs = []
     for request in map(labelled, points):
         facts = prepare_facts(request)
-        consent.remember(request.recipe)
+        consent.remember(request.recipe, request.run.sends())
         run = find_run(request, facts) or create_run(request, facts)
         consent.require(run.recipe, run.folder, options.trust)
         refuse_if_in_a_job(run)

@@ -85,7 +85,7 @@ def test_old_recipes_have_their_recorded_hashes() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_old_runs_are_verified(name: str, isobatch: Run, tmp_path: Path) -> None:
     copy_of(name, tmp_path)
-    done = isobatch("verify", f"runs/{name}", cwd=tmp_path)
+    done = isobatch("verify", f"runs/{name}", "--trust", cwd=tmp_path)  # older versions remembered nothing
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == f"runs/{name}: verified (exact)"
 
@@ -97,7 +97,7 @@ def test_old_runs_resume_to_the_same_numbers(
     old, run = OLD / "runs" / name, copy_of(name, tmp_path)
     undo_after(checkpoint, run)
     cut = ["--micro-batch", "4", "--processes", "1", "--device", "cpu"]
-    done = isobatch("resume", f"runs/{name}", *cut, cwd=tmp_path)
+    done = isobatch("resume", f"runs/{name}", "--trust", *cut, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert summary(run)["resumed_from"] == checkpoint
     assert ledger(run) == ledger(old)

@@ -76,8 +76,8 @@ class Pickled:
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was agreed to in this process is forgotten."""
-    for name in ("_allowed", "_granted"):
-        monkeypatch.setattr(consent, name, set())
+    for name in ("_allowed", "_received", "_granted"):
+        monkeypatch.setattr(consent, name, type(getattr(consent, name))())
 
 
 @pytest.fixture

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from isobatch.core.errors import StopRequestedError, UserError
-from isobatch.engine.checkpointing import checkpoint, portable_state, remote_copy, writer
+from isobatch.engine.checkpointing import checkpoint, portable_state, remote_copy, remote_store, writer
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-from isobatch.engine.checkpointing.remote_copy import RemoteCopies, fetch_run, open_store
+from isobatch.engine.checkpointing.remote_copy import RemoteCopies, fetch_run
+from isobatch.engine.checkpointing.remote_store import open_store
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.tests.unit.helpers import same
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_copy, "FIRST_DELAY_SECONDS", 0.001)
+    monkeypatch.setattr(remote_store, "FIRST_DELAY_SECONDS", 0.001)
     monkeypatch.setattr(remote_copy, "WAIT_SECONDS", 10.0)
 
 
@@ -258,6 +260,149 @@ def test_a_manifest_names_no_file_elsewhere(run_ranks: Any, run: Path, url: str,
         fetch_run(f"{url}/{run.name}", tmp_path / "a" / "b")
 
 
+FOREIGN = ("2025-thesis/w.bin", "notes.json", "train-3.json", "train-3-abc/x", "a.begun", ".hidden", "0.json")
+
+
+def objects(store: Any) -> dict[str, bytes]:
+    return {name: store.files.cat_file(f"{store.root}/{name}") for name in store.names()}
+
+
+def put(store: Any, name: str, content: bytes = b'{"folder": "2025-thesis", "files": ["w.bin"]}') -> None:
+    if "file" in store.files.protocol:
+        store.files.makedirs(f"{store.root}/{name}".rpartition("/")[0], exist_ok=True)
+    store.files.pipe_file(f"{store.root}/{name}", content)
+
+
+@pytest.mark.parametrize("began", [False, True], ids=["before the first copy", "since the first copy"])
+@pytest.mark.parametrize("foreign", FOREIGN)
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_place_with_anything_else_in_it_is_refused_by_name(
+    kind: str, foreign: str, began: bool, run_ranks: Any, run: Path, url: str, tmp_path: Path
+) -> None:
+    url = url if kind == "memory" else f"file://{tmp_path}/store"
+    store = open_store(url, run.name)
+    if began:
+        train(run_ranks, run, url, [6])
+    put(store, foreign)
+    before = objects(store)
+    with pytest.raises(
+        UserError, match="which no copy wrote: give another --name or URL, or move it"
+    ) as said:
+        RemoteCopies(url, run, "a run", True, print)
+    assert f"holds {foreign}" in str(said.value)
+    assert objects(store) == before
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_only_what_a_copy_wrote_is_removed(
+    kind: str, run_ranks: Any, run: Path, url: str, tmp_path: Path
+) -> None:
+    """What came since the run began, in any folder, stays; of a copy that was cut off nothing does."""
+    url = url if kind == "memory" else f"file://{tmp_path}/store"
+    store = open_store(url, run.name)
+    begun = {"checkpoint": "train-1", "folder": "train-1-cut", "files": ["a/b", "never-sent"]}
+    put(store, "train-1-cut.node-00000.safetensors.begun", json.dumps(begun).encode())
+    put(store, "train-1-cut/a/b")
+    foreign = {"2025-thesis/w.bin": b"precious", "train-0-notes/mine.txt": b"precious"}
+    remove = RemoteCopies._remove  # noqa: SLF001
+
+    def later(this: RemoteCopies, *found: Any) -> None:
+        for name, content in {**foreign, "train-1-cut/mine.txt": b"precious"}.items():
+            put(store, name, content)
+        remove(this, *found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteCopies, "_remove", later)
+        assert train(run_ranks, run, url, [3, 6, 9], size=2) == []
+    left = objects(store)
+    kept = {name for name in left if not name.startswith(("train-6", "train-9"))}
+    assert kept == {"owner", *foreign, "train-1-cut/mine.txt"}
+    assert {left[name] for name in foreign} == {b"precious"}
+    if kind == "file":
+        assert not (tmp_path / "store" / run.name / "train-1-cut" / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"checkpoint": "train-1", "folder": "train-1-x", "files": ["../../../precious"]},
+        {"checkpoint": "train-1", "folder": "train-1-x", "files": ["link/precious"]},
+        {"checkpoint": "train-1", "folder": "train-1-x", "files": ["/../../../precious"]},
+        {"checkpoint": "..", "folder": "..-/..", "files": ["precious"]},
+        {"checkpoint": "", "folder": "-/../../precious", "files": {"": 1}, "saved_at": 0},
+    ],
+)
+def test_a_manifest_removes_nothing_elsewhere(
+    record: dict[str, Any], run_ranks: Any, run: Path, tmp_path: Path
+) -> None:
+    """It may have come with a store that somebody sent."""
+    (tmp_path / "precious").write_text("precious")
+    url = f"file://{tmp_path}/store"
+    store = open_store(url, run.name)
+    train(run_ranks, run, url, [3])
+    folder = tmp_path / "store" / run.name
+    (folder / "train-1-x").mkdir()
+    (folder / "train-1-x" / "link").symlink_to(tmp_path)
+    put(store, f"{record['folder'].partition('/')[0]}.x.begun", json.dumps(record).encode())
+    put(store, f"{record['checkpoint']}.json", json.dumps({"saved_at": 1, **record}).encode())
+    copies = RemoteCopies.__new__(RemoteCopies)
+    copies.__dict__.update(_url=url, _run=run, _is_main=True, _is_claimed=True, _say=print)
+    found = remote_copy.copies(store.records(store.names()))
+    try:
+        copies._remove(found, set())  # noqa: SLF001
+    except UserError as error:
+        assert "names a file elsewhere" in str(error)  # noqa: PT017
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+SECRET = "s3cr3t"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"s3://key:{SECRET}@bucket/prefix",
+        f"s3://key:se/{SECRET}@bucket/prefix",
+        f"https://user:{SECRET}@host:8080/copies",
+        f"sftp://user:{SECRET}@host/copies",
+        f"https://host/copies?X-Amz-Signature={SECRET}",
+        f"https://host/copies?a=b&access_key={SECRET}",
+        f"https://host/copies#token={SECRET}",
+        f"simplecache::s3://key:{SECRET}@bucket/prefix",
+        f"abfs://container:{SECRET}@account/x",
+    ],
+)
+def test_a_password_or_key_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UserError, match=r"^--checkpoint-copy .*: leave .* out") as said:
+        RunOptions(checkpoint_copy=url)
+    assert SECRET not in str(said.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/prefix", "abfs://container@account.dfs.core.windows.net/x", "http://[::1]:80/a"]
+)
+def test_other_urls_are_taken(url: str) -> None:
+    assert RunOptions(checkpoint_copy=url).checkpoint_copy == url
+
+
+def test_what_a_store_says_is_shown_without_its_password(run: Path, url: str, monkeypatch: Any) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(f"403 at https://me:{SECRET}@host/x?X-Amz-Signature={SECRET}&a=b")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    with pytest.raises(UserError, match=r"403 at https://\.\.\.host/x\?\.\.\.$"):
+        RemoteCopies(url, run, "a run", True, print)
+
+
+@pytest.mark.parametrize("name", ["", ".", ".."])
+def test_a_run_has_a_name_in_its_store(name: str) -> None:
+    """Else all of the store would be taken for its copies."""
+    with pytest.raises(UserError, match="with the run's name"):
+        open_store("memory://x", name)
+
+
 def test_urls_that_cannot_be_used_have_a_line(url: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no whole copy"):
         fetch_run(f"{url}/no-run", tmp_path)
@@ -287,5 +432,11 @@ def test_an_s3_server(run_ranks: Any, run: Path, tmp_path: Path, monkeypatch: py
         saved = SavedCheckpoint(folder / "checkpoints" / "train-9")
         saved.verify_checksums()
         assert same({name: saved.read(name) for name in saved.entries}, tensors(9))
+        store = open_store("s3://bucket/prefix", run.name)
+        put(store, "2025-thesis/w.bin", b"precious")
+        assert not any(name.startswith("train-3") for name in store.names())
+        with pytest.raises(UserError, match=r"holds 2025-thesis/w\.bin, which no copy wrote"):
+            RemoteCopies("s3://bucket/prefix", run, "a run", True, print)
+        assert objects(store)["2025-thesis/w.bin"] == b"precious"
     finally:
         server.stop()
