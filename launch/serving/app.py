@@ -113,8 +113,8 @@ def _application(routes: list[Route], name: str) -> Starlette:
 async def _refuse(_: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
         return error_response(error.message, error.status, error.field)
-    has_left = isinstance(error, ClientDisconnect)  # nobody reads the answer
-    return error_response(" ".join(str(error).split()), 499 if has_left else 400)
+    # To a client who has left anything may be said.
+    return error_response(" ".join(str(error).split()), 499 if isinstance(error, ClientDisconnect) else 400)
 
 
 async def _report_bug(_: Request, error: Exception) -> Response:

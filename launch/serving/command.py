@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
-MOST_CONNECTIONS = 512
-"""More are answered with 503, as a process may hold 1,024 open files."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions(TrustOptions):
@@ -158,10 +155,11 @@ def new_server(app: Any) -> Any:
 
     from isobatch.launch.serving.connection import LimitedConnection
 
-    # Errors are printed by the application; what is open at Ctrl-C is cut off without a word.
+    # Errors are printed by the application; what is open at Ctrl-C is cut off without a word. More than 512
+    # connections are answered with 503, as a process may often hold 1,024 open files.
     settings: dict[str, Any] = {"log_level": "critical", "access_log": False, "timeout_graceful_shutdown": 0}
     settings |= {"http": LimitedConnection, "ws": "none", "lifespan": "off", "proxy_headers": False}
-    server = uvicorn.Server(uvicorn.Config(app, **settings, limit_concurrency=MOST_CONNECTIONS))
+    server = uvicorn.Server(uvicorn.Config(app, **settings, limit_concurrency=512))
     end_gracefully = server.handle_exit
 
     def handle_exit(number: int, frame: FrameType | None) -> None:

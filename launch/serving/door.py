@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-EVERYWHERE = ("0.0.0.0", "::")
 KEY_VARIABLE = "ISOBATCH_API_KEY"
 
 
@@ -35,7 +34,7 @@ class Door:
     """
 
     def __init__(self, name: str, model: Future[ASGIApp], hosts: list[str], key: str | None) -> None:
-        self._anywhere = any(host in EVERYWHERE for host in hosts)
+        self._anywhere = not {"0.0.0.0", "::"}.isdisjoint(hosts)
         self._names = {host.strip().lower() for host in (*LOOPBACK, *hosts)} - {""}
         self._name, self._model, self._key = name, model, key
 
@@ -45,13 +44,14 @@ class Door:
 
     def _answer(self, headers: Headers, path: str) -> Response | None:
         """What is answered here; None where the model is asked."""
-        if not self._is_named(headers.get("host", "")):
-            said = f"Host: {headers.get('host')!r} is no name of this server: --allow-host gives it others"
-            return error_response(said, 403)
+        if not self._is_named(host := headers.get("host", "")):
+            return error_response(
+                f"Host: no name of this server (--allow-host gives it others): {host!r}", 403
+            )
         is_ready = self._model.done() and not self._model.exception()
         if path in ("/health", "/ready"):  # without a key: a supervisor has none
-            status = 200 if is_ready or path == "/health" else 503
-            return JSONResponse({"model": self._name, "ready": is_ready}, status)
+            said = {"model": self._name, "ready": is_ready}
+            return JSONResponse(said, 200 if is_ready or path == "/health" else 503)
         # Headers are read as latin-1, whatever was sent; bytes are compared in constant time.
         given, expected = headers.get("authorization", "").encode("latin-1"), f"Bearer {self._key}".encode()
         if self._key and not hmac.compare_digest(given, expected):

@@ -113,10 +113,12 @@ def _sampling(body: Mapping[str, Any], most: str, default: int, end: int | None)
 def _stops(body: Mapping[str, Any]) -> list[str]:
     stop = body.get("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    few = isinstance(stops, list) and len(stops) <= MAX_STOPS
-    if not few or not all(isinstance(s, str) and 1 <= len(s) <= MAX_STOP_CHARACTERS for s in stops):
-        said = f"must be a text of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOPS}"
-        raise RequestError(f"stop: {said}", field="stop")
+    stops = stops if isinstance(stops, list) and len(stops) <= MAX_STOPS else [None]
+    if not all(isinstance(s, str) and 1 <= len(s) <= MAX_STOP_CHARACTERS for s in stops):
+        said = (
+            f"stop: must be a text of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOPS}"
+        )
+        raise RequestError(said, field="stop")
     return stops
 
 

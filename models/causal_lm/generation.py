@@ -93,7 +93,7 @@ class TextStream:
         config: Any = model.config
         context = model_sizes.context_length(config.to_dict()) or 1 << 30
         max_prompt = max(1, context // 2)
-        ids = _encode_prompt(tokenizer, prompt, sampling.stop_token_id, max_prompt * CHARACTERS_PER_TOKEN)
+        ids = encode_prompt(tokenizer, prompt, sampling.stop_token_id, max_prompt * CHARACTERS_PER_TOKEN)
         ids = ids or [_first_id(config.eos_token_id)]
         if len(ids) > max_prompt:
             logging.getLogger(__name__).warning(
@@ -107,7 +107,7 @@ class TextStream:
         self.tokens = 0
         """Tokens written so far."""
         self._most = min(sampling.max_new_tokens, context - len(ids))
-        self._pieces = self._decode(tokenizer, ids, _generate_ids(model, ids, self._most, sampling))
+        self._pieces = self._decode(tokenizer, ids, generate_ids(model, ids, self._most, sampling))
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -129,7 +129,7 @@ class TextStream:
             yield piece
 
 
-def _encode_prompt(tokenizer: Any, prompt: Prompt, stop_id: int | None, most: int) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: Prompt, stop_id: int | None, most: int) -> list[int]:
     """Token ids of the last `most` characters; each part is tokenized by itself, as in training."""
     parts = [(prompt, False)] if isinstance(prompt, str) else [part[:2] for part in prompt]
     ids: list[int] = []
@@ -145,7 +145,7 @@ def _first_id(ids: int | Sequence[int] | None) -> int:
     return (ids if isinstance(ids, int) else next(iter(ids or ()), 0)) or 0
 
 
-def _generate_ids(model: nn.Module, ids: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+def generate_ids(model: nn.Module, ids: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
     """New token ids until a stop token. Between two of them the model is in the caller's mode."""
     import torch
 
