@@ -45,9 +45,7 @@ class Door:
     def _answer(self, headers: Headers, path: str) -> Response | None:
         """What is answered here; None where the model is asked."""
         if not self._is_named(host := headers.get("host", "")):
-            return error_response(
-                f"Host: no name of this server (--allow-host gives it others): {host!r}", 403
-            )
+            return error_response(f"Host: {host!r} is no name of this server: see --allow-host", 403)
         is_ready = self._model.done() and not self._model.exception()
         if path in ("/health", "/ready"):  # without a key: a supervisor has none
             said = {"model": self._name, "ready": is_ready}

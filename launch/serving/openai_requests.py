@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1 << 20
 COMPLETION_TOKENS, ANSWER_TOKENS = 16, 256
 """--max_tokens where the request has none: OpenAI's, and enough for an answer."""
-MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MAX_PROMPTS = 128
 MAX_RENDERED = 1 << 25
 """Messages times characters, at least 64 of each: what stands before each answer is rendered anew."""
@@ -114,10 +114,8 @@ def _stops(body: Mapping[str, Any]) -> list[str]:
     stop = body.get("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     stops = stops if isinstance(stops, list) and len(stops) <= MAX_STOPS else [None]
-    if not all(isinstance(s, str) and 1 <= len(s) <= MAX_STOP_CHARACTERS for s in stops):
-        said = (
-            f"stop: must be a text of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOPS}"
-        )
+    if not all(isinstance(s, str) and 1 <= len(s) <= MAX_STOP_LENGTH for s in stops):
+        said = f"stop: must be a text of 1 to {MAX_STOP_LENGTH} characters, or a list of at most {MAX_STOPS}"
         raise RequestError(said, field="stop")
     return stops
 
