@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 READ_SECONDS = 20.0
 """How long a request may take to come, its body with it."""
-PARSE_SECONDS = 0.1
+PARSE_SECONDS = 0.03
 """The processor time that it may take to be parsed: a mebibyte in ordinary pieces takes 0.01."""
 BYTES_AT_A_TIME = 8192
 """Others are served between so many bytes: in pieces of one byte they take 14 ms to parse."""
