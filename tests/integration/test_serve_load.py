@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import statistics
@@ -10,28 +11,29 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from isobatch.tests.hostile_requests import language_model_requests
 from isobatch.tests.integration.helpers import port_of, post, warm_command
 from isobatch.tests.unit.test_chat import TEMPLATE, plain_folder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from pathlib import Path
 
 ASKED: dict[str, Any] = {"prompt": "When? at nine", "max_tokens": 24, "temperature": 0, "stop": "\x07never"}
 
 SHORT = ("deep lists", "long stop strings", "a long prompt", "10 MB", "many headers", "evil.com", "NaN")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    folder = plain_folder(tmp_path_factory.mktemp("served") / "m", TEMPLATE)
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[int]:
+    """The port of a server."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(warm_command("serve", str(folder), "--port", "0"), **pipes) as process:
-        yield process
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        try:
+            yield port_of(process)
+        finally:
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
     assert "Traceback" not in said
     assert process.returncode == 0
 
@@ -81,17 +83,15 @@ def throw(port: int, names: Collection[str]) -> tuple[list[float], set[str]]:
     return another.seconds(thrown[0][1], thrown[-1][2]), slow
 
 
-def test_each_is_answered_and_another_client_waits_less_than_twice_as_long(
-    server: subprocess.Popen[str],
-) -> None:
-    port = port_of(server)
-    before = usual(port)
-    times, slow = throw(port, list(language_model_requests()))
-    assert len(times) > 10
-    # Other programs slow this machine as well: what is slow again and again is the server.
-    for _ in range(3):
-        slow = throw(port, sorted(slow))[1] if slow else slow
-        times = times if statistics.median(times) < 2 * before else throw(port, SHORT)[0]
-        before = max(before, usual(port))
+def test_each_is_answered_and_another_client_waits_less_than_twice_as_long(tmp_path: Path) -> None:
+    with served(plain_folder(tmp_path / "m", TEMPLATE)) as port:
+        before = usual(port)
+        times, slow = throw(port, list(language_model_requests()))
+        assert len(times) > 10
+        # Other programs slow this machine as well: what is slow again and again is the server.
+        for _ in range(3):
+            slow = throw(port, sorted(slow))[1] if slow else slow
+            times = times if statistics.median(times) < 2 * before else throw(port, SHORT)[0]
+            before = max(before, usual(port))
     assert not slow
     assert statistics.median(times) < 2 * before
