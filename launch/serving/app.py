@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
@@ -18,9 +18,8 @@ from isobatch.launch.serving.openai_api import LanguageModelApi
 from isobatch.launch.serving.requests import RequestError, error_response, read_body, refuse_unknown
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
-    from starlette.requests import Request
     from starlette.responses import Response
 
     from isobatch.data.text.chat_templates import ChatTemplate
@@ -29,6 +28,10 @@ if TYPE_CHECKING:
 
 MAX_SAMPLES = 1024
 """Texts or rows of a request."""
+MAX_CHARACTERS = 1 << 16
+"""Of one of them: all are tokenized, though the model reads less."""
+PART_CHARACTERS = 1 << 13
+"""A request takes turns with others after so many; a sample counts as 64 at least."""
 
 
 def language_model_app(
@@ -36,7 +39,7 @@ def language_model_app(
 ) -> Starlette:
     """OpenAI's endpoints. `template`: how the conversations were written that it was trained on."""
     thread = ModelThread()
-    return _application(LanguageModelApi(name, write_text, template, thread).routes(), name, thread)
+    return _application(LanguageModelApi(name, write_text, template, thread).routes(), name)
 
 
 def prediction_app(name: str, answerer: Answerer) -> Starlette:
@@ -48,10 +51,28 @@ def prediction_app(name: str, answerer: Answerer) -> Starlette:
     queue = BatchingQueue(answerer.predict, thread)
 
     async def predict(request: Request) -> Response:
-        samples = _samples(await read_body(request), answerer)
-        return JSONResponse({"model": name, "predictions": await queue.ask(samples)})
+        answers = []
+        for part in _parts(_samples(await read_body(request), answerer)):
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            answers += await queue.ask(part)
+        return JSONResponse({"model": name, "predictions": answers})
 
-    return _application([Route("/predict", predict, methods=["POST"])], name, thread)
+    return _application([Route("/predict", predict, methods=["POST"])], name)
+
+
+def _parts(samples: list[Any]) -> list[list[Any]]:
+    parts, size = list[list[Any]](), PART_CHARACTERS
+    for number, sample in enumerate(samples):
+        length = len(str(sample))
+        if length > MAX_CHARACTERS:
+            raise RequestError(f"sample {number}: has {length:,} characters, at most {MAX_CHARACTERS:,}")
+        if size >= PART_CHARACTERS:
+            parts.append([])
+            size = 0
+        parts[-1].append(sample)
+        size += max(length, 64)
+    return parts
 
 
 def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
@@ -73,32 +94,27 @@ def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
     return [answerer.rows.from_row(row, f"rows[{n}]") for n, row in enumerate(values)]
 
 
-def _application(routes: list[Route], name: str, thread: ModelThread) -> Starlette:
+def _application(routes: list[Route], name: str) -> Starlette:
     paths = [route.path for route in routes if "{" not in route.path]
 
     async def describe(_: Request) -> Response:
         return JSONResponse({"model": name, "paths": paths})
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
-        thread.close()
-
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        there = f"{request.method} {request.url.path}: there is no such path; there are {', '.join(paths)}"
+        there = f"{request.method} {request.scope['path']}: no such path; there are {', '.join(paths)}"
         return error_response(there if error.status_code == 404 else error.detail, error.status_code)
 
     handlers: dict[Any, Any] = {HTTPException: http_error, RequestError: _refuse, Exception: _report_bug}
-    handlers[UserError] = _refuse
-    asked = [Route("/", describe), Route("/health", describe)]
-    return Starlette(routes=[*asked, *routes], exception_handlers=handlers, lifespan=lifespan)
+    handlers |= {UserError: _refuse, ClientDisconnect: _refuse}
+    return Starlette(routes=[Route("/", describe), *routes], exception_handlers=handlers)
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
         return error_response(error.message, error.status, error.field)
-    return error_response(" ".join(str(error).split()), 400)
+    # To a client who has left anything may be said.
+    return error_response(" ".join(str(error).split()), 499 if isinstance(error, ClientDisconnect) else 400)
 
 
 async def _report_bug(_: Request, error: Exception) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions(TrustOptions):
@@ -41,6 +40,10 @@ class ServeOptions(TrustOptions):
     """The address to listen at; by default only this machine can ask."""
     port: number_ranges.PortNumber = 8000
     """0 takes a free one."""
+    allow_host: str | None = None
+    """Other names by which clients call this server, with commas between them, as behind a proxy."""
+    api_key: str | None = None
+    """A file that holds the key which clients must send; or set ISOBATCH_API_KEY."""
     form: Literal["torch", "onnx", "onnx-int4"] = "torch"
     """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
     top: number_ranges.Positive = 10
@@ -56,8 +59,8 @@ class ServeOptions(TrustOptions):
 
 
 def serve(words: Sequence[str]) -> int:
-    """Usage: serve RUN [--port 8000] [--host 127.0.0.1] [--form onnx-int4] [--top 10]
-    [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--load-bits 8]
+    """Usage: serve RUN [--port 8000] [--host 127.0.0.1] [--allow-host NAME,NAME] [--api-key FILE]
+    [--form onnx-int4] [--top 10] [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--load-bits 8]
 
     A language model answers as OpenAI's API (/v1/completions, /v1/chat/completions), another model
     POST /predict with {"texts": [...]}. RUN may be an ONNX file of a classifier, or the folder of one: then
@@ -69,9 +72,8 @@ def serve(words: Sequence[str]) -> int:
         raise UserError("serve: give the folder of one run (`runs` lists them), or an ONNX file")
     doing("loading the model")
     _require_libraries()
-    listener = _listen(options.host, options.port)
-    with listener:
-        return _run(make_app(positional[0], options), listener, options)
+    with listen(options.host, options.port) as listener:
+        return _run(positional[0], listener, options)
 
 
 def make_app(where: str, options: ServeOptions) -> Any:
@@ -110,7 +112,7 @@ def _require_libraries() -> None:
         raise UserError("serve: needs starlette and uvicorn: pip install starlette uvicorn") from None
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A socket at this address. Raises UserError where it cannot be had."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -123,18 +125,41 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _run(app: Any, listener: socket.socket, options: ServeOptions) -> int:
+def _run(where: str, listener: socket.socket, options: ServeOptions) -> int:
+    """Answer from the first moment, and for the model once it is loaded. Raises what loading it raises."""
+    from isobatch.launch.serving.door import LOOPBACK, Door, read_key
+
+    address, port = listener.getsockname()[:2]
+    key, hosts = read_key(options.api_key), [options.host, address, *(options.allow_host or "").split(",")]
+    loading = ThreadPoolExecutor(1).submit(make_app, where, options)
+    server = new_server(Door(Path(where).expanduser().resolve().name, loading, hosts, key))
+
+    def announce(_: Any) -> None:
+        doing()
+        if loading.exception():
+            server.should_exit = True
+            return
+        shown = f"[{address}]" if ":" in address else address
+        print(printable(f"serving at http://{shown}:{port} (Ctrl-C ends it)"), flush=True)
+        if options.host not in LOOPBACK and not key:
+            print("every machine that reaches this address can ask the model: --api-key FILE", flush=True)
+
+    loading.add_done_callback(announce)
+    server.run(sockets=[listener])
+    loading.result()
+    return 0
+
+
+def new_server(app: Any) -> Any:
     import uvicorn
 
-    # Its own errors are printed by the application; what is open at Ctrl-C is cut off without a word.
-    settings = uvicorn.Config(app, log_level="critical", access_log=False, timeout_graceful_shutdown=0)
-    address, port = listener.getsockname()[:2]
-    shown = f"[{address}]" if ":" in address else address
-    doing()
-    print(printable(f"serving at http://{shown}:{port} (Ctrl-C ends it)"), flush=True)
-    if options.host not in LOOPBACK:
-        print("every machine that reaches this address can ask the model: there is no password", flush=True)
-    server = uvicorn.Server(settings)
+    from isobatch.launch.serving.connection import LimitedConnection
+
+    # Errors are printed by the application; what is open at Ctrl-C is cut off without a word. More than 512
+    # connections are answered with 503, as a process may often hold 1,024 open files.
+    settings: dict[str, Any] = {"log_level": "critical", "access_log": False, "timeout_graceful_shutdown": 0}
+    settings |= {"http": LimitedConnection, "ws": "none", "lifespan": "off", "proxy_headers": False}
+    server = uvicorn.Server(uvicorn.Config(app, **settings, limit_concurrency=512))
     end_gracefully = server.handle_exit
 
     def handle_exit(number: int, frame: FrameType | None) -> None:
@@ -145,5 +170,4 @@ def _run(app: Any, listener: socket.socket, options: ServeOptions) -> int:
         os._exit(DONE)
 
     setattr(server, "handle_exit", handle_exit)  # noqa: B010  a method, as types see it
-    server.run(sockets=[listener])
-    return 0
+    return server

@@ -32,10 +32,6 @@ class ModelThread:
         """The function's result, computed in the thread."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
-    def close(self) -> None:
-        """Forget what waits."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
 
 @dataclass(frozen=True, slots=True)
 class _Asked:

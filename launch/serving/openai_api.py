@@ -10,11 +10,13 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.launch.serving.model_thread import ModelThread
 from isobatch.launch.serving.openai_requests import parse_chat, parse_completion
 from isobatch.launch.serving.requests import RequestError, error_body, read_body
 from isobatch.launch.serving.stop_strings import StopStrings
@@ -22,10 +24,9 @@ from isobatch.launch.serving.stop_strings import StopStrings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from starlette.requests import Request
+    from starlette.responses import Response
 
     from isobatch.data.text.chat_templates import ChatTemplate
-    from isobatch.launch.serving.model_thread import ModelThread
     from isobatch.launch.serving.openai_requests import CompletionRequest
     from isobatch.models.protocols import WrittenText
 
@@ -34,10 +35,6 @@ _END = None
 KINDS = {False: ("cmpl", "text_completion", "text_completion")}
 KINDS |= {True: ("chatcmpl", "chat.completion", "chat.completion.chunk")}
 """Whether it is a chat -> the beginning of its id, and what an answer and a piece of one are called."""
-
-
-CLIENT_LEFT = 499
-"""A status that nobody reads."""
 
 
 @dataclass(slots=True)
@@ -64,7 +61,7 @@ class LanguageModelApi:
         thread: ModelThread,
     ) -> None:
         self.name, self._write_text, self._template, self._thread = name, write_text, template, thread
-        self._started = int(time.time())
+        self._started, self._rendering = int(time.time()), ModelThread()
 
     def routes(self) -> list[Route]:
         return [
@@ -87,7 +84,7 @@ class LanguageModelApi:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request)
-        asked = await self._thread.run(parse_chat, body, self.name, self._template)
+        asked = await self._rendering.run(parse_chat, body, self.name, self._template)
         return await self._respond(request, asked)
 
     def _description(self) -> dict[str, Any]:
@@ -103,9 +100,10 @@ class LanguageModelApi:
             async for piece in self._write(prompt, asked, tokens):
                 pieces.append(piece)
                 if await request.is_disconnected():
-                    return Response(status_code=CLIENT_LEFT)
+                    raise ClientDisconnect
             text = "".join(piece for piece, _ in pieces)
-            choices.append(_choice(index, text, pieces[-1][1], asked.is_chat))
+            part = "message" if asked.is_chat else None
+            choices.append(_choice(index, text, pieces[-1][1], part, role="assistant"))
         head = self._head(asked, KINDS[asked.is_chat][1])
         return JSONResponse(head | {"choices": choices, "usage": tokens.to_dict()})
 
@@ -116,14 +114,16 @@ class LanguageModelApi:
     async def _events(self, asked: CompletionRequest) -> AsyncIterator[str]:
         """Server-sent events: a JSON object for each piece of text, and [DONE]."""
         tokens, head = Tokens(), self._head(asked, KINDS[asked.is_chat][2])
+        part = "delta" if asked.is_chat else None
         if asked.include_usage:
             head["usage"] = None
         try:
             for index, prompt in enumerate(asked.prompts):
                 if asked.is_chat:
-                    yield _event(head | {"choices": [_piece(index, "", None, asked.is_chat, first=True)]})
+                    yield _event(head | {"choices": [_choice(index, "", None, part, role="assistant")]})
                 async for piece, reason in self._write(prompt, asked, tokens):
-                    yield _event(head | {"choices": [_piece(index, piece, reason, asked.is_chat)]})
+                    if piece or reason:
+                        yield _event(head | {"choices": [_choice(index, piece, reason, part)]})
             if asked.include_usage:
                 yield _event(head | {"choices": [], "usage": tokens.to_dict()})
         except UserError as error:
@@ -133,13 +133,12 @@ class LanguageModelApi:
     async def _write(
         self, prompt: Any, asked: CompletionRequest, tokens: Tokens
     ) -> AsyncIterator[tuple[str, str | None]]:
-        """(text, None) as it is written; at last (the rest, why it ended)."""
+        """(text, None) for each token, the text may be empty; at last (the rest, why it ended)."""
         written = await self._thread.run(self._write_text, prompt, asked.sampling)
         tokens.prompt += written.prompt_tokens
         pieces, stops = iter(written), StopStrings(asked.stops)
         while not stops.found and (piece := await self._thread.run(next, pieces, _END)) is not _END:
-            if shown := stops.push(piece):
-                yield shown, None
+            yield stops.push(piece), None
         tokens.written += written.tokens
         yield stops.rest(), "length" if written.is_full and not stops.found else "stop"
 
@@ -148,12 +147,7 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {atomic_files.json_text(value, ensure_ascii=False)}\n\n"
 
 
-def _choice(index: int, text: str, reason: str | None, is_chat: bool) -> dict[str, Any]:
-    said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-    return {"index": index, **said, "logprobs": None, "finish_reason": reason}
-
-
-def _piece(index: int, text: str, reason: str | None, is_chat: bool, first: bool = False) -> dict[str, Any]:
-    role = {"role": "assistant"} if first else {}
-    said = {"delta": {**role, "content": text}} if is_chat else {"text": text}
+def _choice(index: int, text: str, reason: str | None, part: str | None, **role: str) -> dict[str, Any]:
+    """`part` of a conversation: a whole `message`, or the `delta` to one; None of other text."""
+    said = {part: {**role, "content": text}} if part else {"text": text}
     return {"index": index, **said, "logprobs": None, "finish_reason": reason}

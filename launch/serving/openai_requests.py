@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1 << 20
 COMPLETION_TOKENS, ANSWER_TOKENS = 16, 256
 """--max_tokens where the request has none: OpenAI's, and enough for an answer."""
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_PROMPTS = 128
+MAX_RENDERED = 1 << 25
+"""Messages times characters, at least 64 of each: what stands before each answer is rendered anew."""
 READ = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options")
 READ_FOR_CHAT = (*READ, "messages", "max_completion_tokens")
 READ_FOR_COMPLETIONS = (*READ, "prompt")
@@ -51,8 +54,8 @@ def parse_completion(body: Mapping[str, Any], name: str) -> CompletionRequest:
     _check_fields(body, READ_FOR_COMPLETIONS, name)
     prompt = body.get("prompt")
     prompts = prompt if isinstance(prompt, list) else [prompt]
-    if not prompts or not all(isinstance(p, str) for p in prompts):
-        raise RequestError("prompt: must be a text, or a list of texts", field="prompt")
+    if not 1 <= len(prompts) <= MAX_PROMPTS or not all(isinstance(p, str) for p in prompts):
+        raise RequestError(f"prompt: must be a text, or a list of 1 to {MAX_PROMPTS} texts", field="prompt")
     return _request(body, prompts, _sampling(body, "max_tokens", COMPLETION_TOKENS, None), is_chat=False)
 
 
@@ -67,6 +70,8 @@ def parse_chat(body: Mapping[str, Any], name: str, template: ChatTemplate | None
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages: must be a list of messages", field="messages")
     parsed = [_parse_message(m, f"messages[{n}]") for n, m in enumerate(messages)]
+    if len(parsed) * sum(max(len(message["content"]), 64) for message in parsed) > MAX_RENDERED:
+        raise RequestError(f"messages: {len(parsed)} are too long together: leave out the first", 413)
     if parsed[-1]["role"] == "assistant":
         raise RequestError("messages: the last one must not be the assistant's", field="messages")
     most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
@@ -108,9 +113,10 @@ def _sampling(body: Mapping[str, Any], most: str, default: int, end: int | None)
 def _stops(body: Mapping[str, Any]) -> list[str]:
     stop = body.get("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    texts = isinstance(stops, list) and all(isinstance(s, str) and s for s in stops)
-    if not texts or len(stops) > MAX_STOPS:
-        raise RequestError(f"stop: must be a text, or a list of at most {MAX_STOPS} texts", field="stop")
+    stops = stops if isinstance(stops, list) and len(stops) <= MAX_STOPS else [None]
+    if not all(isinstance(s, str) and 1 <= len(s) <= MAX_STOP_LENGTH for s in stops):
+        said = f"stop: must be a text of 1 to {MAX_STOP_LENGTH} characters, or a list of at most {MAX_STOPS}"
+        raise RequestError(said, field="stop")
     return stops
 
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-MAX_BODY_BYTES = 4 << 20
+MAX_BODY_BYTES = 1 << 20
+MAX_ANSWERED = 500
+"""Characters of a sentence: it may repeat what was sent."""
 
 
 class RequestError(Exception):
@@ -28,7 +30,7 @@ class RequestError(Exception):
 def error_body(message: str, status: int, field: str | None = None) -> dict[str, Any]:
     """The body of an error."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
+    return {"error": {"message": message[:MAX_ANSWERED], "type": kind, "param": field, "code": None}}
 
 
 def error_response(message: str, status: int, field: str | None = None) -> JSONResponse:
@@ -38,6 +40,9 @@ def error_response(message: str, status: int, field: str | None = None) -> JSONR
 
 async def read_body(request: Request) -> dict[str, Any]:
     """The JSON object in a request's body. Raises RequestError."""
+    # A web page may send other kinds to any server without asking it first.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("Content-Type: must be application/json (curl --json '{...}')", 415)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -46,8 +51,10 @@ async def read_body(request: Request) -> dict[str, Any]:
                 f"the body is larger than {MAX_BODY_BYTES >> 20} MiB: send less at a time", 413
             )
     try:
-        found = json.loads(body)
-        json.dumps(found, ensure_ascii=False).encode()  # halves of characters can be no text
+        text = body.decode()
+        found = json.loads(text)
+        if "\\u" in text:  # halves of characters can be no text
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -59,7 +66,7 @@ def refuse_unknown(body: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise RequestError for a field that means nothing here."""
     for name in body:
         if name not in known:
-            raise RequestError(f"{name}: there is no such field{nearest_hint(name, known)}", field=name)
+            raise RequestError(f"{name}: there is no such field{nearest_hint(name[:100], known)}", field=name)
 
 
 def number_in(

@@ -13,6 +13,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
+        self._starts = [stop[:length] for stop in self._stops for length in range(1, len(stop))]
         self._held = ""
         self.found = False
         """Whether a stop string came."""
@@ -32,8 +33,7 @@ class StopStrings:
 
     def _open_length(self) -> int:
         """Length of the longest end of the text with which a stop string begins."""
-        starts = (stop[:length] for stop in self._stops for length in range(1, len(stop)))
-        return max((len(start) for start in starts if self._held.endswith(start)), default=0)
+        return max((len(start) for start in self._starts if self._held.endswith(start)), default=0)
 
     def _release(self, length: int) -> str:
         shown, self._held = self._held[:length], self._held[length:]

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+GREEDY_BELOW = 1e-5
+"""A lower temperature takes the likeliest token: divided by it, logits would overflow."""
+CHARACTERS_PER_TOKEN = 64
+"""Of a prompt so many are read for each token that the model reads, from its end: a token has about 4."""
+TOKENS_BEFORE = 64
+"""So many tokens are decoded again before those that make the next characters."""
 REPLACEMENT_CHARACTER = "\ufffd"
 """What a decoder writes for bytes that do not yet make a character."""
 
@@ -78,7 +84,7 @@ Prompt = str | Sequence[tuple[str, bool]]
 
 
 class TextStream:
-    """What the model writes after a prompt, as it is written, in whole characters.
+    """What the model writes after a prompt, as it is written: for each token a piece, of whole characters.
 
     A prompt longer than half the model's context is truncated from the left, with a warning.
     """
@@ -86,8 +92,9 @@ class TextStream:
     def __init__(self, model: nn.Module, tokenizer: Any, prompt: Prompt, sampling: Sampling) -> None:
         config: Any = model.config
         context = model_sizes.context_length(config.to_dict()) or 1 << 30
-        ids = _encode_prompt(tokenizer, prompt, sampling.stop_token_id) or [_first_id(config.eos_token_id)]
         max_prompt = max(1, context // 2)
+        ids = encode_prompt(tokenizer, prompt, sampling.stop_token_id, max_prompt * CHARACTERS_PER_TOKEN)
+        ids = ids or [_first_id(config.eos_token_id)]
         if len(ids) > max_prompt:
             logging.getLogger(__name__).warning(
                 "the prompt has %s tokens; the first %s are left out: the model reads %s, half for its"
@@ -100,7 +107,7 @@ class TextStream:
         self.tokens = 0
         """Tokens written so far."""
         self._most = min(sampling.max_new_tokens, context - len(ids))
-        self._pieces = self._decode(tokenizer, ids, _generate_ids(model, ids, self._most, sampling))
+        self._pieces = self._decode(tokenizer, ids, generate_ids(model, ids, self._most, sampling))
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -111,22 +118,26 @@ class TextStream:
         return self.tokens >= self._most
 
     def _decode(self, tokenizer: Any, ids: list[int], tokens: Iterator[int]) -> Iterator[str]:
-        decoded, written = tokenizer.decode(ids), []
+        before, open_ids = ids[-TOKENS_BEFORE:], []
         for token in tokens:
             self.tokens += 1
-            written.append(token)
-            text = tokenizer.decode(ids + written)
-            if len(text) > len(decoded) and not text.endswith(REPLACEMENT_CHARACTER):
-                yield text[len(decoded) :]
-                decoded = text
+            open_ids.append(token)
+            decoded, text = tokenizer.decode(before), tokenizer.decode(before + open_ids)
+            piece = "" if text.endswith(REPLACEMENT_CHARACTER) else text[len(decoded) :]
+            if piece:
+                before, open_ids = (before + open_ids)[-TOKENS_BEFORE:], []
+            yield piece
 
 
-def _encode_prompt(tokenizer: Any, prompt: Prompt, stop_id: int | None) -> list[int]:
-    """Token ids; each part is tokenized by itself, as conversations are for training."""
+def encode_prompt(tokenizer: Any, prompt: Prompt, stop_id: int | None, most: int) -> list[int]:
+    """Token ids of the last `most` characters; each part is tokenized by itself, as in training."""
+    parts = [(prompt, False)] if isinstance(prompt, str) else [part[:2] for part in prompt]
     ids: list[int] = []
-    for text, is_answer in [(prompt, False)] if isinstance(prompt, str) else (part[:2] for part in prompt):
-        ids += tokenizer.encode(text, add_special_tokens=False).ids
-        ids += [stop_id] if is_answer and stop_id is not None else []
+    for text, is_answer in reversed(parts):
+        # Unlike `encode` it lets other threads run.
+        (encoding,) = tokenizer.encode_batch([text[-most:] if most > 0 else ""], add_special_tokens=False)
+        end = [stop_id] if is_answer and stop_id is not None else []
+        ids, most = encoding.ids + end + ids, most - len(text)
     return ids
 
 
@@ -134,7 +145,7 @@ def _first_id(ids: int | Sequence[int] | None) -> int:
     return (ids if isinstance(ids, int) else next(iter(ids or ()), 0)) or 0
 
 
-def _generate_ids(model: nn.Module, ids: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+def generate_ids(model: nn.Module, ids: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
     """New token ids until a stop token. Between two of them the model is in the caller's mode."""
     import torch
 
@@ -170,7 +181,7 @@ def _sample_id(logits_V: Tensor, sampling: Sampling, generator: Any) -> int:
     """One token id from (V,) logits."""
     import torch
 
-    if sampling.temperature == 0:
+    if sampling.temperature < GREEDY_BELOW:
         return int(logits_V.argmax())
     probabilities, tokens = (logits_V / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
     if sampling.top_k:

@@ -128,5 +128,5 @@ def port_of(server: subprocess.Popen[str]) -> int:
 def post(port: int, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
     """The answer to a request over a real socket."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", path, json.dumps(body))
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     return connection.getresponse()

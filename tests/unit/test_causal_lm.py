@@ -18,6 +18,7 @@ from isobatch.core.errors import UserError
 from isobatch.data.text.plain_text import windows
 from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.models.base import StepContext
+from isobatch.models.causal_lm import generation
 from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
 from isobatch.models.causal_lm.model_sizes import PRESETS, size_from_config
 from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
@@ -298,6 +299,41 @@ def test_generate_is_greedy_at_temperature_zero_and_stops_at_the_context(saved: 
     assert 500 < len(text) <= 532
     with pytest.raises(UserError, match=r"holds no trained model"):
         generate(saved / "nothing", "x", max_new_tokens=1, temperature=0, seed=0)
+
+
+@pytest.mark.parametrize("cold", [5e-324, 1e-300, 1e-39, 1e-9])
+def test_a_temperature_near_zero_takes_the_likeliest(saved: Path, cold: float) -> None:
+    greedy = generate(saved, "def f", max_new_tokens=9, temperature=0)
+    assert generate(saved, "def f", max_new_tokens=9, temperature=cold) == greedy
+
+
+def test_a_piece_is_written_for_each_token_and_together_they_are_the_text(saved: Path) -> None:
+    net, tokenizer = open_for_generation(saved)
+    stream = TextStream(net, tokenizer, "déf", Sampling(max_new_tokens=50, temperature=2.0, seed=3))
+    pieces = list(stream)
+    assert len(pieces) == stream.tokens > 20
+    assert "" in pieces, "no character of several tokens was drawn"
+    ids = tokenizer.encode("déf").ids
+    generated = generation.generate_ids(net, ids, 50, Sampling(max_new_tokens=50, temperature=2.0, seed=3))
+    assert tokenizer.decode([*ids, *generated]).rstrip("\ufffd") == ("déf" + "".join(pieces)).rstrip("\ufffd")
+
+
+def test_only_the_end_of_a_long_prompt_is_tokenized(saved: Path) -> None:
+    net, tokenizer = open_for_generation(saved)
+    sizes: list[int] = []
+
+    class Counting:
+        def encode_batch(self, texts: list[str], **flags: Any) -> Any:
+            sizes.extend(map(len, texts))
+            return tokenizer.encode_batch(texts, **flags)
+
+    asked = [("b" * 100_000, False), ("an answer", True), ("y" * 2040, False)]
+    stream = TextStream(net, Counting(), asked, Sampling(stop_token_id=1))
+    assert stream.prompt_tokens == 32
+    assert sum(sizes) == 32 * generation.CHARACTERS_PER_TOKEN
+    short = [("b", False), ("an answer", True), ("y", False)]
+    ids = [tokenizer.encode(text).ids for text, _ in short]
+    assert generation.encode_prompt(tokenizer, short, 1, 99) == [*ids[0], *ids[1], 1, *ids[2]]
 
 
 def bad_folders(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from isobatch.core.errors import UserError
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.launch.predicting.answerer import Answerer
 from isobatch.launch.predicting.rows import TextReader
-from isobatch.launch.serving.app import MAX_SAMPLES, language_model_app, prediction_app
+from isobatch.launch.serving.app import MAX_CHARACTERS, MAX_SAMPLES, language_model_app, prediction_app
 from isobatch.launch.serving.model_thread import BatchingQueue, ModelThread
 from isobatch.launch.serving.requests import MAX_BODY_BYTES
 from isobatch.launch.serving.stop_strings import StopStrings
@@ -58,9 +58,7 @@ async def ask_together(echo: Echo, texts: Sequence[str]) -> list[Any]:
     asked = [asyncio.create_task(queue.ask([text, text + "!"])) for text in texts]
     await asyncio.sleep(0.01)
     echo.may_go.set()
-    found = await asyncio.gather(*asked, return_exceptions=True)
-    thread.close()
-    return found
+    return await asyncio.gather(*asked, return_exceptions=True)
 
 
 def test_concurrent_requests_are_one_batch_and_get_their_own_answers() -> None:
@@ -171,6 +169,9 @@ WRONG_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
     "none": (TEXT | {"max_tokens": 0}, "max_tokens: must be a whole number from 1"),
     "several": (TEXT | {"n": 2}, "n: only 1 is supported"),
     "stop": (TEXT | {"stop": [1]}, "stop: must be a text"),
+    "stops": (TEXT | {"stop": ["a"] * 17}, "or a list of at most 16"),
+    "a long stop": (TEXT | {"stop": "a" * 257}, "stop: must be a text of 1 to 256 characters"),
+    "prompts": ({"prompt": ["a"] * 129}, "a list of 1 to 128 texts"),
     "stream": (TEXT | {"stream": "yes"}, "stream: must be true or false"),
 }
 ASKED = {"messages": [{"role": "user", "content": "a"}]}
@@ -181,12 +182,14 @@ WRONG_CHATS: dict[str, tuple[dict[str, Any], str]] = {
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be a text"),
     "an answer": ({"messages": [{"role": "assistant", "content": "a"}]}, "must not be the assistant's"),
     "tools": (ASKED | {"tools": [{}]}, "tools: only [] is supported"),
+    "many": ({"messages": ASKED["messages"] * 800}, "messages: 800 are too long together"),
 }
 WRONG_PREDICTIONS: dict[str, tuple[Any, str]] = {
     "misspelt": ({"txts": ["a"]}, "did you mean texts?"),
     "nothing": ({}, "give {"),
     "no list": ({"texts": "a"}, f"texts: must be a list of 1 to {MAX_SAMPLES}"),
     "too many": ({"texts": ["a"] * (MAX_SAMPLES + 1)}, f"texts: must be a list of 1 to {MAX_SAMPLES}"),
+    "too long": ({"texts": ["a", "b" * (MAX_CHARACTERS + 1)]}, "sample 1: has 65,537 characters"),
     "a number": ({"texts": ["a", 1]}, "texts[1]: holds int, not text"),
     "empty": ({"texts": [" "]}, "texts[0]: is empty"),
     "no row": ({"rows": ["a"]}, "rows: must be objects"),
@@ -194,6 +197,9 @@ WRONG_PREDICTIONS: dict[str, tuple[Any, str]] = {
     "a list": ([1], "the body is list"),
     "half a character": ({"texts": ["\ud800"]}, "the body is not JSON"),
 }
+
+
+JSON = {"Content-Type": "application/json"}
 
 
 def require_sentence(found: Any, expected: str, status: int = 400) -> None:
@@ -212,22 +218,24 @@ def test_a_wrong_completion_is_one_sentence(case: str, model: TestClient) -> Non
 @pytest.mark.parametrize("case", WRONG_CHATS)
 def test_a_wrong_chat_is_one_sentence(case: str, model: TestClient) -> None:
     body, expected = WRONG_CHATS[case]
-    require_sentence(model.post("/v1/chat/completions", json=body), expected)
+    status = 413 if case == "many" else 400
+    require_sentence(model.post("/v1/chat/completions", json=body), expected, status)
 
 
 @pytest.mark.parametrize("case", WRONG_PREDICTIONS)
 def test_a_wrong_prediction_is_one_sentence(case: str, answers: TestClient) -> None:
     body, expected = WRONG_PREDICTIONS[case]
-    require_sentence(answers.post("/predict", content=json.dumps(body)), expected)
+    require_sentence(answers.post("/predict", content=json.dumps(body), headers=JSON), expected)
 
 
 def test_other_wrong_requests(model: TestClient, answers: TestClient) -> None:
     require_sentence(model.post("/v1/completions", json=TEXT | {"model": "x"}), "this server has 'm'", 404)
     require_sentence(model.get("/v2"), "there are /v1/models", 404)
     require_sentence(answers.get("/predict"), "Method Not Allowed", 405)
-    require_sentence(answers.post("/predict", content=b"{"), "the body is not JSON")
+    require_sentence(answers.post("/predict", content=b"{", headers=JSON), "the body is not JSON")
     large = b" " * (MAX_BODY_BYTES + 1)
-    require_sentence(answers.post("/predict", content=large), "larger than 4 MiB", 413)
+    require_sentence(answers.post("/predict", content=large, headers=JSON), "larger than 1 MiB", 413)
+    require_sentence(answers.post("/predict", content=b"{}"), "Content-Type: must be application/json", 415)
     with TestClient(language_model_app("m", Writer, None)) as plain:
         require_sentence(plain.post("/v1/chat/completions", json=ASKED), "use /v1/completions")
 
@@ -248,4 +256,3 @@ def test_texts_and_rows_are_answered(answers: TestClient) -> None:
     assert found == {"model": "p", "predictions": [{"says": "A"}, {"says": "B"}]}
     assert answers.post("/predict", json={"rows": [{"text": "c"}]}).json()["predictions"] == [{"says": "C"}]
     assert answers.post("/predict", json={"text": "d"}).json()["predictions"] == [{"says": "D"}]
-    assert answers.get("/health").json()["model"] == "p"
