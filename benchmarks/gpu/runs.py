@@ -61,6 +61,12 @@ def train_on_tokens(name: str, *words: str, vocabulary: int, rows: int = 2048) -
     return train(name, *token_flags(*words))
 
 
+def plan_on_tokens(*words: str, vocabulary: int, rows: int) -> str:
+    """What `plan --json` says of a run of `train_on_tokens`."""
+    os.environ |= {"BENCHMARK_VOCABULARY": str(vocabulary), "BENCHMARK_ROWS": str(rows)}
+    return launch("plan", *token_flags(*words), "--processes", "1", "--json")
+
+
 def open_run(folder: str) -> RunFolder:
     return RunFolder.open(folder)
 

@@ -36,7 +36,7 @@ def headline(rows: Sequence[Row]) -> str:
     return next((f"demo: {r['tokens/s']:,} tokens/s" for r in rows if "tokens/s" in r), "")
 
 
-PART = Part("smoke: noise, demo, resume, verify", trials, headline, 240)
+PART = Part("smoke: noise, demo, resume, verify", trials, headline, 140)
 
 
 def noise() -> Row:
