@@ -11,6 +11,7 @@ import argparse
 import importlib
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -96,6 +97,8 @@ def run_all(
 ) -> list[Row]:
     """A line for each part: each in its time, and then in what is left those that were not through."""
     runner.end_leftovers(results)
+    for runs in Path(os.environ[runner.FOLDER]).glob(f"{runner.PREFIX}*"):
+        shutil.rmtree(runs, ignore_errors=True)
     warm = child_process.call("gpu.runner:warm_up")
     print(f"imports: {warm['imported']} libraries", file=sys.stderr, flush=True)
     table = {n: run(n, part, results, asked, has_gpu, end) for n, part in parts.items()}

@@ -12,7 +12,9 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,9 +34,12 @@ COMMAND_LINE = ("accelerate", "filelock", "fire", "isal", "safetensors", "tokeni
 """What every run of the command line needs."""
 LEAST_SECONDS = 20.0
 """With less left of a part's time no trial is begun."""
+PREFIX = "trial-"
 OVER = "the time is over: the same command goes on here"
 FOLDER = "ISOBATCH_BENCHMARK_FOLDER"
 """Environment variable with the folder of one `make gpu`, for what its trials share."""
+RUNS = "ISOBATCH_BENCHMARK_RUNS"
+"""Environment variable with the folder of one trial's runs, which are removed after it: they fill a disk."""
 TRIAL = "ISOBATCH_TRIAL_OF"
 """Environment variable of a trial and of all that it starts: the file of its results."""
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "datasets")
@@ -147,7 +152,8 @@ def _run(trial: Trial, left: float, has_gpu: bool, results: Results) -> Row:
     if left < LEAST_SECONDS:
         return _ended("not run", OVER)
     began, limit = time.monotonic(), min(left, trial.seconds)
-    environment = {**os.environ, TRIAL: str(results.file)}
+    runs = tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get(FOLDER))
+    environment = {**os.environ, TRIAL: str(results.file), RUNS: runs}
     try:
         figures: Row = child_process.call(trial.place, *trial.words, environment=environment, timeout=limit)
     except RuntimeError as error:
@@ -156,6 +162,7 @@ def _run(trial: Trial, left: float, has_gpu: bool, results: Results) -> Row:
         return {**_ended("failed", _last_line(str(error))), "seconds": round(time.monotonic() - began)}
     finally:
         end_leftovers(results)
+        shutil.rmtree(runs, ignore_errors=True)
     return {**_ended("done", ""), "seconds": round(time.monotonic() - began), **figures}
 
 
@@ -163,10 +170,12 @@ def end_leftovers(results: Results) -> None:
     """Kill what trials with these results left running: it would keep its part of the card."""
     import psutil
 
+    left = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(TRIAL) == str(results.file):
-                process.kill()
+                left.append(process)
+    child_process.end(*left)
 
 
 def warm_up() -> Row:

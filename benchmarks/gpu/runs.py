@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.benchmarks.gpu.runner import FOLDER
+from isobatch.benchmarks.gpu.runner import FOLDER, RUNS
 from isobatch.core.package import ROOT, own_command
 from isobatch.engine.machine.hardware import find_gpu_model
 from isobatch.engine.runs.run_folder import RunFolder
@@ -29,6 +29,11 @@ def shared_folder() -> Path:
     return Path(os.environ[FOLDER])
 
 
+def runs_folder() -> Path:
+    """The folder of this trial's runs."""
+    return Path(os.environ[RUNS])
+
+
 def launch(*words: str) -> str:
     """What `isobatch WORDS` printed. Raises RuntimeError with the end of its stderr where it failed."""
     ended = subprocess.run(
@@ -45,9 +50,9 @@ def launch(*words: str) -> str:
 
 def train(name: str, *words: str) -> RunFolder:
     """A finished run of these flags in one process."""
-    common = ("--name", name, "--out", str(shared_folder()), "--quiet", "--again", "--processes", "1")
+    common = ("--name", name, "--out", str(runs_folder()), "--quiet", "--again", "--processes", "1")
     launch("auto", *words, *common)
-    return RunFolder.open(str(shared_folder() / name))
+    return RunFolder.open(str(runs_folder() / name))
 
 
 def token_flags(*words: str) -> tuple[str, ...]:
@@ -144,6 +149,6 @@ def train_here(name: str, *words: str) -> None:
     from isobatch.launch.cli import main
 
     os.environ |= {"BENCHMARK_VOCABULARY": "50257", "BENCHMARK_ROWS": "1024"}
-    common = ("--name", name, "--out", str(shared_folder()), "--quiet", "--again", "--processes", "1")
+    common = ("--name", name, "--out", str(runs_folder()), "--quiet", "--again", "--processes", "1")
     if code := main(["auto", *token_flags(*words), *common]):
         raise RuntimeError(f"{name} ended with {code}")

@@ -75,7 +75,7 @@ def resume(steps: str) -> Row:
     """A run that is asked to stop midway and resumed, against one that is not."""
     words = ("--task", "causal-lm", "--steps", steps)
     whole = runs.train("whole", *words)
-    folder = runs.shared_folder()
+    folder = runs.runs_folder()
     flags = (*words, "--name", "stopped", "--out", str(folder), "--quiet", "--again", "--processes", "1")
     child = subprocess.Popen(own_command("auto", *flags), stderr=subprocess.PIPE, text=True)
     while child.poll() is None and not _has_steps(folder / "stopped" / "metrics.jsonl", int(steps) // 4):

@@ -130,7 +130,7 @@ def shared_device(strategy: str) -> Row:
     from isobatch.benchmarks.gpu import runs
 
     plain = runs.train_on_tokens("one", *FLAGS, vocabulary=512, rows=256)
-    run = runs.open_run(train_on_one_device(str(runs.shared_folder()), strategy, *runs.token_flags(*FLAGS)))
+    run = runs.open_run(train_on_one_device(str(runs.runs_folder()), strategy, *runs.token_flags(*FLAGS)))
     return {"loss difference": runs.furthest(plain, run, LIMIT), "ranks": run.plan.processes}
 
 
