@@ -23,9 +23,10 @@ test-clusters: $(STAMP)
 	$(BIN)/python -m pytest -m "cluster and not slow" tests/integration
 
 # On a GPU, with what is there: installs nothing. QUICK=1 tries it on any machine, PART=3 runs one part,
-# AGAIN=1 measures anew what is there already.
+# AGAIN=1 measures anew what is there already, OUT=folder is where results go, END=570 ends it after so many seconds.
 gpu:
-	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks gpu $(if $(QUICK),--quick) $(if $(PART),--part $(PART)) $(if $(AGAIN),--again)
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks gpu $(if $(QUICK),--quick) $(if $(PART),--part $(PART)) \
+	    $(if $(AGAIN),--again) $(if $(OUT),--out $(OUT)) $(if $(END),--seconds $(END))
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -57,9 +57,17 @@ def kill_tree(number: int) -> None:
 
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(number)
-        for process in (*parent.children(recursive=True), parent):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        end(*parent.children(recursive=True), parent)
+
+
+def end(*processes: Any) -> None:
+    """Kill them, and wait until they are gone with the memory that they held."""
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
 
 
 def answer(place: str, words: list[str]) -> int:

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 runpy.run_path(str(ROOT / "launch" / "_root.py"))
 GRACE_SECONDS = 5.0
 """How long a child that is ending may take: loader processes die a moment after their loop."""
-FORGIVEN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK")
-"""Set by pytest for each test, by torch when its compiler is first imported, and by accelerate."""
+FORGIVEN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_")
+"""Beginnings: set by pytest for each test, by torch's compiler when imported, accelerate, scikit-learn."""
 
 NEW_MODULES = 100
 """So many imported modules are worth a collection before they are frozen."""
@@ -52,7 +52,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k not in FORGIVEN}
+    return {k: v for k, v in os.environ.items() if not k.startswith(FORGIVEN)}
 
 
 def _children() -> set[psutil.Process]:

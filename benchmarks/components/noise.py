@@ -128,7 +128,7 @@ class _Arm:
 class _Stopwatch:
     """Adds the time spent in the hash, the masks and the keys to an arm's `drawing`."""
 
-    PLACES = ((keyed_noise, "keep_mask"), (keyed_attention, "_mask"), (KeyedNoise, "bind"))
+    PLACES = ((keyed_noise, "keep_mask"), (keyed_attention, "dropout_mask"), (KeyedNoise, "bind"))
 
     def __init__(self, arm: _Arm) -> None:
         self.arm = arm

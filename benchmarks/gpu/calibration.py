@@ -1,10 +1,11 @@
-"""Part 7, calibration: memory over 24 recipes, measured and predicted, and the planner's constants here."""
+"""Parts 2 and 5: the planner's constants here; memory over 24 recipes and where it ends."""
 
 from __future__ import annotations
 
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from isobatch.benchmarks.gpu import seven_billion, suite
 from isobatch.benchmarks.gpu.runner import COMMAND_LINE, GPU, Part, Trial
 from isobatch.engine.planning.calibration import PUBLISHED
 from isobatch.engine.planning.memory_model import ExecutionChoices, kept_bytes_per_token
@@ -66,23 +67,30 @@ RECIPES: tuple[tuple[str, int, str], ...] = (
 """(model or task of its own, rows of a micro-batch, further flags); pairs differ in the rows alone."""
 
 
-def trials(quick: bool) -> Sequence[Trial]:
+def constants(quick: bool) -> Sequence[Trial]:
     if quick:
-        tiny = [
-            Trial(label("tiny", n, ""), "gpu.calibration:measure", ("tiny", str(n), ""), 60) for n in (4, 8)
-        ]
-        return tiny[:1]
-    launches = [
-        Trial(LAUNCH + mode, "gpu.calibration:launches", (mode,), 120, (*COMMAND_LINE, GPU))
-        for mode in ("off", "on")
-    ]
+        return [Trial(label("tiny", 4, ""), "gpu.calibration:measure", ("tiny", "4", ""), 60)]
     return [
         Trial(CEILINGS, "gpu.calibration:ceilings", (), 60, (GPU,)),
-        *launches,
         *(
-            Trial(label(*r), "gpu.calibration:measure", (r[0], str(r[1]), r[2]), 90, needs(r[2]))
-            for r in RECIPES
+            Trial(LAUNCH + mode, "gpu.calibration:launches", (mode,), 120, (*COMMAND_LINE, GPU))
+            for mode in ("off", "on")
         ),
+        *(recipe for recipe in _recipes() if recipe.name in (EAGER, COMPILED)),
+    ]
+
+
+def memory(quick: bool) -> Sequence[Trial]:
+    if quick:
+        return seven_billion.trials(quick)
+    oom = Trial("out of memory", "gpu.suite:run", (suite.MEMORY,), 120, suite.NEEDS)
+    others = [recipe for recipe in _recipes() if recipe.name not in (EAGER, COMPILED)]
+    return [*seven_billion.trials(quick), oom, *others]
+
+
+def _recipes() -> Sequence[Trial]:
+    return [
+        Trial(label(*r), "gpu.calibration:measure", (r[0], str(r[1]), r[2]), 90, needs(r[2])) for r in RECIPES
     ]
 
 
@@ -102,7 +110,8 @@ def headline(rows: Sequence[Row]) -> str:
     return f"predicted/reserved {ratios[0]} to {ratios[-1]}, median {median(ratios):.2f}" if ratios else ""
 
 
-PART = Part("memory over 24 recipes, constants", trials, headline)
+CONSTANTS = Part("the planner's constants", constants, headline, 120)
+MEMORY = Part("memory: 7B in 12 GB, out of it, over 24 recipes", memory, headline, 390)
 
 
 def measure(model: str, rows: str, more: str) -> Row:
@@ -142,7 +151,7 @@ def _predicted_ms(run: Any) -> float:
 
 
 def calibration(rows: Sequence[Row], peak: float, bandwidth: float) -> dict[str, float]:
-    """Fields of the planner's `GpuConstants` on this card, from the rows of part 7; the others are absent.
+    """Fields of the planner's `GpuConstants` on this card, from rows of parts 2 and 5; others are absent.
 
     `peak`: dense bf16 FLOP/s, `bandwidth`: bytes/s, both of the GPU table. What a step of GPT-2 124M takes
     beyond its matrix products, at the rate that large products reach, and its launches is memory traffic.

@@ -1,4 +1,4 @@
-"""Part 4, the profiler: attention's kernel, the head, where the GPU idles, and who waits for it.
+"""Part 6, the profiler: attention's kernel, the head, where the GPU idles, and who waits for it.
 
 Figures come from torch.profiler's trace of three steady steps of GPT-2 124M, and from torch's warnings of
 synchronisation over twenty (torch.cuda.set_sync_debug_mode).
@@ -51,7 +51,7 @@ def headline(rows: Sequence[Row]) -> str:
     return "; ".join(filter(None, [told, f"waits a step: {max(waits)}" if waits else ""]))
 
 
-PART = Part("profiler: kernels, idle, waits", trials, headline, 300)
+PART = Part("profiler: kernels, idle, waits", trials, headline, 160)
 
 
 def kernels(compiled: str, model: str = "gpt2-124m", length: str = "1024") -> Row:

@@ -1,12 +1,20 @@
-"""Trials of a part, each in a process of its own with a time limit; a row is kept as soon as it is there."""
+"""Trials of a part, each in a process of its own with a time limit; a row is kept as soon as it is there.
+
+What a trial leaves running is ended after it, and what a killed command left when the next one begins.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import importlib.util
 import json
+import math
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +34,15 @@ COMMAND_LINE = ("accelerate", "filelock", "fire", "isal", "safetensors", "tokeni
 """What every run of the command line needs."""
 LEAST_SECONDS = 20.0
 """With less left of a part's time no trial is begun."""
+PREFIX = "trial-"
+OVER = "the time is over: the same command goes on here"
 FOLDER = "ISOBATCH_BENCHMARK_FOLDER"
 """Environment variable with the folder of one `make gpu`, for what its trials share."""
+RUNS = "ISOBATCH_BENCHMARK_RUNS"
+"""Environment variable with the folder of one trial's runs, which are removed after it: they fill a disk."""
+TRIAL = "ISOBATCH_TRIAL_OF"
+"""Environment variable of a trial and of all that it starts: the file of its results."""
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "datasets")
 Outcome = Literal["done", "failed", "skipped", "not run"]
 
 
@@ -56,7 +71,7 @@ class Part:
     headline: Callable[[Sequence[Row]], str]
     """Its finished rows in a few words."""
     seconds: int = 480
-    """No trial lasts beyond this."""
+    """No trial lasts beyond this, over all commands; what is left out is run where time is left."""
 
 
 def missing(names: Iterable[str], has_gpu: bool) -> list[str]:
@@ -73,10 +88,9 @@ class Results:
         self.parts: dict[str, list[Row]] = found.get("parts", {})
         self.calibration: dict[str, float] = found.get("calibration", {})
 
-    def finished(self, part: str, trial: str, code: str) -> Row | None:
-        """The row of a trial that this code has brought to an end already."""
-        rows = self.parts.get(part, [])
-        return next((r for r in rows if r["trial"] == trial and r["code"] == code), None)
+    def rows(self, part: str) -> dict[str, Row]:
+        """Trial -> its row, of this code or an older one."""
+        return {row["trial"]: row for row in self.parts.get(part, [])}
 
     def keep(self, part: str, row: Row) -> None:
         """Put the row in the place of an earlier one of its trial, and write the file."""
@@ -101,32 +115,79 @@ def code_hash() -> str:
     return found.hexdigest()[:12]
 
 
-def run_part(name: str, part: Part, results: Results, quick: bool, again: bool, has_gpu: bool) -> list[Row]:
-    """The rows of all trials of a part; those that are there from an earlier call are not run again."""
-    code, end, rows = code_hash(), time.monotonic() + part.seconds, []
-    for trial in part.trials(quick):
-        row = None if again else results.finished(name, trial.name, code)
-        if row is None:
-            row = {"trial": trial.name, **_run(trial, end - time.monotonic(), has_gpu), "code": code}
+def run_part(
+    name: str,
+    part: Part,
+    results: Results,
+    quick: bool,
+    again: bool,
+    has_gpu: bool,
+    end: float = math.inf,
+    capped: bool = True,
+) -> list[Row]:
+    """The rows of all trials of a part, until `end` on the monotonic clock.
+
+    Finished ones are not run again, those of older code neither; failed ones are, after those never tried.
+    """
+    code, known = code_hash(), {} if again else results.rows(name)
+    rows = {trial: row for trial, row in known.items() if row["outcome"] == "done"}
+    if capped:
+        spent = sum(row.get("seconds", 0) for row in rows.values() if row["code"] == code)
+        end = min(end, time.monotonic() + part.seconds - spent)
+    trials = part.trials(quick)
+    for trial in sorted(trials, key=lambda t: t.name in known):
+        if trial.name not in rows:
+            row = {"trial": trial.name, **_run(trial, end - time.monotonic(), has_gpu, results), "code": code}
             if row["outcome"] in ("done", "failed"):
                 results.keep(name, row)
             print(f"  {trial.name}: {_told(row)}", file=sys.stderr, flush=True)
-        rows.append(row)
-    return rows
+            rows[trial.name] = row
+    found = [rows[trial.name] for trial in trials]
+    return [{**row, "from": "older code"} if row["code"] != code else row for row in found]
 
 
-def _run(trial: Trial, left: float, has_gpu: bool) -> Row:
+def _run(trial: Trial, left: float, has_gpu: bool, results: Results) -> Row:
     if lacks := missing(trial.needs, has_gpu):
         return _ended("skipped", f"needs {', '.join(lacks)}")
     if left < LEAST_SECONDS:
-        return _ended("not run", "the part's time is over: the same command goes on here")
-    began = time.monotonic()
+        return _ended("not run", OVER)
+    began, limit = time.monotonic(), min(left, trial.seconds)
+    runs = tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get(FOLDER))
+    environment = {**os.environ, TRIAL: str(results.file), RUNS: runs}
     try:
-        limit = min(left, trial.seconds)
-        figures: Row = child_process.call(trial.place, *trial.words, environment=os.environ, timeout=limit)
+        figures: Row = child_process.call(trial.place, *trial.words, environment=environment, timeout=limit)
     except RuntimeError as error:
+        if limit < trial.seconds and time.monotonic() - began >= limit:
+            return _ended("not run", OVER)
         return {**_ended("failed", _last_line(str(error))), "seconds": round(time.monotonic() - began)}
+    finally:
+        end_leftovers(results)
+        shutil.rmtree(runs, ignore_errors=True)
     return {**_ended("done", ""), "seconds": round(time.monotonic() - began), **figures}
+
+
+def end_leftovers(results: Results) -> None:
+    """Kill what trials with these results left running: it would keep its part of the card."""
+    import psutil
+
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(TRIAL) == str(results.file):
+                left.append(process)
+    child_process.end(*left)
+
+
+def warm_up() -> Row:
+    """Import every library and begin with the card once: the first time takes a minute on a cold disk."""
+    import torch
+
+    found = [name for name in LIBRARIES if not missing([name], has_gpu=True)]
+    for name in found:
+        with contextlib.suppress(Exception):  # the trials that need it will say so
+            importlib.import_module(name)
+    ones = torch.ones(64, 64, device="cuda" if torch.cuda.is_available() else "cpu")
+    return {"imported": len(found), "sum": float((ones @ ones).sum())}
 
 
 def _ended(outcome: Outcome, why: str) -> Row:

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.benchmarks.gpu.runner import FOLDER
+from isobatch.benchmarks.gpu.runner import FOLDER, RUNS
 from isobatch.core.package import ROOT, own_command
 from isobatch.engine.machine.hardware import find_gpu_model
 from isobatch.engine.runs.run_folder import RunFolder
@@ -29,6 +29,11 @@ def shared_folder() -> Path:
     return Path(os.environ[FOLDER])
 
 
+def runs_folder() -> Path:
+    """The folder of this trial's runs."""
+    return Path(os.environ[RUNS])
+
+
 def launch(*words: str) -> str:
     """What `isobatch WORDS` printed. Raises RuntimeError with the end of its stderr where it failed."""
     ended = subprocess.run(
@@ -45,9 +50,9 @@ def launch(*words: str) -> str:
 
 def train(name: str, *words: str) -> RunFolder:
     """A finished run of these flags in one process."""
-    common = ("--name", name, "--out", str(shared_folder()), "--quiet", "--again", "--processes", "1")
+    common = ("--name", name, "--out", str(runs_folder()), "--quiet", "--again", "--processes", "1")
     launch("auto", *words, *common)
-    return RunFolder.open(str(shared_folder() / name))
+    return RunFolder.open(str(runs_folder() / name))
 
 
 def token_flags(*words: str) -> tuple[str, ...]:
@@ -59,6 +64,12 @@ def train_on_tokens(name: str, *words: str, vocabulary: int, rows: int = 2048) -
     """A finished run on blocks of random tokens, whose settings then stand in this process's environment."""
     os.environ |= {"BENCHMARK_VOCABULARY": str(vocabulary), "BENCHMARK_ROWS": str(rows)}
     return train(name, *token_flags(*words))
+
+
+def plan_on_tokens(*words: str, vocabulary: int, rows: int) -> str:
+    """What `plan --json` says of a run of `train_on_tokens`."""
+    os.environ |= {"BENCHMARK_VOCABULARY": str(vocabulary), "BENCHMARK_ROWS": str(rows)}
+    return launch("plan", *token_flags(*words), "--processes", "1", "--json")
 
 
 def open_run(folder: str) -> RunFolder:
@@ -138,6 +149,6 @@ def train_here(name: str, *words: str) -> None:
     from isobatch.launch.cli import main
 
     os.environ |= {"BENCHMARK_VOCABULARY": "50257", "BENCHMARK_ROWS": "1024"}
-    common = ("--name", name, "--out", str(shared_folder()), "--quiet", "--again", "--processes", "1")
+    common = ("--name", name, "--out", str(runs_folder()), "--quiet", "--again", "--processes", "1")
     if code := main(["auto", *token_flags(*words), *common]):
         raise RuntimeError(f"{name} ended with {code}")

@@ -1,10 +1,10 @@
-"""Part 5, seven billion: QLoRA and LoRA of Llama 7B's shape, with random weights, under a memory limit."""
+"""Of part 5, seven billion: QLoRA and LoRA of Llama 7B's shape, with random weights, under a memory limit."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from isobatch.benchmarks.gpu.runner import COMMAND_LINE, GPU, Part, Trial
+from isobatch.benchmarks.gpu.runner import COMMAND_LINE, GPU, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,13 +26,6 @@ def trials(quick: bool) -> Sequence[Trial]:
         Trial("QLoRA in 12 GB, 1 row", place, ("whole", "qlora", "1", "12GB"), 150, (*QUANTISED, GPU)),
         Trial("LoRA in 24 GB", place, ("whole", "lora", "16", "24GB"), 150, (*COMMAND_LINE, "peft", GPU)),
     ]
-
-
-def headline(rows: Sequence[Row]) -> str:
-    return "; ".join(f"{r['trial']}: {r['reserved GB']} GB, {r['tokens/s']:,} tokens/s" for r in rows)
-
-
-PART = Part("7B in 12 GB", trials, headline, 480)
 
 
 def tune(size: str, adapter: str, batch: str, limit: str) -> Row:

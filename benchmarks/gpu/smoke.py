@@ -36,7 +36,7 @@ def headline(rows: Sequence[Row]) -> str:
     return next((f"demo: {r['tokens/s']:,} tokens/s" for r in rows if "tokens/s" in r), "")
 
 
-PART = Part("smoke: noise, demo, resume, verify", trials, headline, 240)
+PART = Part("smoke: noise, demo, resume, verify", trials, headline, 140)
 
 
 def noise() -> Row:
@@ -75,7 +75,7 @@ def resume(steps: str) -> Row:
     """A run that is asked to stop midway and resumed, against one that is not."""
     words = ("--task", "causal-lm", "--steps", steps)
     whole = runs.train("whole", *words)
-    folder = runs.shared_folder()
+    folder = runs.runs_folder()
     flags = (*words, "--name", "stopped", "--out", str(folder), "--quiet", "--again", "--processes", "1")
     child = subprocess.Popen(own_command("auto", *flags), stderr=subprocess.PIPE, text=True)
     while child.poll() is None and not _has_steps(folder / "stopped" / "metrics.jsonl", int(steps) // 4):

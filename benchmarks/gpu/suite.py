@@ -1,4 +1,4 @@
-"""Part 2, the suite: every file of tests/gpu by pytest, a row for each."""
+"""Part 8, the suite: the files of tests/gpu by pytest, a row for each; that of memory is in part 5."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from isobatch.benchmarks.report import Row
 
 NEEDS = (*COMMAND_LINE, "pytest", "hypothesis")
+MEMORY = "test_memory.py"
 AT_ONCE = 3
 """Tests on one GPU at a time, where pytest-xdist is there: most of their time is a process that starts."""
 
 
 def trials(quick: bool) -> Sequence[Trial]:
     """Without a GPU every test skips, and `--quick` takes no more time there."""
-    files = sorted(file.name for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    files = sorted(f.name for f in (ROOT / "tests" / "gpu").glob("test_*.py") if f.name != MEMORY)
     if quick:
         return [Trial("all files", "gpu.suite:run", ("",), 60, NEEDS)]
     return [Trial(file, "gpu.suite:run", (file,), 300, NEEDS) for file in files]
@@ -37,7 +38,7 @@ def headline(rows: Sequence[Row]) -> str:
     return f"{sum(row['passed'] for row in rows)} passed, {sum(row['skipped'] for row in rows)} skipped"
 
 
-PART = Part("tests/gpu", trials, headline)
+PART = Part("tests/gpu", trials, headline, 170)
 
 
 def run(file: str) -> Row:

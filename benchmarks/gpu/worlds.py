@@ -1,4 +1,4 @@
-"""Part 6, worlds: NCCL with one process, ZeRO-offload, engines alone, two ranks on one GPU over gloo.
+"""Part 7, worlds: NCCL with one process, ZeRO-offload, engines alone, two ranks on one GPU over gloo.
 
 NCCL refuses two ranks on one GPU. Gloo takes CUDA tensors and moves them through the host, so that the
 engine's own paths of several processes run, slowly. Losses must be those of one process.
@@ -49,7 +49,7 @@ def headline(rows: Sequence[Row]) -> str:
     return f"largest difference of losses {worst:.1g}"
 
 
-PART = Part("NCCL, ZeRO, FSDP2; two ranks on a GPU", trials, headline, 420)
+PART = Part("NCCL, ZeRO, FSDP2; two ranks on a GPU", trials, headline, 110)
 
 
 def nccl() -> Row:
@@ -130,7 +130,7 @@ def shared_device(strategy: str) -> Row:
     from isobatch.benchmarks.gpu import runs
 
     plain = runs.train_on_tokens("one", *FLAGS, vocabulary=512, rows=256)
-    run = runs.open_run(train_on_one_device(str(runs.shared_folder()), strategy, *runs.token_flags(*FLAGS)))
+    run = runs.open_run(train_on_one_device(str(runs.runs_folder()), strategy, *runs.token_flags(*FLAGS)))
     return {"loss difference": runs.furthest(plain, run, LIMIT), "ranks": run.plan.processes}
 
 

@@ -161,12 +161,14 @@ def trainer(spec: Spec) -> Found:
 
 def isobatch(spec: Spec) -> Found:
     """A run as `auto` does it, with metrics log, sample hashes and checkpoint."""
+    from isobatch.engine import consent
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.engine.training.train_step import Stepper
     from isobatch.launch.local.worker import train_run
 
     run = RunFolder.open(spec["run"])
+    consent.allow_task_file(run.recipe.task)
     processor: list[float] = []
     step = Stepper.run
 

@@ -12,6 +12,7 @@ from isobatch.core.strategies import traits_of
 from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
 from isobatch.engine.noise.keyed_dropout import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
+from isobatch.models.activations import fuse_gelu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,7 @@ def prepare_model(
     torch.manual_seed(recipe.seed)
     task.training_device = device
     model = (build or task.build_model)(facts)
+    fuse_gelu()
     if traits_of(plan.strategy).shards:  # shards are of one number format
         _hold_in_fp32(model)
     if not traits_of(plan.strategy).shards_weights:  # else only its shards go to the device

@@ -279,8 +279,8 @@ def _layer_bytes(size: ModelSize, hidden: float, choices: ExecutionChoices, leng
     """Bytes that a layer keeps per token, measured; autocast's residual stream and norms stay fp32.
 
     Korthikanti et al. 2022, "Reducing Activation Recomputation", counts s*b*h*(34 + 5*a*s/h) bytes a layer in
-    16 bits: 8 h-wide and 2 i-wide tensors. GPT-2's unfused GELU keeps 5.5 i-wide ones (120 h bytes a layer in
-    fp32 at i = 4h, 64 h under autocast). Llama's norms keep two fp32 tensors each, its MLP four i-wide ones,
+    16 bits: 8 h-wide and 2 i-wide tensors; so do GPT-2 and BERT (64 h bytes a layer in fp32 at i = 4h,
+    36 h under autocast). Llama's norms keep two fp32 tensors each, its MLP four i-wide ones,
     and autocast casts what q, k, v, gate and up read for each anew. A frozen layer keeps no input of a
     matrix, but adapters keep theirs and the mask of their dropout.
     """
@@ -289,12 +289,13 @@ def _layer_bytes(size: ModelSize, hidden: float, choices: ExecutionChoices, leng
     wide, heads = intermediate_width(size), query_width(size) + 2 * key_width(size)
     if 2 * size.trainable < size.parameters and size.gated:
         kept = 8 * hidden + element * (query_width(size) + heads + 3 * wide)
-        kept += (element + 1.0) * size.adapter_inputs
     elif size.gated:
         casts = 5 if choices.half else 2
         kept = 16 * hidden + element * (casts * hidden + query_width(size) + heads + 4 * wide)
     else:
-        kept = element * (8 * hidden + 5.5 * wide) + (4 * hidden if choices.half else 0.0)
+        tensors = 2.0 if size.hidden else 5.5  # a model that says nothing of itself may have no fused GELU
+        kept = element * (8 * hidden + tensors * wide) + (4 * hidden if choices.half else 0.0)
+    kept += (element + 1.0) * size.adapter_inputs
     # Scores after softmax, a mask, the dropped-out scores: 4 + 1 + 4 bytes (autocast keeps softmax fp32).
     return kept + (9.0 * size.heads * length if choices.attention == "eager" else 0.0)
 

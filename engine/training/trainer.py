@@ -19,7 +19,7 @@ from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.distributed.rank_record import RankRecord
 from isobatch.engine.distributed.watchdog import Watchdog
-from isobatch.engine.model_setup.compile_model import uncompiled
+from isobatch.engine.model_setup.compile_model import passed_by, uncompiled
 from isobatch.engine.optimization.loss_trend import ending_remark
 from isobatch.engine.optimization.schedule import remarks, why_lengthened
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields
@@ -58,8 +58,11 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
     run, world, session = context.run, context.world, context.session
     if world.is_main:  # only there: for its size a task may have to build its model on the meta device
         seldom_meant = remarks(session.recipe, session.schedules, session.sampler.used, session.splits)
+        eager = passed_by() if session.plan.compile != "off" else ""
         for line in (_headline(context), *seldom_meant, *context.task.notes(session.facts)):
             context.console.say(line)
+        if eager:
+            context.console.say(f"{eager}: rename that folder")
     watchdog = Watchdog(world, context.stop, context.options.hang_timeout, end_process)
     record = RankRecord(watchdog, run.rank_record)
     with (

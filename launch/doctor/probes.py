@@ -90,6 +90,8 @@ def compiled() -> dict[str, Any]:
         import torch
         import torch._inductor.config as settings
 
+        from isobatch.engine.model_setup.compile_model import passed_by
+
         # The smallest compilation that there is: no headers made ready for later, no search for instructions.
         settings.cpp_cache_precompile_headers, settings.compile_threads = False, 1
         settings.cpp.simdlen = 1
@@ -101,6 +103,7 @@ def compiled() -> dict[str, Any]:
             "device": device,
             "seconds": time.perf_counter() - began,
             "difference": float(difference),
+            "passed_by": passed_by(),
         }
 
 

@@ -106,6 +106,8 @@ def check_compile(answer: Answer) -> Check:
         return warning(name, f"fails: {answer.error}", off)
     if answer.found["difference"] > 1e-5:
         return broken(name, f"computes wrongly, by {answer.found['difference']:.1e}", off)
+    if answer.found["passed_by"]:
+        return warning(name, answer.found["passed_by"], "rename that folder")
     return ok(name, f"compiled for {answer.found['device']} in {answer.found['seconds']:.1f} s")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.models import hub, lora
+from isobatch.models.activations import fuse_gelu
 from isobatch.models.causal_lm import adapters, model_sizes
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def open_for_generation(folder: Path, bits: int = 16, remote_code: bool = False)
             raise UserError(f"{folder} holds no tokenizer.json")
         if bits == 16 and device.type == "cuda":
             model = model.to(device, torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16)
+        fuse_gelu()
         return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 

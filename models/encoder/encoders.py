@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.models import hub, lora
+from isobatch.models.activations import fuse_gelu
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -188,6 +189,7 @@ def classifier_class(config: Any) -> Any:
 
     from isobatch.models.encoder.modeling_pruned import CLASSES
 
+    fuse_gelu()
     return CLASSES[config.model_type] if is_pruned(config.to_dict()) else AutoModelForSequenceClassification
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
 from isobatch.models import hub
+from isobatch.models.activations import fuse_gelu
 from isobatch.models.lora import quiet_bitsandbytes
 
 if TYPE_CHECKING:
@@ -333,6 +334,7 @@ def load_text_model(config: Any, path: str | None, revision: str | None) -> nn.M
     """
     from transformers import AutoModel
 
+    fuse_gelu()
     for name in list(vars(config)):
         if "drop" in name and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)

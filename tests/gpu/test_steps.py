@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -90,8 +91,9 @@ nvmlDeviceGetUtilizationRates = nvmlDeviceGetTemperature = nvmlDeviceGetMemoryIn
 def test_errors_of_nvml_leave_figures_out(init: str, tmp_path: Path) -> None:
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "pynvml.py").write_text(NVML.format(init=init))
+    path = os.pathsep.join(filter(None, [str(tmp_path / "fake"), os.environ.get("PYTHONPATH")]))
     conversations(tmp_path)
-    run = asked(tmp_path, "run", "--lr", "1e-4", steps=60, PYTHONPATH=str(tmp_path / "fake"))
+    run = asked(tmp_path, "run", "--lr", "1e-4", steps=60, PYTHONPATH=path)
     steps = [row for row in rows(run) if "lr" in row]
     assert not [row for row in steps if "gpu_utilisation" in row]
     said = (run / "log.txt").read_text()

@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,8 @@ from isobatch.engine.checkpointing.checkpoint import list_checkpoints
 from isobatch.tests.integration.helpers import ROOT, ledger, rows, summary
 from isobatch.tests.zygote import Zygote
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 OLD = ROOT / "tests" / "fixtures" / "version_0_1"
+CPU_INFO = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 RUNS = {
     "causal-lm": ["train"],
     "classifier": ["train"],
@@ -96,14 +95,14 @@ def test_old_runs_resume_to_the_same_numbers(
 ) -> None:
     old, run = OLD / "runs" / name, copy_of(name, tmp_path)
     undo_after(checkpoint, run)
-    cut = ["--micro-batch", "4", "--processes", "1", "--device", "cpu"]
+    cut = ["--micro-batch", "4", "--processes", "1", "--device", "cpu", "--precision", "fp32"]
     done = isobatch("resume", f"runs/{name}", "--trust", *cut, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert summary(run)["resumed_from"] == checkpoint
     assert ledger(run) == ledger(old)
     assert set(saved_checkpoints(old)) <= set(saved_checkpoints(run))  # and the one before the end
 
-    same_machine = is_machine_of_old_runs(run)
+    same_machine = name != "causal-lm" and is_machine_of_old_runs(run)  # its GELU is another kernel now
     compare_metrics(old, run, same_machine)
     for path in sorted((old / "final").glob("*.safetensors")):
         compare_tensors(path, run / "final" / path.name, same_machine)
@@ -161,6 +160,7 @@ def is_machine_of_old_runs(run: Path) -> bool:
     made: dict[str, Any] = json.loads((OLD / "machine.json").read_text())
     threads = json.loads((run / "plan.json").read_text())["threads"]
     here = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "threads": threads}
+    here["vendor"] = next((v for v in ("AuthenticAMD", "GenuineIntel") if v in CPU_INFO), "")
     return made == here
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isobatch.core.package import ROOT
 from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
 from isobatch.engine.model_setup.compile_model import compile_model
 from isobatch.engine.noise.keyed_dropout import key_dropout
@@ -191,3 +196,23 @@ def test_a_strategy_says_why_it_does_not_overlap(two_ranks: Any) -> None:
     assert not runner.why_not_overlapped
     runner.step_optimizer(0.0)
     assert runner.why_not_overlapped == "some parameters got no gradient"
+
+
+def test_a_clone_in_a_folder_named_like_a_skipped_library_is_said(tmp_path: Path) -> None:
+    """Only where the folder above it is on Python's path is it taken for that library."""
+    for place in ("__init__.py", "core", "launch/_root.py", "engine/__init__.py", "engine/model_setup"):
+        copy = shutil.copytree if (ROOT / place).is_dir() else shutil.copy
+        (tmp_path / "tree" / place).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / place, tmp_path / "tree" / place)
+    words = f"import runpy; runpy.run_path('{tmp_path}/tree/launch/_root.py')\n"
+    words += "from isobatch.engine.model_setup import compile_model\nprint(compile_model.passed_by())"
+    for path, told in ((str(tmp_path), True), ("", False)):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", words],
+            cwd=tmp_path / "tree",  # a start folder is taken off the path
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ("never compiles" in done.stdout) == told

@@ -42,7 +42,7 @@ HEALTHY: dict[str, Any] = {
     "quantised": {"version": "0.50", "device": "cpu", "error": 0.07},
     "deepspeed_step": {"version": "0.19", "moved": 0.1},
     "ceilings": {"matmul": [5e9, 9e10], "bandwidth": 2e10, "cores": 2},
-    "compiled": {"device": "cpu", "seconds": 8.0, "difference": 0.0},
+    "compiled": {"device": "cpu", "seconds": 8.0, "difference": 0.0, "passed_by": ""},
 }
 """What probes find on a machine where all is well."""
 NO_CUDA = "this torch is a build for CPUs: install one for CUDA (pytorch.org)"
@@ -268,6 +268,10 @@ FAULTS: dict[str, Fault] = {
     "compiled kernels are wrong": (
         lambda _: software.check_compile(answer("compiled", difference=0.5)),
         *("torch.compile", "broken", "--compile off"),
+    ),
+    "a clone with a library's name": (
+        lambda _: software.check_compile(answer("compiled", passed_by="/work/tree has a library's name")),
+        *("torch.compile", "warning", "rename that folder"),
     ),
     "bitsandbytes fails": (
         lambda _: software.check_bitsandbytes(Answer(error="OSError: libcudart.so.11.0")),

@@ -66,7 +66,9 @@ def planned(machine: str | Hardware, shape: ModelSize = GPT2, facts: Facts = TEX
 
 CHUNKED = dataclasses.replace(GPT2, head_bytes=CHUNK_BYTES)
 """GPT-2 as `causal-lm` trains it."""
-WITH_LORA = dataclasses.replace(CHUNKED, parameters=GPT2.parameters + 811_008, trainable=811_008)
+WITH_LORA = dataclasses.replace(
+    CHUNKED, parameters=GPT2.parameters + 811_008, trainable=811_008, adapter_inputs=6 * 768
+)
 LLAMA_7B = dataclasses.replace(SEVEN_B, gated=True, head_bytes=CHUNK_BYTES)
 ADAPTED = dataclasses.replace(  # Llama's 7B with LoRA of rank 8 on all its matrices
     LLAMA_7B,
@@ -83,16 +85,16 @@ WITH_QLORA = dataclasses.replace(  # embeddings, head and norms are not rounded:
 )
 CARDS = [
     # machine, GB, model, samples of 1,024 tokens at a time, activation checkpointing
-    ("rtx3050-laptop", 4, WITH_LORA, 1, False),
-    ("rtx4060", 8, CHUNKED, 4, False),
-    ("rtx4060", 8, WITH_LORA, 6, False),
+    ("rtx3050-laptop", 4, WITH_LORA, 2, False),
+    ("rtx4060", 8, CHUNKED, 7, False),
+    ("rtx4060", 8, WITH_LORA, 7, False),
     ("rtx4060", 8, WITH_QLORA, 1, True),
-    ("rtx4080-laptop", 12, CHUNKED, 8, False),
-    ("rtx4080-laptop", 12, WITH_LORA, 11, False),
+    ("rtx4080-laptop", 12, CHUNKED, 15, False),
+    ("rtx4080-laptop", 12, WITH_LORA, 13, False),
     ("rtx4080-laptop", 12, WITH_QLORA, 5, True),
-    ("rtx4080", 16, CHUNKED, 13, False),
+    ("rtx4080", 16, CHUNKED, 23, False),
     ("rtx4080", 16, WITH_QLORA, 9, True),
-    ("rtx4090", 24, CHUNKED, 22, False),
+    ("rtx4090", 24, CHUNKED, 32, False),
     ("rtx4090", 24, WITH_QLORA, 1, False),
 ]
 
@@ -285,7 +287,7 @@ def test_a_memory_limit_shrinks_the_micro_batch_only() -> None:
 
 
 def test_checkpointing_comes_where_nothing_fits_without() -> None:
-    long = dataclasses.replace(BLOCKS, lengths=(16384,) * 65)
+    long = dataclasses.replace(BLOCKS, lengths=(24576,) * 65)
     shape = dataclasses.replace(GPT2, vocabulary=0)
     plan = planned(LAPTOP, shape, long)
     assert plan.activation_checkpointing
