@@ -126,10 +126,11 @@ def _working_folder(process: psutil.Process) -> str | None:
 
 def kill_all(processes: list[psutil.Process]) -> None:
     """As if the machine lost power: none of them has the time to see another one end."""
+    own = {child.pid for child in psutil.Process().children()}  # whoever started them waits for them
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=10)  # until then they hold the run's lock
+    psutil.wait_procs([p for p in processes if p.pid not in own], timeout=10)  # they hold the run's lock
 
 
 def logged(run: Path) -> int:
